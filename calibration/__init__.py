@@ -1,0 +1,1 @@
+"""On what ranges are measured, and how."""

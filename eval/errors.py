@@ -1,0 +1,11 @@
+"""What `eval` raises: its callers translate it into their own errors."""
+
+from __future__ import annotations
+
+
+class MeasurementError(Exception):
+    """A measurement is missing, incomplete or not comparable; the message says which and why."""
+
+
+class DefinitionError(Exception):
+    """A suite, task or workload file is wrong; the message names the file and the field."""

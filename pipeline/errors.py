@@ -1,0 +1,67 @@
+"""The errors that a user can meet, and the exit code of each.
+
+::
+
+    QuantmintError                  5  something broke; the same command resumes
+    ├── UserError                   2  what was asked for is wrong: nothing was started
+    │   └── RecipeError             2  ... and it stands in a recipe, at file:line:column
+    ├── StageError                  5  a stage broke
+    │   ├── ServingError            5  vLLM did not start, died or answered nonsense
+    │   ├── StoreError              5  the store cannot be read or written
+    │   └── InspectionError         1  the checkpoint is structurally wrong: it must not be served
+    └── InvalidMeasurementError     4  the numbers do not mean what they should
+
+A message is one paragraph: what was found, what was expected. ``hint`` is what to do about it.
+`eval` and `calibration` know nothing of this tree: they raise their own `eval.errors.MeasurementError` and
+`calibration.errors.CalibrationError`, which the stages translate.
+"""
+
+from __future__ import annotations
+
+
+class QuantmintError(Exception):
+    """Root of the tree; carries a one-paragraph message and, where there is one, the way out."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  {self.hint}"
+
+
+class UserError(QuantmintError):
+    """A wrong argument, file or environment: nothing was started and nothing is lost."""
+
+    exit_code = 2
+
+
+class RecipeError(UserError):
+    """One or more faults in a recipe, each with its place."""
+
+
+class StageError(QuantmintError):
+    """A stage broke. What it had committed stays; the same command goes on from there."""
+
+
+class ServingError(StageError):
+    """vLLM did not start, died, or answered with nonsense."""
+
+
+class StoreError(StageError):
+    """The store cannot be read or written."""
+
+
+class InspectionError(StageError):
+    """The checkpoint contradicts its own configuration or its source."""
+
+    exit_code = 1
+
+
+class InvalidMeasurementError(QuantmintError):
+    """A measurement that must not be judged."""
+
+    exit_code = 4

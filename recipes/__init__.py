@@ -1,0 +1,1 @@
+"""What to make: a YAML file per checkpoint, and the embedded tiny model."""
