@@ -1,0 +1,138 @@
+"""Evaluation suites: which lm-eval tasks are run, by which metric they count, how many items they have.
+
+A suite is a YAML file in this folder's `suites/`. The number of items is written down, because the power of the gate
+must be known before anything is run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.definitions import Section, read
+from eval.errors import DefinitionError
+from eval.power import detectable_margin, items_needed
+
+FOLDER = Path(__file__).parent / "suites"
+TASKS_FOLDER = Path(__file__).parent / "tasks"
+
+_SUITE_KEYS = ("name", "description", "expected_flip_rate", "tasks")
+_TASK_KEYS = (
+    "task",
+    "metric",
+    "filter",
+    "items",
+    "gated",
+    "margin",
+    "expected_flip_rate",
+    "num_fewshot",
+    "max_gen_tokens",
+    "chat",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteTask:
+    """One lm-eval task of a suite, or one group of tasks.
+
+    `items` is the number of samples that the task is expected to have, `margin` its own accuracy margin as a fraction
+    (None: the recipe's), `expected_flip_rate` the share of items whose score changes under a good quantization.
+    `gated` tasks decide the verdict; the others are reported only.
+    """
+
+    task: str
+    metric: str
+    items: int
+    expected_flip_rate: float
+    gated: bool = True
+    filter: str = "none"
+    margin: float | None = None
+    num_fewshot: int | None = None
+    max_gen_tokens: int | None = None
+    chat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A named list of tasks."""
+
+    name: str
+    description: str
+    tasks: tuple[SuiteTask, ...]
+
+
+def names(folder: Path = FOLDER) -> tuple[str, ...]:
+    """Names of the suites in a folder, sorted."""
+    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
+def load(name: str, folder: Path = FOLDER) -> Suite:
+    """Load a suite by its name.
+
+    Raises `DefinitionError` with the nearest existing name, or with file, line and key of what is wrong in it.
+    """
+    path = folder / f"{name}.yaml"
+    if name not in names(folder):
+        near = difflib.get_close_matches(name, names(folder), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names(folder))}"
+        raise DefinitionError(f"no suite {name!r} in {folder}; {hint}")
+    return parse(path)
+
+
+def parse(path: Path) -> Suite:
+    """Load a suite from any file."""
+    root = read(path)
+    root.only(_SUITE_KEYS)
+    if root.need("name", str) != path.stem:
+        raise root.error(f"'name' must be the file's name, {path.stem!r}", "name")
+    flip_rate = root.fraction("expected_flip_rate")
+    if flip_rate is None:
+        raise root.error("missing key 'expected_flip_rate', expected a number between 0 and 1")
+    tasks = tuple(_task(section, flip_rate) for section in root.sections("tasks"))
+    seen: set[str] = set()
+    for section, task in zip(root.sections("tasks"), tasks, strict=True):
+        if task.task in seen:
+            raise section.error(f"task {task.task!r} appears twice", "task")
+        seen.add(task.task)
+    if not any(task.gated for task in tasks):
+        raise root.error("no task is gated, so the suite cannot decide anything", "tasks")
+    return Suite(root.need("name", str), root.need("description", str), tasks)
+
+
+def _task(section: Section, flip_rate: float) -> SuiteTask:
+    section.only(_TASK_KEYS)
+    gated = section.get("gated", bool)
+    fewshot = section.count("num_fewshot", least=0) if section.get("num_fewshot", int) is not None else None
+    tokens = section.count("max_gen_tokens") if section.get("max_gen_tokens", int) is not None else None
+    return SuiteTask(
+        task=section.need("task", str),
+        metric=section.need("metric", str),
+        items=section.count("items"),
+        expected_flip_rate=section.fraction("expected_flip_rate") or flip_rate,
+        gated=True if gated is None else gated,
+        filter=section.get("filter", str) or "none",
+        margin=section.fraction("margin"),
+        num_fewshot=fewshot,
+        max_gen_tokens=tokens,
+        chat=section.get("chat", bool) or False,
+    )
+
+
+def untestable(suite: Suite, margin: float, confidence: float = 0.95, power: float = 0.8) -> tuple[str, ...]:
+    """One sentence for each gated task whose margin is smaller than its size can test; empty when all can be.
+
+    `margin` is the recipe's, as a fraction; a task's own margin goes before it.
+    """
+    sentences = []
+    for task in suite.tasks:
+        wanted = task.margin or margin
+        smallest = detectable_margin(task.items, task.expected_flip_rate, confidence, power)
+        if task.gated and wanted < smallest:
+            needed = items_needed(wanted, task.expected_flip_rate, confidence, power)
+            sentences.append(
+                f"{task.task}: {task.items} items can test a margin of {smallest:.2%} or wider, not {wanted:.2%}, "
+                f"which needs {needed} items (flip rate {task.expected_flip_rate:.1%}, confidence {confidence:.0%}, "
+                f"power {power:.0%})"
+            )
+    return tuple(sentences)
