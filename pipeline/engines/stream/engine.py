@@ -1,0 +1,156 @@
+"""A whole checkpoint, file by file, resumable at the first file that is not in the manifest."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.engines.stream.kernels import fp8_scale
+from pipeline.engines.stream.plan import ShardPlan
+from pipeline.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard, write_shard
+from pipeline.errors import StageError
+from pipeline.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from pipeline.formats.layout import Choice, layout
+
+if TYPE_CHECKING:
+    import torch
+
+# What a server needs beside the weights. Code is copied only for a recipe that trusts it.
+_COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_OURS = ("config.json", INDEX_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class KvRange:
+    """Largest magnitudes that a layer's attention cached: K after the rotary embedding, and V."""
+
+    attention: str
+    k_amax: float
+    v_amax: float
+
+
+def write_checkpoint(
+    source: Checkpoint,
+    plans: tuple[ShardPlan, ...],
+    choice: Choice,
+    kv_ranges: tuple[KvRange, ...],
+    destination: Path,
+    *,
+    checkpoint_format: str,
+    manifest: Path,
+    device: str = "cpu",
+    with_code: bool = False,
+    advance: Callable[[int], None] = lambda _: None,
+) -> tuple[WrittenShard, ...]:
+    """Write the quantized checkpoint into ``destination``, going on where an earlier attempt stopped.
+
+    ``manifest`` (JSON lines) lists the files that are committed; those are skipped. Returns all weight files.
+    Raises `StageError` when the disk is full or a file cannot be read.
+    """
+    destination.mkdir(parents=True, exist_ok=True)
+    done = _read_manifest(manifest, destination)
+    for stale in destination.glob(f"*{PARTIAL_SUFFIX}"):
+        stale.unlink()
+    written: list[WrittenShard] = []
+    try:
+        for plan in plans:
+            if plan.name in done:
+                advance(plan.read_bytes)
+            else:
+                scalars = _kv_scalars(source, kv_ranges, checkpoint_format) if choice.kv_cache else {}
+                names = {stored.name for stored in plan.deferred}
+                here = {name: value for name, value in scalars.items() if name in names}
+                done[plan.name] = write_shard(plan, source.folder, destination, here, device=device, advance=advance)
+                _append_manifest(manifest, done[plan.name])
+            written.append(done[plan.name])
+        _write_companions(source, destination, with_code=with_code)
+        _write_config(source, choice, destination, checkpoint_format)
+        if plans[0].name != SINGLE_NAME or (source.folder / INDEX_NAME).is_file():
+            _write_index(plans, destination)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(destination).free
+            raise StageError(
+                f"{destination}: the disk is full ({free:,} bytes free, {sum(p.nbytes for p in plans):,} needed in all).",
+                hint="Free space and run the same command: finished files are kept.",
+            ) from error
+        raise StageError(f"{destination}: {error}.") from error
+    return tuple(written)
+
+
+def _kv_scalars(
+    source: Checkpoint, ranges: tuple[KvRange, ...], checkpoint_format: str
+) -> dict[str, torch.Tensor]:
+    import torch
+
+    form = layout(checkpoint_format)
+    scalars: dict[str, torch.Tensor] = {}
+    for entry in ranges:
+        for name, amax in zip(form.kv_scale_names(entry.attention), (entry.k_amax, entry.v_amax), strict=True):
+            dtype = source.tensors[f"{entry.attention}.k_proj.weight"][1].dtype
+            scalars[name] = fp8_scale(torch.tensor(amax, dtype={"BF16": torch.bfloat16, "F16": torch.float16}[dtype]))
+    return scalars
+
+
+def _read_manifest(manifest: Path, destination: Path) -> dict[str, WrittenShard]:
+    done: dict[str, WrittenShard] = {}
+    if not manifest.is_file():
+        return done
+    for line in manifest.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = WrittenShard(**json.loads(line))
+        except (ValueError, TypeError):
+            continue  # the line that was being written when the process died
+        path = destination / entry.name
+        if path.is_file() and path.stat().st_size == entry.size:
+            done[entry.name] = entry
+    return done
+
+
+def _append_manifest(manifest: Path, entry: WrittenShard) -> None:
+    with manifest.open("a", encoding="utf-8") as stream:
+        # A line that was cut short by a crash must not swallow this one.
+        stream.write("\n" if stream.tell() else "")
+        stream.write(json.dumps(asdict(entry)))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _write_companions(source: Checkpoint, destination: Path, *, with_code: bool) -> None:
+    patterns = (*_COMPANIONS, "*.py") if with_code else _COMPANIONS
+    for path in sorted({path for pattern in patterns for path in source.folder.glob(pattern)}):
+        if path.is_file() and path.name not in _OURS:
+            _write_whole(destination / path.name, path.read_bytes())
+
+
+def _write_config(source: Checkpoint, choice: Choice, destination: Path, checkpoint_format: str) -> None:
+    declared = layout(checkpoint_format).quantization_config(choice)
+    config: dict[str, Any] = {**source.config, "quantization_config": declared}
+    _write_whole(destination / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _write_index(plans: tuple[ShardPlan, ...], destination: Path) -> None:
+    weight_map: dict[str, str] = {}
+    total = 0
+    for plan in plans:
+        stored = [out for step in plan.steps for out in step.outputs]
+        stored += [out for out in plan.deferred if out.role in ("k_scale", "v_scale")]
+        weight_map.update({out.name: plan.name for out in stored})
+        total += sum(out.nbytes for out in stored)
+    index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_whole(destination / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    with partial.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)

@@ -1,0 +1,1 @@
+"""What checkpoints look like on disk, whoever wrote them."""
