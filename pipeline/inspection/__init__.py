@@ -1,0 +1,1 @@
+"""Structural proof that a checkpoint is what its configuration says."""

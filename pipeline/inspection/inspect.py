@@ -1,0 +1,114 @@
+"""The whole inspection of a folder, ours or anybody's.
+
+>>> inspection = inspect_checkpoint(open_checkpoint(Path("model-fp8")), structure)
+>>> inspection.passed, inspection.summary()
+(True, '224 quantized modules, 64 KV scales, nothing missing')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pipeline.formats.checkpoint import Checkpoint
+from pipeline.formats.layout import layout_of
+from pipeline.inspection.findings import Finding, Inspection, LayerError
+from pipeline.inspection.numbers import Reader, check_copy, check_kv_scale, check_module
+from pipeline.inspection.structure import check_structure, expected_tensors
+from pipeline.model.structure import Structure
+
+
+def inspect_checkpoint(
+    checkpoint: Checkpoint,
+    structure: Structure,
+    *,
+    source: Checkpoint | None = None,
+    expected_kv: Mapping[str, float] | None = None,
+    expected_bytes: int | None = None,
+    allow_unit_kv_scales: bool = False,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Inspection:
+    """Prove or disprove a quantized checkpoint.
+
+    Args:
+        checkpoint: the folder to look at.
+        structure: of the same model, from its configuration.
+        source: the 16-bit model; with it the error of every layer is measured and untouched tensors are compared.
+        expected_kv: KV scales by tensor name, where the calibrated ranges are known.
+        expected_bytes: the size of all tensors that was predicted, bytes.
+        allow_unit_kv_scales: accept KV scales of exactly 1.0, for a checkpoint that asks for them.
+        advance: told the bytes of each tensor that was checked.
+    """
+    form = layout_of(checkpoint.config)
+    modules = [*structure.linear, *structure.kept]
+    claims = form.claims(checkpoint.config["quantization_config"], modules)
+    findings = list(check_structure(checkpoint, structure, claims))
+    if not any(claims.schemes.values()) and not claims.unknown:
+        findings.append(Finding("not quantized", str(checkpoint.folder), "the configuration quantizes no module at all"))
+    unsound = {finding.where for finding in findings}
+    read, read_source = Reader(checkpoint), None if source is None else Reader(source)
+    expected = expected_tensors(checkpoint, structure, claims)
+    layers: list[LayerError] = []
+    for module, tensors in expected.items():
+        if unsound.isdisjoint(stored.name for stored in tensors):
+            name = f"{module}.weight"
+            original = read_source(name) if read_source is not None and source and name in source.tensors else None
+            for result in check_module(read, module, claims.schemes[module] or "", tensors, original):
+                (findings if isinstance(result, Finding) else layers).append(result)  # type: ignore[arg-type]
+        advance(sum(stored.nbytes for stored in tensors))
+    scales: dict[str, float] = {}
+    if claims.kv_cache:
+        for name in (name for attention in structure.attention for name in form.kv_scale_names(attention)):
+            if name in checkpoint.tensors and checkpoint.tensors[name][1].parameters == 1:
+                scales[name] = float(read(name).float().reshape(()))
+                wanted = None if expected_kv is None else expected_kv.get(name)
+                findings += check_kv_scale(name, scales[name], wanted, allow_one=allow_unit_kv_scales)
+    quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(scales)
+    if source is not None and read_source is not None:
+        findings += _compare_copies(checkpoint, source, read, read_source, quantized, set(expected), advance)
+    if expected_bytes is not None and checkpoint.nbytes != expected_bytes:
+        findings.append(
+            Finding("size", str(checkpoint.folder), f"{checkpoint.nbytes:,} bytes of tensors, predicted {expected_bytes:,}")
+        )
+    return Inspection(
+        checkpoint_format=form.name,
+        findings=tuple(findings),
+        layers=tuple(layers),
+        bytes_by_part=_bytes_by_part(checkpoint, quantized),
+        quantized_modules=len(expected),
+        kv_scales=scales,
+        compared_with_source=source is not None,
+    )
+
+
+def _compare_copies(
+    checkpoint: Checkpoint,
+    source: Checkpoint,
+    read: Reader,
+    read_source: Reader,
+    quantized: set[str],
+    modules: set[str],
+    advance: Callable[[int], None],
+) -> list[Finding]:
+    findings: list[Finding] = []
+    for name in source.tensors:
+        module, _, role = name.rpartition(".")
+        if role == "weight" and module in modules:
+            continue
+        if name not in checkpoint.tensors:
+            findings.append(Finding("missing", name, "the source has it, the checkpoint does not"))
+        else:
+            findings += check_copy(name, read(name), read_source(name))
+            advance(source.tensors[name][1].nbytes)
+    added = set(checkpoint.tensors) - set(source.tensors) - quantized
+    findings += [Finding("undeclared", name, "the source has no such tensor") for name in sorted(added)]
+    return findings
+
+
+def _bytes_by_part(checkpoint: Checkpoint, quantized: set[str]) -> dict[str, int]:
+    parts = {"quantized weights": 0, "scales": 0, "16 bit": 0}
+    for name, (_, info) in checkpoint.tensors.items():
+        part = "16 bit" if name not in quantized else "scales" if name.endswith("_scale") else "quantized weights"
+        parts[part] += info.nbytes
+    return parts
+
+
