@@ -1,0 +1,280 @@
+"""What a recipe asks for that no one could make, serve or prove: found before any work.
+
+    refuse(check(load_recipe("llama70b-fp8kv"), config=config))
+
+Everything here follows from tables and small files. `check` says what can never be; `check_run` adds what is declared
+but not built yet, which may be planned all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from calibration.errors import CalibrationError
+from calibration.sets import load_set
+from eval import suites, workloads
+from eval.errors import DefinitionError
+from eval.suites import Suite
+from pipeline.recipe import modules
+from pipeline.recipe.faults import Fault, YamlPath, did_you_mean
+from pipeline.recipe.load import LoadedRecipe
+from pipeline.recipe.widths import InputWidth, input_widths, misfit
+from pipeline.schemes import scheme
+from pipeline.serving.hardware import refusal
+
+
+def check(
+    loaded: LoadedRecipe,
+    *,
+    config: Mapping[str, Any] | None = None,
+    linear: Mapping[str, tuple[int, int]] | None = None,
+    cpu_flags: Collection[str] | None = None,
+) -> list[Fault]:
+    """Every fault of a recipe that its fields, the model and the definitions that it names lead to.
+
+    `config` is the model's config.json and `linear` its linear modules with [out_features, in_features], as far as
+    they are known; without them, what depends on the model is not looked at. `cpu_flags` are those of the CPU that
+    will serve, where the target is one (`pipeline.serving.hardware.local_cpu_flags`).
+    """
+    faults = [*_source(loaded), *_ranges(loaded), *_schemes(loaded, cpu_flags), *_definitions(loaded)]
+    faults += _overlaps(loaded, linear)
+    names = linear if linear is not None else modules.expected_names(config) if config is not None else ()
+    faults += _fused(loaded, names)
+    if config is not None:
+        faults += _lengths(loaded, config)
+    if config is not None or linear is not None:
+        faults += _groups(loaded, config or {}, linear)
+    return faults
+
+
+def check_run(loaded: LoadedRecipe) -> list[Fault]:
+    """What the recipe names that does not exist yet."""
+    engine = loaded.recipe.quantization.engine
+    return [
+        loaded.fault(path, reason)
+        for path, name in _used(loaded)
+        if engine in scheme(name).planned and (reason := scheme(name).refusal(engine)) is not None
+    ]
+
+
+def _used(loaded: LoadedRecipe) -> list[tuple[YamlPath, str]]:
+    """Each scheme of the recipe with the field that asks for it."""
+    quantization = loaded.recipe.quantization
+    overrides = enumerate(quantization.overrides)
+    return [
+        (("quantization", "scheme"), quantization.scheme),
+        *((("quantization", "overrides", index, "scheme"), override.scheme) for index, override in overrides),
+    ]
+
+
+def _source(loaded: LoadedRecipe) -> Iterator[Fault]:
+    recipe = loaded.recipe
+    if recipe.trust_remote_code and recipe.source.repo is not None and not recipe.source.pinned:
+        yield loaded.fault(
+            ("trust_remote_code",),
+            f'found true with revision "{recipe.source.revision}", expected a 40-digit commit: '
+            "code that is run must not be able to change",
+        )
+    folder = loaded.source_folder
+    if folder is not None and not _is_folder(folder):
+        yield loaded.fault(("source", "folder"), f"found no folder {folder}, expected one with a model")
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long for any file
+        return False
+
+
+def _ranges(loaded: LoadedRecipe) -> Iterator[Fault]:
+    quantization = loaded.recipe.quantization
+    if loaded.recipe.calibration is not None:
+        return
+    expected = "expected a calibration section, because its scales are measured"
+    for path, name in _used(loaded):
+        if scheme(name).needs_ranges:
+            yield loaded.fault(path, f"found {name} without calibration, {expected}")
+    if quantization.kv_cache == "fp8":
+        yield loaded.fault(("quantization", "kv_cache"), f"found fp8 without calibration, {expected}")
+
+
+def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterator[Fault]:
+    hardware, quantization = loaded.recipe.target.hardware, loaded.recipe.quantization
+    layout, kv_cache = quantization.format, quantization.kv_cache
+    for path, name in _used(loaded):
+        row = scheme(name)
+        if layout not in row.formats:
+            yield loaded.fault(path, f"found {name} in {layout}, expected format {' or '.join(row.formats)}")
+            continue
+        reason = refusal(hardware, name, "auto", layout, cpu_flags=cpu_flags)
+        if reason is not None:
+            yield loaded.fault(path, f"found {name}, which {hardware} cannot serve: {reason}")
+        elif (reason := refusal(hardware, name, kv_cache, layout, cpu_flags=cpu_flags)) is not None:
+            yield loaded.fault(
+                ("quantization", "kv_cache"), f"found {kv_cache}, which {hardware} cannot serve: {reason}"
+            )
+        reason = row.refusal(quantization.engine)
+        if reason is not None and quantization.engine not in row.planned:
+            yield loaded.fault(path, f"{reason}, expected {' or '.join((*row.engines, *row.planned))}")
+
+
+def _definitions(loaded: LoadedRecipe) -> Iterator[Fault]:
+    recipe = loaded.recipe
+    if recipe.calibration is not None:
+        try:
+            load_set(recipe.calibration.set)
+        except CalibrationError as error:
+            yield loaded.fault(("calibration", "set"), str(error))
+    try:
+        longest = workloads.load(recipe.target.workload).longest
+    except DefinitionError as error:
+        yield loaded.fault(("target", "workload"), str(error))
+    else:
+        if longest > recipe.target.max_model_len:
+            yield loaded.fault(
+                ("target", "max_model_len"),
+                f"found {recipe.target.max_model_len}, expected at least {longest}: "
+                f"workload {recipe.target.workload} has requests of that many tokens",
+            )
+    try:
+        suite = suites.load(recipe.evaluation.suite)
+    except DefinitionError as error:
+        yield loaded.fault(("evaluation", "suite"), str(error))
+    else:
+        yield from _proof(loaded, suite)
+
+
+def _proof(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
+    gate, limit = loaded.recipe.gate.accuracy, loaded.recipe.evaluation.limit
+    tasks = tuple(
+        replace(
+            task,
+            items=min(task.items, limit or task.items),
+            expected_flip_rate=gate.expected_flip_rate or task.expected_flip_rate,
+        )
+        for task in suite.tasks
+    )
+    for sentence in suites.untestable(replace(suite, tasks=tasks), gate.margin, gate.confidence, gate.power):
+        yield loaded.fault(("gate", "accuracy", "margin"), sentence)
+    known = [task.task for task in suite.tasks]
+    for name in gate.baseline_floor:
+        if name not in known:
+            yield loaded.fault(
+                ("gate", "accuracy", "baseline_floor", name),
+                f"found no such task in suite {suite.name}, "
+                f"expected one of {', '.join(known)}{did_you_mean(name, known)}",
+            )
+    answer = max((task.max_gen_tokens or 0 for task in suite.tasks), default=0)
+    if answer >= loaded.recipe.target.max_model_len:
+        yield loaded.fault(
+            ("target", "max_model_len"),
+            f"found {loaded.recipe.target.max_model_len}, expected more than {answer}: "
+            f"suite {suite.name} lets a model answer with that many tokens",
+        )
+
+
+def _overlaps(loaded: LoadedRecipe, linear: Iterable[str] | None) -> Iterator[Fault]:
+    """Overrides whose order would matter, or that mean no module of the model."""
+    names = list(linear) if linear is not None else None
+    quantization = loaded.recipe.quantization
+    claimed: dict[str, str] = {}
+    for index, override in enumerate(quantization.overrides):
+        for position, pattern in enumerate(override.modules):
+            path = ("quantization", "overrides", index, "modules", position)
+            meant = [pattern] if names is None else [name for name in names if modules.matches(pattern, name)]
+            if names is not None and not meant:
+                hint = did_you_mean(pattern, names)
+                yield loaded.fault(path, f'found "{pattern}", expected linear modules of the model{hint}')
+            clash = next((name for name in meant if claimed.get(name, override.scheme) != override.scheme), None)
+            if clash is not None:
+                yield loaded.fault(
+                    path,
+                    f"found {override.scheme} for {clash} after {claimed[clash]}, expected one scheme for a module",
+                )
+            claimed.update(dict.fromkeys(meant, override.scheme))
+
+
+def _fused(loaded: LoadedRecipe, names: Iterable[str]) -> Iterator[Fault]:
+    """Exclusions or overrides that take a part of what vLLM loads as one; one fault for each of them."""
+    quantization = loaded.recipe.quantization
+    rules: dict[YamlPath, str] = {
+        ("quantization", "exclude", index): pattern for index, pattern in enumerate(quantization.exclude)
+    }
+    for index, override in enumerate(quantization.overrides):
+        for position, pattern in enumerate(override.modules):
+            rules["quantization", "overrides", index, "modules", position] = pattern
+    if not rules:
+        return
+    named = [name for pattern in rules.values() if not pattern.startswith("re:") for name in modules.siblings(pattern)]
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in dict.fromkeys((*names, *named)):
+        group = modules.fused_with(name)
+        if group is not None:
+            groups[group].append(name)
+    reported: set[YamlPath] = set()
+    for group, members in groups.items():
+        chosen = {name: modules.assigned(quantization, name) or "16 bit" for name in members}
+        if len(set(chosen.values())) == 1:
+            continue
+        partial = [path for path, pattern in rules.items() if 0 < _count(pattern, members) < len(members)]
+        unusual = [path for path in partial if chosen[_inside(rules[path], members)] != quantization.scheme]
+        for path in unusual or partial[:1]:
+            if path in reported:
+                continue
+            reported.add(path)
+            inside = _inside(rules[path], members)
+            outside = next(name for name in members if chosen[name] != chosen[inside])
+            yield loaded.fault(
+                path,
+                f"found {chosen[inside]} for {inside} beside {chosen[outside]} for {outside}, "
+                f"expected one scheme for {group}, which vLLM loads as one",
+            )
+
+
+def _inside(pattern: str, names: list[str]) -> str:
+    return next(name for name in names if modules.matches(pattern, name))
+
+
+def _count(pattern: str, names: list[str]) -> int:
+    return sum(modules.matches(pattern, name) for name in names)
+
+
+def _lengths(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
+    longest = modules.text_config(config).get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return
+    calibration = loaded.recipe.calibration
+    lengths: list[tuple[YamlPath, int]] = [(("target", "max_model_len"), loaded.recipe.target.max_model_len)]
+    if calibration is not None:
+        lengths.append((("calibration", "sequence_length"), calibration.sequence_length))
+    for path, found in lengths:
+        if found > longest:
+            yield loaded.fault(path, f"found {found}, expected at most {longest}, the model's max_position_embeddings")
+
+
+def _groups(
+    loaded: LoadedRecipe, config: Mapping[str, Any], linear: Mapping[str, tuple[int, int]] | None
+) -> Iterator[Fault]:
+    """Groups of a scheme that do not divide the inputs of the modules that get it."""
+    quantization, gpus = loaded.recipe.quantization, loaded.recipe.target.gpus
+    for path, name in _used(loaded):
+        divisor = scheme(name).input_divisor
+        if divisor == 1:
+            continue
+        if linear is not None:
+            widths = tuple(
+                InputWidth(module, shape[1], split=re.search(r"\.(o_proj|down_proj|w2)$", module) is not None)
+                for module, shape in linear.items()
+                if modules.assigned(quantization, module) == name
+            )
+        else:
+            widths = input_widths(config)
+        found = misfit(widths, divisor, gpus)
+        if found is not None:
+            yield loaded.fault(path, f"found {name} with {found}, expected a multiple of {divisor} on each GPU")

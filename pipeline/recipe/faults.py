@@ -1,0 +1,98 @@
+"""What is wrong in a recipe, at its place.
+
+>>> print(Fault(Place("r.yaml", 3, 7), ("gate", "margin"), "found 2, expected less"))
+r.yaml:3:7: gate.margin: found 2, expected less
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import RecipeError
+
+#: Where a value is, from the root: keys of mappings, numbers of list items.
+YamlPath = tuple[str | int, ...]
+
+_SHOWN = 60
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Place:
+    """A line and a column of a file, both counted from 1."""
+
+    file: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong; `message` says what was found, then what was expected."""
+
+    place: Place
+    path: YamlPath
+    message: str
+
+    def __str__(self) -> str:
+        field = dotted(self.path)
+        return f"{self.place}: {field}: {self.message}" if field else f"{self.place}: {self.message}"
+
+
+def refuse(faults: Iterable[Fault]) -> None:
+    """Raise one `RecipeError` with every fault, in the order of the file; do nothing where there is none."""
+    lines = [str(fault) for fault in sorted(set(faults), key=lambda fault: (fault.place, str(fault)))]
+    if lines:
+        raise RecipeError("\n".join(lines))
+
+
+def dotted(path: YamlPath) -> str:
+    """The way to a field as people write it: `quantization.overrides[0].scheme`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in YAML, cut short; collections by their kind."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{value[:_SHOWN]}{"..." if len(value) > _SHOWN else ""}"'
+        case dict():
+            return "a mapping"
+        case list() | tuple():
+            return "a list"
+        case _:
+            return str(value)
+
+
+def shown_path(path: Path) -> str:
+    """A path as the user would type it from here."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def nearest(word: object, valid: Iterable[str]) -> str | None:
+    """The valid spelling that a misspelt word most likely stands for; None where nothing is near."""
+    if not isinstance(word, str):
+        return None
+    folded = {name.lower().replace("-", "_"): name for name in valid}
+    near = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1)
+    return folded[near[0]] if near else None
+
+
+def did_you_mean(word: object, valid: Iterable[str]) -> str:
+    """The hint ` (did you mean "..."?)`, or nothing where no valid spelling is near."""
+    near = nearest(word, valid)
+    return f' (did you mean "{near}"?)' if near else ""

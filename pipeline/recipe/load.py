@@ -1,0 +1,183 @@
+"""From a name or a path to a recipe that is whole and valid, or to one message with everything that is wrong.
+
+    >>> loaded = load_recipe("tiny-ptpc-fp8kv")
+    >>> loaded.recipe.quantization.scheme
+    'ptpc_fp8'
+
+`extends` is resolved here: mappings merge deeply, lists and scalars replace. A value keeps the place where it really
+stands, so that a fault in a shared file is reported there. `name` and `description` say what one file is, so they are
+never inherited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from pipeline.errors import RecipeError, UserError
+from pipeline.recipe.faults import Fault, Place, YamlPath, nearest, refuse, shown, shown_path
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.translate import faults_of, place_of
+from pipeline.recipe.yaml_positions import Document, Dumper, read
+
+_OWN = ("name", "description", "extends")
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A valid recipe, with where it came from.
+
+    `path` is the file that was named, `positions` the place of every value that is written in it or in what it extends,
+    `text_resolved` the recipe with everything inherited and every default written out. `source_folder` is absolute and
+    follows from the file that names it, which may be an extended one; None where the source is a repo.
+    """
+
+    recipe: Recipe
+    path: Path
+    positions: Document
+    text_resolved: str
+    source_folder: Path | None
+
+    def place(self, *path: str | int, key: bool = False) -> Place:
+        """Where a value stands; for a default, the mapping that could hold it."""
+        return place_of(path, self.positions, key=key)
+
+    def fault(self, path: YamlPath, message: str) -> Fault:
+        """A fault at the place of a value."""
+        return Fault(self.place(*path), path, message)
+
+
+def load_recipe(name_or_path: str | Path) -> LoadedRecipe:
+    """Load a recipe by its name (among `recipes/` here, then the shipped ones) or by its path.
+
+    Raises `UserError` for a name that does not exist and `RecipeError` with every fault of the file.
+    """
+    path = find(name_or_path)
+    document = _merged(path, ())
+    try:
+        recipe = Recipe.model_validate(document.data)
+    except ValidationError as error:
+        refuse([*faults_of(error, document), *_name_faults(document, path)])
+        raise  # refuse() always raises here: there is at least one error
+    refuse(_name_faults(document, path))
+    folder = recipe.source.folder
+    if folder is not None:
+        home = Path(place_of(("source", "folder"), document).file).absolute().parent
+        return LoadedRecipe(recipe, path, document, resolved_yaml(recipe), (home / folder).resolve())
+    return LoadedRecipe(recipe, path, document, resolved_yaml(recipe), None)
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """The recipe as YAML with every default written out; the same recipe always gives the same text."""
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names that `load_recipe` knows, sorted; files that start with an underscore are only there to be extended."""
+    return tuple(sorted(name for name in _known() if not name.startswith("_")))
+
+
+def find(name_or_path: str | Path) -> Path:
+    """The file of a recipe; `UserError` with the nearest names where there is none."""
+    text = str(name_or_path)
+    if isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
+        path = Path(name_or_path)
+        if not _is_file(path):
+            raise UserError(f"found no recipe file {shown_path(path)}, expected a path to one or a recipe's name")
+        return path
+    known = _known()
+    if text in recipe_names():
+        return known[text]
+    near = nearest(text, recipe_names())
+    hint = f'did you mean "{near}"? ' if near else ""
+    raise UserError(f"found no recipe {shown(text)}", hint=f"{hint}There are: {', '.join(recipe_names())}")
+
+
+def _known() -> dict[str, Path]:
+    """Files by name; a recipe of the working directory goes before a shipped one."""
+    shipped = Path(str(resources.files("recipes")))
+    return {path.stem: path for folder in (shipped, Path("recipes")) for path in sorted(folder.glob("*.yaml"))}
+
+
+def _merged(path: Path, below: tuple[Path, ...]) -> Document:
+    """The file with what it extends beneath it; `below` are the files that led here."""
+    document = read(path)
+    if "extends" not in document.data:
+        return document
+    wanted = document.data["extends"]
+    place = place_of(("extends",), document)
+    if not isinstance(wanted, str) or not wanted:
+        raise _refused(place, f"found {shown(wanted)}, expected the path of a YAML file or a recipe's name")
+    base = _base(wanted, path, place)
+    chain = (*below, path.resolve())
+    if base.resolve() in chain:
+        names = " -> ".join(shown_path(item) for item in (*chain, base.resolve()))
+        raise _refused(place, f"found a circle ({names}), expected a file that does not lead back here")
+    return _overlay(_merged(base, chain), document)
+
+
+def _base(wanted: str, path: Path, place: Place) -> Path:
+    if wanted.endswith((".yaml", ".yml")) or "/" in wanted:
+        base = path.parent / wanted
+        if _is_file(base):
+            return base
+        near = nearest(Path(wanted).name, [item.name for item in base.parent.glob("*.y*ml")])
+    else:
+        known = _known()
+        if wanted in known:
+            return known[wanted]
+        near = nearest(wanted, known)
+    hint = f' (did you mean "{near}"?)' if near else ""
+    raise _refused(place, f"found {shown(wanted)}, expected the path of a YAML file or a recipe's name{hint}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file
+        return False
+
+
+def _refused(place: Place, message: str) -> RecipeError:
+    return RecipeError(str(Fault(place, ("extends",), message)))
+
+
+def _overlay(base: Document, top: Document) -> Document:
+    """`top` over `base`: places follow the values that remain, and a mapping's place is that of the top file."""
+    data, gone = _merge({k: v for k, v in base.data.items() if k not in _OWN}, top.data, ())
+    gone.update((key,) for key in _OWN)
+    data.pop("extends")
+
+    def joined(old: Mapping[YamlPath, Place], new: Mapping[YamlPath, Place]) -> dict[YamlPath, Place]:
+        kept = {path: place for path, place in old.items() if not any(path[: len(root)] == root for root in gone)}
+        return {**kept, **new}
+
+    return Document(data, joined(base.keys, top.keys), joined(base.values, top.values))
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any], at: YamlPath) -> tuple[dict[str, Any], set[YamlPath]]:
+    """The merged mapping, with the paths whose value in `base` was replaced as a whole."""
+    merged, gone = dict(base), set[YamlPath]()
+    for key, value in top.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key], replaced = _merge(old, value, (*at, key))
+            gone |= replaced
+        else:
+            merged[key] = value
+            gone.add((*at, key))
+    return merged, gone
+
+
+def _name_faults(document: Document, path: Path) -> list[Fault]:
+    name = document.data.get("name")
+    if not isinstance(name, str) or name == path.stem:
+        return []
+    message = f'found "{name}", expected the name of its file, "{path.stem}"'
+    return [Fault(place_of(("name",), document), ("name",), message)]

@@ -1,0 +1,97 @@
+"""Which scheme a module gets, and which modules must get the same one.
+
+    >>> fused_with("model.layers.0.self_attn.q_proj")
+    'model.layers.0.self_attn.{q_proj, k_proj, v_proj}'
+
+vLLM computes q, k, v in one product, likewise gate with up, and all experts of a layer in one kernel: such modules are
+loaded with one scheme or not at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.recipe.schema import Quantization
+
+#: Sibling modules that vLLM loads as one.
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),  # Mixtral's names of gate and up
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # multi-head latent attention
+)
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of a recipe means a module: equality, or a match from the start after `re:`."""
+    return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
+
+
+def assigned(quantization: Quantization, name: str) -> str | None:
+    """Scheme of a linear module; None where the recipe excludes it, which goes before any override."""
+    if any(matches(pattern, name) for pattern in quantization.exclude):
+        return None
+    for override in quantization.overrides:
+        if any(matches(pattern, name) for pattern in override.modules):
+            return override.scheme
+    return quantization.scheme
+
+
+def fused_with(name: str) -> str | None:
+    """Name of the group that vLLM loads as one with this module; None for a module of its own."""
+    if expert := _EXPERT.fullmatch(name):
+        return f"{expert[1]}.*"
+    parent, _, last = name.rpartition(".")
+    for group in FUSED:
+        if last in group:
+            return f"{parent}.{{{', '.join(group)}}}"
+    return None
+
+
+def siblings(name: str) -> tuple[str, ...]:
+    """The module with those that it is fused with, as far as its name tells; one other expert stands for all."""
+    parent, _, last = name.rpartition(".")
+    if _EXPERT.fullmatch(name):
+        experts, _, number = parent.rpartition(".")
+        return name, f"{experts}.{1 if number == '0' else 0}.{last}"
+    group = next((group for group in FUSED if last in group), (last,))
+    return tuple(f"{parent}.{member}" if parent else member for member in group)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model."""
+    for key in ("text_config", "llm_config"):
+        if isinstance(config.get(key), Mapping):
+            part: Mapping[str, Any] = config[key]
+            return part
+    return config
+
+
+def expected_names(config: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the linear modules that a config.json of a usual architecture leads to.
+
+    For checks without the weights: a name too many does no harm, because only disagreement within a layer is looked
+    for.
+    """
+    text = text_config(config)
+    experts = next((int(text[key]) for key in _EXPERT_KEYS if text.get(key)), 0)
+    mixtral = text.get("model_type") == "mixtral"
+    latent = text.get("kv_lora_rank") is not None
+    attention = (
+        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj") if latent else ("q_proj", "k_proj", "v_proj")
+    )
+    mlp = ("gate_proj", "up_proj", "down_proj")
+    for layer in range(int(text.get("num_hidden_layers") or 0)):
+        prefix = f"model.layers.{layer}"
+        yield from (f"{prefix}.self_attn.{part}" for part in (*attention, "o_proj"))
+        if not experts or layer < int(text.get("first_k_dense_replace") or 0):
+            yield from (f"{prefix}.mlp.{part}" for part in mlp)
+            continue
+        room, parts = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", mlp)
+        yield from (f"{prefix}.{room}.experts.{expert}.{part}" for expert in range(experts) for part in parts)
+        if text.get("n_shared_experts"):
+            yield from (f"{prefix}.mlp.shared_experts.{part}" for part in mlp)

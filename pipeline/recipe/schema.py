@@ -1,0 +1,251 @@
+"""What a recipe may say: every section, every field, its limits and its default.
+
+    name: llama8b-ptpc
+    source: {repo: meta-llama/Llama-3.1-8B-Instruct}
+    quantization: {scheme: ptpc_fp8}
+
+is a whole recipe; the rest has defaults. The descriptions below are what an editor shows, through the JSON Schema that
+is made from these models. Rules between fields that need more than one section are in `pipeline.recipe.checks`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from pipeline import schemes
+from pipeline.schemes import Engine, Format
+from pipeline.serving import hardware
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PRINTABLE = r"^[^\x00-\x1f]+$"  # no path can hold the rest
+
+
+def wrong(expected: str, *, found: str = "", at: str = "") -> PydanticCustomError:
+    """A fault of a rule: `found` stands for the value itself where it is empty, `at` for a field below it."""
+    return PydanticCustomError("rule", "expected {expected}", {"found": found, "expected": expected, "at": at})
+
+
+def _row_of(names: Iterable[str]) -> Any:
+    """Constraint of a field that names a row of a table."""
+    known = tuple(names)
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise wrong(f"one of {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
+
+
+def _module_name(name: str) -> str:
+    if name.startswith("re:"):
+        try:
+            re.compile(name[3:])
+        except re.error as error:
+            raise wrong(f"a regular expression after re: ({error})") from error
+    elif set(name) & set("*?[]$^|()\\"):
+        raise wrong("an exact module name, or re: before a regular expression")
+    return name
+
+
+SchemeName = Annotated[str, _row_of(schemes.table()), Field(json_schema_extra={"enum": list(schemes.table())})]
+HardwareName = Annotated[str, _row_of(hardware.table()), Field(json_schema_extra={"enum": list(hardware.table())})]
+ModuleName = Annotated[str, Field(min_length=1), AfterValidator(_module_name)]
+
+
+class Section(BaseModel):
+    """What all sections share: no unknown keys, no silent conversion, no change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Source(Section):
+    """The 16-bit model to start from: a folder, or a repository of the Hub at a revision."""
+
+    folder: str | None = Field(
+        default=None,
+        min_length=1,
+        pattern=_PRINTABLE,
+        description="Folder with config.json, safetensors and tokenizer; relative to this file.",
+    )
+    repo: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$",
+        description="Repository of the Hugging Face Hub, as organisation/name.",
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Branch, tag or 40-digit commit of the repository (default: main). It is resolved to a commit when "
+        "the recipe runs, and that commit is what is recorded.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _revision_of_a_repo(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("repo") is not None and data.get("revision") is None:
+            return {**data, "revision": "main"}
+        return data
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Source:
+        if self.folder is None and self.repo is None:
+            raise wrong("a folder or a repo", found="neither")
+        if self.folder is not None and self.repo is not None:
+            raise wrong(
+                "one of them; write `repo: null` or `folder: null` to drop an inherited one",
+                found="a folder with a repo",
+            )
+        if self.folder is not None and self.revision is not None:
+            raise wrong("a repo for it; a folder has no revision", at="revision")
+        return self
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the revision is a commit, which no one can move."""
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+
+class Override(Section):
+    """Another scheme for some modules."""
+
+    modules: tuple[ModuleName, ...] = Field(
+        strict=False,
+        min_length=1,
+        description="Exact module names, or re: before a regular expression that matches from the start of a name.",
+    )
+    scheme: SchemeName = Field(description="Scheme of these modules.")
+
+
+class Quantization(Section):
+    """What the weights, the activations and the KV cache become, and in which layout they are written."""
+
+    scheme: SchemeName = Field(description="Scheme of every linear layer that is neither excluded nor overridden.")
+    kv_cache: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="fp8: calibrated static scales for K (after RoPE) and V. auto: 16 bit, like the model.",
+    )
+    format: Format = Field(default="compressed-tensors", description="Layout of the checkpoint; vLLM reads both.")
+    engine: Engine = Field(
+        default="stream",
+        description="What makes it. stream: quantmint's own, one pass over the disk. The others are libraries.",
+    )
+    exclude: tuple[ModuleName, ...] = Field(
+        default=(),
+        strict=False,
+        description="Modules left in 16 bit besides embeddings, lm_head, routers, norms, vision towers and MTP heads. "
+        "Exact names, or re: before a regular expression that matches from the start of a name.",
+    )
+    overrides: tuple[Override, ...] = Field(
+        default=(), strict=False, description="Modules with another scheme. Modules that vLLM fuses must agree."
+    )
+
+
+class Calibration(Section):
+    """On what ranges are measured: static activation scales and KV scales come from here."""
+
+    set: str = Field(description="Name of a set in calibration/sets, or path of such a YAML file.")
+    samples: int = Field(default=512, ge=1, description="Number of sequences.")
+    sequence_length: int = Field(default=2048, ge=1, description="Tokens of a sequence; longer texts are cut.")
+    batch_size: int = Field(default=8, ge=1, description="Sequences that are run together.")
+    seed: int = Field(default=0, ge=0, description="Seed of the choice of samples.")
+
+
+class Target(Section):
+    """The machine that the checkpoint is made for, with the load that it will see."""
+
+    hardware: HardwareName = Field(default="mi300x", description="Accelerator that serves the checkpoint.")
+    gpus: int = Field(
+        default=1, ge=1, description="Accelerators of the server; the launch plan splits or replicates over them."
+    )
+    workload: str = Field(default="throughput", description="Name of a workload in eval/workloads.")
+    max_model_len: int = Field(default=8192, ge=16, description="Longest prompt with its answer, in tokens.")
+
+
+class Evaluation(Section):
+    """How good the checkpoint is: the tasks that the baseline and the candidate both answer."""
+
+    suite: str = Field(default="core", description="Name of a suite in eval/suites.")
+    limit: int | None = Field(
+        default=None, ge=1, description="Use only the first items of each task (null: all of them)."
+    )
+    concurrency: int = Field(default=32, ge=1, description="Requests in flight.")
+
+
+class AccuracyGate(Section):
+    """How much accuracy may be lost, and how sure the gate must be."""
+
+    margin: float = Field(
+        default=0.01, gt=0, lt=1, description="Largest loss that is accepted, as a fraction: 0.01 is one point."
+    )
+    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of the one-sided bound.")
+    power: float = Field(
+        default=0.8,
+        ge=0.5,
+        lt=1,
+        description="Chance that a lossless checkpoint passes; a suite too small for it is refused.",
+    )
+    expected_flip_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of items whose score changes (null: what the suite expects of each task).",
+    )
+    baseline_floor: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
+        default_factory=dict,
+        description="Lowest plausible score of the 16-bit baseline by task; below it nothing is judged.",
+    )
+
+
+class ThroughputGate(Section):
+    """How fast the checkpoint must be."""
+
+    min_ratio: float = Field(
+        default=1.0, gt=0, description="Least ratio of the candidate's throughput to the 16-bit baseline's."
+    )
+
+
+class Gate(Section):
+    """What a checkpoint must show before it is published."""
+
+    accuracy: AccuracyGate = Field(default_factory=AccuracyGate, description="Loss of accuracy that is accepted.")
+    throughput: ThroughputGate = Field(default_factory=ThroughputGate, description="Speed that is required.")
+
+
+class Publish(Section):
+    """Where a checkpoint that passed goes."""
+
+    folder: str = Field(
+        default="published",
+        min_length=1,
+        pattern=_PRINTABLE,
+        description="Folder that receives a subfolder with the recipe's name; relative to where the run starts.",
+    )
+
+
+class Recipe(Section):
+    """One checkpoint: what to make, from what, for which machine, and what it must prove."""
+
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9.-]*$", description="Name of the recipe: that of its file, without .yaml."
+    )
+    description: str = Field(default="", description="One sentence for lists of recipes.")
+    source: Source = Field(description="The 16-bit model to start from.")
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run Python code from the repository; only with a revision that is a 40-digit commit.",
+    )
+    quantization: Quantization = Field(description="What the model becomes.")
+    calibration: Calibration | None = Field(
+        default=None,
+        description="Data that ranges are measured on; needed for static activation scales or an fp8 KV cache.",
+    )
+    target: Target = Field(default_factory=Target, description="Where the checkpoint will be served.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="How its accuracy is measured.")
+    gate: Gate = Field(default_factory=Gate, description="What it must show.")
+    publish: Publish = Field(default_factory=Publish, description="Where it goes after a PASS.")

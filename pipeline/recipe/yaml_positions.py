@@ -1,0 +1,209 @@
+"""YAML whose every key and value knows where it stands.
+
+    >>> document = parse("gate:\\n  accuracy: {margin: 1e-3}\\n", "r.yaml")
+    >>> document.data, str(document.values["gate", "accuracy", "margin"])
+    ({'gate': {'accuracy': {'margin': 0.001}}}, 'r.yaml:2:22')
+
+PyYAML reads YAML 1.1, where `no` is false, `1:30` is ninety and `1e-3` is text. Recipes are read by the core schema of
+YAML 1.2 instead, which is what editors complete by. Everything that could make a small file expensive or surprising
+(tags, repeated keys, deep nesting, aliases that multiply) is refused at its place.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.errors import RecipeError
+from pipeline.recipe.faults import Fault, Place, YamlPath, shown_path
+
+MAX_BYTES = 1 << 20
+MAX_NODES = 20_000
+MAX_DEPTH = 40
+_MAX_DIGITS = 18  # what 64 bits hold; int() alone takes thousands
+
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_TAG = "tag:yaml.org,2002:"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed file: plain data, with the place of every key and of every value.
+
+    Both maps are keyed by the path from the root, whose own path is (); list items are numbered.
+    """
+
+    data: dict[str, Any]
+    keys: Mapping[YamlPath, Place]
+    values: Mapping[YamlPath, Place]
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalars of YAML 1.2, within a depth."""
+
+    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own name
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, f"nested deeper than {MAX_DEPTH}", mark)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what `parse` reads: quotes text that YAML 1.2 would take for something else."""
+
+    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own name
+
+
+for _class in (_Loader, Dumper):
+    _class.add_implicit_resolver(_TAG + "null", _NULL, ["~", "n", "N", ""])
+    _class.add_implicit_resolver(_TAG + "bool", _BOOL, list("tTfF"))
+    _class.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
+    _class.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
+
+
+def read(path: Path) -> Document:
+    """Parse a file; `RecipeError` where it cannot be read, is too large, or is not what `parse` takes."""
+    start = Place(shown_path(path), 1, 1)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise _refused(start, f"found {path.stat().st_size:,} bytes, expected a recipe of at most {MAX_BYTES:,}")
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise RecipeError(f"{start.file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise _refused(start, f"found a byte that is not UTF-8 at offset {error.start}, expected text") from error
+    return parse(text, start.file)
+
+
+def parse(text: str, file: str) -> Document:
+    """Parse text; `file` is the name that places carry.
+
+    Raises `RecipeError` for anything but one mapping with unique text keys and scalars of YAML 1.2's core schema.
+    """
+    start = Place(file, 1, 1)
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise _refused(_place(file, mark) if mark else start, f"not valid YAML: {error.problem}") from error
+    except yaml.reader.ReaderError as error:
+        place = _offset(file, text, error.position)
+        raise _refused(place, f"not valid YAML: the character {error.character:#06x} is not allowed") from error
+    except (ValueError, OverflowError) as error:  # PyYAML converts some escapes or directives without a check
+        raise _refused(start, f"not valid YAML: {error}") from error
+    if not isinstance(node, yaml.MappingNode):
+        raise _refused(start, f"found {_kind(node)}, expected a mapping")
+    reader = _Reader(file)
+    data: dict[str, Any] = reader.value(node, ())
+    return Document(data, reader.keys, reader.values)
+
+
+@dataclass
+class _Reader:
+    """Turns nodes into plain data; aliases count as often as they are used."""
+
+    file: str
+    keys: dict[YamlPath, Place] = field(default_factory=dict)
+    values: dict[YamlPath, Place] = field(default_factory=dict)
+    open_nodes: list[yaml.Node] = field(default_factory=list)
+    seen: int = 0
+
+    def value(self, node: yaml.Node, path: YamlPath) -> Any:
+        place = _place(self.file, node.start_mark)
+        self.seen += 1
+        if self.seen > MAX_NODES:
+            raise _refused(place, f"found more than {MAX_NODES:,} values, counting aliases, expected a recipe")
+        if any(node is other for other in self.open_nodes):
+            raise _refused(place, "found an anchor that contains its own alias, expected a finite value")
+        self.values[path] = place
+        self.open_nodes.append(node)
+        try:
+            if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+                return self.mapping(node, path)
+            if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+                return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+            if isinstance(node, yaml.ScalarNode):
+                return self.scalar(node, place)
+            raise _refused(place, f"found the tag {node.tag}, expected a plain value")
+        finally:
+            self.open_nodes.pop()
+
+    def mapping(self, node: yaml.MappingNode, path: YamlPath) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = _place(self.file, key_node.start_mark)
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
+                raise _refused(place, f"found {_kind(key_node)} as a key, expected text")
+            key = str(key_node.value)
+            if key in data:
+                first = self.keys[(*path, key)]
+                raise _refused(place, f'found "{key}" twice, expected it once; it is on line {first.line} already')
+            self.keys[(*path, key)] = place
+            data[key] = self.value(value_node, (*path, key))
+        return data
+
+    def scalar(self, node: yaml.ScalarNode, place: Place) -> Any:
+        text = str(node.value)
+        match node.tag.removeprefix(_TAG):
+            case "str":
+                return text
+            case "null" if _NULL.match(text):
+                return None
+            case "bool" if _BOOL.match(text):
+                return text.lower() == "true"
+            case "int" if _INT.match(text):
+                if len(text.lstrip("+-0")) > _MAX_DIGITS:
+                    raise _refused(place, f"found a number of {len(text)} digits, expected at most {_MAX_DIGITS}")
+                return int(text, 0) if text[:2] in {"0o", "0x"} else int(text)
+            case "float" if _FLOAT.match(text):
+                word = text.lower().replace(".inf", "inf").replace(".nan", "nan")
+                number = float(word)
+                if not math.isfinite(number):
+                    raise _refused(place, f"found {text}, expected a finite number")
+                return number
+        raise _refused(place, f"found the tag {node.tag} on this value, expected a plain value")
+
+
+def _place(file: str, mark: yaml.Mark) -> Place:
+    return Place(file, mark.line + 1, mark.column + 1)
+
+
+def _offset(file: str, text: str, position: int) -> Place:
+    before = text[:position]
+    return Place(file, before.count("\n") + 1, position - before.rfind("\n"))
+
+
+def _kind(node: yaml.Node | None) -> str:
+    if node is None:
+        return "nothing"
+    if isinstance(node, yaml.SequenceNode):
+        return "a list"
+    if isinstance(node, yaml.MappingNode):
+        return "a mapping"
+    return f'"{node.value}"' if node.tag == _TAG + "str" else str(node.value or "null")
+
+
+def _refused(place: Place, message: str) -> RecipeError:
+    return RecipeError(str(Fault(place, (), message)))

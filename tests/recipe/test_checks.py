@@ -1,0 +1,313 @@
+"""What no one could make, serve or prove."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import RecipeError
+from pipeline.recipe import LoadedRecipe, refuse
+from pipeline.recipe.checks import check, check_run
+from pipeline.schemes import table
+
+Load = Callable[[str], LoadedRecipe]
+CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
+HEAD = "name: r\nsource: {repo: org/model}\n"
+CALIBRATED = "calibration: {set: ultrachat}\n"
+
+
+def config(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((CONFIGS / name / "config.json").read_text())
+    return found
+
+
+def faults(loaded: LoadedRecipe, **known: Any) -> list[str]:
+    return [str(fault) for fault in check(loaded, **known)]
+
+
+def test_nothing_is_wrong_with_a_plain_recipe(load: Load) -> None:
+    loaded = load(HEAD + "quantization: {scheme: ptpc_fp8}\n")
+    assert faults(loaded, config=config("Llama-3.1-8B-Instruct")) == []
+    assert check_run(loaded) == []
+
+
+def test_ranges_need_data(load: Load) -> None:
+    loaded = load(HEAD + "quantization: {scheme: fp8, kv_cache: fp8}\n")
+    because = "expected a calibration section, because its scales are measured"
+    assert faults(loaded) == [
+        f"r.yaml:3:24: quantization.scheme: found fp8 without calibration, {because}",
+        f"r.yaml:3:39: quantization.kv_cache: found fp8 without calibration, {because}",
+    ]
+
+
+def test_a_format_without_the_scheme(load: Load) -> None:
+    loaded = load(HEAD + "quantization: {scheme: fp8_block, format: quark}\n")
+    assert faults(loaded) == [
+        "r.yaml:3:24: quantization.scheme: found fp8_block in quark, expected format compressed-tensors"
+    ]
+
+
+def test_an_engine_without_the_scheme(load: Load) -> None:
+    loaded = load(HEAD + "quantization: {scheme: fp8_block, engine: quark}\n")
+    assert faults(loaded) == [
+        "r.yaml:3:24: quantization.scheme: engine quark has no fp8_block, expected stream or llmcompressor"
+    ]
+
+
+def test_what_is_planned_can_be_checked_but_not_run(load: Load) -> None:
+    loaded = load(HEAD + "quantization: {scheme: mxfp4, engine: llmcompressor}\ntarget: {hardware: mi355x}\n")
+    assert faults(loaded) == []
+    expected = "r.yaml:3:24: quantization.scheme: engine llmcompressor does not make mxfp4 yet"
+    if "llmcompressor" in table()["mxfp4"].planned:
+        assert [str(fault) for fault in check_run(loaded)] == [expected]
+
+
+def test_a_server_that_cannot_load_it(load: Load) -> None:
+    loaded = load(HEAD + "quantization: {scheme: mxfp4}\ntarget: {hardware: cpu, workload: tiny}\n")
+    [fault] = faults(loaded)
+    assert fault.startswith(
+        "r.yaml:3:24: quantization.scheme: found mxfp4, which cpu cannot serve: "
+        "vLLM's CPU build has no kernel for MXFP4 linear layers"
+    )
+
+
+def test_a_cache_that_this_cpu_cannot_read(load: Load) -> None:
+    loaded = load(
+        HEAD + "quantization: {scheme: ptpc_fp8, kv_cache: fp8}\ntarget: {hardware: cpu, workload: tiny}\n" + CALIBRATED
+    )
+    assert faults(loaded, cpu_flags={"avx512f"}) == []
+    [fault] = faults(loaded, cpu_flags={"avx2"})
+    assert fault.startswith("r.yaml:3:44: quantization.kv_cache: found fp8, which cpu cannot serve: ")
+
+
+def test_remote_code_needs_a_commit(load: Load) -> None:
+    text = HEAD + "quantization: {scheme: ptpc_fp8}\ntrust_remote_code: true\n"
+    assert faults(load(text)) == [
+        'r.yaml:4:20: trust_remote_code: found true with revision "main", expected a 40-digit commit: '
+        "code that is run must not be able to change"
+    ]
+    assert faults(load(text.replace("org/model", f"org/model, revision: {'ab' * 20}"))) == []
+
+
+def test_a_missing_folder(load: Load, tmp_path: Path) -> None:
+    text = "name: r\nsource: {folder: model}\nquantization: {scheme: ptpc_fp8}\n"
+    assert faults(load(text)) == [
+        f"r.yaml:2:18: source.folder: found no folder {tmp_path / 'model'}, expected one with a model"
+    ]
+    assert len(faults(load(text.replace("model}", "m" * 300 + "}")))) == 1
+    (tmp_path / "model").mkdir()
+    assert faults(load(text)) == []
+
+
+def test_definitions_that_do_not_exist(load: Load) -> None:
+    loaded = load(
+        HEAD + "quantization: {scheme: ptpc_fp8}\ncalibration: {set: ultrachatt}\n"
+        "target: {workload: thruput}\nevaluation: {suite: coer}\n"
+    )
+    found = faults(loaded)
+    assert [line.split(": ")[:2] for line in found] == [
+        ["r.yaml:4:20", "calibration.set"],
+        ["r.yaml:5:20", "target.workload"],
+        ["r.yaml:6:21", "evaluation.suite"],
+    ]
+    assert 'did you mean "ultrachat"?' in found[0]
+    assert "core" in found[2]
+
+
+def test_requests_that_do_not_fit(load: Load) -> None:
+    loaded = load(
+        HEAD + "quantization: {scheme: ptpc_fp8}\n"
+        "target: {max_model_len: 4096, workload: throughput}\nevaluation: {suite: reasoning}\n"
+    )
+    assert faults(loaded) == [
+        "r.yaml:4:25: target.max_model_len: found 4096, expected at least 4352: "
+        "workload throughput has requests of that many tokens",
+        "r.yaml:4:25: target.max_model_len: found 4096, expected more than 32768: "
+        "suite reasoning lets a model answer with that many tokens",
+    ]
+
+
+def test_lengths_beyond_the_model(load: Load) -> None:
+    loaded = load(
+        HEAD + "quantization: {scheme: ptpc_fp8}\ncalibration: {set: tiny, sequence_length: 65536}\n"
+        "target: {max_model_len: 40000}\n"
+    )
+    assert faults(loaded, config=config("Mixtral-8x7B-Instruct-v0.1")) == [
+        "r.yaml:5:25: target.max_model_len: found 40000, expected at most 32768, the model's max_position_embeddings",
+        "r.yaml:4:43: calibration.sequence_length: found 65536, "
+        "expected at most 32768, the model's max_position_embeddings",
+    ]
+
+
+def test_a_margin_that_cannot_be_tested(load: Load) -> None:
+    loaded = load(
+        HEAD + "quantization: {scheme: ptpc_fp8}\nevaluation: {suite: tiny}\ngate: {accuracy: {margin: 0.005}}\n"
+    )
+    assert faults(loaded) == [
+        "r.yaml:5:27: gate.accuracy.margin: tiny_facts: 2000 items can test a margin of 0.96% or wider, not 0.50%, "
+        "which needs 7420 items (flip rate 3.0%, confidence 95%, power 80%)"
+    ]
+
+
+def test_a_limit_or_more_flips_make_it_untestable(load: Load) -> None:
+    text = HEAD + "quantization: {scheme: ptpc_fp8}\nevaluation: {suite: tiny}\n"
+    assert faults(load(text)) == []
+    [limited] = faults(load(text.replace("tiny}", "tiny, limit: 1000}")))
+    # The margin is a default, so the fault stands where it could be written.
+    assert limited.startswith("r.yaml:1:1: gate.accuracy.margin: tiny_facts: 1000 items can test")
+    [flipping] = faults(load(text + "gate: {accuracy: {expected_flip_rate: 0.05}}\n"))
+    assert "tiny_facts: 2000 items can test a margin of 1.24% or wider" in flipping
+
+
+def test_a_floor_for_no_task(load: Load) -> None:
+    loaded = load(
+        HEAD + "quantization: {scheme: ptpc_fp8}\nevaluation: {suite: tiny}\n"
+        "gate: {accuracy: {baseline_floor: {tiny_fact: 0.9}}}\n"
+    )
+    assert faults(loaded) == [
+        "r.yaml:5:47: gate.accuracy.baseline_floor.tiny_fact: found no such task in suite tiny, "
+        'expected one of tiny_facts, tiny_arithmetic (did you mean "tiny_facts"?)'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "gpus", "found"),
+    [
+        ({"hidden_size": 4100}, 1, "hidden_size 4100"),
+        ({"intermediate_size": 14340}, 1, "intermediate_size 14340"),
+        ({"intermediate_size": 96}, 2, "intermediate_size 96 over 2 GPUs"),
+        ({"head_dim": 100}, 8, "num_attention_heads x head_dim 3200 over 8 GPUs"),
+        ({"text_config": {"hidden_size": 33}}, 1, "hidden_size 33"),
+    ],
+)
+def test_groups_that_do_not_divide(load: Load, changed: dict[str, Any], gpus: int, found: str) -> None:
+    loaded = load(HEAD + f"quantization: {{scheme: mxfp4}}\ntarget: {{hardware: mi355x, gpus: {gpus}}}\n")
+    model = config("Llama-3.1-8B-Instruct")
+    assert faults(loaded, config=model) == []
+    assert faults(loaded, config={**model, **changed}) == [
+        f"r.yaml:3:24: quantization.scheme: found mxfp4 with {found}, expected a multiple of 32 on each GPU"
+    ]
+
+
+def test_blocks_over_gpus(load: Load) -> None:
+    text = HEAD + "quantization: {scheme: fp8_block}\ntarget: {gpus: 8}\n"
+    assert faults(load(text), config=config("Qwen3-235B-A22B")) == [
+        "r.yaml:3:24: quantization.scheme: found fp8_block with moe_intermediate_size 1536 over 8 GPUs, "
+        "expected a multiple of 128 on each GPU"
+    ]
+    assert faults(load(text.replace("8}\n", "4}\n")), config=config("Qwen3-235B-A22B")) == []
+
+
+def test_real_shapes_go_before_the_configuration(load: Load) -> None:
+    loaded = load(
+        HEAD + "quantization:\n  scheme: ptpc_fp8\n  overrides:\n"
+        "  - {modules: [a.down_proj], scheme: mxfp4}\ntarget: {hardware: mi355x, gpus: 2}\n"
+    )
+    linear = {"a.up_proj": (96, 50), "a.down_proj": (50, 96)}
+    assert faults(loaded, linear=linear) == [
+        "r.yaml:6:38: quantization.overrides[0].scheme: found mxfp4 with a.down_proj 96 over 2 GPUs, "
+        "expected a multiple of 32 on each GPU"
+    ]
+
+
+LAYER = "model.layers.3"
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (
+            f"exclude: [{LAYER}.self_attn.q_proj]",
+            f"r.yaml:5:13: quantization.exclude[0]: found 16 bit for {LAYER}.self_attn.q_proj beside ptpc_fp8 for "
+            f"{LAYER}.self_attn.k_proj, expected one scheme for {LAYER}.self_attn.{{q_proj, k_proj, v_proj}}, "
+            "which vLLM loads as one",
+        ),
+        (
+            f"exclude: [lm_head, {LAYER}.mlp.up_proj]",
+            f"r.yaml:5:22: quantization.exclude[1]: found 16 bit for {LAYER}.mlp.up_proj beside ptpc_fp8 for "
+            f"{LAYER}.mlp.gate_proj, expected one scheme for {LAYER}.mlp.{{gate_proj, up_proj}}, "
+            "which vLLM loads as one",
+        ),
+        (
+            f"exclude: [{LAYER}.mlp.experts.7.down_proj]",
+            f"r.yaml:5:13: quantization.exclude[0]: found 16 bit for {LAYER}.mlp.experts.7.down_proj beside ptpc_fp8 "
+            f"for {LAYER}.mlp.experts.0.down_proj, expected one scheme for {LAYER}.mlp.experts.*, "
+            "which vLLM loads as one",
+        ),
+        (
+            f"overrides: [{{modules: [{LAYER}.self_attn.k_proj, {LAYER}.self_attn.v_proj], scheme: fp8}}]",
+            f"r.yaml:5:26: quantization.overrides[0].modules[0]: found fp8 for {LAYER}.self_attn.k_proj beside "
+            f"ptpc_fp8 for {LAYER}.self_attn.q_proj, expected one scheme for "
+            f"{LAYER}.self_attn.{{q_proj, k_proj, v_proj}}, which vLLM loads as one\n"
+            f"r.yaml:5:59: quantization.overrides[0].modules[1]: found fp8 for {LAYER}.self_attn.v_proj beside "
+            f"ptpc_fp8 for {LAYER}.self_attn.q_proj, expected one scheme for "
+            f"{LAYER}.self_attn.{{q_proj, k_proj, v_proj}}, which vLLM loads as one",
+        ),
+    ],
+)
+def test_fused_modules_named_one_by_one(load: Load, rules: str, expected: str) -> None:
+    loaded = load(HEAD + f"quantization:\n  scheme: ptpc_fp8\n  {rules}\n" + CALIBRATED)
+    with pytest.raises(RecipeError) as refused:
+        refuse(check(loaded))
+    assert str(refused.value) == expected
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        f"exclude: [{LAYER}.self_attn.o_proj, {LAYER}.mlp.down_proj, lm_head]",
+        f"exclude: [{LAYER}.mlp.gate_proj, {LAYER}.mlp.up_proj]",
+        "exclude: ['re:model.layers.0\\.']",
+        "overrides: [{modules: ['re:.*self_attn'], scheme: fp8}]",
+    ],
+)
+def test_whole_groups_are_fine(load: Load, rules: str) -> None:
+    loaded = load(HEAD + f"quantization:\n  scheme: ptpc_fp8\n  {rules}\n" + CALIBRATED)
+    for name in ("Llama-3.1-8B-Instruct", "Mixtral-8x7B-Instruct-v0.1", "DeepSeek-R1-0528"):
+        assert faults(loaded, config=config(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern", "group"),
+    [
+        ("Llama-3.1-8B-Instruct", r"re:.*\.(q|k)_proj", "model.layers.0.self_attn.{q_proj, k_proj, v_proj}"),
+        ("Mixtral-8x7B-Instruct-v0.1", r"re:.*\.experts\.[0-3]\.", "model.layers.0.block_sparse_moe.experts.*"),
+        ("Qwen3-30B-A3B", r"re:.*\.experts\..*down_proj", "model.layers.0.mlp.experts.*"),
+        ("DeepSeek-R1-0528", r"re:.*q_a_proj", "model.layers.0.self_attn.{q_a_proj, kv_a_proj_with_mqa}"),
+        ("DeepSeek-R1-0528", r"re:.*shared_experts\.up", "model.layers.3.mlp.shared_experts.{gate_proj, up_proj}"),
+    ],
+)
+def test_expressions_that_split_groups(load: Load, model: str, pattern: str, group: str) -> None:
+    loaded = load(HEAD + f"quantization:\n  scheme: ptpc_fp8\n  exclude: ['{pattern}']\n")
+    [fault] = faults(loaded, config=config(model))
+    assert fault.startswith("r.yaml:5:13: quantization.exclude[0]: found 16 bit for ")
+    assert f"expected one scheme for {group}, which vLLM loads as one" in fault
+
+
+def test_the_order_of_overrides_must_not_matter(load: Load) -> None:
+    text = (
+        HEAD + "quantization:\n  scheme: ptpc_fp8\n  overrides:\n"
+        "  - {modules: [a.o_proj], scheme: fp8}\n  - {modules: ['re:a'], scheme: mxfp4_weight_only}\n"
+        "target: {hardware: mi355x}\n" + CALIBRATED
+    )
+    linear = {"a.o_proj": (64, 64), "a.down_proj": (64, 64)}
+    assert faults(load(text), linear=linear) == [
+        "r.yaml:7:16: quantization.overrides[1].modules[0]: found mxfp4_weight_only for a.o_proj after fp8, "
+        "expected one scheme for a module"
+    ]
+    twice = text.replace("'re:a'", "a.o_proj")
+    assert any("after fp8, expected one scheme for a module" in fault for fault in faults(load(twice)))
+
+
+def test_an_override_for_no_module(load: Load) -> None:
+    loaded = load(
+        HEAD + "quantization:\n  scheme: ptpc_fp8\n  overrides:\n  - {modules: [a.o_prj], scheme: fp8}\n" + CALIBRATED
+    )
+    assert faults(loaded, linear={"a.o_proj": (64, 64)}) == [
+        'r.yaml:6:16: quantization.overrides[0].modules[0]: found "a.o_prj", expected linear modules of the model '
+        '(did you mean "a.o_proj"?)'
+    ]

@@ -1,0 +1,246 @@
+"""Names, paths, `extends`, and what stays the same."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import RecipeError, UserError
+from pipeline.recipe import LoadedRecipe, Place, Recipe, load_recipe, recipe_names, resolved_yaml
+from pipeline.recipe.yaml_positions import parse
+
+Write = Callable[..., Path]
+
+BASE = """\
+source: {repo: org/model, revision: main}
+quantization:
+  scheme: fp8
+  exclude: [lm_head, a.b]
+target: {gpus: 8, hardware: mi355x}
+"""
+
+
+def test_a_short_recipe_is_enough(load: Callable[[str], LoadedRecipe]) -> None:
+    recipe = load("name: r\nsource: {repo: org/model}\nquantization: {scheme: ptpc_fp8}\n").recipe
+    assert recipe.source.revision == "main"
+    assert recipe.quantization.format == "compressed-tensors"
+    assert recipe.quantization.engine == "stream"
+    assert recipe.quantization.kv_cache == "auto"
+    assert recipe.calibration is None
+    assert recipe.gate.accuracy.margin == 0.01
+
+
+def test_a_recipe_does_not_change(load: Callable[[str], LoadedRecipe]) -> None:
+    recipe = load("name: r\n" + BASE).recipe
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.target.gpus = 4  # type: ignore[misc]
+    assert hash(recipe.quantization) == hash(load("name: r\n" + BASE).recipe.quantization)
+
+
+def test_mappings_merge_while_the_rest_replaces(write: Write) -> None:
+    write(BASE, "shared/base.yaml")
+    path = write(
+        "name: top\nextends: shared/base.yaml\n"
+        "quantization: {exclude: [c], kv_cache: fp8}\ntarget:\n  gpus: 4\ncalibration: {set: tiny}\n",
+        "top.yaml",
+    )
+    loaded = load_recipe(path)
+    recipe = loaded.recipe
+    assert recipe.quantization.scheme == "fp8"
+    assert recipe.quantization.kv_cache == "fp8"
+    assert recipe.quantization.exclude == ("c",)
+    assert (recipe.target.gpus, recipe.target.hardware) == (4, "mi355x")
+    assert loaded.place("quantization", "scheme") == Place("shared/base.yaml", 3, 11)
+    assert loaded.place("quantization", "exclude", 0) == Place("top.yaml", 3, 26)
+    assert loaded.place("target", "gpus") == Place("top.yaml", 5, 9)
+    assert loaded.place("target", "hardware") == Place("shared/base.yaml", 5, 29)
+    # The base's second item is gone with its list, and defaults are placed at the mapping that could hold them.
+    assert ("quantization", "exclude", 1) not in loaded.positions.values
+    assert loaded.place("target", "workload") == Place("top.yaml", 4, 1)
+    assert loaded.place("evaluation", "suite") == Place("top.yaml", 1, 1)
+
+
+def test_three_generations(write: Write) -> None:
+    write("target: {gpus: 1, max_model_len: 100}\nquantization: {scheme: fp8}\n", "a.yaml")
+    write("extends: a.yaml\ntarget: {gpus: 2}\nsource: {repo: org/model}\n", "b.yaml")
+    loaded = load_recipe(write("name: c\nextends: b.yaml\ntarget: {gpus: 3}\n", "c.yaml"))
+    assert (loaded.recipe.target.gpus, loaded.recipe.target.max_model_len) == (3, 100)
+    assert loaded.place("target", "max_model_len").file == "a.yaml"
+
+
+def test_null_drops_what_is_inherited(write: Write) -> None:
+    write("source: {repo: org/model}\nquantization: {scheme: fp8}\ncalibration: {set: tiny}\n", "base.yaml")
+    path = write("name: r\nextends: base.yaml\nsource: {repo: null, folder: here}\ncalibration: null\n")
+    loaded = load_recipe(path)
+    assert loaded.recipe.source.folder == "here"
+    assert loaded.recipe.source.revision is None
+    assert loaded.recipe.calibration is None
+
+
+def test_a_fault_stands_in_the_file_that_has_it(write: Write) -> None:
+    write("source: {repo: org/model}\nquantization: {scheme: fp7}\ntarget: {gpu: 1}\n", "base.yaml")
+    path = write("name: r\nextends: base.yaml\ntarget: {gpus: none}\n")
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(path)
+    assert str(refused.value).splitlines() == [
+        'base.yaml:2:24: quantization.scheme: found "fp7", expected one of ptpc_fp8, fp8, fp8_block, mxfp4, '
+        'mxfp4_weight_only, mxfp4_fp8 (did you mean "fp8"?)',
+        "base.yaml:3:10: target.gpu: found an unknown key, expected one of gpus, hardware, max_model_len, workload "
+        '(did you mean "gpus"?)',
+        'r.yaml:3:16: target.gpus: found "none", expected a whole number of at least 1',
+    ]
+
+
+def test_a_name_is_not_inherited(write: Write) -> None:
+    write("name: base\ndescription: The base.\n" + BASE, "base.yaml")
+    with pytest.raises(RecipeError, match=r"^r.yaml:1:1: name: found nothing"):
+        load_recipe(write("extends: base.yaml\n"))
+    loaded = load_recipe(write("name: r\nextends: base.yaml\n"))
+    assert loaded.recipe.description == ""
+
+
+def test_circles_are_refused(write: Write) -> None:
+    write("extends: b.yaml\n", "a.yaml")
+    write("extends: c.yaml\n", "b.yaml")
+    write("\nextends: a.yaml\n", "c.yaml")
+    with pytest.raises(RecipeError) as refused:
+        load_recipe("a.yaml")
+    assert str(refused.value) == (
+        "c.yaml:2:10: extends: found a circle (a.yaml -> b.yaml -> c.yaml -> a.yaml), "
+        "expected a file that does not lead back here"
+    )
+    write("extends: self.yaml\n", "self.yaml")
+    with pytest.raises(RecipeError, match=r"self.yaml:1:10: extends: found a circle \(self.yaml -> self.yaml\)"):
+        load_recipe("self.yaml")
+
+
+@pytest.mark.parametrize(
+    ("extends", "expected"),
+    [
+        (
+            "bas.yaml",
+            'r.yaml:2:10: extends: found "bas.yaml", expected the path of a YAML file or a recipe\'s name '
+            '(did you mean "base.yaml"?)',
+        ),
+        (
+            "llama8b-fp8",
+            'r.yaml:2:10: extends: found "llama8b-fp8", expected the path of a YAML file or a recipe\'s name '
+            '(did you mean "llama8b-fp8kv"?)',
+        ),
+        ("[a]", "r.yaml:2:10: extends: found a list, expected the path of a YAML file or a recipe's name"),
+        ("", "r.yaml:2:9: extends: found null, expected the path of a YAML file or a recipe's name"),
+    ],
+)
+def test_extends_of_what_is_not_there(write: Write, extends: str, expected: str) -> None:
+    write(BASE, "base.yaml")
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(write(f"name: r\nextends: {extends}\n"))
+    assert str(refused.value) == expected
+
+
+def test_a_shipped_recipe_can_be_extended_by_name(write: Write) -> None:
+    loaded = load_recipe(write("name: r\nextends: llama70b-ptpc\nsource: {repo: my/finetune}\n"))
+    assert loaded.recipe.source.repo == "my/finetune"
+    assert loaded.recipe.quantization.scheme == "ptpc_fp8"
+
+
+def test_a_folder_is_read_from_the_file_that_names_it(write: Write, tmp_path: Path) -> None:
+    write("source: {folder: ../model}\nquantization: {scheme: fp8}\n", "shared/base.yaml")
+    loaded = load_recipe(write("name: r\nextends: shared/base.yaml\n"))
+    assert loaded.source_folder == tmp_path / "model"
+    assert loaded.recipe.source.folder == "../model"
+    assert load_recipe("llama8b-ptpc").source_folder is None
+
+
+def test_unknown_names(write: Write) -> None:
+    with pytest.raises(UserError) as refused:
+        load_recipe("llama70b-fp8")
+    assert refused.value.message == 'found no recipe "llama70b-fp8"'
+    assert refused.value.hint is not None
+    assert refused.value.hint.startswith('did you mean "llama70b-fp8kv"? There are: deepseek-r1-mxfp4, ')
+    with pytest.raises(UserError, match=r"^found no recipe file gone.yaml, expected a path to one"):
+        load_recipe("gone.yaml")
+    with pytest.raises(UserError, match='found no recipe "_base"'):
+        load_recipe("_base")
+
+
+def test_recipes_of_the_working_directory_go_first(write: Write) -> None:
+    write("name: mine\n" + BASE, "recipes/mine.yaml")
+    write("name: llama8b-ptpc\n" + BASE, "recipes/llama8b-ptpc.yaml")
+    assert "mine" in recipe_names()
+    assert load_recipe("mine").recipe.target.gpus == 8
+    assert load_recipe("llama8b-ptpc").recipe.source.repo == "org/model"
+
+
+def test_the_resolved_text_is_stable(write: Write) -> None:
+    loaded = load_recipe("tiny-ptpc-fp8kv")
+    assert loaded.text_resolved == resolved_yaml(loaded.recipe)
+    again = load_recipe(write(loaded.text_resolved, "tiny-ptpc-fp8kv.yaml"))
+    assert again.recipe == loaded.recipe
+    assert again.text_resolved == loaded.text_resolved
+    data = loaded.recipe.model_dump(mode="json")
+    assert Recipe.model_validate(data) == loaded.recipe
+    assert parse(loaded.text_resolved, "f").data == data
+
+
+def test_text_that_looks_like_a_number_survives(load: Callable[[str], LoadedRecipe], write: Write) -> None:
+    text = "name: r\ndescription: '1e-3'\nsource: {repo: o/m, revision: '010'}\nquantization: {scheme: fp8}\n"
+    loaded = load(text)
+    assert load(loaded.text_resolved).recipe == loaded.recipe
+    assert loaded.recipe.source.revision == "010"
+
+
+def test_importing_recipes_is_cheap() -> None:
+    code = "import sys, pipeline.recipe; print([m for m in ('torch', 'transformers', 'scipy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+KEYS = st.sampled_from(
+    [
+        *("name", "extends", "source", "repo", "folder", "quantization", "scheme", "exclude", "overrides", "modules"),
+        *("gate", "accuracy", "margin", "baseline_floor", "target", "gpus", "calibration", "set", "x"),
+    ]
+)
+SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text(max_size=4) | st.just("fp8")
+TREES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(KEYS, TREES, max_size=6).map(lambda tree: yaml.safe_dump(tree, allow_unicode=True)) | st.text())
+def test_garbage_is_refused_never_crashed_on(write: Write, text: str) -> None:
+    try:
+        path = write(text)
+    except UnicodeEncodeError:  # a lone surrogate cannot be written to a file at all
+        return
+    with pytest.raises(RecipeError):
+        load_recipe(path)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=60))
+def test_garbage_bytes_are_refused(write: Write, raw: bytes) -> None:
+    path = write("")
+    path.write_bytes(raw)
+    with pytest.raises(RecipeError):
+        load_recipe(path)
+
+
+def test_no_network_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("a recipe opened a socket")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for name in recipe_names():
+        load_recipe(name)

@@ -1,0 +1,154 @@
+"""Every kind of fault, with its exact message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+HEAD = "name: r\nsource: {repo: org/model}\n"
+SCHEMES = "ptpc_fp8, fp8, fp8_block, mxfp4, mxfp4_weight_only, mxfp4_fp8"
+OK = HEAD + "quantization: {scheme: ptpc_fp8}\n"
+
+CASES = {
+    "misspelt key": (
+        HEAD + "quantization:\n  schem: ptpc_fp8\n",
+        "r.yaml:4:3: quantization.schem: found an unknown key, expected one of engine, exclude, format, kv_cache, "
+        'overrides, scheme (did you mean "scheme"?)',
+    ),
+    "misspelt value": (
+        HEAD + "quantization:\n  scheme: ptcp_fp8\n",
+        f'r.yaml:4:11: quantization.scheme: found "ptcp_fp8", expected one of {SCHEMES} (did you mean "ptpc_fp8"?)',
+    ),
+    "other spelling of a value": (
+        HEAD + "quantization: {scheme: PTPC-FP8}\n",
+        f'r.yaml:3:24: quantization.scheme: found "PTPC-FP8", expected one of {SCHEMES} (did you mean "ptpc_fp8"?)',
+    ),
+    "value of a list in the table of formats": (
+        HEAD + "quantization: {scheme: fp8, format: compressed_tensors}\n",
+        'r.yaml:3:37: quantization.format: found "compressed_tensors", expected one of compressed-tensors, quark '
+        '(did you mean "compressed-tensors"?)',
+    ),
+    "key in the wrong section": (
+        OK + "kv_cache: fp8\n",
+        "r.yaml:4:1: kv_cache: found an unknown key, expected one of calibration, description, evaluation, extends, "
+        "gate, name, publish, quantization, source, target, trust_remote_code "
+        '(did you mean "quantization.kv_cache"?)',
+    ),
+    "missing key": (
+        HEAD + "quantization:\n  kv_cache: auto\n",
+        f"r.yaml:3:1: quantization.scheme: found nothing, expected one of {SCHEMES}",
+    ),
+    "missing section": (
+        HEAD,
+        "r.yaml:1:1: quantization: found nothing, "
+        "expected a mapping with scheme, kv_cache, format, engine, exclude, overrides",
+    ),
+    "text for a number": (
+        OK + "calibration: {set: tiny, samples: many}\n",
+        'r.yaml:4:35: calibration.samples: found "many", expected a whole number of at least 1',
+    ),
+    "quoted number": (
+        OK + "target: {gpus: '8'}\n",
+        'r.yaml:4:16: target.gpus: found "8", expected a whole number of at least 1',
+    ),
+    "number too small": (
+        OK + "target: {gpus: 0}\n",
+        "r.yaml:4:16: target.gpus: found 0, expected a whole number of at least 1",
+    ),
+    "fraction of a whole": (
+        OK + "target:\n  gpus: 1.5\n",
+        "r.yaml:5:9: target.gpus: found 1.5, expected a whole number of at least 1",
+    ),
+    "boolean for a number": (
+        OK + "gate: {throughput: {min_ratio: true}}\n",
+        "r.yaml:4:32: gate.throughput.min_ratio: found true, expected a number above 0",
+    ),
+    "percent for a fraction": (
+        OK + "gate: {accuracy: {margin: 2}}\n",
+        "r.yaml:4:27: gate.accuracy.margin: found 2, expected a number above 0, below 1",
+    ),
+    "floor of a task": (
+        OK + "gate: {accuracy: {baseline_floor: {gsm8k: 91}}}\n",
+        "r.yaml:4:43: gate.accuracy.baseline_floor.gsm8k: found 91, expected a number of at least 0, up to 1",
+    ),
+    "scalar for a section": (
+        OK + "gate: strict\n",
+        'r.yaml:4:7: gate: found "strict", expected a mapping with accuracy, throughput',
+    ),
+    "nothing in a section": (
+        OK + "target:\n",
+        "r.yaml:4:8: target: found null, expected a mapping with hardware, gpus, workload, max_model_len",
+    ),
+    "scalar for a list": (
+        HEAD + "quantization: {scheme: fp8, exclude: lm_head}\n",
+        'r.yaml:3:38: quantization.exclude: found "lm_head", expected a list',
+    ),
+    "number for text": (
+        "name: r\nsource: {repo: org/model, revision: 1.0}\nquantization: {scheme: fp8}\n",
+        "r.yaml:2:37: source.revision: found 1.0, expected text (put it in quotes)",
+    ),
+    "glob for a module": (
+        HEAD + "quantization: {scheme: fp8, exclude: [lm_head, '*.gate']}\n",
+        'r.yaml:3:48: quantization.exclude[1]: found "*.gate", '
+        "expected an exact module name, or re: before a regular expression",
+    ),
+    "broken regular expression": (
+        HEAD + "quantization: {scheme: fp8, exclude: ['re:(a']}\n",
+        'r.yaml:3:39: quantization.exclude[0]: found "re:(a", expected a regular expression after re: '
+        "(missing ), unterminated subpattern at position 0)",
+    ),
+    "override without modules": (
+        HEAD + "quantization:\n  scheme: fp8\n  overrides:\n  - scheme: mxfp4\n    modules: []\n",
+        "r.yaml:7:14: quantization.overrides[0].modules: found a list, expected a list with at least one item",
+    ),
+    "override with a misspelt scheme": (
+        HEAD + "quantization:\n  scheme: fp8\n  overrides:\n  - {modules: [a], scheme: mxfp5}\n",
+        f'r.yaml:6:28: quantization.overrides[0].scheme: found "mxfp5", expected one of {SCHEMES} '
+        '(did you mean "mxfp4"?)',
+    ),
+    "two sources": (
+        "name: r\nsource: {repo: org/model, folder: here}\nquantization: {scheme: fp8}\n",
+        "r.yaml:2:9: source: found a folder with a repo, "
+        "expected one of them; write `repo: null` or `folder: null` to drop an inherited one",
+    ),
+    "no source": (
+        "name: r\nsource: {revision: main}\nquantization: {scheme: fp8}\n",
+        "r.yaml:2:9: source: found neither, expected a folder or a repo",
+    ),
+    "revision of a folder": (
+        "name: r\nsource: {folder: here, revision: main}\nquantization: {scheme: fp8}\n",
+        'r.yaml:2:34: source.revision: found "main", expected a repo for it; a folder has no revision',
+    ),
+    "address for a repo": (
+        "name: r\nsource: {repo: https://hub/org/model}\nquantization: {scheme: fp8}\n",
+        'r.yaml:2:16: source.repo: found "https://hub/org/model", '
+        "expected text that matches [A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?",
+    ),
+    "name of another file": (
+        OK.replace("name: r", "name: other"),
+        'r.yaml:1:7: name: found "other", expected the name of its file, "r"',
+    ),
+    "capitals in a name": (
+        OK.replace("name: r", "name: R"),
+        'r.yaml:1:7: name: found "R", expected text that matches [a-z0-9][a-z0-9.-]*\n'
+        'r.yaml:1:7: name: found "R", expected the name of its file, "r"',
+    ),
+    "publishing to a place that does not exist yet": (
+        OK + "publish: {repo: org/name}\n",
+        "r.yaml:4:11: publish.repo: found an unknown key, expected one of folder",
+    ),
+    "several faults, in the order of the file": (
+        "source: {repo: org/model}\nquantization: {scheme: fp9}\ntarget: {hardware: mi300}\n",
+        "r.yaml:1:1: name: found nothing, expected text that matches [a-z0-9][a-z0-9.-]*\n"
+        f'r.yaml:2:24: quantization.scheme: found "fp9", expected one of {SCHEMES} (did you mean "fp8"?)\n'
+        'r.yaml:3:20: target.hardware: found "mi300", expected one of mi300x, mi325x, mi350x, mi355x, cpu, cuda '
+        '(did you mean "mi300x"?)',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message(case: str, message: Callable[[str], str]) -> None:
+    text, expected = CASES[case]
+    assert message(text) == expected

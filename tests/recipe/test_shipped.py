@@ -1,0 +1,119 @@
+"""The recipes that are shipped, their schema, and the configurations they are checked against."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+import recipes
+from pipeline.recipe import load_recipe, recipe_names
+from pipeline.recipe.checks import check, check_run
+from pipeline.recipe.json_schema import schema, schema_text
+from pipeline.recipe.yaml_positions import parse, read
+
+RECIPES = Path(recipes.__path__[0])
+CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
+
+PARAMETERS = {
+    "Llama-3.1-8B-Instruct": 8.030,
+    "Llama-3.1-70B-Instruct": 70.554,
+    "Llama-3.3-70B-Instruct": 70.554,
+    "Llama-3.1-405B-Instruct": 405.853,
+    "Mixtral-8x7B-Instruct-v0.1": 46.703,
+    "Mixtral-8x22B-Instruct-v0.1": 140.630,
+    "Qwen3-30B-A3B": 30.532,
+    "Qwen3-235B-A22B": 235.094,
+    "DeepSeek-R1-0528": 671.026,
+}
+
+
+def test_what_is_shipped() -> None:
+    assert set(recipe_names()) >= {
+        "tiny-ptpc-fp8kv",
+        *("llama8b-fp8kv", "llama70b-fp8kv", "llama405b-fp8kv", "mixtral8x7b-fp8kv", "mixtral8x22b-fp8kv"),
+        *("llama70b-mxfp4", "llama405b-mxfp4", "deepseek-r1-mxfp4"),
+        *("llama8b-ptpc", "llama70b-ptpc", "qwen3moe-ptpc"),
+    }
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipe_is_sound(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    loaded = load_recipe(name)
+    folder = loaded.source_folder or CONFIGS / str(loaded.recipe.source.repo).rpartition("/")[2]
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    assert [str(fault) for fault in check(loaded, config=config)] == []
+    assert loaded.recipe.description
+
+
+def test_the_default_recipe_can_be_run() -> None:
+    assert check_run(load_recipe("tiny-ptpc-fp8kv")) == []
+
+
+def test_the_schema_is_current() -> None:
+    assert (RECIPES / "recipe.schema.json").read_text(encoding="utf-8") == schema_text()
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(schema())
+    for section in (schema(), *schema()["$defs"].values()):
+        assert section["description"]
+        assert all(field.get("description") for field in section["properties"].values())
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_files_follow_the_schema(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=recipe.schema.json\n")
+    jsonschema.Draft202012Validator(schema()).validate(read(path).data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: r",
+        "name: r\nsource: {repo: o/m}\nquantization: {}",
+        "name: r\nsource: {repo: o/m}\nquantization: {scheme: fp7}",
+        "name: r\nextends: a\nquantisation: {}",
+        "name: r\nextends: a\ntarget: {gpus: 0}",
+        "name: r\nextends: a\nquantization: {overrides: [{scheme: fp8}]}",
+        "name: r\nsource: {repo: o/m}\nquantization: {scheme: fp8}\ncalibration: {samples: 3}",
+        "name: R\nextends: a",
+    ],
+)
+def test_the_schema_refuses(text: str) -> None:
+    assert not jsonschema.Draft202012Validator(schema()).is_valid(parse(text, "f").data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: r\nsource: {repo: o/m}\nquantization: {scheme: fp8}\ncalibration: null",
+        "name: r\nextends: a\ncalibration: {samples: 3}\nquantization: {format: quark}",
+        "quantization: {format: quark}",
+    ],
+)
+def test_the_schema_accepts(text: str) -> None:
+    jsonschema.Draft202012Validator(schema()).validate(parse(text, "f").data)
+
+
+def test_every_configuration_is_counted() -> None:
+    assert {path.name for path in CONFIGS.iterdir()} >= set(PARAMETERS)
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_configurations_have_the_published_size(model: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(CONFIGS / model)
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    assert round(sum(tensor.numel() for tensor in built.parameters()) / 1e9, 3) == PARAMETERS[model]
