@@ -151,7 +151,11 @@ class Calibration(Section):
 
     set: str = Field(description="Name of a set in calibration/sets, or path of such a YAML file.")
     samples: int = Field(default=512, ge=1, description="Number of sequences.")
-    sequence_length: int = Field(default=2048, ge=1, description="Tokens of a sequence; longer texts are cut.")
+    sequence_length: int = Field(
+        default=2048,
+        ge=1,
+        description="Tokens of a sequence; texts are joined and cut into sequences, so nothing is padded.",
+    )
     batch_size: int = Field(default=8, ge=1, description="Sequences that are run together.")
     seed: int = Field(default=0, ge=0, description="Seed of the choice of samples.")
 
