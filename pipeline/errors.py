@@ -8,6 +8,7 @@
     ├── StageError                  5  a stage broke
     │   ├── ServingError            5  vLLM did not start, died or answered nonsense
     │   ├── StoreError              5  the store cannot be read or written
+    │   ├── UnstableValueError      5  a value in a fingerprint has no stable form (`pipeline.canonical`)
     │   └── InspectionError         1  the checkpoint is structurally wrong: it must not be served
     └── InvalidMeasurementError     4  the numbers do not mean what they should
 

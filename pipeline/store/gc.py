@@ -1,0 +1,222 @@
+"""What a store no longer needs: first a plan, then its removal.
+
+Kept are the entries that the newest runs of each recipe refer to, whatever is younger than a grace period, and
+whatever a living process holds the lock of. Removal renames first and deletes then, so that a kill leaves nothing
+that looks finished.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from pipeline.locks import Lock, is_held
+from pipeline.store.disk import disk_errors
+from pipeline.store.records import FINGERPRINT, RECORD
+from pipeline.store.runs import Run, list_runs
+from pipeline.store.tree import QUARANTINE, RESERVED, RUNS, STAGE, TRASH, Store
+
+GRACE_S: Final = 3600.0
+QUARANTINE_S: Final = 7 * 86400.0
+UNFINISHED_S: Final = 7 * 86400.0  # a run without an end was killed, or goes on: nobody quantizes for longer than this
+
+_AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is removed then)
+    "entry": (GRACE_S, "no recent run refers to it"),
+    "half": (GRACE_S, "half-written, and nobody goes on with it"),
+    "work": (GRACE_S, "left by a stage that broke, and nobody goes on with it"),
+    "lock": (GRACE_S, "lock of a dead process"),
+    "scrap": (GRACE_S, "temporary file of a dead process"),
+    "quarantine": (QUARANTINE_S, "in quarantine for more than a week"),
+    "trash": (0.0, "left by an interrupted removal"),
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file or folder of the store: its size in bytes, and why it is removed or kept."""
+
+    path: Path
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class GcPlan:
+    """What a collection would remove. ``keep`` is the number of runs of each recipe that count."""
+
+    root: Path
+    keep: int
+    remove: tuple[Item, ...]
+    kept: tuple[Item, ...]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that the removal gives back."""
+        return sum(item.bytes for item in self.remove)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Something in the store, before it is judged. ``changed`` is in seconds since the epoch."""
+
+    path: Path
+    kind: str
+    bytes: int
+    changed: float
+    held: bool = False
+
+
+def plan_gc(store: Store, *, keep: int, now: float | None = None) -> GcPlan:
+    """Decide what to remove, without touching anything. Raises `StoreError` if the store cannot be read."""
+    moment = time.time() if now is None else now
+    with disk_errors(store.root):
+        return decide(store.root, list(_survey(store.root, moment)), list_runs(store.root), keep=keep, now=moment)
+
+
+def decide(root: Path, found: Iterable[Found], runs: Iterable[Run], *, keep: int, now: float) -> GcPlan:
+    """Judge what was found; ``runs`` are newest first. Raises `ValueError` if ``keep`` is negative."""
+    if keep < 0:
+        raise ValueError(f"keep must be 0 or more, not {keep}")
+    things = list(found)
+    live, old = _sort_runs(runs, keep, now)
+    needed = {root / stage / fingerprint for run in live for stage, fingerprint in run.plan}
+    # A stage that broke goes on from its working folder, unless its entry has been made since.
+    finished = {thing.path for thing in things if thing.kind == "entry"}
+    needed |= {path.with_name(f"{path.name}.work") for path in needed - finished}
+    remove: list[Item] = []
+    kept: list[Item] = []
+    for thing in things:
+        grace, why = _AGES[thing.kind]
+        reason = None
+        if thing.held:
+            reason = "a process works on it"
+        elif thing.path in needed:
+            reason = "a recent run refers to it"
+        elif now - thing.changed < grace:
+            reason = "it is young"
+        (remove if reason is None else kept).append(Item(thing.path, thing.bytes, reason or why))
+    remove += [Item(run.path, 0, f"there are {keep} newer runs of {run.recipe}") for run in old]
+    return GcPlan(root, keep, tuple(remove), tuple(kept))
+
+
+def apply(plan: GcPlan, *, now: float | None = None) -> int:
+    """Remove what a plan names, as far as a fresh plan agrees; returns the bytes freed. Raises `StoreError`."""
+    still = {item.path for item in plan_gc(Store(plan.root), keep=plan.keep, now=now).remove}
+    freed = 0
+    with disk_errors(plan.root):
+        for item in plan.remove:
+            if item.path in still and _put_away(plan.root, item.path):
+                freed += item.bytes
+    return freed
+
+
+def _put_away(root: Path, path: Path) -> bool:
+    if path.parent.parent == root and path.parent.name not in RESERVED and FINGERPRINT.match(path.name):
+        return _put_away_locked(root, path)
+    return _delete(root, path)
+
+
+def _put_away_locked(root: Path, path: Path) -> bool:
+    lock = Lock(path.with_name(f"{path.name[:64]}.lock"), heartbeat=0.1, stale_after=GRACE_S)
+    if not lock.acquire(timeout=0.5):  # time for two looks at a lock whose heartbeat stopped long ago
+        return False
+    try:
+        return path == lock.path or _delete(root, path)
+    finally:
+        lock.release()
+
+
+def _delete(root: Path, path: Path) -> bool:
+    try:
+        if path.is_dir() and path.parent != root / TRASH:
+            doomed = root / TRASH / f"{path.name}-{secrets.token_hex(4)}"
+            doomed.parent.mkdir(exist_ok=True)
+            path = path.rename(doomed)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        return False  # another collection was quicker
+    return True
+
+
+def _sort_runs(runs: Iterable[Run], keep: int, now: float) -> tuple[list[Run], list[Run]]:
+    """Runs that count, and runs whose file goes."""
+    live: list[Run] = []
+    old: list[Run] = []
+    seen: Counter[str] = Counter()
+    for run in runs:
+        seen[run.recipe] += 1
+        goes_on = run.finished is None and now - _seconds(run.started) < UNFINISHED_S
+        (live if seen[run.recipe] <= keep or goes_on else old).append(run)
+    return live, old
+
+
+def _seconds(moment: str) -> float:
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _survey(root: Path, now: float) -> Iterator[Found]:
+    for folder in sorted(path for path in _children(root) if path.is_dir()):
+        if folder.name == RUNS:
+            yield from (_found(path, "scrap") for path in _children(folder) if path.suffix == ".tmp")
+        elif folder.name in {QUARANTINE, TRASH}:
+            yield from (_found(path, folder.name) for path in _children(folder))
+        elif STAGE.fullmatch(folder.name):
+            for path in _children(folder):
+                kind = _kind(path)
+                if kind is not None:
+                    lock = path.with_name(f"{path.name[:64]}.lock")
+                    yield _found(path, kind, held=is_held(lock, stale_after=GRACE_S, now=now))
+
+
+def _children(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _kind(path: Path) -> str | None:
+    if not FINGERPRINT.match(path.name):
+        return None  # not ours
+    rest = path.name[64:]
+    if rest == "":
+        return "entry" if (path / RECORD).exists() else "half"
+    if rest in {".work", ".lock"}:
+        return rest[1:]
+    return "scrap" if rest == ".record" or rest.startswith(".lock.") else None
+
+
+def _found(path: Path, kind: str, *, held: bool = False) -> Found:
+    """Size and age of a thing; what another process removes meanwhile counts as nothing."""
+    size, changed = 0, 0.0
+    for part in [path, *path.rglob("*")]:
+        try:
+            status = part.lstat()
+        except FileNotFoundError:
+            continue
+        size += status.st_size if not part.is_dir() else 0
+        changed = max(changed, status.st_mtime)
+    if kind == "entry":
+        changed = _time(path / RECORD)
+    elif kind == "quarantine":
+        changed = _time(path, moved=True)
+    return Found(path, kind, size, changed, held)
+
+
+def _time(path: Path, *, moved: bool = False) -> float:
+    """When a file was written, or when it was put where it is."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return 0.0
+    return status.st_ctime if moved else status.st_mtime

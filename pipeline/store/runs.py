@@ -1,0 +1,98 @@
+"""One small file for each run: what it planned, how it ended.
+
+`quantmint runs` lists them, and the garbage collector keeps what they refer to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from pipeline.canonical import Json
+from pipeline.store.disk import disk_errors, write_atomic
+from pipeline.store.records import check_result, timestamp
+
+RUN_SCHEMA: Final = 1
+_RUNS: Final = "runs"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its file tells it. ``finished`` is None while it goes on, and for ever if it was killed."""
+
+    path: Path
+    recipe: str
+    recipe_digest: str
+    plan: tuple[tuple[str, str], ...]  # (stage, fingerprint) in order
+    started: str
+    finished: str | None = None
+    verdict: str | None = None
+    exit_code: int | None = None
+    facts: dict[str, Json] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """Its name among the runs of the store: when it began, the recipe, and a random part."""
+        return self.path.stem
+
+
+class RunLog:
+    """The file of a run that goes on."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @classmethod
+    def start(cls, root: Path, recipe: str, recipe_digest: str, plan: Sequence[tuple[str, str]]) -> RunLog:
+        """Write the file of a run that begins, before its first look into the store at ``root``.
+
+        From then on the garbage collector spares what ``plan`` names. Raises `StoreError`.
+        """
+        now = datetime.now(UTC)
+        slug = re.sub(r"[^A-Za-z0-9._]+", "-", recipe)[:80]
+        name = f"{now.strftime('%Y%m%dT%H%M%S.%fZ')}-{slug}-{secrets.token_hex(4)}.json"
+        log = cls(Run(root / _RUNS / name, recipe, recipe_digest, tuple(plan), timestamp(now)))
+        log._write()
+        return log
+
+    def finish(self, verdict: str | None, exit_code: int, *, facts: Mapping[str, object] | None = None) -> Run:
+        """Write how the run ended. ``facts`` is small plain JSON for readers. Raises `ValueError` or `StoreError`."""
+        ended = timestamp(datetime.now(UTC))
+        self.run = replace(
+            self.run, finished=ended, verdict=verdict, exit_code=exit_code, facts=check_result(facts or {})
+        )
+        self._write()
+        return self.run
+
+    def _write(self) -> None:
+        path = self.run.path
+        data = {**asdict(self.run), "schema": RUN_SCHEMA}
+        del data["path"]
+        raw = (json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        with disk_errors(path, needed=len(raw)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, raw, temporary=path.with_suffix(".tmp"))
+
+
+def list_runs(root: Path) -> list[Run]:
+    """Every run of the store at ``root``, newest first; files that cannot be read as one are passed over."""
+    runs = [run for path in (root / _RUNS).glob("*.json") if (run := _read(path)) is not None]
+    return sorted(runs, key=lambda run: run.path.name, reverse=True)
+
+
+def _read(path: Path) -> Run | None:
+    try:
+        data = json.loads(path.read_bytes())
+        if data.pop("schema") != RUN_SCHEMA:
+            return None
+        plan = tuple((str(stage), str(digest)) for stage, digest in data.pop("plan"))
+        run = Run(path=path, plan=plan, **data)
+        return run if isinstance(run.recipe, str) and isinstance(run.started, str) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None

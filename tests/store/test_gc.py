@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.store import Entry, RunLog, Store
+from pipeline.store.gc import QUARANTINE_S, UNFINISHED_S, Found, GcPlan, apply, decide, plan_gc
+
+Make = Callable[..., Entry]
+HOUR = 3600.0
+
+
+def run(store: Store, recipe: str, *entries: Entry) -> Path:
+    log = RunLog.start(store.root, recipe, "0" * 64, [(entry.stage, entry.fingerprint) for entry in entries])
+    return log.finish("PASS", 0).path
+
+
+def removed(plan: GcPlan) -> set[Path]:
+    return {item.path for item in plan.remove}
+
+
+def age(path: Path, hours: float) -> None:
+    then = time.time() - hours * HOUR
+    for part in [*path.rglob("*"), path]:
+        os.utime(part, (then, then))
+
+
+def test_an_empty_store(store: Store) -> None:
+    plan = plan_gc(store, keep=1)
+    assert (plan.remove, plan.kept, plan.freed_bytes) == ((), (), 0)
+    assert apply(plan) == 0
+    assert not store.root.exists()
+
+
+def test_what_recent_runs_refer_to_is_kept(store: Store, make: Make) -> None:
+    old, shared, new, lonely = (make(store, number) for number in range(4))
+    first = run(store, "a", old, shared)
+    run(store, "a", new, shared)
+    run(store, "b", shared)
+    for entry in (old, shared, new, lonely):
+        age(entry.path, 2)
+    plan = plan_gc(store, keep=1)
+    assert removed(plan) == {old.path, lonely.path, first}
+    assert {item.path for item in plan.kept} == {shared.path, new.path}
+    assert plan.freed_bytes == sum(
+        path.stat().st_size for entry in (old, lonely) for path in entry.path.rglob("*") if path.is_file()
+    )
+    assert old.path.exists(), "a plan touches nothing"
+    assert apply(plan) == plan.freed_bytes
+    assert not old.path.exists()
+    assert not lonely.path.exists()
+    assert store.find(new.stage, new.fingerprint) == new
+    assert store.find(shared.stage, shared.fingerprint) == shared
+    assert not any((store.root / "trash").iterdir())
+    assert plan_gc(store, keep=1).remove == ()
+    assert removed(plan_gc(store, keep=2)) == set()
+
+
+def test_the_young_are_kept(store: Store, make: Make) -> None:
+    entry = make(store)
+    now = time.time()
+    assert removed(plan_gc(store, keep=1, now=now + 0.9 * HOUR)) == set()
+    assert removed(plan_gc(store, keep=1, now=now + 1.1 * HOUR)) == {entry.path}
+
+
+def test_what_a_process_works_on_is_kept(store: Store, make: Make) -> None:
+    entry = make(store)
+    age(entry.path, 2)
+    other = "f" * 64
+    with store.working("quantize", other) as work, store.working("quantize", entry.fingerprint):
+        (work.path / "shard").touch()
+        age(work.path, 2)
+        assert removed(plan_gc(store, keep=0)) == set()
+    assert removed(plan_gc(store, keep=0)) == {entry.path, work.path}
+
+
+def test_a_run_that_begins_between_plan_and_removal(store: Store, make: Make) -> None:
+    wanted, other = make(store, 1), make(store, 2)
+    age(wanted.path, 2)
+    age(other.path, 2)
+    plan = plan_gc(store, keep=1)
+    assert removed(plan) == {wanted.path, other.path}
+    run(store, "a", wanted)
+    assert apply(plan) < plan.freed_bytes
+    assert wanted.path.exists()
+    assert not other.path.exists()
+
+
+def test_a_process_that_comes_at_the_last_moment(store: Store, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = make(store)
+    plan = plan_gc(store, keep=0, now=time.time() + 2 * HOUR)
+    monkeypatch.setattr("pipeline.store.gc.plan_gc", lambda *args, **kwargs: plan)
+    with store.working(entry.stage, entry.fingerprint):
+        assert apply(plan) == 0
+    assert store.find(entry.stage, entry.fingerprint) == entry
+    assert apply(plan) == plan.freed_bytes
+    assert store.find(entry.stage, entry.fingerprint) is None
+
+
+def test_a_working_folder_is_kept_for_the_run_that_broke(store: Store) -> None:
+    with store.working("quantize", "f" * 64) as work:
+        (work.path / "shard").touch()
+    age(work.path, 2)
+    RunLog.start(store.root, "a", "0" * 64, [("quantize", "f" * 64)]).finish(None, 5)
+    assert removed(plan_gc(store, keep=1)) == set()
+    (plan_item,) = plan_gc(store, keep=0).remove[:1]
+    assert plan_item.path == work.path
+    store.entry_path("quantize", "f" * 64).mkdir()
+    (store.entry_path("quantize", "f" * 64) / "record.json").touch()
+    assert work.path in removed(plan_gc(store, keep=1)), "its entry has been made since"
+
+
+def test_a_run_that_goes_on_is_kept(store: Store, make: Make) -> None:
+    entry, other = make(store, 1), make(store, 2)
+    RunLog.start(store.root, "a", "0" * 64, [(entry.stage, entry.fingerprint)])
+    run(store, "a", other)
+    now = time.time()
+    assert entry.path not in removed(plan_gc(store, keep=1, now=now + 2 * HOUR))
+    assert entry.path in removed(plan_gc(store, keep=1, now=now + UNFINISHED_S + HOUR))
+
+
+def test_leftovers(store: Store, make: Make, warnings: list[str]) -> None:
+    entry = make(store, 1)
+    entry.file("a.bin").unlink()
+    assert store.find(entry.stage, entry.fingerprint) is None
+    (aside,) = (store.root / "quarantine").iterdir()
+    stage = store.root / "quantize"
+    half = stage / ("e" * 64)
+    half.mkdir()
+    trash = store.root / "trash" / "old"
+    trash.mkdir(parents=True)
+    scraps = [stage / f"{'d' * 64}.lock.abc", stage / f"{'d' * 64}.record", stage / f"{'d' * 64}.lock"]
+    (store.root / "runs").mkdir()
+    scraps.append(store.root / "runs" / "x.tmp")
+    for scrap in scraps:
+        scrap.touch()
+    mine = [stage / "notes.txt", store.root / "README", store.root / "Other" / "x"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    now = time.time()
+    assert removed(plan_gc(store, keep=1, now=now)) == {trash}
+    assert removed(plan_gc(store, keep=1, now=now + 2 * HOUR)) == {trash, half, *scraps}
+    plan = plan_gc(store, keep=1, now=now + QUARANTINE_S + HOUR)
+    assert removed(plan) == {trash, half, aside, *scraps}
+    for path in (half, *scraps):
+        age(path, 2)
+    apply(plan, now=now + QUARANTINE_S + HOUR)
+    assert [path for path in (trash, half, aside, *scraps) if path.exists()] == []
+    assert all(path.exists() for path in mine)
+
+
+def test_killed_at_every_step(
+    store: Store, make: Make, warnings: list[str], killed_at_every_step: Callable[[Callable[[], None]], Iterator[int]]
+) -> None:
+    def collect() -> None:
+        apply(plan_gc(store, keep=0))
+
+    entry = make(store)
+    age(entry.path, 2)
+    outcomes = set()
+    for _ in killed_at_every_step(collect):
+        found = store.find(entry.stage, entry.fingerprint)
+        outcomes.add(found is None)
+        if found is not None:
+            found.verify()
+        collect()  # the same command again
+        assert not entry.path.exists()
+        assert not any((store.root / "trash").iterdir())
+        shutil.rmtree(store.root)
+        age(make(store).path, 2)
+    assert outcomes == {True, False}
+    assert warnings == []
+
+
+def test_the_decision_needs_no_disk() -> None:
+    root = Path("/nowhere")
+    things = [
+        Found(root / "quantize" / ("a" * 64), "entry", 7, changed=0.0),
+        Found(root / "trash" / "x", "trash", 5, 9e9),
+    ]
+    plan = decide(root, things, [], keep=3, now=8e9)
+    assert [item.why for item in plan.kept] == ["it is young"]
+    assert plan.freed_bytes == 7
+    with pytest.raises(ValueError, match="0 or more"):
+        decide(root, [], [], keep=-1, now=0)

@@ -1,0 +1,378 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from pipeline.canonical import fingerprint
+from pipeline.errors import StoreError
+from pipeline.store import Entry, Store
+from pipeline.store.disk import sha256_of
+from pipeline.store.records import Record
+
+MIB = 1 << 20
+Make = Callable[..., Entry]
+PAYLOAD: dict[str, object] = {"stage": "quantize", "version": 1, "inputs": {}, "recipe": {"scheme": "fp8"}}
+DIGEST = fingerprint(PAYLOAD)
+
+
+def commit_pieces(store: Store) -> None:
+    with store.working("quantize", DIGEST) as work:
+        if work.existing is None:
+            for name in ("one", "two"):
+                if not (work.path / name).exists():
+                    (work.path / f"{name}.tmp").write_text(name)
+                    os.rename(work.path / f"{name}.tmp", work.path / name)  # noqa: PTH104  (a step that is counted)
+            work.commit(payload=PAYLOAD, result={}, started=datetime.now(UTC), tools={})
+
+
+def in_quarantine(store: Store) -> list[Path]:
+    folder = store.root / "quarantine"
+    return list(folder.iterdir()) if folder.exists() else []
+
+
+def test_an_entry_is_found_again(store: Store, make: Make) -> None:
+    made = make(store)
+    found = store.find(made.stage, made.fingerprint)
+    assert found == made
+    found.verify()
+    assert found.file("sub/b.bin").read_bytes() == b"beta" * 10
+    assert found.record.result == {"n": 1}
+    assert found.record.inputs == {"source": "ab" * 32}
+    assert found.record.stage_version == 1
+    assert sorted(p.name for p in store.root.iterdir()) == ["CACHEDIR.TAG", "quantize"]
+    assert [p.name for p in (store.root / "quantize").iterdir()] == [made.fingerprint]
+
+
+def test_looking_makes_nothing(store: Store) -> None:
+    assert store.find("quantize", DIGEST) is None
+    assert not store.root.exists()
+
+
+def test_the_record(store: Store, make: Make) -> None:
+    entry = make(store)
+    data = json.loads((entry.path / "record.json").read_bytes())
+    assert Record.from_json(entry.record.to_json()) == entry.record
+    assert data["files"]["a.bin"]["size"] == 5
+    assert fingerprint(data["payload"]) == entry.fingerprint == data["fingerprint"]
+    assert data["started"] <= data["finished"]
+    assert data["finished"].endswith("Z")
+    assert str(store.root) not in json.dumps(data)
+
+
+def test_equal_outputs_have_equal_digests(tmp_path: Path, make: Make) -> None:
+    one, other = make(Store(tmp_path / "1")), make(Store(tmp_path / "2"))
+    assert one.digest == other.digest
+    assert one.digest != make(Store(tmp_path / "3"), files={"a.bin": b"alphb"}).digest
+
+
+def test_an_unknown_file_is_named(store: Store, make: Make) -> None:
+    with pytest.raises(StoreError, match=r"no file 'c\.bin', only a\.bin, sub/b\.bin"):
+        make(store).file("c.bin")
+
+
+@pytest.mark.parametrize(("stage", "digest"), [("runs", DIGEST), ("../x", DIGEST), ("", DIGEST), ("quantize", "abc")])
+def test_names_that_would_leave_the_tree(store: Store, stage: str, digest: str) -> None:
+    with pytest.raises(ValueError, match=r"fingerprint|name of a stage"):
+        store.find(stage, digest)
+
+
+def corrupt_small(entry: Entry) -> None:
+    path = entry.file("small")
+    times = path.stat()
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def corrupt_large(entry: Entry) -> None:
+    with entry.file("large").open("r+b") as file:
+        file.seek(MIB)
+        file.write(b"x")
+
+
+def truncate(entry: Entry) -> None:
+    os.truncate(entry.file("large"), MIB)
+
+
+def remove(entry: Entry) -> None:
+    entry.file("small").unlink()
+
+
+def break_record(entry: Entry) -> None:
+    (entry.path / "record.json").write_text('{"schema": 1, "stage"')
+
+
+def empty_record(entry: Entry) -> None:
+    (entry.path / "record.json").write_text("[]")
+
+
+def edit_record(**changes: object) -> Callable[[Entry], None]:
+    def edit(entry: Entry) -> None:
+        path = entry.path / "record.json"
+        path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
+
+    return edit
+
+
+OTHER_PAYLOAD = {**PAYLOAD, "version": 2}
+WHOLE = {"size": 0, "sha256": "0" * 64, "mtime_ns": 0}
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (corrupt_small, "small has other bytes"),
+        (corrupt_large, "large has other bytes"),
+        (truncate, "large has 1,048,576 bytes, its record says 2,097,152"),
+        (remove, "small is missing"),
+        (break_record, "not JSON"),
+        (empty_record, "not a JSON object"),
+        (edit_record(schema=99), "its schema is 99"),
+        (edit_record(extra=1), "wrong shape"),
+        (edit_record(files={"small": {"size": 1}}), "wrong shape"),
+        (edit_record(files={"small": {**WHOLE, "size": "1"}}), "wrong shape"),
+        (edit_record(files={"../small": WHOLE}), "no name inside an entry"),
+        (edit_record(stage="evaluate", payload={**PAYLOAD, "stage": "evaluate"}), "has the fingerprint"),
+        (edit_record(payload=OTHER_PAYLOAD), "has the fingerprint"),
+        (edit_record(payload=OTHER_PAYLOAD, fingerprint=fingerprint(OTHER_PAYLOAD)), "its record is of quantize/"),
+        (edit_record(payload=[]), "a payload needs"),
+    ],
+)
+def test_a_damaged_entry_is_put_aside(
+    store: Store, make: Make, warnings: list[str], damage: Callable[[Entry], None], reason: str
+) -> None:
+    entry = make(store, files={"small": b"abc", "large": b"a" * 2 * MIB})
+    damage(entry)
+    left = sorted(path.name for path in entry.path.iterdir())
+    assert store.find(entry.stage, entry.fingerprint) is None
+    (aside,) = in_quarantine(store)
+    assert aside.name.startswith(f"quantize-{entry.fingerprint[:12]}-")
+    assert sorted(path.name for path in aside.iterdir()) == left
+    (warning,) = warnings
+    assert reason in warning
+    assert str(aside) in warning
+    assert not entry.path.exists()
+    again = make(store, files={"small": b"abc", "large": b"a" * 2 * MIB})
+    assert again.digest == entry.digest
+    assert store.find(entry.stage, entry.fingerprint) == again
+
+
+def test_a_large_file_is_read_only_if_its_time_changed(
+    store: Store, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = make(store, files={"small": b"abc", "large": b"a" * 2 * MIB})
+    read: list[str] = []
+
+    def noted(path: Path) -> str:
+        read.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr("pipeline.store.entries.sha256_of", noted)
+    assert store.find(entry.stage, entry.fingerprint) == entry
+    assert read == ["small"]
+    os.utime(entry.file("large"), ns=(1, 1))
+    assert store.find(entry.stage, entry.fingerprint) == entry
+    assert read == ["small", "large", "small"]
+    assert entry.file("large").stat().st_mtime_ns == entry.record.files["large"].mtime_ns
+    assert store.find(entry.stage, entry.fingerprint) == entry
+    assert read == ["small", "large", "small", "small"]
+
+
+def test_verify_reads_everything(store: Store, make: Make) -> None:
+    entry = make(store, files={"large": b"a" * 2 * MIB})
+    times = entry.file("large").stat()
+    corrupt_large(entry)
+    os.utime(entry.file("large"), ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert store.find(entry.stage, entry.fingerprint) == entry
+    with pytest.raises(StoreError, match="large has other bytes"):
+        entry.verify()
+
+
+def test_verify_names_a_file_that_does_not_belong(store: Store, make: Make) -> None:
+    entry = make(store)
+    (entry.path / "model-extra.safetensors").touch()
+    assert store.find(entry.stage, entry.fingerprint) == entry
+    with pytest.raises(StoreError, match=r"model-extra\.safetensors is not in the record"):
+        entry.verify()
+
+
+def test_a_copied_store_is_valid(store: Store, make: Make, tmp_path: Path) -> None:
+    entry = make(store, files={"large": b"a" * 2 * MIB})
+    shutil.copytree(store.root, tmp_path / "copy", copy_function=shutil.copyfile)
+    found = Store(tmp_path / "copy").find(entry.stage, entry.fingerprint)
+    assert found is not None
+    assert found.record == entry.record
+
+
+def test_damage_that_cannot_be_moved_is_ignored_with_a_warning(
+    store: Store, make: Make, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    entry = make(store)
+    remove_a = entry.file("a.bin")
+    remove_a.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        assert store.find(entry.stage, entry.fingerprint) is None
+    assert "stays there" in warnings[0]
+
+
+def test_a_good_entry_made_meanwhile_is_not_quarantined(store: Store, make: Make, warnings: list[str]) -> None:
+    entry = make(store)
+    store.quarantine(entry.stage, entry.fingerprint, "judged long ago", identity=entry.path.stat().st_ino + 1)
+    assert store.find(entry.stage, entry.fingerprint) == entry
+    assert warnings == []
+
+
+def test_a_retired_entry_is_made_again(store: Store, make: Make, warnings: list[str]) -> None:
+    entry = make(store)
+    store.retire(entry)
+    assert store.find(entry.stage, entry.fingerprint) is None
+    (away,) = (store.root / "trash").iterdir()
+    assert (away / "a.bin").exists()
+    again = make(store)
+    store.retire(entry)
+    assert store.find(entry.stage, entry.fingerprint) == again, "not what was to be taken away"
+    store.retire(again)
+    store.retire(again)
+    assert warnings == []
+
+
+def test_killed_at_every_step_of_a_commit(
+    tmp_path: Path, warnings: list[str], killed_at_every_step: Callable[[Callable[[], None]], Iterator[int]]
+) -> None:
+    store = Store(tmp_path / "store", on_warning=warnings.append)
+    outcomes = set()
+    for _ in killed_at_every_step(lambda: commit_pieces(store)):
+        entry = store.find("quantize", DIGEST)
+        outcomes.add(entry is None)
+        if entry is not None:
+            entry.verify()
+        commit_pieces(store)  # the same command again
+        finished = store.find("quantize", DIGEST)
+        assert finished is not None
+        finished.verify()
+        assert list(finished.record.files) == ["one", "two"]
+        shutil.rmtree(store.root)
+    assert outcomes == {True, False}
+    assert warnings == []
+
+
+def test_a_final_folder_without_record_becomes_the_working_folder(store: Store, warnings: list[str]) -> None:
+    half = store.entry_path("quantize", DIGEST)
+    half.mkdir(parents=True)
+    (half / "one").write_text("kept")
+    assert store.find("quantize", DIGEST) is None
+    assert half.exists()
+    with store.working("quantize", DIGEST) as work:
+        assert (work.path / "one").read_text() == "kept"
+        assert not half.exists()
+    assert warnings == []
+
+
+def test_two_halves(store: Store, warnings: list[str]) -> None:
+    for name in (DIGEST, f"{DIGEST}.work"):
+        (store.root / "quantize" / name).mkdir(parents=True)
+        (store.root / "quantize" / name / name[64:].strip(".").ljust(1, "-")).touch()
+    with store.working("quantize", DIGEST) as work:
+        assert [path.name for path in work.path.iterdir()] == ["work"]
+    assert len(in_quarantine(store)) == 1
+    assert "half-written" in warnings[0]
+
+
+def test_the_working_folder_outlives_an_exception(store: Store) -> None:
+    def interrupted() -> None:
+        with store.working("quantize", DIGEST) as work:
+            (work.path / "shard-1").write_text("done")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [path.name for path in (store.root / "quantize").iterdir()] == [f"{DIGEST}.work"]
+    with store.working("quantize", DIGEST) as work:
+        assert (work.path / "shard-1").read_text() == "done"
+        work.discard()
+        assert list(work.path.iterdir()) == []
+
+
+def test_known_hashes_are_believed_and_sizes_are_not(store: Store) -> None:
+    started = datetime.now(UTC)
+    with store.working("quantize", DIGEST) as work:
+        (work.path / "shard").write_bytes(b"abc")
+        with pytest.raises(StoreError, match="has 3 bytes, but 4 were written"):
+            work.commit(payload=PAYLOAD, result={}, started=started, tools={}, known={"shard": (4, "0" * 64)})
+        with pytest.raises(StoreError, match="gone was announced"):
+            work.commit(payload=PAYLOAD, result={}, started=started, tools={}, known={"gone": (4, "0" * 64)})
+        entry = work.commit(payload=PAYLOAD, result={}, started=started, tools={}, known={"shard": (3, "0" * 64)})
+    assert entry.record.files["shard"].sha256 == "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"payload": {**PAYLOAD, "version": 2}}, "fingerprint"),
+        ({"payload": {"stage": "quantize"}}, "needs the keys"),
+        ({"payload": {**PAYLOAD, "stage": "bench"}}, "of stage 'bench'"),
+        ({"payload": {**PAYLOAD, "inputs": {"source": "abc"}}}, "64 hex digits"),
+        ({"result": {"x": float("nan")}}, "plain JSON"),
+        ({"result": {"x": Path("x")}}, "plain JSON"),
+    ],
+)
+def test_a_commit_that_contradicts_itself(store: Store, change: dict[str, object], word: str) -> None:
+    arguments = {"payload": PAYLOAD, "result": {}, "started": datetime.now(UTC), "tools": {}, **change}
+    with store.working("quantize", DIGEST) as work:
+        (work.path / "shard").touch()
+        with pytest.raises(ValueError, match=word):
+            work.commit(**arguments)  # type: ignore[arg-type]
+        assert (work.path / "shard").exists()
+
+
+@pytest.mark.parametrize("spoil", ["link", "pipe", "record"])
+def test_what_a_stage_may_not_leave(store: Store, spoil: str) -> None:
+    with store.working("quantize", DIGEST) as work:
+        if spoil == "link":
+            (work.path / "x").symlink_to("/dev/null")
+        elif spoil == "pipe":
+            os.mkfifo(work.path / "x")
+        else:
+            (work.path / "record.json").touch()
+        with pytest.raises(StoreError, match=r"neither a file nor a folder|may not write"):
+            work.commit(payload=PAYLOAD, result={}, started=datetime.now(UTC), tools={})
+
+
+def test_a_lost_lock_stops_the_commit(store: Store) -> None:
+    with store.working("quantize", DIGEST) as work:
+        (work.path / "shard").touch()
+        work.lock.path.unlink()
+        with pytest.raises(StoreError, match="taken over"):
+            work.commit(payload=PAYLOAD, result={}, started=datetime.now(UTC), tools={})
+    assert store.find("quantize", DIGEST) is None
+
+
+ENTER = """
+from pathlib import Path
+from pipeline.store import Store
+with Store(Path(sys.argv[1])).working("quantize", sys.argv[2], on_wait=lambda who: print(who, flush=True)) as work:
+    print(work.existing is not None and not work.path.exists())
+"""
+
+
+def test_the_loser_of_a_race_finds_the_result(store: Store, python: list[str]) -> None:
+    with store.working("quantize", DIGEST) as work:
+        (work.path / "one").touch()
+        command = [*python, ENTER, str(store.root), DIGEST]
+        loser = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert loser.stdout is not None
+        assert loser.stdout.readline().startswith(f"process {os.getpid()} on ")
+        work.commit(payload=PAYLOAD, result={}, started=datetime.now(UTC), tools={})
+    assert loser.communicate(timeout=60)[0] == "True\n"
+    assert loser.returncode == 0
