@@ -13,11 +13,18 @@ if TYPE_CHECKING:
 
 
 def token_blocks(
-    texts: Sequence[str], tokenizer: Any, *, samples: int, sequence_length: int, seed: int
+    texts: Sequence[str],
+    tokenizer: Any,
+    *,
+    samples: int,
+    sequence_length: int,
+    seed: int,
+    special_tokens: bool = True,
 ) -> torch.Tensor:
     """Pack texts into blocks without padding, so that no padding token can widen a range.
 
-    The texts are put in a seeded order, each is tokenized with its special tokens, and the stream is cut into blocks.
+    The texts are put in a seeded order, each is tokenized, and the stream is cut into blocks. ``special_tokens`` is
+    False for rendered conversations, whose template has written them already.
 
     Returns:
         int64 tensor of [samples, sequence_length].
@@ -34,7 +41,7 @@ def token_blocks(
     for index in order:
         if len(stream) >= needed:
             break
-        ids = tokenizer(texts[int(index)])["input_ids"]
+        ids = tokenizer(texts[int(index)], add_special_tokens=special_tokens)["input_ids"]
         stream += ids
         if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
             stream.append(tokenizer.eos_token_id)
@@ -48,7 +55,8 @@ def token_blocks(
 
 def batched(blocks: torch.Tensor, batch_size: int) -> Iterator[torch.Tensor]:
     """Cut [samples, sequence_length] into batches of at most ``batch_size`` blocks, in order."""
-    yield from blocks.split(batch_size)
+    for start in range(0, blocks.shape[0], batch_size):
+        yield blocks[start : start + batch_size]
 
 
 def blocks_digest(blocks: torch.Tensor) -> str:

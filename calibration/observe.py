@@ -36,9 +36,7 @@ def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False)
     return model.to(device).eval()
 
 
-def observe(
-    model: Any, batches: Iterable[torch.Tensor], *, advance: Callable[[int], None] = lambda _: None
-) -> Ranges:
+def observe(model: Any, batches: Iterable[torch.Tensor], *, advance: Callable[[int], None] = lambda _: None) -> Ranges:
     """Measure a model that is resident on its device.
 
     Args:
@@ -65,9 +63,7 @@ def observe(
             for batch in batches:
                 # Only what is cached and what enters the linear modules matters: the output head's product, the
                 # largest tensor of the forward, is left out.
-                model.base_model(
-                    input_ids=batch.to(device), past_key_values=_recording_cache(cached), use_cache=True
-                )
+                model.base_model(input_ids=batch.to(device), past_key_values=_recording_cache(cached), use_cache=True)
                 advance(batch.shape[0])
     finally:
         for handle in handles:

@@ -84,7 +84,7 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
             raise UserError(
-                f"{folder}: the index names {len(shards)} shards, {len(missing)} are missing: {', '.join(missing[:5])}.",
+                f"{folder}: the index names {len(shards)} files, {len(missing)} are missing: {', '.join(missing[:5])}.",
                 hint="Fetch the missing files; an interrupted download can be resumed.",
             )
         return shards, {str(name): str(shard) for name, shard in weight_map.items()}
@@ -93,7 +93,7 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
         raise UserError(
-            f"{folder}: its weights are pickled ({pickled[0]}), which can run code when loaded; only safetensors are read.",
+            f"{folder}: its weights are pickled ({pickled[0]}), which can run code; only safetensors are read.",
             hint="Use a revision that has *.safetensors, or convert the weights on a machine you can afford to lose.",
         )
     raise UserError(f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there.")
@@ -107,4 +107,6 @@ def _agree(folder: Path, placed: Mapping[str, str], tensors: Mapping[str, tuple[
             raise UserError(f"{folder / INDEX_NAME}: places {name!r} in {shard}; it is in {tensors[name][0]}.")
     unlisted = sorted(set(tensors) - set(placed))
     if unlisted:
-        raise UserError(f"{folder / INDEX_NAME}: does not list {len(unlisted)} tensors that are there: {unlisted[0]!r}…")
+        raise UserError(
+            f"{folder / INDEX_NAME}: does not list {len(unlisted)} tensors that are there: {unlisted[0]!r}…"
+        )

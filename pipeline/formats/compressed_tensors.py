@@ -18,7 +18,11 @@ _WEIGHT_OBSERVER = {"observer": "memoryless_minmax"}
 _MX = {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 # scheme: (storage format, weights, input activations); None: not quantized.
 _GROUPS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] = {
-    "ptpc_fp8": ("float-quantized", {"strategy": "channel", **_WEIGHT_OBSERVER}, {"strategy": "token", "dynamic": True}),
+    "ptpc_fp8": (
+        "float-quantized",
+        {"strategy": "channel", **_WEIGHT_OBSERVER},
+        {"strategy": "token", "dynamic": True},
+    ),
     "fp8": ("float-quantized", _WEIGHT_OBSERVER, {"observer": "static_minmax"}),
     "fp8_block": (
         "float-quantized",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -46,8 +47,9 @@ class Inspection:
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
-        """A plain, stable form."""
-        return {"verdict": "PASS" if self.passed else "FAIL", **asdict(self)}
+        """A plain, stable form; JSON has no NaN or infinity, so those are null."""
+        plain: dict[str, Any] = _finite({"verdict": "PASS" if self.passed else "FAIL", **asdict(self)})
+        return plain
 
     def summary(self, limit: int = 5) -> str:
         """A few lines for a person: the first findings of each rule."""
@@ -57,6 +59,14 @@ class Inspection:
             scales = f", {len(self.kv_scales)} KV scales" if self.kv_scales else ""
             return f"{self.quantized_modules} quantized modules{scales}, nothing missing{error}"
         return "\n".join(_by_rule(self.findings, limit))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _by_rule(findings: Sequence[Finding], limit: int) -> list[str]:

@@ -43,7 +43,9 @@ def inspect_checkpoint(
     claims = form.claims(checkpoint.config["quantization_config"], modules)
     findings = list(check_structure(checkpoint, structure, claims))
     if not any(claims.schemes.values()) and not claims.unknown:
-        findings.append(Finding("not quantized", str(checkpoint.folder), "the configuration quantizes no module at all"))
+        findings.append(
+            Finding("not quantized", str(checkpoint.folder), "the configuration quantizes no module at all")
+        )
     unsound = {finding.where for finding in findings}
     read, read_source = Reader(checkpoint), None if source is None else Reader(source)
     expected = expected_tensors(checkpoint, structure, claims)
@@ -67,7 +69,9 @@ def inspect_checkpoint(
         findings += _compare_copies(checkpoint, source, read, read_source, quantized, set(expected), advance)
     if expected_bytes is not None and checkpoint.nbytes != expected_bytes:
         findings.append(
-            Finding("size", str(checkpoint.folder), f"{checkpoint.nbytes:,} bytes of tensors, predicted {expected_bytes:,}")
+            Finding(
+                "size", str(checkpoint.folder), f"{checkpoint.nbytes:,} bytes of tensors, predicted {expected_bytes:,}"
+            )
         )
     return Inspection(
         checkpoint_format=form.name,
@@ -110,5 +114,3 @@ def _bytes_by_part(checkpoint: Checkpoint, quantized: set[str]) -> dict[str, int
         part = "16 bit" if name not in quantized else "scales" if name.endswith("_scale") else "quantized weights"
         parts[part] += info.nbytes
     return parts
-
-

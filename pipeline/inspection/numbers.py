@@ -31,6 +31,7 @@ class Reader:
         self._open: dict[str, object] = {}
 
     def __call__(self, name: str) -> torch.Tensor:
+        """The tensor of that name, as it is stored."""
         from safetensors import safe_open
 
         shard = self._checkpoint.tensors[name][0]
@@ -60,7 +61,9 @@ def check_module(
         floor = SQNR_FLOOR_DB[scheme]
         if not error >= floor:
             yield Finding(
-                "error too large", module, f"SQNR {error:.1f} dB against its source, rounding to {scheme} keeps {floor:g}"
+                "error too large",
+                module,
+                f"SQNR {error:.1f} dB against its source, rounding to {scheme} keeps {floor:g}",
             )
 
 
@@ -98,5 +101,3 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-

@@ -15,7 +15,9 @@ _SCALE_DTYPES = ("BF16", "F16", "F32")
 _PACKED = "weight_packed"
 
 
-def expected_tensors(checkpoint: Checkpoint, structure: Structure, claims: Claims) -> dict[str, tuple[StoredTensor, ...]]:
+def expected_tensors(
+    checkpoint: Checkpoint, structure: Structure, claims: Claims
+) -> dict[str, tuple[StoredTensor, ...]]:
     """What the configuration promises, by module; scales are expected in the dtype that the first of them has."""
     form = layout_of(checkpoint.config)
     expected: dict[str, tuple[StoredTensor, ...]] = {}
@@ -47,9 +49,9 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
     for module in sixteen:
         yield from _check_sixteen_bit(checkpoint, module)
     for name in checkpoint.tensors:
-        if name.endswith(("_scale", "_zero_point", _PACKED)) and name not in promised:
-            if name.rpartition(".")[0] not in claims.unknown:
-                yield Finding("undeclared", name, "it is stored, but the configuration does not declare it")
+        extra = name.endswith(("_scale", "_zero_point", _PACKED)) and name not in promised
+        if extra and name.rpartition(".")[0] not in claims.unknown:
+            yield Finding("undeclared", name, "it is stored, but the configuration does not declare it")
 
 
 def _scale_dtype(checkpoint: Checkpoint, module: str) -> str:
@@ -74,6 +76,4 @@ def _check_tensor(checkpoint: Checkpoint, stored: StoredTensor) -> Iterator[Find
 def _check_sixteen_bit(checkpoint: Checkpoint, module: str) -> Iterator[Finding]:
     entry = checkpoint.tensors.get(f"{module}.weight")
     if entry is not None and entry[1].dtype not in (*SIXTEEN_BIT, "F32"):
-        yield Finding(
-            "undeclared", f"{module}.weight", f"it is {entry[1].dtype}, the configuration keeps it in 16 bit"
-        )
+        yield Finding("undeclared", f"{module}.weight", f"it is {entry[1].dtype}, the configuration keeps it in 16 bit")

@@ -7,15 +7,19 @@ checkpoint with; a checkpoint stores a mixture's experts one by one where the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
+from pipeline.formats.checkpoint import SINGLE_NAME, Checkpoint, read_json
+from pipeline.formats.header import TensorInfo, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
+
+_PACKED = "weight_packed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Structure:
 
     ``linear`` are the modules that schemes apply to, with [out_features, in_features]; ``kept`` the modules with a
     two-dimensional weight that stay in 16 bit (output head, routers); ``attention`` the attention modules in order
-    of their layer; ``other_parameters`` counts everything that is neither.
+    of their layer; ``parameters`` counts all elements of the model.
     """
 
     linear: Mapping[str, tuple[int, int]]
@@ -33,37 +37,53 @@ class Structure:
     parameters: int
 
 
-def read_structure(folder: Path, names: Iterable[str] | None = None, *, trust_remote_code: bool = False) -> Structure:
-    """Read a model's structure from its ``config.json`` alone.
+def read_structure(folder: Path, names: Iterable[str], *, trust_remote_code: bool = False) -> Structure:
+    """Read a model's structure from its ``config.json``, for the tensors ``names`` that are on disk.
 
-    ``names`` are the tensors on disk where there are any; without them the names follow from the module's, which is
-    enough to plan. Raises `UserError` where transformers does not know the architecture.
+    Raises `UserError` where transformers does not know the architecture.
     """
+    model = meta_model(folder, trust_remote_code=trust_remote_code)
+    rename = _renamer(model)
+    return _structure(model, {name: rename(_as_weight(name)) for name in names})
+
+
+def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoint, Structure]:
+    """The bfloat16 checkpoint that a model's ``config.json`` stands for, in one file, and its structure.
+
+    For planning where the weights are not here: sizes are exact, names are the module's own, with experts one by one.
+    """
+    model = meta_model(folder, trust_remote_code=trust_remote_code)
+    tensors: dict[str, tuple[str, TensorInfo]] = {}
+    owners: dict[str, str] = {}
+    position = 0
+    for name, own, shape in _unstacked(model):
+        end = position + tensor_bytes("BF16", shape)
+        tensors[name] = (SINGLE_NAME, TensorInfo(name, "BF16", shape, position, end))
+        owners[name] = own
+        position = end
+    config = read_json(folder / "config.json")
+    return Checkpoint(folder, config, (SINGLE_NAME,), tensors), _structure(model, owners)
+
+
+def _structure(model: Any, owners: Mapping[str, str]) -> Structure:
+    """Sort the tensors on disk by the parameter of the model that each of them becomes (a part of)."""
     import torch
 
-    model = meta_model(folder, trust_remote_code=trust_remote_code)
-    head = model.get_output_embeddings()
-    embeddings = model.get_input_embeddings()
-    stored = list(names) if names is not None else _unstacked(model)
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules())
-    rename = _renamer(model)
     linear: dict[str, tuple[int, int]] = {}
     kept: set[str] = set()
-    for name in stored:
+    for name, own in owners.items():
         module_name, _, suffix = name.rpartition(".")
-        if suffix not in ("weight", "weight_packed"):
+        owner, parameter = modules.get(own.rpartition(".")[0]), parameters.get(own)
+        if suffix not in ("weight", _PACKED) or (owner is embeddings and owner is not head):
             continue
-        own = rename(f"{module_name}.weight")
-        owner = modules.get(own.rpartition(".")[0])
-        if owner is embeddings and owner is not head:
+        if owner is head:
+            kept.add(module_name)
+        elif parameter is None or parameter.ndim < 2:
             continue
-        parameter = parameters.get(own)
-        if owner is head or parameter is None or parameter.ndim < 2:
-            if owner is head:
-                kept.add(module_name)
-            continue
-        if isinstance(owner, torch.nn.Linear):
+        elif isinstance(owner, torch.nn.Linear):
             linear[module_name] = (owner.out_features, owner.in_features)
         elif parameter.ndim == 3:
             linear[module_name] = _expert_shape(module_name, own, parameter)
@@ -75,6 +95,11 @@ def read_structure(folder: Path, names: Iterable[str] | None = None, *, trust_re
         attention=tuple(_attention(model)),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
+
+
+def _as_weight(name: str) -> str:
+    """The name that a packed weight would have in 16 bit, which is what the renaming rules know."""
+    return f"{name.removesuffix(_PACKED)}weight" if name.endswith(_PACKED) else name
 
 
 def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -112,17 +137,22 @@ def _expert_shape(name: str, own: str, parameter: torch.Tensor) -> tuple[int, in
     return (first // 2, second) if stacked else (first, second)
 
 
-def _unstacked(model: Any) -> list[str]:
-    """The names that a checkpoint of this model would have, experts one by one."""
-    names: list[str] = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.ndim == 3 and ".experts." in name:
-            prefix, _, projection = name.rpartition(".")
-            parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
-            names += [f"{prefix}.{expert}.{part}.weight" for expert in range(parameter.shape[0]) for part in parts]
-        else:
-            names.append(name)
-    return names
+def _unstacked(model: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name on disk, parameter and shape of each tensor that a checkpoint would have, experts one by one."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    for own, parameter in model.named_parameters(remove_duplicate=False):
+        shape = tuple(parameter.shape)
+        if own in tied:
+            continue
+        if len(shape) != 3 or ".experts." not in own:
+            yield own, own, shape
+            continue
+        prefix, _, projection = own.rpartition(".")
+        stacked = projection == "gate_up_proj"
+        for expert in range(shape[0]):
+            for part in ("gate_proj", "up_proj") if stacked else (projection,):
+                rows = shape[1] // 2 if stacked else shape[1]
+                yield f"{prefix}.{expert}.{part}.weight", own, (rows, shape[2])
 
 
 def _attention(model: Any) -> list[str]:

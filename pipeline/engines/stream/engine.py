@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.digest import COMPANION_FILES
 from pipeline.engines.stream.kernels import fp8_scale
 from pipeline.engines.stream.plan import ShardPlan
 from pipeline.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard, write_shard
@@ -21,8 +22,6 @@ from pipeline.formats.layout import Choice, layout
 if TYPE_CHECKING:
     import torch
 
-# What a server needs beside the weights. Code is copied only for a recipe that trusts it.
-_COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
 _OURS = ("config.json", INDEX_NAME)
 
 
@@ -77,16 +76,14 @@ def write_checkpoint(
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(destination).free
             raise StageError(
-                f"{destination}: the disk is full ({free:,} bytes free, {sum(p.nbytes for p in plans):,} needed in all).",
+                f"{destination}: the disk is full: {free:,} bytes are free of {sum(p.nbytes for p in plans):,} in all.",
                 hint="Free space and run the same command: finished files are kept.",
             ) from error
         raise StageError(f"{destination}: {error}.") from error
     return tuple(written)
 
 
-def _kv_scalars(
-    source: Checkpoint, ranges: tuple[KvRange, ...], checkpoint_format: str
-) -> dict[str, torch.Tensor]:
+def _kv_scalars(source: Checkpoint, ranges: tuple[KvRange, ...], checkpoint_format: str) -> dict[str, torch.Tensor]:
     import torch
 
     form = layout(checkpoint_format)
@@ -123,7 +120,8 @@ def _append_manifest(manifest: Path, entry: WrittenShard) -> None:
 
 
 def _write_companions(source: Checkpoint, destination: Path, *, with_code: bool) -> None:
-    patterns = (*_COMPANIONS, "*.py") if with_code else _COMPANIONS
+    # Code is copied only for a recipe that trusts it.
+    patterns = (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES
     for path in sorted({path for pattern in patterns for path in source.folder.glob(pattern)}):
         if path.is_file() and path.name not in _OURS:
             _write_whole(destination / path.name, path.read_bytes())

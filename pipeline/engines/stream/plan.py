@@ -96,9 +96,7 @@ def _plan_shard(
     everything = [out for step in steps for out in step.outputs] + extra
     deferred = tuple(sorted(filter(is_deferred, everything), key=lambda out: (-ITEM_BITS[out.dtype], out.name)))
     ordered = [out for out in everything if not is_deferred(out)] + list(deferred)
-    return ShardPlan(
-        shard, tuple(steps), deferred, encode_header((out.name, out.dtype, out.shape) for out in ordered)
-    )
+    return ShardPlan(shard, tuple(steps), deferred, encode_header((out.name, out.dtype, out.shape) for out in ordered))
 
 
 def _kv_scales(

@@ -101,14 +101,14 @@ class _Sink:
     def write_tensor(self, tensor: torch.Tensor) -> None:
         import torch
 
-        self.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        self.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _read(stream: BinaryIO, info: TensorInfo) -> torch.Tensor:
     import torch
 
     buffer = torch.empty(info.nbytes, dtype=torch.uint8)
-    view = memoryview(buffer.numpy())
+    view: memoryview = buffer.numpy().data
     stream.seek(info.start)
     while view.nbytes:
         count = stream.readinto(view)  # type: ignore[attr-defined]  # an unbuffered file is a RawIOBase

@@ -1,0 +1,104 @@
+"""The command line. Commands are imported when they are called, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from pipeline import __version__
+from pipeline.errors import QuantmintError
+
+# command: (module below pipeline.commands, one line for --help)
+_COMMANDS = {
+    "run": ("run", "Make, prove and publish what a recipe says."),
+    "plan": ("plan", "Show what a run would do, and what it would cost."),
+    "explain": ("explain", "Say why each stage would run again."),
+    "inspect": ("inspect", "Prove a quantized checkpoint's structure, anybody's."),
+    "report": ("report", "Print where a recipe's report is."),
+    "judge": ("judge", "Judge again from a published gate.json."),
+    "recipes": ("recipes", "List the recipes, or print one resolved."),
+    "schemes": ("schemes", "List the quantization schemes."),
+    "schema": ("schema", "Print the JSON Schema of recipes."),
+    "runs": ("runs", "List past runs."),
+    "gc": ("gc", "Remove store entries that no recent run uses."),
+}
+
+
+class _Lazy(click.Group):
+    """A group whose commands are modules that are imported on demand."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command = importlib.import_module(f"pipeline.commands.{_COMMANDS[cmd_name][0]}").command
+        assert isinstance(command, click.Command)  # noqa: S101
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], _COMMANDS, n=1)
+            ctx.fail(f"no command {args[0]!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="quantmint")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Quantize LLMs for vLLM on AMD Instinct, prove them against their 16-bit baseline, publish what passes.
+
+    Exit codes: 0 PASS, 1 FAIL, 2 usage or bad recipe, 3 INCONCLUSIVE, 4 INVALID measurement, 5 a stage broke (the same
+    command goes on from there).
+    """
+    ctx.obj = {"debug": debug}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code; errors are one message on standard error, never a traceback."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code: Any = cli.main(given, prog_name="quantmint", standalone_mode=False)
+    except QuantmintError as error:
+        _fail(str(error), given, error.exit_code)
+    except click.exceptions.Abort:
+        _fail("interrupted; the same command goes on from the last commit", given, 130)
+    except KeyboardInterrupt:
+        _fail("interrupted; the same command goes on from the last commit", given, 130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(141)
+    except Exception as error:
+        # A fault of ours; what was committed stays all the same.
+        _fail(f"unexpected {type(error).__name__}: {error}\n  --debug shows where; please report it.", given, 5)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, arguments: Sequence[str], code: int) -> None:
+    if "--debug" in arguments:
+        import traceback
+
+        traceback.print_exc()
+    if "--json" in arguments:
+        import json
+
+        click.echo(json.dumps({"error": message, "exit_code": code}))
+    click.echo(f"quantmint: {message}", err=True)
+    sys.exit(code)

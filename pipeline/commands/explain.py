@@ -1,0 +1,40 @@
+"""quantmint explain RECIPE"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipeline.canonical import ABSENT, Change
+from pipeline.commands.options import emit, json_option, store_option, vllm_option
+
+
+@click.command(name="explain")
+@click.argument("recipe")
+@vllm_option
+@store_option
+@json_option
+def command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> int:
+    """Say which input of which stage changed since RECIPE was last run."""
+    from pipeline.explanation import explain
+    from pipeline.planning import build_plan
+    from pipeline.session import open_setting
+    from pipeline.store.tree import Store
+
+    setting = open_setting(recipe, store=Store(store_path), vllm=vllm)
+    explained = explain(build_plan(setting), setting)
+    if as_json:
+        emit([{"stage": e.key, "state": e.state, "changes": [_change(c) for c in e.changes]} for e in explained])
+        return 0
+    for entry in explained:
+        click.echo(f"{entry.key:<20} {entry.state}")
+        for change in entry.changes:
+            click.echo(f"{'':<20}   {change.path}: {change.old!r} -> {change.new!r}")
+    return 0
+
+
+def _change(change: Change) -> dict[str, object]:
+    """A side that lacks the place has no key."""
+    sides = {"old": change.old, "new": change.new}
+    return {"path": change.path, **{side: value for side, value in sides.items() if value is not ABSENT}}

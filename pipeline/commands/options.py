@@ -1,0 +1,43 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+STORE_VARIABLE = "QUANTMINT_STORE"
+
+
+def store_option(function: F) -> F:
+    """``--store``: the folder of finished stages."""
+    return click.option(
+        "--store",
+        "store_path",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=lambda: Path(os.environ.get(STORE_VARIABLE, "store")),
+        help=f"Folder of finished stages (default: ${STORE_VARIABLE}, or ./store).",
+    )(function)
+
+
+def json_option(function: F) -> F:
+    """``--json``: one JSON object on standard output."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")(function)
+
+
+def vllm_option(function: F) -> F:
+    """``--vllm``: the serving environment."""
+    return click.option(
+        "--vllm", help="`vllm` executable or its environment (default: $QUANTMINT_VLLM, .venv-vllm, PATH)."
+    )(function)
+
+
+def emit(value: object) -> None:
+    """Print JSON on standard output."""
+    click.echo(json.dumps(value, indent=1, allow_nan=False))

@@ -1,0 +1,78 @@
+"""quantmint plan RECIPE"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.commands.options import emit, json_option, store_option, vllm_option
+
+
+@click.command(name="plan")
+@click.argument("recipe")
+@click.option(
+    "--config",
+    "config_folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder with the model's config.json, to plan without its weights and without a network.",
+)
+@vllm_option
+@store_option
+@json_option
+def command(recipe: str, config_folder: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> int:
+    """Show the stages of RECIPE, which of them are cached, and what it takes: bytes, memory, disk.
+
+    Nothing is made. Ends with 2 where the disk is too small or the recipe asks for the impossible.
+    """
+    from eval import power
+    from pipeline.planning import build_plan
+    from pipeline.prediction import disk_needed, require_disk
+    from pipeline.preflight import missing_stages, predict_for
+    from pipeline.session import open_setting
+    from pipeline.stages.gate import policy_of
+    from pipeline.stages.source import config_folder as fetched
+    from pipeline.store.disk import free_bytes
+    from pipeline.store.tree import Store
+
+    setting = open_setting(recipe, store=Store(store_path), vllm=vllm, config=config_folder)
+    plan = build_plan(setting)
+    missing = missing_stages(plan, setting)
+    prediction = predict_for(setting, config_folder or fetched(setting.source))
+    needed = disk_needed(prediction, missing, download=setting.source.folder is None)
+    where = store_path.absolute()
+    free = free_bytes(where)
+    gate = policy_of(setting)
+    margins: dict[str, Any] = {
+        task.task: {
+            "items": min(task.items, setting.recipe.evaluation.limit or task.items),
+            "margin": gate.margins.get(task.task),
+            "detectable": power.detectable_margin(
+                min(task.items, setting.recipe.evaluation.limit or task.items),
+                task.expected_flip_rate,
+                gate.confidence,
+                gate.power,
+            ),
+        }
+        for task in setting.suite.tasks
+    }
+    if as_json:
+        emit(
+            {
+                "recipe": setting.recipe.name,
+                "source": setting.source.to_json(),
+                "stages": [
+                    {"stage": p.key, "fingerprint": p.fingerprint, "cached": p.key not in missing} for p in plan
+                ],
+                "predicted": prediction.to_json(),
+                "disk": {"needed": needed, "free": free, "where": str(where)},
+                "margins": margins,
+            }
+        )
+    else:
+        from pipeline.commands.tables import print_plan
+
+        print_plan(setting, plan, missing, prediction, needed, free, margins)
+    require_disk(needed, free, str(where))
+    return 0

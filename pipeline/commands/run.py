@@ -1,0 +1,86 @@
+"""quantmint run RECIPE"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipeline.commands.options import emit, json_option, store_option, vllm_option
+
+
+@click.command(name="run")
+@click.argument("recipe")
+@click.option("--until", metavar="STAGE", help="Stop after this stage, such as quantize or inspect.")
+@click.option("--redo", metavar="STAGE", multiple=True, help="Run this stage again although it is cached.")
+@click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
+@vllm_option
+@store_option
+@json_option
+def command(
+    recipe: str,
+    until: str | None,
+    redo: tuple[str, ...],
+    device: str,
+    vllm: str | None,
+    store_path: Path,
+    as_json: bool,
+) -> int:
+    """Make what RECIPE says (a name or a YAML file), prove it, publish it if it passes.
+
+    Finished stages are taken from the store; an interrupted run goes on with the same command.
+    """
+    from pipeline.planning import build_plan, cut
+    from pipeline.progress import reporter_for
+    from pipeline.runner import relative, run_plan
+    from pipeline.session import open_setting
+    from pipeline.stages.publish import published_path
+    from pipeline.stages.report import PAGE
+    from pipeline.store.tree import Store
+
+    reporter = reporter_for(json=as_json)
+    setting = open_setting(
+        recipe, store=Store(store_path, on_warning=reporter.warn), vllm=vllm, device=device, to_run=True
+    )
+    plan = cut(build_plan(setting), until)
+    for name in redo:
+        cut(plan, name)
+    from pipeline.preflight import require_means
+
+    require_means(plan, setting, redo)
+    outcome = run_plan(plan, setting, reporter, redo=redo)
+    report, publish = outcome.entry("report"), outcome.entry("publish")
+    page = None if report is None else report.file(PAGE)
+    checkpoint = published_path(setting) if publish is not None else None
+    gate = outcome.entry("gate")
+    reasons: object = [] if gate is None else gate.record.result["reasons"]
+    if as_json:
+        emit(
+            {
+                "recipe": setting.recipe.name,
+                "verdict": None if outcome.verdict is None else outcome.verdict.value,
+                "reasons": reasons,
+                "checkpoint": None if checkpoint is None else str(checkpoint),
+                "report": None if page is None else str(page.resolve()),
+                "stages": [
+                    {
+                        "stage": step.planned.key,
+                        "fingerprint": step.planned.fingerprint,
+                        "cached": step.cached,
+                        "seconds": round(step.seconds, 3),
+                        "path": str(step.entry.path.resolve()),
+                    }
+                    for step in outcome.steps
+                ],
+            }
+        )
+        return outcome.exit_code
+    if outcome.verdict is not None:
+        click.echo(f"\n{outcome.verdict.value}  {setting.recipe.name}")
+        for reason in reasons if isinstance(reasons, list) else []:
+            click.echo(f"  {reason}")
+    if checkpoint is not None:
+        click.echo(f"checkpoint  {relative(checkpoint)}")
+    if page is not None:
+        click.echo(f"report      {relative(page.resolve())}")
+    return outcome.exit_code

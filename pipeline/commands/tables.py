@@ -1,0 +1,78 @@
+"""What commands print for people."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.prediction import Prediction
+from pipeline.stage import Planned, Setting
+
+
+def table(*columns: str, right: Collection[str] = ()) -> Table:
+    """A table in the house's style."""
+    made = Table(box=box.SIMPLE, pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def size(count: int) -> str:
+    """Bytes for people: decimal units, as disks are sold."""
+    value, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def print_plan(
+    setting: Setting,
+    plan: Sequence[Planned],
+    missing: Collection[str],
+    prediction: Prediction,
+    needed: Mapping[str, int],
+    free: int,
+    margins: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """The plan as tables."""
+    console = Console(highlight=False)
+    recipe = setting.recipe
+    source = recipe.source.repo or recipe.source.folder
+    console.print(f"[bold]{recipe.name}[/]  {recipe.description}")
+    console.print(
+        f"{source} -> {recipe.quantization.scheme}, KV cache {recipe.quantization.kv_cache}, "
+        f"{recipe.quantization.format}, for {recipe.target.gpus} x {recipe.target.hardware}"
+    )
+    stages = table("stage", "state", "fingerprint")
+    for planned in plan:
+        state = "to do" if planned.key in missing else "cached"
+        stages.add_row(planned.key, state, planned.fingerprint[:12])
+    console.print(stages)
+    ratio = prediction.source / prediction.checkpoint
+    sizes = table("what", "size", right=("size",))
+    sizes.add_row("16-bit model", size(prediction.source))
+    sizes.add_row(
+        f"checkpoint ({prediction.quantized} modules quantized, {prediction.kept} kept, {ratio:.2f} x smaller)",
+        size(prediction.checkpoint),
+    )
+    sizes.add_row("weights on each GPU", size(prediction.weights_per_gpu))
+    if prediction.kv_bytes_per_token is not None:
+        sizes.add_row("KV cache for one token, all layers", size(prediction.kv_bytes_per_token))
+    if prediction.calibration_device:
+        sizes.add_row("device memory for calibration (weights)", size(prediction.calibration_device))
+    sizes.add_row("engine memory (largest tensor, a few of which are held)", size(prediction.largest_tensor))
+    for name, count in needed.items():
+        sizes.add_row(f"disk: {name}", size(count))
+    sizes.add_row("disk: free", size(free))
+    console.print(sizes)
+    tests = table("task", "items", "margin", "detectable", right=("items", "margin", "detectable"))
+    for task, facts in margins.items():
+        margin = "shown only" if facts["margin"] is None else f"{facts['margin']:.2%}"
+        tests.add_row(task, f"{facts['items']:,}", margin, f"{facts['detectable']:.2%}")
+    console.print(tests)

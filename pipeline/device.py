@@ -1,0 +1,21 @@
+"""Where calibration and quantization compute."""
+
+from __future__ import annotations
+
+from pipeline.errors import UserError
+
+
+def resolve_device(wanted: str) -> str:
+    """PyTorch's name of a device: "auto" takes a GPU (ROCm's too is called cuda) where there is one.
+
+    Raises `UserError` for one that PyTorch does not see.
+    """
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device: found {wanted!r}, which PyTorch cannot use here: {error}") from None
+    return wanted

@@ -1,0 +1,37 @@
+"""Which module gets which scheme: the recipe's wishes, applied to a model's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.errors import UserError
+from pipeline.formats.layout import Choice
+from pipeline.model.structure import Structure
+from pipeline.recipe.faults import did_you_mean
+from pipeline.recipe.modules import assigned, matches
+from pipeline.recipe.schema import Quantization
+
+
+def select(structure: Structure, quantization: Quantization) -> Choice:
+    """Assign a scheme, or 16 bit, to every linear module.
+
+    Raises `UserError` for a name that matches nothing, because a typo would otherwise quantize what was meant to stay.
+    """
+    everything = (*structure.linear, *structure.kept)
+    for pattern in quantization.exclude:
+        _require_match(pattern, everything, "exclude")
+    for override in quantization.overrides:
+        for pattern in override.modules:
+            _require_match(pattern, everything, "overrides")
+    wanted = {module: assigned(quantization, module) for module in structure.linear}
+    schemes = {module: scheme for module, scheme in wanted.items() if scheme is not None}
+    kept = (*structure.kept, *(module for module in structure.linear if module not in schemes))
+    return Choice(schemes=schemes, kept=tuple(sorted(kept)), kv_cache=quantization.kv_cache == "fp8")
+
+
+def _require_match(pattern: str, modules: Sequence[str], field: str) -> None:
+    if not any(matches(pattern, module) for module in modules):
+        raise UserError(
+            f"quantization.{field}: found {pattern!r}, which matches none of the model's {len(modules)} modules"
+            f"{did_you_mean(pattern, modules)}."
+        )

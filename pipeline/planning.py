@@ -1,0 +1,75 @@
+"""From a setting to a plan: which stages, in which order, with which fingerprints.
+
+Pure: nothing is read but what the setting holds, and nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pipeline.canonical import fingerprint
+from pipeline.errors import UserError
+from pipeline.recipe.faults import did_you_mean
+from pipeline.stage import Planned, Setting, Stage
+from pipeline.stages.bench import BenchStage
+from pipeline.stages.calibrate import CalibrateStage
+from pipeline.stages.evaluate import EvaluateStage
+from pipeline.stages.gate import GateStage
+from pipeline.stages.inspect import InspectStage
+from pipeline.stages.publish import PublishStage
+from pipeline.stages.quantize import QuantizeStage, needs_ranges
+from pipeline.stages.report import ReportStage
+from pipeline.stages.serve import SIDES, ServeStage
+from pipeline.stages.source import SourceStage
+
+
+def stages_of(setting: Setting) -> tuple[Stage, ...]:
+    """The stages of a recipe, in the order in which they run.
+
+    The candidate is measured before the baseline, so that one that does not load costs no baseline. Each server is
+    asked everything before the next one starts: there may be no room for two.
+    """
+    calibrate: tuple[Stage, ...] = (CalibrateStage(),) if needs_ranges(setting.recipe.quantization) else ()
+    measured: list[Stage] = []
+    for side in SIDES:
+        measured += [ServeStage(side), EvaluateStage(side), BenchStage(side)]
+    return (
+        SourceStage(),
+        *calibrate,
+        QuantizeStage(),
+        InspectStage(),
+        *measured,
+        GateStage(),
+        ReportStage(),
+        PublishStage(),
+    )
+
+
+def build_plan(setting: Setting) -> tuple[Planned, ...]:
+    """Fingerprint every stage of a setting, inputs first."""
+    planned: dict[str, Planned] = {}
+    for stage in stages_of(setting):
+        inputs = stage.inputs(setting)
+        payload: Mapping[str, object] = {
+            "stage": stage.family,
+            "version": stage.version,
+            "inputs": {name: planned[key].fingerprint for name, key in inputs.items()},
+            "settings": dict(stage.settings(setting)),
+            "tools": dict(stage.tools(setting)),
+        }
+        planned[stage.key] = Planned(stage, inputs, payload, fingerprint(payload))
+    return tuple(planned.values())
+
+
+def cut(plan: Sequence[Planned], until: str | None) -> tuple[Planned, ...]:
+    """The plan up to a stage, named by its key or by its family (then up to the last of that family).
+
+    Raises `UserError` for a name that is in no plan of this recipe.
+    """
+    if until is None:
+        return tuple(plan)
+    ends = [number for number, planned in enumerate(plan) if until in (planned.key, planned.stage.family)]
+    if not ends:
+        names = list(dict.fromkeys(name for planned in plan for name in (planned.stage.family, planned.key)))
+        raise UserError(f"--until: found {until!r}, expected one of {', '.join(names)}{did_you_mean(until, names)}.")
+    return tuple(plan[: ends[-1] + 1])

@@ -1,0 +1,48 @@
+"""What a run can be refused for before it starts: no vLLM to serve with, no room for the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.model.structure import imagine, read_structure
+from pipeline.prediction import Prediction, disk_needed, predict, require_disk
+from pipeline.runner import find_entry
+from pipeline.stage import Planned, Setting
+from pipeline.store.disk import free_bytes
+
+
+def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> list[str]:
+    """Keys of the stages that would run."""
+    return [
+        planned.key
+        for planned in plan
+        if planned.key in redo or planned.stage.family in redo or find_entry(planned, setting) is None
+    ]
+
+
+def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> None:
+    """Raise `UserError` where a run could not come to its end."""
+    missing = missing_stages(plan, setting, redo)
+    if setting.vllm is None and any(key.startswith(("serve", "evaluate", "bench")) for key in missing):
+        raise UserError(
+            "no vLLM was found to serve with, which this recipe needs.",
+            hint="`make serving` builds one for a CPU; else set QUANTMINT_VLLM, or stop earlier with --until inspect.",
+        )
+    if "quantize" in missing and setting.source.folder is not None:
+        prediction = predict_for(setting, setting.source.folder)
+        where = setting.store.root.absolute()
+        require_disk(disk_needed(prediction, missing, download=False), free_bytes(where), str(where))
+
+
+def predict_for(setting: Setting, folder: Path) -> Prediction:
+    """Predict from a folder with the weights, or from one that has only a config.json."""
+    trust = setting.recipe.trust_remote_code
+    if any(folder.glob("*.safetensors")):
+        source = open_checkpoint(folder)
+        structure = read_structure(folder, source.tensors, trust_remote_code=trust)
+    else:
+        source, structure = imagine(folder, trust_remote_code=trust)
+    return predict(source, structure, setting.recipe)

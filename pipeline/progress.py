@@ -1,0 +1,139 @@
+"""What a person, a log and a program see of a run.
+
+On a terminal: bars and marks. In a log: a line when something begins and ends, and one a tenth of the way. With
+``--json``: the same lines on standard error, and one JSON object on standard output when the run is over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+
+class Reporter(Protocol):
+    """Where the runner and the stages tell what happens; see `pipeline.stage.Progress` for the stages' part."""
+
+    def started(self, key: str, number: int, total: int) -> None:
+        """A stage begins."""
+        ...
+
+    def cached(self, key: str, number: int, total: int, summary: str) -> None:
+        """A stage was done before."""
+        ...
+
+    def finished(self, key: str, number: int, total: int, seconds: float, summary: str) -> None:
+        """A stage is committed."""
+        ...
+
+    def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+        """A bar over ``total`` units; its value is called with each advance."""
+        ...
+
+    def say(self, message: str) -> None:
+        """One line about what goes on now."""
+        ...
+
+    def warn(self, message: str) -> None:
+        """One line that must not be missed."""
+        ...
+
+
+class PlainReporter:
+    """Lines without control characters, for logs and pipes."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+
+    def _line(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def started(self, key: str, number: int, total: int) -> None:
+        """See `Reporter`."""
+        self._line(f"[{number}/{total}] {key}: started")
+
+    def cached(self, key: str, number: int, total: int, summary: str) -> None:
+        """See `Reporter`."""
+        self._line(f"[{number}/{total}] {key}: cached: {summary}")
+
+    def finished(self, key: str, number: int, total: int, seconds: float, summary: str) -> None:
+        """See `Reporter`."""
+        self._line(f"[{number}/{total}] {key}: done in {seconds:.1f} s: {summary}")
+
+    @contextmanager
+    def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        """See `Reporter`. Writes a line at each tenth."""
+        done, told = 0, 0
+
+        def advance(count: int) -> None:
+            nonlocal done, told
+            done += count
+            tenth = 10 * done // total if total else 10
+            if tenth > told:
+                told = tenth
+                self._line(f"    {10 * tenth} % of {total:,} {unit}")
+
+        yield advance
+
+    def say(self, message: str) -> None:
+        """See `Reporter`."""
+        self._line(f"    {message}")
+
+    def warn(self, message: str) -> None:
+        """See `Reporter`."""
+        self._line(f"    warning: {message}")
+
+
+class RichReporter:
+    """Marks, colours and bars for a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+
+    def started(self, key: str, number: int, total: int) -> None:
+        """See `Reporter`."""
+        self._console.print(f"[dim]{number:>2}/{total}[/] [bold]{key}[/]")
+
+    def cached(self, key: str, number: int, total: int, summary: str) -> None:
+        """See `Reporter`."""
+        self._console.print(f"[dim]{number:>2}/{total}[/] {key} [cyan]cached[/] [dim]{summary}[/]")
+
+    def finished(self, key: str, number: int, total: int, seconds: float, summary: str) -> None:
+        """See `Reporter`."""
+        self._console.print(f"      [green]done[/] in {seconds:.1f} s [dim]{summary}[/]")
+
+    @contextmanager
+    def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        """See `Reporter`. Bytes come with their speed, other units with their count."""
+        amount = (DownloadColumn(), TransferSpeedColumn()) if unit == "B" else (MofNCompleteColumn(), TextColumn(unit))
+        columns = (TextColumn("     "), BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task("", total=total)
+            yield lambda count: progress.advance(task, count)
+
+    def say(self, message: str) -> None:
+        """See `Reporter`."""
+        self._console.print(f"      [dim]{message}[/]")
+
+    def warn(self, message: str) -> None:
+        """See `Reporter`."""
+        self._console.print(f"      [yellow]warning:[/] {message}")
+
+
+def reporter_for(*, json: bool) -> Reporter:
+    """Bars on a terminal, lines elsewhere and with ``--json``."""
+    return PlainReporter() if json or not sys.stderr.isatty() else RichReporter()

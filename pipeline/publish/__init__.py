@@ -1,0 +1,1 @@
+"""Where a checkpoint that passed goes."""

@@ -1,0 +1,187 @@
+"""Running a plan: find or make each stage's entry, in order, and stop where a verdict says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from eval.verdict import Verdict
+from pipeline.canonical import fingerprint
+from pipeline.errors import InspectionError, QuantmintError, StageError
+from pipeline.progress import Reporter
+from pipeline.stage import Job, Output, Planned, Setting
+from pipeline.stages.servers import Servers
+from pipeline.store.entries import Entry
+from pipeline.store.runs import RunLog
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What became of one stage: its entry, whether it was there already, and the seconds it took now."""
+
+    planned: Planned
+    entry: Entry
+    cached: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run that ended without an error; ``verdict`` is None where it stopped before the gate."""
+
+    steps: tuple[Step, ...]
+    verdict: Verdict | None
+    run: str
+
+    @property
+    def exit_code(self) -> int:
+        """The verdict's exit code, 0 without one."""
+        return 0 if self.verdict is None else self.verdict.exit_code
+
+    def entry(self, key: str) -> Entry | None:
+        """The entry of a stage, where it was reached."""
+        return next((step.entry for step in self.steps if step.planned.key == key), None)
+
+
+def find_entry(planned: Planned, setting: Setting) -> Entry | None:
+    """The stage's entry, where it is there and what it stands for is intact."""
+    entry = setting.store.find(planned.stage.family, planned.fingerprint)
+    return entry if entry is not None and planned.stage.intact(entry, setting) else None
+
+
+def run_plan(
+    plan: Sequence[Planned],
+    setting: Setting,
+    reporter: Reporter,
+    *,
+    redo: Collection[str] = (),
+) -> Outcome:
+    """Run a plan to its end, or to the verdict that ends it.
+
+    ``redo`` names stages, by key or family, whose entries are put aside first. Raises `QuantmintError`: what was
+    committed stays, and the same call goes on from there.
+    """
+    recipe = setting.recipe
+    log = RunLog.start(
+        setting.store.root,
+        recipe.name,
+        fingerprint(recipe.model_dump(mode="json")),
+        [(planned.stage.family, planned.fingerprint) for planned in plan],
+    )
+    entries: dict[str, Entry] = {}
+    steps: list[Step] = []
+    verdict: Verdict | None = None
+    try:
+        with Servers(setting, reporter) as servers:
+            for number, planned in enumerate(plan, start=1):
+                if planned.key == "publish" and verdict is not Verdict.PASS:
+                    reporter.say(f"not published: the verdict is {verdict.value if verdict else 'missing'}")
+                    continue
+                step = _step(planned, number, len(plan), setting, reporter, entries, servers, redo)
+                entries[planned.key] = step.entry
+                steps.append(step)
+                _stop_if_unsound(step)
+                if planned.key == "gate":
+                    verdict = Verdict(str(step.entry.record.result["verdict"]))
+    except QuantmintError as error:
+        log.finish(None, error.exit_code, facts={"error": error.message})
+        raise
+    except KeyboardInterrupt:
+        log.finish(None, 130, facts={"error": "interrupted"})
+        raise
+    outcome = Outcome(tuple(steps), verdict, log.run.id)
+    log.finish(None if verdict is None else verdict.value, outcome.exit_code, facts=_facts(outcome))
+    return outcome
+
+
+def _step(
+    planned: Planned,
+    number: int,
+    total: int,
+    setting: Setting,
+    reporter: Reporter,
+    entries: Mapping[str, Entry],
+    servers: Servers,
+    redo: Collection[str],
+) -> Step:
+    again = planned.key in redo or planned.stage.family in redo
+    entry = None if again else find_entry(planned, setting)
+    if entry is not None:
+        reporter.cached(planned.key, number, total, str(entry.record.result.get("summary", "")))
+        return Step(planned, entry, cached=True, seconds=0.0)
+    reporter.started(planned.key, number, total)
+    began = time.monotonic()
+    entry, cached = _make(planned, setting, reporter, entries, servers, again)
+    seconds = time.monotonic() - began
+    reporter.finished(planned.key, number, total, seconds, str(entry.record.result.get("summary", "")))
+    return Step(planned, entry, cached, seconds)
+
+
+def _make(
+    planned: Planned,
+    setting: Setting,
+    reporter: Reporter,
+    entries: Mapping[str, Entry],
+    servers: Servers,
+    again: bool,
+) -> tuple[Entry, bool]:
+    stage, store = planned.stage, setting.store
+    started = datetime.now(UTC)
+    on_wait: Callable[[str], None] = lambda holder: reporter.say(f"waiting for {holder}")  # noqa: E731
+    existing = store.find(stage.family, planned.fingerprint)
+    if existing is not None and (again or not stage.intact(existing, setting)):
+        store.retire(existing)
+    with store.working(stage.family, planned.fingerprint, on_wait=on_wait) as work:
+        if work.existing is not None:
+            return work.existing, True
+        inputs = {name: entries[key] for name, key in planned.inputs.items()}
+        output = _run_stage(planned, Job(setting, work.path, inputs, reporter, servers))
+        entry = work.commit(
+            payload=planned.payload,
+            result={**output.result, "summary": output.summary},
+            started=started,
+            tools=dict(stage.tools(setting)),
+            known=output.known,
+        )
+        return entry, False
+
+
+def _run_stage(planned: Planned, job: Job) -> Output:
+    try:
+        return planned.stage.run(job)
+    except (QuantmintError, KeyboardInterrupt, OSError):
+        raise
+    except Exception as error:
+        raise StageError(
+            f"stage {planned.key} broke: {type(error).__name__}: {error}",
+            hint="Run with --debug for the traceback; the same command goes on from the last commit.",
+        ) from error
+
+
+def _stop_if_unsound(step: Step) -> None:
+    if step.planned.key == "inspect" and step.entry.record.result["verdict"] != "PASS":
+        where = step.entry.path / "inspection.json"
+        raise InspectionError(
+            f"the checkpoint is unsound and is neither served nor published:\n{step.entry.record.result['summary']}",
+            hint=f"All findings: {where}",
+        )
+
+
+def _facts(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "stages": {
+            step.planned.key: {"cached": step.cached, "seconds": round(step.seconds, 1)} for step in outcome.steps
+        }
+    }
+
+
+def relative(path: Path) -> str:
+    """A path as a person would write it: relative to here where it lies below."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,168 @@
+"""What a stage is: a name, what its result depends on, and the work.
+
+A plan is a tuple of `Planned`: every fingerprint is known before anything runs, because it follows from settings,
+versions and the fingerprints of the inputs, never from the results.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from eval.suites import Suite
+from eval.workloads import Workload
+from pipeline.recipe.load import LoadedRecipe
+from pipeline.recipe.schema import Recipe
+from pipeline.store.entries import Entry
+from pipeline.store.tree import Store
+
+if TYPE_CHECKING:
+    from pipeline.serving.environment import VllmEnvironment
+    from pipeline.stages.servers import Servers
+
+
+@dataclass(frozen=True, slots=True)
+class SourceIdentity:
+    """Which 16-bit model: a folder with the digest of its files, or a repository at a commit."""
+
+    folder: Path | None
+    digest: str
+    repo: str | None = None
+
+    def to_json(self) -> dict[str, str]:
+        """What goes into a fingerprint: the content, and never where it lies."""
+        return {"sha256": self.digest} if self.repo is None else {"repo": self.repo, "commit": self.digest}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything that a run is given.
+
+    ``config`` is the model's config.json; ``vllm`` is None where no serving environment was found; ``device`` is
+    PyTorch's name of where calibration and quantization compute; ``home`` is what a publish folder is relative to.
+    """
+
+    loaded: LoadedRecipe
+    store: Store
+    source: SourceIdentity
+    config: Mapping[str, Any]
+    suite: Suite
+    workload: Workload
+    vllm: VllmEnvironment | None
+    device: str
+    home: Path
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, resolved."""
+        return self.loaded.recipe
+
+
+class Progress(Protocol):
+    """How a stage tells what it is doing."""
+
+    def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+        """A bar over ``total`` units ("B", "samples", ...); the value is called with each advance."""
+        ...
+
+    def say(self, message: str) -> None:
+        """One line about what goes on now."""
+        ...
+
+    def warn(self, message: str) -> None:
+        """One line that must not be missed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One execution: where to work, what it starts from, whom to tell."""
+
+    setting: Setting
+    path: Path
+    inputs: Mapping[str, Entry]
+    progress: Progress
+    servers: Servers
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a stage leaves beside its files.
+
+    ``result`` are small facts for later stages; ``summary`` is one line for people; ``known`` gives size and SHA-256
+    of files that were hashed while they were written.
+    """
+
+    result: Mapping[str, object]
+    summary: str
+    known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+
+
+class Stage(Protocol):
+    """A kind of work. ``key`` is its name in a plan, ``family`` its folder in the store."""
+
+    @property
+    def key(self) -> str: ...  # noqa: D102
+    @property
+    def family(self) -> str: ...  # noqa: D102
+    @property
+    def version(self) -> int: ...  # noqa: D102
+
+    def inputs(self, setting: Setting) -> Mapping[str, str]:
+        """The keys of the stages that it starts from, by the name that it knows them by."""
+        ...
+
+    def settings(self, setting: Setting) -> Mapping[str, object]:
+        """The slice of the recipe, and of what it names, that shapes the result."""
+        ...
+
+    def tools(self, setting: Setting) -> Mapping[str, str]:
+        """Versions of what shapes the result's bytes."""
+        ...
+
+    def run(self, job: Job) -> Output:
+        """Do the work in ``job.path``, going on with what an earlier attempt left there."""
+        ...
+
+    def intact(self, entry: Entry, setting: Setting) -> bool:
+        """Whether what the entry stands for outside the store is still as it was."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A stage with its place in a plan."""
+
+    stage: Stage
+    inputs: Mapping[str, str]
+    payload: Mapping[str, object]
+    fingerprint: str
+
+    @property
+    def key(self) -> str:
+        """The stage's name in the plan."""
+        return self.stage.key
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Installed versions by distribution, "absent" for one that is not there; nothing is imported."""
+    from importlib import metadata
+
+    found: dict[str, str] = {}
+    for name in distributions:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON by a temporary name, so that a reader never meets half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,133 @@
+"""gate: the verdict over both sides' measurements, recorded so that anyone can judge again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from eval import bench, record
+from eval.gate import Policy, judge
+from eval.measurements import Measurements, Structure
+from eval.servers import Server
+from eval.verdict import Verdict
+from pipeline.digest import folder_digest
+from pipeline.stage import Job, Output, Setting
+from pipeline.stages.bench import result_file
+from pipeline.stages.evaluate import read_samples
+from pipeline.stages.quantize import CHECKPOINT
+from pipeline.stages.serve import LAUNCH, SIDES, Side
+from pipeline.store.entries import Entry
+
+if TYPE_CHECKING:
+    from eval.bench import CellResult
+    from eval.samples import SampleSet
+
+GATE = "gate.json"
+
+
+@dataclass(frozen=True, slots=True)
+class GateStage:
+    """Pure over the entries before it."""
+
+    key: str = "gate"
+    family: str = "gate"
+    version: int = 1
+
+    def inputs(self, setting: Setting) -> Mapping[str, str]:
+        """The checkpoint with its proof, and both sides' measurements."""
+        measured = {f"{kind}-{side}": f"{kind}-{side}" for side in SIDES for kind in ("serve", "evaluate", "bench")}
+        return {"quantize": "quantize", "inspect": "inspect", **measured}
+
+    def settings(self, setting: Setting) -> Mapping[str, object]:
+        """What the recipe promises, task by task."""
+        return {
+            "policy": policy_of(setting).to_json(),
+            "hardware": setting.recipe.target.hardware,
+            "tasks": [task.task for task in setting.suite.tasks],
+        }
+
+    def tools(self, setting: Setting) -> Mapping[str, str]:
+        """None: the statistics are ours, and versioned with the stage."""
+        return {}
+
+    def run(self, job: Job) -> Output:
+        """Judge."""
+        samples: dict[str, tuple[SampleSet, SampleSet]] = {}
+        for task in job.setting.suite.tasks:
+            baseline, candidate = (read_samples(job.inputs[f"evaluate-{side}"].path, task) for side in _ORDER)
+            samples[task.task] = (baseline, candidate)
+        cells: dict[str, tuple[tuple[CellResult, ...], tuple[CellResult, ...]]] = {}
+        for cell in job.setting.workload.cells:
+            pair = [bench.read(result_file(job.inputs[f"bench-{side}"].path, cell), cell) for side in _ORDER]
+            cells[cell.name] = ((pair[0],), (pair[1],))
+        measurements = Measurements(
+            artefact=checkpoint_digest(job.inputs["quantize"]),
+            structure=_structure(job.inputs["inspect"]),
+            baseline=_server(job, "baseline"),
+            candidate=_server(job, "candidate"),
+            samples=samples,
+            cells=cells,
+        )
+        report = judge(measurements, policy_of(job.setting))
+        record.write(job.path, measurements, report)
+        reasons = [finding.reason for finding in report.findings if finding.verdict is report.verdict]
+        return Output(
+            result={"verdict": report.verdict.value, "artefact": report.artefact, "reasons": reasons},
+            summary=f"{report.verdict.value}: {reasons[0] if reasons else 'nothing was judged'}",
+        )
+
+    def intact(self, entry: Entry, setting: Setting) -> bool:
+        """Nothing lies outside the store."""
+        return True
+
+
+_ORDER: tuple[Side, ...] = ("baseline", "candidate")
+
+
+def policy_of(setting: Setting) -> Policy:
+    """The recipe's promises on its suite."""
+    gate = setting.recipe.gate
+    policy = Policy.for_suite(
+        setting.suite,
+        margin=gate.accuracy.margin,
+        confidence=gate.accuracy.confidence,
+        power=gate.accuracy.power,
+        min_ratio=gate.throughput.min_ratio,
+        baseline_floor=gate.accuracy.baseline_floor,
+    )
+    rate = gate.accuracy.expected_flip_rate
+    return policy if rate is None else replace(policy, expected_flip_rate=rate)
+
+
+def checkpoint_digest(entry: Entry) -> str:
+    """The digest of the checkpoint's files, the same wherever they lie."""
+    prefix = f"{CHECKPOINT}/"
+    return folder_digest(
+        {
+            name.removeprefix(prefix): (fact.size, fact.sha256)
+            for name, fact in entry.record.files.items()
+            if name.startswith(prefix)
+        }
+    )
+
+
+def _structure(entry: Entry) -> Structure:
+    result = entry.record.result
+    verdict = Verdict(str(result["verdict"]))
+    return Structure(verdict, () if verdict is Verdict.PASS else tuple(str(result["summary"]).splitlines()))
+
+
+def _server(job: Job, side: Side) -> Server:
+    serve = job.inputs[f"serve-{side}"]
+    launch = json.loads(serve.file(LAUNCH).read_text(encoding="utf-8"))
+    found = [job.inputs[f"{kind}-{side}"].record.result["faults"] for kind in ("serve", "evaluate")]
+    faults = dict.fromkeys(str(line) for lines in found if isinstance(lines, list) for line in lines)
+    return Server(
+        version=serve.record.tools["vllm"],
+        device=job.setting.recipe.target.hardware,
+        argv=tuple(launch["plan"]["argv"]),
+        env=launch["plan"]["env"],
+        faults=tuple(faults),
+    )

@@ -1,0 +1,110 @@
+"""quantize: the 16-bit shards and the ranges, made into a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.device import resolve_device
+from pipeline.engines.stream.engine import KvRange, write_checkpoint
+from pipeline.engines.stream.plan import plan_shards
+from pipeline.errors import StageError
+from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.model.select import select
+from pipeline.model.structure import read_structure
+from pipeline.recipe.schema import Quantization
+from pipeline.stage import Job, Output, Setting, versions
+from pipeline.stages.calibrate import RANGES
+from pipeline.stages.source import model_folder
+from pipeline.store.disk import free_bytes
+from pipeline.store.entries import Entry
+
+CHECKPOINT = "checkpoint"
+_MANIFEST = "manifest.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeStage:
+    """Resumes at the first shard that is not in the manifest of its working folder."""
+
+    key: str = "quantize"
+    family: str = "quantize"
+    version: int = 1
+
+    def inputs(self, setting: Setting) -> Mapping[str, str]:
+        """The model, and its ranges where a scale is static."""
+        calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
+        return {"source": "source", **calibrated}
+
+    def settings(self, setting: Setting) -> Mapping[str, object]:
+        """The whole section."""
+        return {
+            **setting.recipe.quantization.model_dump(mode="json"),
+            "trust_remote_code": setting.recipe.trust_remote_code,
+        }
+
+    def tools(self, setting: Setting) -> Mapping[str, str]:
+        """PyTorch rounds; transformers says what is linear."""
+        return versions("torch", "transformers")
+
+    def run(self, job: Job) -> Output:
+        """Stream every shard through the scheme's kernel."""
+        quantization = job.setting.recipe.quantization
+        trust = job.setting.recipe.trust_remote_code
+        source = open_checkpoint(model_folder(job.inputs["source"]))
+        job.progress.say("asking the model which of its modules are linear")
+        structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
+        choice = select(structure, quantization)
+        plans = plan_shards(source, choice, structure.attention, quantization.format)
+        needed, free = sum(plan.nbytes for plan in plans), free_bytes(job.path)
+        present = sum(path.stat().st_size for path in (job.path / CHECKPOINT).glob("*.safetensors"))
+        if needed - present > free:
+            raise StageError(f"{job.path}: the checkpoint takes {needed:,} bytes, {free:,} are free.")
+        with job.progress.bar(sum(plan.read_bytes for plan in plans), "B") as advance:
+            written = write_checkpoint(
+                source,
+                plans,
+                choice,
+                _kv_ranges(job) if choice.kv_cache else (),
+                job.path / CHECKPOINT,
+                checkpoint_format=quantization.format,
+                manifest=job.path / _MANIFEST,
+                device=resolve_device(job.setting.device),
+                with_code=trust,
+                advance=advance,
+            )
+        (job.path / _MANIFEST).unlink()
+        size = sum(shard.size for shard in written)
+        tensor_bytes = sum(plan.nbytes - len(plan.header) for plan in plans)
+        return Output(
+            result={
+                "bytes": size,
+                "tensor_bytes": tensor_bytes,
+                "modules": len(choice.schemes),
+                "kept": len(choice.kept),
+            },
+            summary=f"{size / 1e6:,.1f} MB from {source.nbytes / 1e6:,.1f} MB, {len(choice.schemes)} modules",
+            known={f"{CHECKPOINT}/{shard.name}": (shard.size, shard.sha256) for shard in written},
+        )
+
+    def intact(self, entry: Entry, setting: Setting) -> bool:
+        """Nothing lies outside the store."""
+        return True
+
+
+def needs_ranges(quantization: Quantization) -> bool:
+    """Whether anything in the checkpoint is scaled by a measured range."""
+    from pipeline.schemes import scheme
+
+    names = {quantization.scheme, *(override.scheme for override in quantization.overrides)}
+    return quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in names)
+
+
+def _kv_ranges(job: Job) -> tuple[KvRange, ...]:
+    from calibration.ranges import load_ranges
+
+    ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
+    return tuple(
+        KvRange(attention, float(keys.max()), float(ranges.values[attention].max()))
+        for attention, keys in ranges.keys.items()
+    )

@@ -1,0 +1,77 @@
+"""The servers of a run: one at a time, kept while stages ask the same one, always stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from pipeline.errors import UserError
+from pipeline.serving.logscan import LogScan, scan_log
+from pipeline.stage import Progress, Setting
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from pipeline.serving.plan import LaunchPlan
+    from pipeline.serving.server import Server
+
+STARTUP_TIMEOUT = 3600.0
+"""Seconds that a server may take to load; a 405B model from a network disk takes most of it."""
+
+
+class Servers:
+    """Starts a server when a stage first needs it and stops it when another is needed or the run ends.
+
+    Two models side by side may not fit, and would share the machine that is being measured.
+    """
+
+    def __init__(self, setting: Setting, progress: Progress) -> None:
+        self._setting = setting
+        self._progress = progress
+        self._side: str | None = None
+        self._server: Server | None = None
+        self._context: AbstractContextManager[Server] | None = None
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def get(self, side: str, plan: LaunchPlan) -> Server:
+        """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
+        if self._server is not None and self._side == side:
+            return self._server
+        self.stop()
+        if self._setting.vllm is None:
+            raise UserError(
+                "no vLLM was found to serve with.",
+                hint="`make serving` builds one for a CPU; or set QUANTMINT_VLLM to a `vllm` executable.",
+            )
+        from pipeline.serving.launcher import LocalLauncher
+
+        log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-{side}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._progress.say(f"starting vLLM {self._setting.vllm.version} with the {side}, log in {log}")
+        launcher = LocalLauncher(self._setting.vllm.executable)
+        self._context = launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
+        self._server = self._context.__enter__()
+        self._side = side
+        self._progress.say(f"ready after {self._server.started_seconds:.0f} s at {self._server.base_url}")
+        return self._server
+
+    def stop(self) -> None:
+        """Stop the server that runs, if one does."""
+        context, self._context, self._server, self._side = self._context, None, None, None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+
+def keep_log(server: Server, destination: Path) -> LogScan:
+    """Copy what the server has logged so far; returns what it says."""
+    text = server.log_path.read_text(encoding="utf-8", errors="replace")
+    destination.write_text(text, encoding="utf-8")
+    return scan_log(text)

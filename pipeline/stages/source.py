@@ -1,0 +1,130 @@
+"""source: a repository at a commit, or a folder, made into a checked local snapshot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.digest import MODEL_FILES, file_digests, folder_digest
+from pipeline.errors import StageError, UserError
+from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.recipe.schema import Source as SourceSection
+from pipeline.stage import Job, Output, Setting, SourceIdentity, write_json
+from pipeline.store.entries import Entry
+
+LOCATION = "location.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStage:
+    """Copies nothing: a folder is used where it lies, a repository where the Hub's cache holds it."""
+
+    key: str = "source"
+    family: str = "source"
+    version: int = 1
+
+    def inputs(self, setting: Setting) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    def settings(self, setting: Setting) -> Mapping[str, object]:
+        """The content, by digest or by commit."""
+        return setting.source.to_json()
+
+    def tools(self, setting: Setting) -> Mapping[str, str]:
+        """None: the content is what it is."""
+        return {}
+
+    def run(self, job: Job) -> Output:
+        """Fetch if need be, then prove that configuration, index and shards agree."""
+        identity = job.setting.source
+        folder = identity.folder or _fetch(job)
+        digests = file_digests(folder, job.setting.store.root)
+        if identity.repo is None and folder_digest(digests) != identity.digest:
+            raise StageError(f"{folder} changed since the run began.", hint="Run again.")
+        checkpoint = open_checkpoint(folder)
+        files = {name: {"size": size, "sha256": digest} for name, (size, digest) in digests.items()}
+        write_json(job.path / LOCATION, {"folder": str(folder.resolve()), "files": files})
+        return Output(
+            result={"bytes": checkpoint.nbytes, "shards": len(checkpoint.shards), "identity": identity.to_json()},
+            summary=f"{checkpoint.nbytes / 1e6:,.1f} MB in {len(checkpoint.shards)} file(s)",
+        )
+
+    def intact(self, entry: Entry, setting: Setting) -> bool:
+        """Whether the files are still where they were, in their sizes."""
+        location = json.loads(entry.file(LOCATION).read_text(encoding="utf-8"))
+        folder = Path(location["folder"])
+        if setting.source.folder is not None and folder != setting.source.folder.resolve():
+            return False
+        paths = {folder / name: facts["size"] for name, facts in location["files"].items()}
+        return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
+
+def identify(source: SourceSection, folder: Path | None, store: Path) -> SourceIdentity:
+    """Resolve what a recipe names: the digest of a folder, or the commit of a revision.
+
+    A revision that is a commit needs no network. Raises `UserError` for what cannot be resolved.
+    """
+    if folder is not None:
+        return SourceIdentity(folder, folder_digest(file_digests(folder, store)))
+    if source.repo is None:
+        raise UserError("the recipe names neither a folder nor a repository.")
+    if source.pinned:
+        return SourceIdentity(None, str(source.revision), source.repo)
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        commit = HfApi().model_info(source.repo, revision=source.revision).sha
+    except (HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"{source.repo}@{source.revision}: cannot be resolved to a commit: {_first_line(error)}",
+            hint="Check the name and, for a gated model, `hf auth login`; without a network write the 40-digit commit "
+            "as `revision`, or plan with --config FOLDER.",
+        ) from None
+    return SourceIdentity(None, str(commit), source.repo)
+
+
+def config_folder(identity: SourceIdentity) -> Path:
+    """The folder that holds the model's config.json, which may be all that is here of it yet."""
+    if identity.folder is not None:
+        return identity.folder
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(str(identity.repo), "config.json", revision=identity.digest)).parent
+    except (HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"{identity.repo}@{identity.digest[:12]}: config.json cannot be fetched: {_first_line(error)}",
+            hint="Without a network, plan with --config FOLDER.",
+        ) from None
+
+
+def model_folder(entry: Entry) -> Path:
+    """The model that an entry of `source` or `quantize` stands for."""
+    if entry.stage == "source":
+        return Path(json.loads(entry.file(LOCATION).read_text(encoding="utf-8"))["folder"])
+    return entry.path / "checkpoint"
+
+
+def _fetch(job: Job) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    identity = job.setting.source
+    patterns = [pattern for pattern in MODEL_FILES if job.setting.recipe.trust_remote_code or pattern != "*.py"]
+    job.progress.say(f"fetching {identity.repo}@{identity.digest[:12]}")
+    try:
+        return Path(snapshot_download(str(identity.repo), revision=identity.digest, allow_patterns=patterns))
+    except (HfHubHTTPError, OSError) as error:
+        raise StageError(
+            f"{identity.repo}@{identity.digest[:12]}: the download failed: {_first_line(error)}",
+            hint="What was fetched is kept: the same command goes on.",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
