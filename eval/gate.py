@@ -223,7 +223,9 @@ def _throughput(cells: Iterable[Throughput], measurements: Measurements, policy:
     if not measurements.cells:
         yield Finding("throughput", "all cells", Verdict.INVALID, "Throughput decides, but was not measured.")
     for cell in cells:
-        backing = f"{cell.launches[0]} against {cell.launches[1]} launches"
+        before, after = cell.launches
+        plural = "launch" if before == 1 else "launches"
+        backing = f"{before} {plural} a side" if before == after else f"{before} against {after} launches"
         ratio = f"{cell.ratio:.3f} times the baseline's output tokens/s in {cell.cell} ({backing})"
         if min(cell.launches) < policy.launches:
             reason = f"{ratio}; {policy.launches} launches a side are needed to decide."

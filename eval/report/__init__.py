@@ -1,0 +1,1 @@
+"""The report of one checkpoint: a self-contained HTML page, with the same content as JSON."""

@@ -1,0 +1,150 @@
+"""Two models with known scores, served on known machines, for the tests of the gate, its record, its report."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from eval.bench import CellResult
+from eval.gate import Policy, judge
+from eval.measurements import Measurements, Structure
+from eval.report.model import LayerError, Report
+from eval.samples import Sample, SampleSet
+from eval.servers import Server
+from eval.verdict import Verdict
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def make_samples(task: str, scores: np.ndarray, metric: str = "acc") -> SampleSet:
+    return SampleSet(
+        task,
+        metric,
+        tuple(
+            Sample(task, i, "none", digest(f"d{i}"), digest(f"p{i}"), digest(f"t{i}"), float(score))
+            for i, score in enumerate(scores)
+        ),
+    )
+
+
+def make_pair(
+    task: str, items: int, *, right: int, losses: int, gains: int, metric: str = "acc"
+) -> tuple[SampleSet, SampleSet]:
+    """The baseline gets the first `right` items right; the candidate loses some of them and gains some others."""
+    baseline = np.zeros(items)
+    baseline[:right] = 1
+    candidate = baseline.copy()
+    candidate[:losses] = 0
+    candidate[right : right + gains] = 1
+    return make_samples(task, baseline, metric), make_samples(task, candidate, metric)
+
+
+def make_cell(cell: str, speed: float, latency: float = 1.0) -> CellResult:
+    return CellResult(
+        cell, 64, 0, 10.0, speed, 3 * speed,
+        52.4 * latency, 131.7 * latency, 9.82 * latency, 14.1 * latency,
+        9.61 * latency, 21.4 * latency, 361.2 * latency, 498.0 * latency,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def measurements() -> Measurements:
+    """A good candidate: no loss beyond a point, a quarter faster."""
+    argv = ("vllm", "serve", "models/base", "--port", "8000", "--max-model-len", "512", "--max-num-seqs", "256")
+    return Measurements(
+        artefact="sha256:" + "ab" * 32,
+        structure=Structure(Verdict.PASS),
+        baseline=Server("0.32.0", "AMD Instinct MI300X", argv, {"VLLM_ROCM_USE_AITER": "1"}),
+        candidate=Server(
+            "0.32.0",
+            "AMD Instinct MI300X",
+            ("vllm", "serve", "out/model", "--port", "8001", *argv[5:], "--kv-cache-dtype", "fp8"),
+            {"VLLM_ROCM_USE_AITER": "1"},
+        ),
+        samples={
+            "tiny_facts": make_pair("tiny_facts", 2000, right=1741, losses=21, gains=19),
+            "tiny_arithmetic": make_pair("tiny_arithmetic", 400, right=312, losses=9, gains=10, metric="exact_match"),
+            "tiny_grammar": make_pair("tiny_grammar", 250, right=201, losses=6, gains=3),
+        },
+        cells={
+            "in1024-out1024-c64": (
+                (make_cell("in1024-out1024-c64", 4118.0),),
+                (make_cell("in1024-out1024-c64", 5230.0, 0.81),),
+            ),
+            "in1024-out1024-c256": (
+                (make_cell("in1024-out1024-c256", 9875.0, 2.6),),
+                (make_cell("in1024-out1024-c256", 13120.0, 2.1),),
+            ),
+        },
+    )
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return Policy(margins={"tiny_facts": 0.01, "tiny_arithmetic": 0.04}, min_ratio=1.0)
+
+
+@pytest.fixture
+def make_report() -> Callable[[Measurements, Policy], Report]:
+    def make(measurements: Measurements, policy: Policy) -> Report:
+        kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        layers: list[LayerError] = [
+            {
+                "layer": layer,
+                "kind": kind,
+                "sqnr_db": 31.5 + 1.1 * math.sin(layer / 3 + i) - (4 * (layer == 1) * (i == 6)),
+            }
+            for layer in range(32)
+            for i, kind in enumerate(kinds)
+        ]
+        servers = {"baseline": measurements.baseline, "candidate": measurements.candidate}
+        return {
+            "name": "llama8b-fp8kv",
+            "model": "meta-llama/Llama-3.1-8B-Instruct @ 0e9e39f",
+            "scheme": "ptpc_fp8, KV cache in FP8",
+            "created": "2026-03-14T09:26:53Z",
+            "notes": [
+                "Served on a CPU: the throughput figures prove the path, they say nothing about Instinct kernels.",
+                "One launch a side: the spread between launches is not known.",
+            ],
+            "gate": judge(measurements, policy).to_json(),
+            "size": {
+                "baseline_bytes": 16_060_522_496,
+                "candidate_bytes": 9_083_392_000,
+                "parts": [
+                    {"name": "linear weights", "baseline_bytes": 13_958_643_712, "candidate_bytes": 6_979_321_856},
+                    {"name": "embeddings, head", "baseline_bytes": 2_101_346_304, "candidate_bytes": 2_101_346_304},
+                    {"name": "norms", "baseline_bytes": 532_480, "candidate_bytes": 532_480},
+                    {"name": "scales", "baseline_bytes": 0, "candidate_bytes": 2_191_360},
+                ],
+            },
+            "layers": layers,
+            "stages": [
+                {"name": name, "seconds": seconds, "cached": cached, "fingerprint": digest(name) * 4}
+                for name, seconds, cached in (
+                    ("source", 41.2, True), ("calibrate", 96.0, False), ("quantize", 38.5, False),
+                    ("inspect", 6.1, False), ("serve", 71.0, False), ("evaluate", 412.7, False),
+                    ("bench", 188.3, False), ("gate", 0.4, False),
+                )
+            ],
+            "servers": [
+                {
+                    "side": side, "version": server.version, "device": server.device, "image": server.image,
+                    "env": dict(server.env), "argv": list(server.argv),
+                }
+                for side, server in servers.items()
+            ],
+            "recipe": "name: llama8b-fp8kv\nmodel: meta-llama/Llama-3.1-8B-Instruct\nscheme: ptpc_fp8\nkv_cache: fp8\n"
+            "note: <script>alert(1)</script>\n",
+            "reproduce": ["quantmint run llama8b-fp8kv", "quantmint gate out/llama8b-fp8kv"],
+            "versions": {"quantmint": "0.1.0", "vllm": "0.32.0", "lm-eval": "0.4.13"},
+            "digests": {"recipe": "sha256:" + "12" * 32},
+        }  # fmt: skip
+
+    return make
