@@ -12,6 +12,7 @@ from pipeline.recipe.checks import check, check_run
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import load_recipe
 from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.serving.hardware import local_cpu_flags
 from pipeline.stage import Setting, SourceIdentity
 from pipeline.stages.source import config_folder, identify
 from pipeline.store.tree import Store
@@ -32,14 +33,16 @@ def open_setting(
     ``to_run`` also refuses what is declared but not built yet.
     """
     loaded = load_recipe(recipe)
-    refuse([*check(loaded), *(check_run(loaded) if to_run else [])])
+    # The CPU that serves is this one; when only planning it may be another.
+    flags = local_cpu_flags() if to_run else None
+    refuse([*check(loaded, cpu_flags=flags), *(check_run(loaded) if to_run else [])])
     if config is not None:
         identity = SourceIdentity(None, "unresolved", loaded.recipe.source.repo or "folder")
         facts = read_json(config / "config.json")
     else:
         identity = identify(loaded.recipe.source, loaded.source_folder, store.root)
         facts = read_json(config_folder(identity) / "config.json")
-    refuse(check(loaded, config=facts))
+    refuse(check(loaded, config=facts, cpu_flags=flags))
     try:
         suite = suites.load(loaded.recipe.evaluation.suite)
         workload = workloads.load(loaded.recipe.target.workload)

@@ -30,6 +30,7 @@ def command(recipe: str, config_folder: Path | None, vllm: str | None, store_pat
     from pipeline.planning import build_plan
     from pipeline.prediction import disk_needed, require_disk
     from pipeline.preflight import missing_stages, predict_for
+    from pipeline.serving.hardware import cautions
     from pipeline.session import open_setting
     from pipeline.stages.gate import policy_of
     from pipeline.stages.source import config_folder as fetched
@@ -44,6 +45,8 @@ def command(recipe: str, config_folder: Path | None, vllm: str | None, store_pat
     where = store_path.absolute()
     free = free_bytes(where)
     gate = policy_of(setting)
+    quantization, target = setting.recipe.quantization, setting.recipe.target
+    notes = cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)
     margins: dict[str, Any] = {
         task.task: {
             "items": min(task.items, setting.recipe.evaluation.limit or task.items),
@@ -68,11 +71,12 @@ def command(recipe: str, config_folder: Path | None, vllm: str | None, store_pat
                 "predicted": prediction.to_json(),
                 "disk": {"needed": needed, "free": free, "where": str(where)},
                 "margins": margins,
+                "cautions": list(notes),
             }
         )
     else:
         from pipeline.commands.tables import print_plan
 
-        print_plan(setting, plan, missing, prediction, needed, free, margins)
+        print_plan(setting, plan, missing, prediction, needed, free, margins, notes)
     require_disk(needed, free, str(where))
     return 0

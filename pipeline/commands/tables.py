@@ -16,8 +16,10 @@ from pipeline.stage import Planned, Setting
 def table(*columns: str, right: Collection[str] = ()) -> Table:
     """A table in the house's style."""
     made = Table(box=box.SIMPLE, pad_edge=False)
-    for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for number, column in enumerate(columns):
+        # The first column is what people copy; the last one may be prose.
+        prose = number == len(columns) - 1 and column not in right
+        made.add_column(column, justify="right" if column in right else "left", no_wrap=not prose, overflow="fold")
     return made
 
 
@@ -39,6 +41,7 @@ def print_plan(
     needed: Mapping[str, int],
     free: int,
     margins: Mapping[str, Mapping[str, Any]],
+    notes: Sequence[str],
 ) -> None:
     """The plan as tables."""
     console = Console(highlight=False)
@@ -76,3 +79,5 @@ def print_plan(
         margin = "shown only" if facts["margin"] is None else f"{facts['margin']:.2%}"
         tests.add_row(task, f"{facts['items']:,}", margin, f"{facts['detectable']:.2%}")
     console.print(tests)
+    for note in notes:
+        console.print(f"[yellow]caution:[/] {note}")

@@ -74,11 +74,10 @@ def identify(source: SourceSection, folder: Path | None, store: Path) -> SourceI
     if source.pinned:
         return SourceIdentity(None, str(source.revision), source.repo)
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         commit = HfApi().model_info(source.repo, revision=source.revision).sha
-    except (HfHubHTTPError, OSError) as error:
+    except _hub_errors() as error:
         raise UserError(
             f"{source.repo}@{source.revision}: cannot be resolved to a commit: {_first_line(error)}",
             hint="Check the name and, for a gated model, `hf auth login`; without a network write the 40-digit commit "
@@ -92,11 +91,10 @@ def config_folder(identity: SourceIdentity) -> Path:
     if identity.folder is not None:
         return identity.folder
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         return Path(hf_hub_download(str(identity.repo), "config.json", revision=identity.digest)).parent
-    except (HfHubHTTPError, OSError) as error:
+    except _hub_errors() as error:
         raise UserError(
             f"{identity.repo}@{identity.digest[:12]}: config.json cannot be fetched: {_first_line(error)}",
             hint="Without a network, plan with --config FOLDER.",
@@ -112,18 +110,25 @@ def model_folder(entry: Entry) -> Path:
 
 def _fetch(job: Job) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     identity = job.setting.source
     patterns = [pattern for pattern in MODEL_FILES if job.setting.recipe.trust_remote_code or pattern != "*.py"]
     job.progress.say(f"fetching {identity.repo}@{identity.digest[:12]}")
     try:
         return Path(snapshot_download(str(identity.repo), revision=identity.digest, allow_patterns=patterns))
-    except (HfHubHTTPError, OSError) as error:
+    except _hub_errors() as error:
         raise StageError(
             f"{identity.repo}@{identity.digest[:12]}: the download failed: {_first_line(error)}",
             hint="What was fetched is kept: the same command goes on.",
         ) from error
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What the Hub's client raises: its own errors, those of the HTTP library below it, and files that cannot be."""
+    from httpx import HTTPError
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    return HfHubHTTPError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, OSError
 
 
 def _first_line(error: Exception) -> str:
