@@ -52,7 +52,8 @@ def forest(
                           textcoords="offset points", fontsize=13, fontweight="bold", va="center")  # fmt: skip
             tail = f"margin {100 * margin:.1f} points" if margin is not None else "shown only"
             axis.annotate(tail, (1, y), (0, 19), xycoords=("axes fraction", "data"), color=colour("muted"),
-                          textcoords="offset points", fontsize=12, ha="right", va="center")  # fmt: skip
+                          textcoords="offset points", fontsize=12, ha="right", va="center",
+                          bbox={"facecolor": colour("paper"), "edgecolor": "none", "pad": 1})  # fmt: skip
         axis.set_yticks([])
         axis.spines["left"].set_visible(False)
         axis.grid(axis="x")

@@ -125,11 +125,11 @@ def test_a_margin_too_small_for_the_suite_is_named(tmp_path: Path) -> None:
     assert suites.untestable(suite, margin=0.03) == ()
 
 
-def test_the_tiny_suite_counts_the_items_of_its_tasks() -> None:
+def test_the_tiny_suite_fits_its_tasks() -> None:
     for task in suites.load("tiny").tasks:
         source = suites.TASKS_FOLDER / f"{task.task}.yaml"
-        if not source.is_file():
-            pytest.skip(f"{source.name} is not there")
-        files = yaml.safe_load(source.read_text())["dataset_kwargs"]["data_files"]
-        name = files["test"] if isinstance(files, dict) else files
-        assert len((source.parent / name).read_text().splitlines()) == task.items
+        local = yaml.safe_load(source.read_text())
+        data = source.parent / local["dataset_kwargs"]["data_files"]["test"]
+        assert len(data.read_text().splitlines()) == task.items
+        assert task.metric in {metric["metric"] for metric in local["metric_list"]}
+        assert task.filter in {f["name"] for f in local.get("filter_list", [{"name": "none"}])}

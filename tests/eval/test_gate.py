@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from eval import record, servers
 from eval.bench import CellResult
@@ -122,8 +124,10 @@ def test_truth_table(
 def test_number_of_further_items_is_what_the_power_formula_says(measurements: Measurements, policy: Policy) -> None:
     report = judge(with_facts(38, 22)(measurements), policy)
     (finding,) = [f for f in report.findings if f.subject == "tiny_facts"]
-    # Flip rate 3 %, difference -0.8 points, margin 1 point: ((1.645 + 0.842) / 0.002)^2 * (0.03 - 0.008^2) items.
-    assert "About 44274 more items" in finding.reason
+    # 3 % flips, a difference of -0.8 points, a margin of one: 0.2 points are left to resolve.
+    spread = stats.norm.ppf(0.95) + stats.norm.ppf(0.8)
+    needed = math.ceil((spread / 0.002) ** 2 * (0.03 - 0.008**2))
+    assert f"About {needed - 2000} more items" in finding.reason
 
 
 def test_shown_tasks_do_not_decide(measurements: Measurements, policy: Policy) -> None:
