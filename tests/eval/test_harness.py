@@ -76,6 +76,7 @@ def test_lm_eval_understands_the_command(tmp_path: Path) -> None:
     assert (config.batch_size, config.output_path, config.num_fewshot) == ("256", str(tmp_path / "out"), 0)
 
 
+@pytest.mark.slow
 def test_lm_evals_client_accepts_the_model_arguments(tmp_path: Path) -> None:
     """The server is never called here; the client builds itself from our arguments."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
