@@ -5,7 +5,7 @@ Pure: nothing is read but what the setting holds, and nothing is run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.canonical import fingerprint
 from pipeline.errors import UserError
@@ -46,9 +46,14 @@ def stages_of(setting: Setting) -> tuple[Stage, ...]:
 
 
 def build_plan(setting: Setting) -> tuple[Planned, ...]:
-    """Fingerprint every stage of a setting, inputs first."""
+    """The stages of a recipe, with their fingerprints."""
+    return plan_stages(stages_of(setting), setting)
+
+
+def plan_stages(stages: Iterable[Stage], setting: Setting) -> tuple[Planned, ...]:
+    """Fingerprint stages that come in the order of their inputs."""
     planned: dict[str, Planned] = {}
-    for stage in stages_of(setting):
+    for stage in stages:
         inputs = stage.inputs(setting)
         payload: Mapping[str, object] = {
             "stage": stage.family,
