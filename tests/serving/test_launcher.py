@@ -101,7 +101,10 @@ def test_secrets_and_settings_of_the_shell_stay_outside(
 
 
 def test_an_early_end_is_explained_by_its_log(fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path):
-    complaint = "(EngineCore pid=7) ERROR 11-21 00:00:00 [core.py:1] NotImplementedError: FP8 KV cache on CPU requires x86 with AVX-512 or AMX.\n"
+    complaint = (
+        "(EngineCore pid=7) ERROR 11-21 00:00:00 [core.py:1] "
+        "NotImplementedError: FP8 KV cache on CPU requires x86 with AVX-512 or AMX.\n"
+    )
     model = fake_model(mode="die", code=3, log=complaint + "RuntimeError: Engine core initialization failed.\n")
     with (
         pytest.raises(ServingError, match=r"ended with code 3 .* neither AVX-512 nor AMX") as caught,

@@ -160,6 +160,20 @@ def test_the_fingerprinted_part_knows_no_path():
     assert json.loads(json.dumps(one.to_json()))["argv"][2] == "/models/m"
 
 
+def test_rows_have_the_fields_of_their_reader():
+    # An unquoted comma in a flow mapping silently makes a key of the words behind it.
+    def rows(name: str, *sections: str) -> list[dict]:
+        document = yaml.safe_load(resources.files("pipeline.serving").joinpath(name).read_text())
+        return [row for section in sections for row in document[section]] if sections else document
+
+    fields = {"name", "kind", "value", "when", "vllm", "why", "source"}
+    assert all(set(row) <= fields and None not in row.values() for row in rows("knobs.yaml"))
+    assert all(set(row) == {"name", "pattern", "message", "fix"} for row in rows("failures.yaml"))
+    assert all(set(row) == {"pattern", "level", "why"} for row in rows("log_patterns.yaml", "findings"))
+    fields = {"when", "why", "instead", "unless_cpu_has"}
+    assert all(set(row) <= fields for row in rows("hardware.yaml", "refusals", "cautions"))
+
+
 def test_every_value_of_a_plan_has_a_reason():
     made = plan(gpus=8, kv_cache_dtype="fp8")
     reasons = {reason.knob: reason for reason in made.reasons}
@@ -175,9 +189,10 @@ def test_every_value_of_a_plan_has_a_reason():
         ("OSError: [Errno 98] Address already in use", "port", "taken"),
         ("vllm: error: unrecognized arguments: --max-model-length 5", "arguments", "near: --max-model-len"),
         (
-            "ValueError: To serve at least one request with the model's max seq len (512), (0.5 GiB KV cache is needed, "
-            "which is larger than the available KV cache memory (0.25 GiB). Based on the available memory, the estimated "
-            "maximum model length is 256. Try\nRuntimeError: Engine core initialization failed. See root cause above.",
+            "ValueError: To serve at least one request with the model's max seq len (512), (0.5 GiB KV cache is "
+            "needed, which is larger than the available KV cache memory (0.25 GiB). Based on the available memory, "
+            "the estimated maximum model length is 256. Try\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.",
             "kv-length",
             "256 tokens would fit",
         ),
