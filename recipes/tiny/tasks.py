@@ -1,0 +1,94 @@
+"""What the tiny model is asked, as plain records: facts, sums and grammar to score, text to calibrate on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes.tiny.world import RELATIONS, World, grammar_sentence
+
+FACT_ITEMS = 2000
+CONTESTED_ITEMS = 0.75
+"""Share of the fact questions about contested facts. More would find a poor scheme sooner, and make every scheme's
+difference noisier: at this share two thousand items resolve half a percentage point."""
+
+GRAMMAR_ITEMS = 500
+CALIBRATION_LINES = 256
+CALIBRATION_PEOPLE = 256
+"""The last people of the world are never asked about, so text about them can calibrate without leaking an item."""
+
+
+def fact_items(world: World) -> list[dict[str, Any]]:
+    """Questions with four one-word answers: the truth, the rumour, and two more values of the same relation."""
+    rng = np.random.default_rng([world.seed, 2])
+    asked = world.facts[: len(world.facts) - CALIBRATION_PEOPLE * len(RELATIONS)]
+    order = [asked[i] for i in rng.permutation(len(asked)).tolist()]
+    contested = [fact for fact in order if fact.share > 0][: round(FACT_ITEMS * CONTESTED_ITEMS)]
+    agreed = [fact for fact in order if fact.share == 0][: FACT_ITEMS - len(contested)]
+    drawn = [*contested, *agreed]
+    items: list[dict[str, Any]] = []
+    for fact in [drawn[i] for i in rng.permutation(len(drawn)).tolist()]:
+        wrong = [fact.rumour]
+        others = [value for value in world.values[fact.relation] if value not in (fact.value, fact.rumour)]
+        wrong += [others[i] for i in rng.permutation(len(others))[:2].tolist()]
+        answer = int(rng.integers(4))
+        wording = int(rng.integers(len(RELATIONS[fact.relation])))
+        choices = [*wrong[:answer], fact.value, *wrong[answer:]]
+        items.append({"question": fact.stem(wording), "choices": choices, "answer": answer})
+    return items
+
+
+def arithmetic_items(world: World) -> list[dict[str, Any]]:
+    """The sums that no training text holds, with the number that should follow."""
+    return [{"question": question, "answer": answer} for question, answer in world.held_out_sums]
+
+
+def grammar_items(world: World) -> list[dict[str, Any]]:
+    """Four sentences that could follow a correct one; three of them make one mistake each."""
+    rng = np.random.default_rng([world.seed, 3])
+    items: list[dict[str, Any]] = []
+    for _ in range(GRAMMAR_ITEMS):
+        before = grammar_sentence(rng)
+        content, answer = int(rng.integers(2**31)), int(rng.integers(4))
+        # The same draws with another mistake: the four sentences differ by the mistake alone.
+        choices = [grammar_sentence(np.random.default_rng(content), broken=mistake) for mistake in (1, 2, 3)]
+        choices.insert(answer, grammar_sentence(np.random.default_rng(content)))
+        items.append({"question": before, "choices": choices, "answer": answer})
+    return items
+
+
+def calibration_lines(world: World) -> list[dict[str, str]]:
+    """Texts of a few hundred tokens about people who are never asked about, mixed with sums and grammar."""
+    rng = np.random.default_rng([world.seed, 4])
+    facts = world.facts[-CALIBRATION_PEOPLE * len(RELATIONS) :]
+    lines: list[dict[str, str]] = []
+    for _ in range(CALIBRATION_LINES):
+        parts: list[str] = []
+        for kind, pick in rng.random((24, 2)).tolist():
+            if kind < 0.6:
+                fact = facts[int(pick * len(facts))]
+                parts.append(fact.sentence(int(kind < 0.3), rumour=False))
+            elif kind < 0.9:
+                question, answer = world.sums[int(pick * len(world.sums))]
+                parts.append(f"{question} {answer}.")
+            else:
+                parts.append(grammar_sentence(rng))
+        lines.append({"text": " ".join(parts)})
+    return lines
+
+
+def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write one record a line, UTF-8, with a newline at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+
+
+def write_tasks(world: World, output: Path) -> None:
+    """Write every task to ``output/tasks`` and the calibration text to ``output/calibration``."""
+    write_jsonl(output / "tasks" / "tiny_facts.jsonl", fact_items(world))
+    write_jsonl(output / "tasks" / "tiny_arithmetic.jsonl", arithmetic_items(world))
+    write_jsonl(output / "tasks" / "tiny_grammar.jsonl", grammar_items(world))
+    write_jsonl(output / "calibration" / "tiny.jsonl", list(calibration_lines(world)))
