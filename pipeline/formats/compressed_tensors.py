@@ -15,7 +15,7 @@ _ARGUMENTS: Mapping[str, Any] = {
     "zp_dtype": None,
 }  # fmt: skip
 _WEIGHT_OBSERVER = {"observer": "memoryless_minmax"}
-_MX = {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+_MX = {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 # scheme: (storage format, weights, input activations); None: not quantized.
 _GROUPS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] = {
     "ptpc_fp8": (

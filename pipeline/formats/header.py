@@ -68,13 +68,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raw = stream.read(length)
     try:
         table = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: the safetensors header is not JSON: {error}.") from None
     if not isinstance(table, dict):
         raise UserError(f"{path}: the safetensors header is not a JSON object.")
     table.pop("__metadata__", None)
     base = 8 + length
-    infos = sorted((_entry(path, name, entry, base) for name, entry in table.items()), key=lambda info: info.start)
+    entries = (_entry(path, name, entry, base) for name, entry in table.items())
+    # An empty tensor starts where the next one does, in whichever order the two are listed.
+    infos = sorted(entries, key=lambda info: (info.start, info.end))
     position = base
     for info in infos:
         if info.start != position:

@@ -21,7 +21,7 @@ _SPEC: Mapping[str, Any] = {
 _CHANNEL = {"qscheme": "per_channel", "observer_cls": "PerChannelMinMaxObserver"}
 _MX = {
     "dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0",
-    "scale_calculation_mode": "even", "observer_cls": "PerBlockMXObserver",
+    "scale_calculation_mode": "even", "observer_cls": "PerBlockMXObserver", "symmetric": None,
 }  # fmt: skip
 # scheme: (weight, input tensors); None: not quantized.
 _SPECS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
@@ -29,7 +29,7 @@ _SPECS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
     "fp8": ({}, {}),
     "mxfp4": (_MX, {**_MX, "is_dynamic": True}),
     "mxfp4_weight_only": (_MX, None),
-    "mxfp4_fp8": (_MX, {}),
+    "mxfp4_fp8": (_MX, {"scale_type": None}),
 }
 _DECISIVE = ("dtype", "qscheme", "is_dynamic", "group_size")
 
@@ -42,20 +42,23 @@ class Quark:
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
         """See `Layout`. Modules of another scheme than the most frequent are written with exact names.
 
-        The KV entry uses Quark's own two patterns: every k_proj and v_proj matches exactly one of them, and excluded
-        modules are looked up first, so that the order of keys cannot change the meaning.
+        The KV entries use Quark's own two patterns, or exact names where a k_proj or v_proj has a scheme of its own:
+        a name then matches one key only, so that the order of keys, which are sorted on disk, cannot change the meaning.
         """
         default = _layer(choice.default)
         layers: dict[str, Any] = {
             module: _layer(scheme) for module, scheme in choice.schemes.items() if scheme != choice.default
         }
-        cache = {pattern: {**default, "output_tensors": {**_SPEC, "scale_type": None}} for pattern in _KV_GROUP}
-        cache = cache if choice.kv_cache else {}
+        cached = {m: scheme for m, scheme in choice.schemes.items() if any(_matches(m, key) for key in _KV_GROUP)}
+        if layers.keys().isdisjoint(cached):
+            cached = dict.fromkeys(_KV_GROUP, choice.default)
+        output = {"output_tensors": {**_SPEC, "scale_type": None}}
+        cache = {key: {**_layer(scheme), **output} for key, scheme in cached.items()} if choice.kv_cache else {}
         return {
             "algo_config": None,
             "exclude": sorted(choice.kept),
             "export": {
-                "kv_cache_group": list(cache),
+                "kv_cache_group": list(_KV_GROUP) if choice.kv_cache else [],
                 "min_kv_scale": 0.0,
                 "pack_method": "reorder",
                 "weight_format": "real_quantized",

@@ -27,8 +27,9 @@ class Structure:
     """A model's parts under their names on disk.
 
     ``linear`` are the modules that schemes apply to, with [out_features, in_features]; ``kept`` the modules with a
-    two-dimensional weight that stay in 16 bit (output head, routers); ``attention`` the attention modules in order
-    of their layer; ``parameters`` counts all elements of the model.
+    two-dimensional weight that stay in 16 bit (output head, routers), with the head also where it shares the
+    embedding's tensor; ``attention`` the attention modules in order of their layer; ``parameters`` counts all elements
+    of the model.
     """
 
     linear: Mapping[str, tuple[int, int]]
@@ -89,6 +90,9 @@ def _structure(model: Any, owners: Mapping[str, str]) -> Structure:
             linear[module_name] = _expert_shape(module_name, own, parameter)
         else:
             kept.add(module_name)
+    if not any(modules.get(own.rpartition(".")[0]) is head for own in owners.values()):
+        # A head that is tied to the embedding has no tensor of its own, but servers and libraries look for its name.
+        kept |= {name for name, module in modules.items() if module is head}
     return Structure(
         linear=linear,
         kept=tuple(sorted(kept)),

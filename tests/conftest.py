@@ -1,0 +1,197 @@
+"""Tiny real models, built once a session, and the short way from one of them to a quantized checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.engines.stream.plan import ShardPlan
+    from pipeline.engines.stream.shard import WrittenShard
+    from pipeline.formats.checkpoint import Checkpoint
+    from pipeline.formats.layout import Choice
+    from pipeline.model.structure import Structure
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+VOCABULARY = 512
+_COMMON: Mapping[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+# name: (transformers' class prefix, what differs)
+_MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("Llama", {"head_dim": 32, "tie_word_embeddings": False}),
+    "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "phi3": ("Phi3", {}),
+}
+_SHARD = "150KB"  # cuts the dense models into at least four files
+
+Models = Callable[..., Path]
+Quantize = Callable[..., "Made"]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """``models("llama")`` is a folder as `save_pretrained` writes it; ``models("llama", sharded=True)`` has an index."""
+    root = tmp_path_factory.mktemp("models")
+
+    def get(name: str, *, sharded: bool = False, dtype: str = "bfloat16") -> Path:
+        folder = root / f"{name}-{'sharded' if sharded else 'single'}-{dtype}"
+        if not folder.exists():
+            _build(name, folder, _SHARD if sharded else "5GB", dtype)
+        return folder
+
+    return get
+
+
+def _build(name: str, folder: Path, shard: str, dtype: str) -> None:
+    import torch
+    import transformers
+
+    prefix, changes = _MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **changes}, dtype=dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sum(name.encode()))
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(getattr(torch, dtype))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Wider than the usual initialisation, and no two rows alike: scales must differ to be told apart.
+                if parameter.ndim >= 2:
+                    parameter.mul_(3 * torch.rand(parameter.shape[:-1]).add_(0.5).unsqueeze(-1))
+    model.save_pretrained(folder, max_shard_size=shard)
+    _tokenizer().save_pretrained(folder)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers import models as kinds
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(kinds.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="w0", bos_token="w1", eos_token="w2", pad_token="w3"
+    )
+
+
+@pytest.fixture(scope="session")
+def blocks() -> torch.Tensor:
+    """Calibration tokens: int64 [16, 64]."""
+    import torch
+
+    return torch.randint(4, VOCABULARY, (16, 64), generator=torch.Generator().manual_seed(1))
+
+
+@dataclass(frozen=True)
+class Made:
+    """A quantized checkpoint with everything that it was made from."""
+
+    source: Checkpoint
+    structure: Structure
+    choice: Choice
+    plans: tuple[ShardPlan, ...]
+    written: tuple[WrittenShard, ...]
+    folder: Path
+    expected_kv: Mapping[str, float]
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The result, read anew."""
+        from pipeline.formats.checkpoint import open_checkpoint
+
+        return open_checkpoint(self.folder)
+
+
+@pytest.fixture(scope="session")
+def quantize(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Quantize:
+    """Model name to PTPC-FP8 with a calibrated FP8 cache, in either layout; made once, so copy it before you break it."""
+    from calibration.observe import load_resident, observe
+    from calibration.ranges import Ranges
+
+    known: dict[tuple[object, ...], Made] = {}
+    measured: dict[str, Ranges] = {}
+
+    def make(name: str, checkpoint_format: str, *, sharded: bool = False, kv_cache: bool = True) -> Made:
+        key = (name, checkpoint_format, sharded, kv_cache)
+        if key not in known:
+            if kv_cache and name not in measured:
+                measured[name] = observe(load_resident(models(name), "cpu"), blocks.split(4))
+            destination = tmp_path_factory.mktemp(f"{name}-{checkpoint_format}")
+            ranges = measured[name] if kv_cache else None
+            known[key] = _make(models(name, sharded=sharded), checkpoint_format, ranges, destination)
+        return known[key]
+
+    return make
+
+
+def _make(folder: Path, checkpoint_format: str, ranges: Any, destination: Path) -> Made:
+    import torch
+
+    from pipeline.engines.stream.engine import KvRange, write_checkpoint
+    from pipeline.engines.stream.kernels import fp8_scale
+    from pipeline.engines.stream.plan import plan_shards
+    from pipeline.formats.checkpoint import open_checkpoint
+    from pipeline.formats.layout import Choice, layout
+    from pipeline.model.structure import read_structure
+
+    source = open_checkpoint(folder)
+    structure = read_structure(folder, source.tensors)
+    choice = Choice(dict.fromkeys(structure.linear, "ptpc_fp8"), structure.kept, ranges is not None)
+    plans = plan_shards(source, choice, structure.attention, checkpoint_format)
+    kv: tuple[KvRange, ...] = ()
+    expected: dict[str, float] = {}
+    if ranges is not None:
+        kv = tuple(
+            KvRange(name, float(ranges.keys[name].max()), float(ranges.values[name].max())) for name in ranges.keys
+        )
+        for entry in kv:
+            names = layout(checkpoint_format).kv_scale_names(entry.attention)
+            for name, amax in zip(names, (entry.k_amax, entry.v_amax), strict=True):
+                expected[name] = float(fp8_scale(torch.tensor(amax, dtype=torch.bfloat16)))
+    written = write_checkpoint(
+        source,
+        plans,
+        choice,
+        kv,
+        destination / "checkpoint",
+        checkpoint_format=checkpoint_format,
+        manifest=destination / "manifest.jsonl",
+    )
+    return Made(source, structure, choice, plans, written, destination / "checkpoint", expected)
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], dict[str, Any]]:
+    """A ``quantization_config`` that a reference library wrote, by its file's stem."""
+    folder = Path(__file__).parent / "assets" / "golden"
+    return lambda name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
