@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 
 from eval.verdict import Verdict
 from pipeline.canonical import fingerprint
-from pipeline.errors import InspectionError, QuantmintError, StageError
+from pipeline.errors import InspectionError, QuantmintError, StageError, StoreError
 from pipeline.progress import Reporter
-from pipeline.stage import Job, Output, Planned, Setting
+from pipeline.stage import Job, Planned, Setting
 from pipeline.stages.servers import Servers
 from pipeline.store.entries import Entry
 from pipeline.store.runs import RunLog
@@ -87,11 +88,8 @@ def run_plan(
                 _stop_if_unsound(step)
                 if planned.key == "gate":
                     verdict = Verdict(str(step.entry.record.result["verdict"]))
-    except QuantmintError as error:
-        log.finish(None, error.exit_code, facts={"error": error.message})
-        raise
-    except KeyboardInterrupt:
-        log.finish(None, 130, facts={"error": "interrupted"})
+    except BaseException as error:
+        _log_end(log, error)
         raise
     outcome = Outcome(tuple(steps), verdict, log.run.id)
     log.finish(None if verdict is None else verdict.value, outcome.exit_code, facts=_facts(outcome))
@@ -115,7 +113,15 @@ def _step(
         return Step(planned, entry, cached=True, seconds=0.0)
     reporter.started(planned.key, number, total)
     began = time.monotonic()
-    entry, cached = _make(planned, setting, reporter, entries, servers, again)
+    try:
+        entry, cached = _make(planned, setting, reporter, entries, servers, again)
+    except QuantmintError:
+        raise
+    except Exception as error:
+        raise StageError(
+            f"stage {planned.key} broke: {type(error).__name__}: {error}",
+            hint="Run with --debug for the traceback; the same command goes on from the last commit.",
+        ) from error
     seconds = time.monotonic() - began
     reporter.finished(planned.key, number, total, seconds, str(entry.record.result.get("summary", "")))
     return Step(planned, entry, cached, seconds)
@@ -139,7 +145,7 @@ def _make(
         if work.existing is not None:
             return work.existing, True
         inputs = {name: entries[key] for name, key in planned.inputs.items()}
-        output = _run_stage(planned, Job(setting, work.path, inputs, reporter, servers))
+        output = stage.run(Job(setting, work.path, inputs, reporter, servers))
         entry = work.commit(
             payload=planned.payload,
             result={**output.result, "summary": output.summary},
@@ -150,16 +156,15 @@ def _make(
         return entry, False
 
 
-def _run_stage(planned: Planned, job: Job) -> Output:
-    try:
-        return planned.stage.run(job)
-    except (QuantmintError, KeyboardInterrupt, OSError):
-        raise
-    except Exception as error:
-        raise StageError(
-            f"stage {planned.key} broke: {type(error).__name__}: {error}",
-            hint="Run with --debug for the traceback; the same command goes on from the last commit.",
-        ) from error
+def _log_end(log: RunLog, error: BaseException) -> None:
+    """Write how a run ended without an outcome; a disk that refuses that too must not hide the error."""
+    message, code = str(error), 5
+    if isinstance(error, QuantmintError):
+        message, code = error.message, error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        message, code = "interrupted", 130
+    with suppress(StoreError):
+        log.finish(None, code, facts={"error": message})
 
 
 def _stop_if_unsound(step: Step) -> None:

@@ -57,9 +57,9 @@ class Servers:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._progress.say(f"starting vLLM {self._setting.vllm.version} with the {side}, log in {log}")
         launcher = LocalLauncher(self._setting.vllm.executable)
-        self._context = launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
-        self._server = self._context.__enter__()
-        self._side = side
+        context = launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
+        self._server = context.__enter__()
+        self._context, self._side = context, side
         self._progress.say(f"ready after {self._server.started_seconds:.0f} s at {self._server.base_url}")
         return self._server
 

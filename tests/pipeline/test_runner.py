@@ -1,0 +1,350 @@
+"""What the runner keeps, makes again, stops and tells."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.verdict import Verdict
+from pipeline.errors import (
+    InspectionError,
+    InvalidMeasurementError,
+    QuantmintError,
+    ServingError,
+    StageError,
+    StoreError,
+    UserError,
+)
+from pipeline.runner import find_entry
+from pipeline.stage import Job
+
+PASSED = {"verdict": "PASS"}
+
+
+@pytest.fixture
+def chain(orchestra: Any) -> Callable[..., list[Any]]:
+    """Three stages, one after the other; options are those of the middle one."""
+
+    def make(**options: Any) -> list[Any]:
+        return [
+            orchestra.stage("first"),
+            orchestra.stage("second", "first", **options),
+            orchestra.stage("third", "second"),
+        ]
+
+    return make
+
+
+def raising(error: BaseException) -> Callable[[Job], None]:
+    def work(job: Job) -> None:
+        (job.path / "piece").write_text("finished piece")
+        raise error
+
+    return work
+
+
+def test_a_second_run_makes_nothing(orchestra: Any, chain: Any) -> None:
+    first = orchestra.run(*chain())
+    again = orchestra.run(*chain())
+    assert orchestra.ran == ["first", "second", "third"]
+    assert [step.cached for step in first.steps] == [False] * 3
+    assert [step.cached for step in again.steps] == [True] * 3
+    assert [step.entry for step in again.steps] == [step.entry for step in first.steps]
+    assert first.exit_code == again.exit_code == 0
+    assert orchestra.lines[-1] == "[3/3] third: cached: made third"
+
+
+def test_an_edit_in_the_middle_keeps_what_is_before_it(orchestra: Any, chain: Any) -> None:
+    orchestra.run(*chain(option=1))
+    orchestra.run(*chain(option=2))
+    assert orchestra.ran == ["first", "second", "third", "second", "third"]
+    orchestra.run(*chain(option=1))
+    assert len(orchestra.ran) == 5, "what was made before is still there"
+
+
+@pytest.mark.parametrize("name", ["second", "family"])
+def test_redo_makes_one_stage_again(orchestra: Any, chain: Any, name: str) -> None:
+    orchestra.run(*chain(family="family"))
+    outcome = orchestra.run(*chain(family="family"), redo=[name])
+    assert orchestra.ran == ["first", "second", "third", "second"]
+    assert [step.cached for step in outcome.steps] == [True, False, True]
+
+
+def test_what_lies_outside_the_store_is_made_again_when_it_is_gone(orchestra: Any, chain: Any) -> None:
+    outside = Path("outside")
+    options = {"work": lambda job: outside.write_text("there"), "whole": lambda entry: outside.exists()}
+    orchestra.run(*chain(**options))
+    orchestra.run(*chain(**options))
+    assert len(orchestra.ran) == 3
+    outside.unlink()
+    orchestra.run(*chain(**options))
+    assert orchestra.ran[3:] == ["second"]
+    orchestra.run(*chain(**options))
+    assert len(orchestra.ran) == 4
+
+
+def test_a_stage_gets_what_it_asked_for(orchestra: Any) -> None:
+    seen: dict[str, Any] = {}
+
+    def look(job: Job) -> None:
+        seen.update(job.inputs)
+
+    orchestra.run(orchestra.stage("a", result={"n": 1}), orchestra.stage("b"), orchestra.stage("c", "a", work=look))
+    assert list(seen) == ["a"]
+    assert seen["a"].record.result == {"n": 1, "summary": "made a"}
+    assert seen["a"].file("out").read_text() == "a"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (StageError("the disk melted"), StageError, 5),
+        (ServingError("it did not start"), ServingError, 5),
+        (InvalidMeasurementError("half of the answers are missing"), InvalidMeasurementError, 4),
+        (UserError("no such device"), UserError, 2),
+        (ZeroDivisionError("division by zero"), StageError, 5),
+        (RuntimeError("CUDA error"), StageError, 5),
+        (OSError(errno.ENOSPC, "No space left on device"), StoreError, 5),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/elsewhere/model"), StageError, 5),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), StageError, 5),
+        (KeyboardInterrupt(), KeyboardInterrupt, 130),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_every_way_to_break(
+    orchestra: Any, chain: Any, error: BaseException, kind: type[BaseException], code: int
+) -> None:
+    with pytest.raises(kind) as caught:
+        orchestra.run(*chain(work=raising(error)))
+    run = orchestra.last_run
+    assert run.finished is not None
+    assert (run.verdict, run.exit_code) == (None, code)
+    assert run.facts["error"] == ("interrupted" if code == 130 else caught.value.message)  # type: ignore[attr-defined]
+    if isinstance(caught.value, QuantmintError):
+        assert caught.value.exit_code == code
+    assert orchestra.committed(*chain()) == ["first"]
+
+    seen: list[str] = []
+    orchestra.run(*chain(work=lambda job: seen.append((job.path / "piece").read_text())))
+    assert seen == ["finished piece"], "what the stage had finished is there when it goes on"
+    assert orchestra.ran == ["first", "second", "second", "third"]
+
+
+def test_an_unexpected_error_names_the_stage_and_the_way_on(orchestra: Any, chain: Any) -> None:
+    with pytest.raises(StageError) as caught:
+        orchestra.run(*chain(work=raising(KeyError("weight"))))
+    assert caught.value.message == "stage second broke: KeyError: 'weight'"
+    assert "--debug" in str(caught.value.hint)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_full_disk_says_what_to_do(orchestra: Any, chain: Any) -> None:
+    with pytest.raises(StoreError, match=r"the disk is full: .*second.*\.work") as caught:
+        orchestra.run(*chain(work=raising(OSError(errno.ENOSPC, "No space left on device"))))
+    assert "gc" in str(caught.value.hint)
+
+
+def test_the_first_error_is_told_even_where_no_log_can_be_written(orchestra: Any, chain: Any) -> None:
+    """On a full disk the log of the run cannot be written either."""
+
+    def work(job: Job) -> None:
+        runs = job.setting.store.root / "runs"
+        for path in runs.iterdir():
+            path.unlink()
+        runs.rmdir()
+        runs.write_text("no folder any more")
+        raise StageError("the first error")
+
+    with pytest.raises(StageError, match="the first error"):
+        orchestra.run(*chain(work=work))
+
+
+def test_a_result_that_json_cannot_hold_is_an_error_with_a_log(orchestra: Any, chain: Any) -> None:
+    with pytest.raises(QuantmintError) as caught:
+        orchestra.run(*chain(result={"score": float("nan")}))
+    assert caught.value.exit_code == 5
+    assert orchestra.last_run.exit_code == 5
+
+
+def test_the_log_of_a_run(orchestra: Any, chain: Any) -> None:
+    stages = chain()
+    outcome = orchestra.run(*stages)
+    run = orchestra.last_run
+    assert run.id == outcome.run
+    assert run.recipe == "r"
+    assert run.plan == tuple((p.stage.family, p.fingerprint) for p in orchestra.plan(*stages))
+    assert (run.verdict, run.exit_code) == (None, 0)
+    assert {key: facts["cached"] for key, facts in run.facts["stages"].items()} == dict.fromkeys(
+        ["first", "second", "third"], False
+    )
+
+
+def test_a_run_is_on_record_before_its_first_stage(orchestra: Any) -> None:
+    found: list[Any] = []
+
+    def look(job: Job) -> None:
+        found.extend(json.loads(path.read_text()) for path in (job.setting.store.root / "runs").iterdir())
+
+    orchestra.run(orchestra.stage("only", work=look))
+    assert [entry["finished"] for entry in found] == [None]
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_only_a_pass_is_published(orchestra: Any, verdict: Verdict) -> None:
+    stages = [
+        orchestra.stage("gate", result={"verdict": verdict.value}),
+        orchestra.stage("report", "gate"),
+        orchestra.stage("publish", "report"),
+    ]
+    for _ in range(2):
+        outcome = orchestra.run(*stages)
+        assert outcome.verdict is verdict
+        assert outcome.exit_code == verdict.exit_code
+        assert (outcome.entry("publish") is not None) == (verdict is Verdict.PASS)
+        assert outcome.entry("report") is not None, "a report is written for every verdict"
+    assert ("publish" in orchestra.ran) == (verdict is Verdict.PASS)
+    assert (orchestra.last_run.verdict, orchestra.last_run.exit_code) == (verdict.value, verdict.exit_code)
+    skipped = f"    not published: the verdict is {verdict.value}" in orchestra.lines
+    assert skipped == (verdict is not Verdict.PASS)
+
+
+def test_a_verdict_that_turns_keeps_the_old_publication_out(orchestra: Any) -> None:
+    def stages(verdict: str, option: int) -> list[Any]:
+        return [
+            orchestra.stage("gate", result={"verdict": verdict}, option=option),
+            orchestra.stage("publish", "gate"),
+        ]
+
+    assert orchestra.run(*stages("PASS", 1)).entry("publish") is not None
+    assert orchestra.run(*stages("FAIL", 2)).entry("publish") is None
+    assert orchestra.ran == ["gate", "publish", "gate"]
+
+
+def test_an_unsound_checkpoint_goes_no_further(orchestra: Any) -> None:
+    stages = [
+        orchestra.stage("quantize"),
+        orchestra.stage("inspect", "quantize", result={"verdict": "FAIL"}),
+        orchestra.stage("serve-candidate", "inspect"),
+    ]
+    for _ in range(2):
+        with pytest.raises(InspectionError, match="neither served nor published") as caught:
+            orchestra.run(*stages)
+        assert caught.value.exit_code == 1
+        assert orchestra.last_run.exit_code == 1
+    assert orchestra.ran == ["quantize", "inspect"], "found wrong once, not inspected again"
+
+
+def test_a_sound_one_does(orchestra: Any) -> None:
+    outcome = orchestra.run(orchestra.stage("inspect", result=PASSED), orchestra.stage("serve-candidate", "inspect"))
+    assert [step.planned.key for step in outcome.steps] == ["inspect", "serve-candidate"]
+
+
+def test_a_damaged_entry_is_made_again(orchestra: Any, chain: Any) -> None:
+    outcome = orchestra.run(*chain())
+    entry = outcome.entry("second")
+    entry.file("out").write_text("SECOND")
+    again = orchestra.run(*chain())
+    assert [step.cached for step in again.steps] == [True, False, True]
+    assert again.entry("second").file("out").read_text() == "second"
+
+
+def test_find_entry_asks_the_stage(orchestra: Any) -> None:
+    stage = orchestra.stage("only")
+    orchestra.run(stage)
+    [planned] = orchestra.plan(stage)
+    assert find_entry(planned, orchestra.setting) is not None
+    stage.whole = lambda entry: False
+    assert find_entry(planned, orchestra.setting) is None
+
+
+class FakeLauncher:
+    """Counts the servers that run."""
+
+    running: list[str]
+
+    def __init__(self, executable: Path) -> None:
+        self.executable = executable
+
+    def launch(self, plan: Any, log: Path, *, startup_timeout: float) -> FakeLauncher:
+        self.model = plan
+        return self
+
+    def __enter__(self) -> Any:
+        from types import SimpleNamespace
+
+        if self.model == "does not start":
+            raise ServingError("it did not start")
+        FakeLauncher.running.append(self.model)
+        assert len(FakeLauncher.running) == 1, "two servers at once"
+        return SimpleNamespace(started_seconds=1.0, base_url="http://127.0.0.1:1")
+
+    def __exit__(self, *error: object) -> None:
+        FakeLauncher.running.remove(self.model)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    FakeLauncher.running = []
+    monkeypatch.setattr("pipeline.serving.launcher.LocalLauncher", FakeLauncher)
+    return FakeLauncher.running
+
+
+def serving(side: str, model: str = "", then: BaseException | None = None) -> Callable[[Job], None]:
+    def work(job: Job) -> None:
+        job.servers.get(side, model or side)  # type: ignore[arg-type]
+        assert FakeLauncher.running == [model or side]
+        if then is not None:
+            raise then
+
+    return work
+
+
+def test_stages_of_a_side_share_a_server(orchestra: Any, launched: list[str]) -> None:
+    orchestra.run(
+        orchestra.stage("serve-candidate", work=serving("candidate")),
+        orchestra.stage("evaluate-candidate", work=serving("candidate")),
+        orchestra.stage("serve-baseline", work=serving("baseline")),
+        orchestra.stage("evaluate-baseline", work=serving("baseline")),
+    )
+    assert launched == []
+    assert len([line for line in orchestra.lines if "starting vLLM" in line]) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [StageError("broke"), ValueError("ours"), OSError("disk"), KeyboardInterrupt(), SystemExit(1)]
+)
+def test_no_server_outlives_a_run(orchestra: Any, launched: list[str], error: BaseException) -> None:
+    with pytest.raises((QuantmintError, KeyboardInterrupt, SystemExit)):
+        orchestra.run(orchestra.stage("serve", work=serving("candidate", then=error)))
+    assert launched == []
+
+
+def test_no_server_outlives_an_unsound_checkpoint(orchestra: Any, launched: list[str]) -> None:
+    with pytest.raises(InspectionError):
+        orchestra.run(
+            orchestra.stage("serve", work=serving("candidate")),
+            orchestra.stage("inspect", "serve", result={"verdict": "FAIL"}),
+        )
+    assert launched == []
+
+
+def test_a_server_that_does_not_start_leaves_none(orchestra: Any, launched: list[str]) -> None:
+    with pytest.raises(ServingError):
+        orchestra.run(
+            orchestra.stage("one", work=serving("baseline")),
+            orchestra.stage("two", "one", work=serving("candidate", "does not start")),
+        )
+    assert launched == []
+
+
+def test_a_cached_run_starts_no_server(orchestra: Any, launched: list[str]) -> None:
+    stage = orchestra.stage("serve", work=serving("candidate"))
+    orchestra.run(stage)
+    orchestra.lines.clear()
+    orchestra.run(stage)
+    assert not [line for line in orchestra.lines if "starting" in line]
