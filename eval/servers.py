@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,25 +11,13 @@ ARTEFACT_FLAGS = frozenset({"--model", "--tokenizer", "--revision", "--quantizat
 # Where the server listens or writes, which no result depends on.
 ENDPOINT_FLAGS = frozenset({"--host", "--port", "--served-model-name", "--api-key", "--uvicorn-log-level"})
 
-# Log lines after which a score says nothing about the checkpoint. The missing q scale is not among them: vLLM prints
-# that for every FP8 cache, and it touches only backends that quantize the query.
-_FAULTS = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"Using KV cache scaling factor 1\.0 for fp8",
-        r"not found the expected name in the model .* is not loaded",
-        r"[Ff]alling back to (?:the )?default scal",
-        r"Some weights .* were not initialized from the checkpoint",
-    )
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Server:
     """How one side was served.
 
     `version` is vLLM's, `image` the container's digest (None outside one), `device` the accelerator's name or "CPU",
-    `argv` the command, `env` the variables of the launch plan, `faults` the lines that `log_faults` found.
+    `argv` the command, `env` the variables of the launch plan, `faults` what its log says that voids a measurement.
     """
 
     version: str
@@ -48,11 +35,6 @@ class Server:
     def from_json(cls, data: Mapping[str, Any]) -> Server:
         """Read back what `to_json` wrote."""
         return cls(**{**data, "argv": tuple(data["argv"]), "faults": tuple(data["faults"])})
-
-
-def log_faults(log: str) -> tuple[str, ...]:
-    """Lines of a server's log that void its measurements, each once, in order."""
-    return tuple(dict.fromkeys(line.strip() for line in log.splitlines() if any(p.search(line) for p in _FAULTS)))
 
 
 def differences(baseline: Server, candidate: Server) -> tuple[str, ...]:

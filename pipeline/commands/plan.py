@@ -61,6 +61,7 @@ def command(recipe: str, config_folder: Path | None, vllm: str | None, store_pat
         for task in setting.suite.tasks
     }
     if as_json:
+        require_disk(needed, free, str(where))  # standard output holds one object: the plan, or why there is none
         emit(
             {
                 "recipe": setting.recipe.name,

@@ -34,7 +34,7 @@ def command(
     from pipeline.progress import reporter_for
     from pipeline.runner import relative, run_plan
     from pipeline.session import open_setting
-    from pipeline.stages.publish import published_path
+    from pipeline.stages.publish import EVIDENCE, published_path
     from pipeline.stages.report import PAGE
     from pipeline.store.tree import Store
 
@@ -52,6 +52,8 @@ def command(
     report, publish = outcome.entry("report"), outcome.entry("publish")
     page = None if report is None else report.file(PAGE)
     checkpoint = published_path(setting) if publish is not None else None
+    if checkpoint is not None:
+        page = checkpoint / EVIDENCE / PAGE
     gate = outcome.entry("gate")
     reasons: object = [] if gate is None else gate.record.result["reasons"]
     if as_json:
@@ -61,7 +63,7 @@ def command(
                 "verdict": None if outcome.verdict is None else outcome.verdict.value,
                 "reasons": reasons,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
-                "report": None if page is None else str(page.resolve()),
+                "report": None if page is None else str(page.absolute()),
                 "stages": [
                     {
                         "stage": step.planned.key,
@@ -82,5 +84,5 @@ def command(
     if checkpoint is not None:
         click.echo(f"checkpoint  {relative(checkpoint)}")
     if page is not None:
-        click.echo(f"report      {relative(page.resolve())}")
+        click.echo(f"report      {relative(page.absolute())}")
     return outcome.exit_code

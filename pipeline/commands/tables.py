@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.prediction import Prediction
@@ -47,9 +48,9 @@ def print_plan(
     console = Console(highlight=False)
     recipe = setting.recipe
     source = recipe.source.repo or recipe.source.folder
-    console.print(f"[bold]{recipe.name}[/]  {recipe.description}")
+    console.print(f"[bold]{recipe.name}[/]  {escape(recipe.description)}")
     console.print(
-        f"{source} -> {recipe.quantization.scheme}, KV cache {recipe.quantization.kv_cache}, "
+        f"{escape(str(source))} -> {recipe.quantization.scheme}, KV cache {recipe.quantization.kv_cache}, "
         f"{recipe.quantization.format}, for {recipe.target.gpus} x {recipe.target.hardware}"
     )
     stages = table("stage", "state", "fingerprint")

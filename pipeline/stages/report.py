@@ -12,7 +12,7 @@ from typing import Any
 from eval.report.model import LaunchPlan, LayerError, Report, Size, Stage
 from pipeline import __version__
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stage import Job, Output, Setting, versions
 from pipeline.stages.gate import GATE
 from pipeline.stages.inspect import INSPECTION
 from pipeline.stages.serve import LAUNCH, SIDES
@@ -46,12 +46,9 @@ class ReportStage:
 
     def run(self, job: Job) -> Output:
         """Gather, write the data, draw the page."""
-        from eval.report.page import render
+        from eval.report.page import write
 
-        report = gather(job)
-        write_json(job.path / DATA, report)
-        (job.path / PAGE).write_text(render(report), encoding="utf-8")
-        size = (job.path / PAGE).stat().st_size
+        size = write(job.path, gather(job)).stat().st_size
         return Output(result={"page": PAGE}, summary=f"{PAGE}, {size / 1e3:,.0f} kB")
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
