@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         _fail("interrupted; the same command goes on from the last commit", given, 130)
     except click.ClickException as error:
+        _emit_error(error.format_message(), given, 2)
         error.show()
         sys.exit(2)
     except BrokenPipeError:
@@ -96,9 +97,13 @@ def _fail(message: str, arguments: Sequence[str], code: int) -> None:
         import traceback
 
         traceback.print_exc()
+    _emit_error(message, arguments, code)
+    click.echo(f"quantmint: {message}", err=True)
+    sys.exit(code)
+
+
+def _emit_error(message: str, arguments: Sequence[str], code: int) -> None:
     if "--json" in arguments:
         import json
 
         click.echo(json.dumps({"error": message, "exit_code": code}))
-    click.echo(f"quantmint: {message}", err=True)
-    sys.exit(code)

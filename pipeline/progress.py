@@ -6,12 +6,14 @@ On a terminal: bars and marks. In a log: a line when something begins and ends, 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -22,6 +24,9 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+# Colours and other escape sequences, and whatever else moves a cursor: messages quote the logs of other programs.
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Reporter(Protocol):
@@ -59,7 +64,7 @@ class PlainReporter:
         self._stream = stream or sys.stderr
 
     def _line(self, text: str) -> None:
-        self._stream.write(text + "\n")
+        self._stream.write(_CONTROL.sub("", text) + "\n")
         self._stream.flush()
 
     def started(self, key: str, number: int, total: int) -> None:
@@ -110,11 +115,11 @@ class RichReporter:
 
     def cached(self, key: str, number: int, total: int, summary: str) -> None:
         """See `Reporter`."""
-        self._console.print(f"[dim]{number:>2}/{total}[/] {key} [cyan]cached[/] [dim]{summary}[/]")
+        self._console.print(f"[dim]{number:>2}/{total}[/] {key} [cyan]cached[/] [dim]{_quoted(summary)}[/]")
 
     def finished(self, key: str, number: int, total: int, seconds: float, summary: str) -> None:
         """See `Reporter`."""
-        self._console.print(f"      [green]done[/] in {seconds:.1f} s [dim]{summary}[/]")
+        self._console.print(f"      [green]done[/] in {seconds:.1f} s [dim]{_quoted(summary)}[/]")
 
     @contextmanager
     def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
@@ -127,11 +132,16 @@ class RichReporter:
 
     def say(self, message: str) -> None:
         """See `Reporter`."""
-        self._console.print(f"      [dim]{message}[/]")
+        self._console.print(f"      [dim]{_quoted(message)}[/]")
 
     def warn(self, message: str) -> None:
         """See `Reporter`."""
-        self._console.print(f"      [yellow]warning:[/] {message}")
+        self._console.print(f"      [yellow]warning:[/] {_quoted(message)}")
+
+
+def _quoted(text: str) -> str:
+    """A message as it is, whatever brackets or colours it quotes."""
+    return escape(_CONTROL.sub("", text))
 
 
 def reporter_for(*, json: bool) -> Reporter:

@@ -81,4 +81,4 @@ def print_plan(
         tests.add_row(task, f"{facts['items']:,}", margin, f"{facts['detectable']:.2%}")
     console.print(tests)
     for note in notes:
-        console.print(f"[yellow]caution:[/] {note}")
+        console.print(f"[yellow]caution:[/] {escape(note)}")
