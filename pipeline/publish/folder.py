@@ -46,17 +46,20 @@ def publish_folder(
     try:
         releases.mkdir(parents=True, exist_ok=True)
         with Lock(releases / "lock"):
-            if link.exists() and not link.is_symlink():
+            if os.path.lexists(link) and not _is_ours(link, name):
                 raise StageError(f"{link} is there and was not published by quantmint: move it away.")
             _remove_partials(releases)
-            if not release.is_dir():
+            if not _is_whole(release, files, advance):
                 partial = releases / f"{version}{_PARTIAL}"
                 for relative, (source, digest) in files.items():
                     _copy(source, partial / relative, digest, advance)
                 for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
                     fsync(folder)
+                if release.is_dir():
+                    release.rename(releases / f"{version}.damaged{_PARTIAL}")
                 partial.rename(release)
                 fsync(releases)
+                _remove_partials(releases)
             pointer = target / f".{name}{_PARTIAL}"
             pointer.unlink(missing_ok=True)
             pointer.symlink_to(release.relative_to(target), target_is_directory=True)
@@ -69,6 +72,26 @@ def publish_folder(
             ) from error
         raise StageError(f"{target}: nothing was published: {error}") from error
     return link
+
+
+def _is_ours(link: Path, name: str) -> bool:
+    return link.is_symlink() and link.readlink().parts[:-1] == (RELEASES, name)
+
+
+def _is_whole(release: Path, files: Mapping[str, tuple[Path, str]], advance: Callable[[int], None]) -> bool:
+    """Whether an earlier release of this name is there with exactly these bytes: its name alone proves nothing."""
+    found = {path.relative_to(release).as_posix() for path in release.rglob("*") if not path.is_dir()}
+    return found == files.keys() and all(
+        _digest(release / relative, advance) == digest for relative, (_, digest) in files.items()
+    )
+
+
+def _digest(path: Path, advance: Callable[[int], None]) -> str:
+    found = hashlib.sha256()
+    for chunk in _chunks(path):
+        found.update(chunk)
+        advance(len(chunk))
+    return found.hexdigest()
 
 
 def _remove_partials(releases: Path) -> None:

@@ -92,7 +92,7 @@ def test_what_is_asked_wrongly_is_one_message(
     assert ended.out == ""
     assert "Traceback" not in ended.err
     assert len([line for line in ended.err.splitlines() if line.startswith(("quantmint:", "Error:"))]) == 1
-    entries = [path for path in project.rglob("record.json")]
+    entries = list(project.rglob("record.json"))
     assert entries == []
     if "r.yaml" not in arguments:
         assert not (project / "store").exists()

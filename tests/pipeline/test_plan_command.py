@@ -1,0 +1,209 @@
+"""`quantmint plan`: what is shipped, without a network, weights or vLLM."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pipeline.recipe.load import load_recipe, recipe_names
+
+CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
+SHIPPED = [name for name in recipe_names() if load_recipe(name).recipe.source.repo is not None]
+LARGEST = "deepseek-r1-mxfp4"
+Quantmint = Callable[..., Any]
+
+COUNT = {"type": "integer", "minimum": 0}
+FRACTION = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["recipe", "source", "stages", "predicted", "disk", "margins", "cautions"],
+    "properties": {
+        "recipe": {"type": "string"},
+        "source": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "string"}},
+        "stages": {
+            "type": "array",
+            "minItems": 11,
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["stage", "fingerprint", "cached"],
+                "properties": {
+                    "stage": {"type": "string"},
+                    "fingerprint": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+                    "cached": {"type": "boolean"},
+                },
+            },
+        },
+        "predicted": {
+            "type": "object",
+            "required": ["parameters", "source", "checkpoint", "weights_per_gpu", "kv_bytes_per_token"],
+            "additionalProperties": {"type": ["integer", "null"], "minimum": 0},
+        },
+        "disk": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["needed", "free", "where"],
+            "properties": {
+                "needed": {"type": "object", "additionalProperties": COUNT},
+                "free": COUNT,
+                "where": {"type": "string"},
+            },
+        },
+        "margins": {
+            "type": "object",
+            "minProperties": 1,
+            "additionalProperties": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["items", "margin", "detectable"],
+                "properties": {
+                    "items": COUNT,
+                    "margin": {"oneOf": [FRACTION, {"type": "null"}]},
+                    "detectable": FRACTION,
+                },
+            },
+        },
+        "cautions": {"type": "array", "items": {"type": "string"}},
+    },
+}
+
+
+@pytest.fixture
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.store.disk.free_bytes", lambda path: 10**16)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == LARGEST else []) for name in SHIPPED]
+)
+@pytest.mark.usefixtures("_no_network", "large_disk")
+def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
+    recipe = load_recipe(name).recipe
+    config = CONFIGS / str(recipe.source.repo).rpartition("/")[2]
+    ended = quantmint("plan", name, "--config", config, "--json")
+    assert ended.code == 0, ended.err
+    plan = ended.json
+    jsonschema.validate(plan, SCHEMA)
+    assert plan["recipe"] == name
+
+    sizes = plan["predicted"]
+    assert sizes["source"] == pytest.approx(2 * sizes["parameters"], rel=0.01), "16 bit a parameter"
+    ratio = sizes["source"] / sizes["checkpoint"]
+    low, high = {
+        "mxfp4": (3.4, 4.0),  # 4.25 bits a weight, what is kept in 16 bit takes from it
+        "fp8": (1.75, 2.0),
+        "ptpc_fp8": (1.75, 2.0),
+    }[recipe.quantization.scheme]
+    assert low < ratio < high
+    gpus = recipe.target.gpus
+    assert gpus * sizes["weights_per_gpu"] == pytest.approx(sizes["checkpoint"], abs=gpus)
+    assert plan["disk"]["needed"]["download"] == sizes["source"]
+    assert plan["disk"]["needed"]["checkpoint"] == plan["disk"]["needed"]["published copy"] == sizes["checkpoint"]
+    assert not any(stage["cached"] for stage in plan["stages"])
+    assert ("calibrate" in [stage["stage"] for stage in plan["stages"]]) == (recipe.calibration is not None)
+    gated = [facts for facts in plan["margins"].values() if facts["margin"] is not None]
+    assert gated
+    assert all(facts["margin"] >= facts["detectable"] for facts in gated)
+    assert not Path("store").exists()
+
+
+@pytest.mark.usefixtures("_no_network", "large_disk")
+def test_what_a_kv_cache_costs(quantmint: Quantmint) -> None:
+    config = CONFIGS / "Llama-3.1-8B-Instruct"
+    sixteen, eight = (
+        quantmint("plan", name, "--config", config, "--json").json["predicted"]["kv_bytes_per_token"]
+        for name in ("llama8b-ptpc", "llama8b-fp8kv")
+    )
+    assert (sixteen, eight) == (2 * 32 * 8 * 128 * 2, 2 * 32 * 8 * 128)
+
+
+@pytest.mark.usefixtures("_no_network", "large_disk")
+def test_what_a_person_reads(quantmint: Quantmint, project: Path) -> None:
+    ended = quantmint("plan", "r.yaml")
+    assert ended.code == 0
+    assert ended.err == ""
+    for words in ("quantize", "to do", "16-bit model", "weights on each GPU", "tiny_facts", "disk: free"):
+        assert words in ended.out
+    assert "\x1b" not in ended.out
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_brackets_are_text(quantmint: Quantmint, project: Path) -> None:
+    recipe = project / "r.yaml"
+    recipe.write_text(recipe.read_text().replace("A test.", "'Made [/by] hand [bold].'"))
+    ended = quantmint("plan", "r.yaml")
+    assert ended.code == 0
+    assert "Made [/by] hand [bold]." in ended.out
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_the_plan_says_what_is_cached(orchestra: Any, quantmint: Quantmint) -> None:
+    stages = [orchestra.stage("a"), orchestra.stage("b", "a")]
+    orchestra.run(stages[0])
+    orchestra.plan(*stages)
+    told = quantmint("plan", "r.yaml", "--json").json
+    assert [(stage["stage"], stage["cached"]) for stage in told["stages"]] == [("a", True), ("b", False)]
+    assert orchestra.ran == ["a"], "nothing is made"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_disk_that_is_too_small(
+    quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    monkeypatch.setattr("pipeline.store.disk.free_bytes", lambda path: 10_000_000)
+    ended = quantmint("plan", "r.yaml", *(["--json"] if as_json else []))
+    assert ended.code == 2
+    assert "0.01 GB are free" in ended.err
+    assert ended.err.count("quantmint:") == 1
+    if as_json:
+        assert ended.json["exit_code"] == 2
+    else:
+        assert "16-bit model" in ended.out, "the numbers are shown all the same"
+
+
+def test_a_run_refuses_such_a_disk_before_it_begins(
+    orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orchestra.plan(orchestra.stage("source"), orchestra.stage("quantize", "source"))
+    monkeypatch.setattr("pipeline.preflight.free_bytes", lambda path: 10_000_000)
+    ended = quantmint("run", "r.yaml")
+    assert (ended.code, orchestra.ran) == (2, [])
+    assert "(checkpoint 0.00 GB, logs and samples 0.07 GB), 0.01 GB are free" in ended.err
+
+
+def test_a_cached_run_needs_no_room(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestra.run(orchestra.stage("source"), orchestra.stage("quantize", "source"))
+    monkeypatch.setattr("pipeline.preflight.free_bytes", lambda path: 0)
+    assert quantmint("run", "r.yaml").code == 0
+
+
+def test_without_a_config_or_a_network(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ended = quantmint("plan", "llama8b-ptpc")
+    assert ended.code == 2
+    assert "cannot be resolved to a commit" in ended.err
+    assert "--config FOLDER" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_config_that_is_none(quantmint: Quantmint, tmp_path: Path) -> None:
+    ended = quantmint("plan", "llama8b-ptpc", "--config", tmp_path)
+    assert (ended.code, "config.json: no such file" in ended.err) == (2, True)
+    (tmp_path / "config.json").write_text('{"model_type": "none-such"}')
+    ended = quantmint("plan", "llama8b-ptpc", "--config", tmp_path)
+    assert (ended.code, "transformers cannot build this model" in ended.err) == (2, True)
