@@ -61,7 +61,7 @@ Quantize = Callable[..., "Made"]
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """``models("llama")`` is a folder as `save_pretrained` writes it; ``models("llama", sharded=True)`` has an index."""
+    """``models("llama")`` is a folder as `save_pretrained` writes it; with ``sharded=True`` it has an index."""
     root = tmp_path_factory.mktemp("models")
 
     def get(name: str, *, sharded: bool = False, dtype: str = "bfloat16") -> Path:
@@ -134,7 +134,7 @@ class Made:
 
 @pytest.fixture(scope="session")
 def quantize(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Quantize:
-    """Model name to PTPC-FP8 with a calibrated FP8 cache, in either layout; made once, so copy it before you break it."""
+    """Model name to PTPC-FP8 with a calibrated FP8 cache, in either layout; made once: copy it before you break it."""
     from calibration.observe import load_resident, observe
     from calibration.ranges import Ranges
 

@@ -43,7 +43,7 @@ class Quark:
         """See `Layout`. Modules of another scheme than the most frequent are written with exact names.
 
         The KV entries use Quark's own two patterns, or exact names where a k_proj or v_proj has a scheme of its own:
-        a name then matches one key only, so that the order of keys, which are sorted on disk, cannot change the meaning.
+        a name then matches one key only, and the order of keys, which is sorted on disk, cannot change the meaning.
         """
         default = _layer(choice.default)
         layers: dict[str, Any] = {

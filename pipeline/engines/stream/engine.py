@@ -99,7 +99,7 @@ def _read_manifest(manifest: Path, destination: Path) -> dict[str, WrittenShard]
     done: dict[str, WrittenShard] = {}
     if not manifest.is_file():
         return done
-    for line in manifest.read_text(encoding="utf-8").splitlines():
+    for line in manifest.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = WrittenShard(**json.loads(line))
         except (ValueError, TypeError):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from pipeline.engines.stream.kernels import KERNELS
 from pipeline.engines.stream.plan import ShardPlan, Step, is_deferred
+from pipeline.errors import StageError
 from pipeline.formats.header import TensorInfo
 
 if TYPE_CHECKING:
@@ -109,12 +110,18 @@ def _read(stream: BinaryIO, info: TensorInfo) -> torch.Tensor:
 
     buffer = torch.empty(info.nbytes, dtype=torch.uint8)
     view: memoryview = buffer.numpy().data
-    stream.seek(info.start)
-    while view.nbytes:
-        count = stream.readinto(view)  # type: ignore[attr-defined]  # an unbuffered file is a RawIOBase
-        if not count:
-            raise OSError(f"the file ends inside {info.name}")
-        view = view[count:]
+    try:
+        stream.seek(info.start)
+        while view.nbytes:
+            count = stream.readinto(view)  # type: ignore[attr-defined]  # an unbuffered file is a RawIOBase
+            if not count:
+                raise StageError(
+                    f"{stream.name}: the file ends inside {info.name}; it was longer when its header was read.",
+                    hint="Restore the file and run the same command: finished files are kept.",
+                )
+            view = view[count:]
+    except OSError as error:
+        raise StageError(f"{stream.name}: {info.name} cannot be read: {error.strerror}.") from error
     return buffer
 
 

@@ -1,0 +1,99 @@
+"""Shards that look like a model's to the engine, written without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from pipeline.engines.stream.engine import KvRange, write_checkpoint
+from pipeline.engines.stream.plan import plan_shards
+from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
+from pipeline.formats.header import encode_header, tensor_bytes
+from pipeline.formats.layout import Choice
+
+Shape = tuple[int, ...]
+Shards = Mapping[str, Mapping[str, tuple[str, Shape]]]
+Run = Callable[..., dict[str, bytes]]
+
+
+@pytest.fixture
+def write_model() -> Callable[[Path, Shards], Checkpoint]:
+    """Write shards of random 16-bit numbers, in the order given, with an index where there are several."""
+
+    def write(folder: Path, shards: Shards) -> Checkpoint:
+        import torch
+
+        folder.mkdir(parents=True, exist_ok=True)
+        generator = torch.Generator().manual_seed(3)
+        weight_map = {}
+        for shard, tensors in shards.items():
+            with (folder / shard).open("wb") as stream:
+                stream.write(encode_header((name, dtype, shape) for name, (dtype, shape) in tensors.items()))
+                for name, (dtype, shape) in tensors.items():
+                    count = tensor_bytes(dtype, shape)
+                    numbers = torch.randn(-(-count // 2), generator=generator)
+                    kind = torch.float16 if dtype == "F16" else torch.bfloat16
+                    stream.write(bytes(numbers.to(kind).view(torch.uint8).numpy())[:count])
+                    weight_map[name] = shard
+        if len(shards) > 1:
+            (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        return open_checkpoint(folder)
+
+    return write
+
+
+@pytest.fixture
+def small(tmp_path: Path, write_model: Callable[[Path, Shards], Checkpoint]) -> Checkpoint:
+    """Four layers, a file each: 131,072 bytes of 16-bit matrices and 256 of norm in every one."""
+    return write_model(tmp_path / "source", layers(4, 128))
+
+
+def layers(count: int, width: int) -> Shards:
+    return {
+        f"model-{layer + 1:05}-of-{count:05}.safetensors": {
+            f"model.layers.{layer}.input_layernorm.weight": ("BF16", (width,)),
+            **{
+                f"model.layers.{layer}.self_attn.{part}.weight": ("BF16", (width, width))
+                for part in ("k_proj", "o_proj", "q_proj", "v_proj")
+            },
+        }
+        for layer in range(count)
+    }
+
+
+@pytest.fixture
+def run() -> Run:
+    """Quantize every ``*_proj.weight`` of a model into a working folder; the bytes of every file of the result."""
+
+    def run(
+        source: Checkpoint,
+        work: Path,
+        *,
+        checkpoint_format: str = "compressed-tensors",
+        kv_ranges: tuple[KvRange, ...] = (),
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> dict[str, bytes]:
+        modules = [name.removesuffix(".weight") for name in source.tensors if name.endswith("_proj.weight")]
+        choice = Choice(dict.fromkeys(modules, "ptpc_fp8"), ("lm_head",), bool(kv_ranges))
+        attention = tuple(entry.attention for entry in kv_ranges)
+        plans = plan_shards(source, choice, attention, checkpoint_format)
+        written = write_checkpoint(
+            source,
+            plans,
+            choice,
+            kv_ranges,
+            work / "checkpoint",
+            checkpoint_format=checkpoint_format,
+            manifest=work / "manifest.jsonl",
+            advance=advance,
+        )
+        made = {path.name: path.read_bytes() for path in sorted((work / "checkpoint").iterdir())}
+        assert {shard.name: shard.size for shard in written} == {plan.name: plan.nbytes for plan in plans}
+        assert {plan.name: len(made[plan.name]) for plan in plans} == {plan.name: plan.nbytes for plan in plans}
+        return made
+
+    return run
