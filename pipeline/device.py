@@ -19,3 +19,14 @@ def resolve_device(wanted: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device: found {wanted!r}, which PyTorch cannot use here: {error}") from None
     return wanted
+
+
+def device_memory(device: str) -> int:
+    """Bytes of memory that a device has in all; of the machine where the device is its CPU."""
+    import os
+
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

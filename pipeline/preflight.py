@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from pipeline.device import device_memory, resolve_device
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.model.structure import imagine, read_structure
 from pipeline.prediction import Prediction, disk_needed, predict, require_disk
 from pipeline.runner import find_entry
 from pipeline.stage import Planned, Setting
+from pipeline.stages.source import config_folder
 from pipeline.store.disk import free_bytes
 
 
@@ -31,10 +33,25 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
             "no vLLM was found to serve with, which this recipe needs.",
             hint="`make serving` builds one for a CPU; else set QUANTMINT_VLLM, or stop earlier with --until inspect.",
         )
-    if "quantize" in missing and setting.source.folder is not None:
-        prediction = predict_for(setting, setting.source.folder)
+    if "quantize" in missing:
+        prediction = predict_for(setting, config_folder(setting.source))
         where = setting.store.root.absolute()
-        require_disk(disk_needed(prediction, missing, download=False), free_bytes(where), str(where))
+        download = setting.source.folder is None
+        require_disk(disk_needed(prediction, missing, download=download), free_bytes(where), str(where))
+        if "calibrate" in missing:
+            _require_memory(prediction, setting)
+
+
+def _require_memory(prediction: Prediction, setting: Setting) -> None:
+    """Calibration holds the whole 16-bit model on one device."""
+    device = resolve_device(setting.device)
+    memory = device_memory(device)
+    if prediction.calibration_device > memory:
+        raise UserError(
+            f"calibration keeps the 16-bit model on one device: {prediction.calibration_device / 1e9:,.1f} GB, "
+            f"{device} has {memory / 1e9:,.1f} GB.",
+            hint="Calibrate on a larger device, or choose ptpc_fp8 with `kv_cache: auto`, which needs no ranges.",
+        )
 
 
 def predict_for(setting: Setting, folder: Path) -> Prediction:

@@ -5,19 +5,28 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.errors import StageError
 
 _TAIL = 3  # lines of the log that an error quotes
+_WATCH_S = 0.5
+_WATCHED = 4096  # bytes of the log's end
 
 
-def run_logged(argv: Sequence[str], log: Path, *, what: str, env: Mapping[str, str]) -> None:
+def run_logged(
+    argv: Sequence[str],
+    log: Path,
+    *,
+    what: str,
+    env: Mapping[str, str],
+    watch: Callable[[str], None] = lambda _: None,
+) -> None:
     """Run a program to its end, its output in ``log``.
 
-    It gets a process group of its own, which is ended whenever we leave early. Raises `StageError` with the last lines
-    of the log when it fails.
+    It gets a process group of its own, which is ended whenever we leave early. ``watch`` is shown the end of the log
+    twice a second. Raises `StageError` with the last lines of the log when the program fails.
     """
     with log.open("ab") as stream:
         process = subprocess.Popen(
@@ -29,7 +38,12 @@ def run_logged(argv: Sequence[str], log: Path, *, what: str, env: Mapping[str, s
             start_new_session=True,
         )
         try:
-            code = process.wait()
+            while True:
+                try:
+                    code = process.wait(timeout=_WATCH_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    watch(_end_of(log))
         except BaseException:
             _end(process)
             raise
@@ -39,6 +53,12 @@ def run_logged(argv: Sequence[str], log: Path, *, what: str, env: Mapping[str, s
             f"{what} ended with exit code {code}: {' | '.join(lines[-_TAIL:]) or 'it printed nothing'}",
             hint=f"Its whole log: {log}",
         )
+
+
+def _end_of(log: Path) -> str:
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _WATCHED))
+        return stream.read().decode("utf-8", errors="replace")
 
 
 def _inherited() -> dict[str, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
 
+_REQUESTS = re.compile(r"Requesting API: +\d+%\|[^|]*\| (\d+)/(\d+) ")
 TASKS = Path(harness.__file__).parent / "tasks"
 
 
@@ -65,11 +68,10 @@ class EvaluateStage:
         server = job.servers.get(self.side, launch_plan(setting, self.side, tokenizer))
         try:
             harness.materialise_tasks(TASKS, [task.task for task in setting.suite.tasks], job.path / "tasks")
-            with job.progress.bar(len(setting.suite.tasks), "tasks") as advance:
-                advance(len(setting.suite.tasks) - len(unfinished))
-                for task in unfinished:
-                    _ask(job, task, server, tokenizer)
-                    advance(1)
+            for task in unfinished:
+                job.progress.say(f"{task.task}: {task.items:,} items")
+                with _requests_bar(job) as watch:
+                    _ask(job, task, server, tokenizer, watch)
             sets = [read_samples(job.path, task) for task in setting.suite.tasks]
         except (MeasurementError, DefinitionError) as error:
             raise InvalidMeasurementError(f"evaluate {self.side}: {error}") from error
@@ -88,18 +90,36 @@ class EvaluateStage:
         return True
 
 
+@contextmanager
+def _requests_bar(job: Job) -> Iterator[Callable[[str], None]]:
+    """A bar over the requests that lm-eval says it has sent, from the first time that it says how many there are."""
+    with ExitStack() as stack:
+        advance: Callable[[int], None] | None = None
+        told = 0
+
+        def watch(log: str) -> None:
+            nonlocal advance, told
+            seen = _REQUESTS.findall(log)
+            if seen:
+                done, total = map(int, seen[-1])
+                advance = advance or stack.enter_context(job.progress.bar(total, "requests"))
+                advance(done - told)
+                told = done
+
+        yield watch
+
+
 def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
     """The samples of a task that a stage has kept."""
     path = _samples_file(folder, task)
     return SampleSet.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _ask(job: Job, task: SuiteTask, server: Server, tokenizer: Path) -> None:
+def _ask(job: Job, task: SuiteTask, server: Server, tokenizer: Path, watch: Callable[[str], None]) -> None:
     setting = job.setting
     output = job.path / "lm-eval" / task.task
     shutil.rmtree(output, ignore_errors=True)  # half a task cannot be told from a whole one
     output.mkdir(parents=True)
-    job.progress.say(f"{task.task}: {task.items:,} items")
     argv = harness.command(
         sys.executable,
         task,
@@ -117,7 +137,7 @@ def _ask(job: Job, task: SuiteTask, server: Server, tokenizer: Path) -> None:
     env = {"OPENAI_API_KEY": "unused", "TOKENIZERS_PARALLELISM": "false", **offline}
     log = job.path / f"{task.task}.log"
     try:
-        run_logged(argv, log, what=f"lm-eval on {task.task}", env=env)
+        run_logged(argv, log, what=f"lm-eval on {task.task}", env=env, watch=watch)
     except StageError:
         server.get("/health")
         raise
