@@ -25,19 +25,22 @@ def explain(plan: Sequence[Planned], setting: Setting) -> tuple[Explained, ...]:
 
     A fingerprint of an input that changed is reported too: the stage of that name says why.
     """
-    return tuple(_explain(planned, number, setting) for number, planned in enumerate(plan))
+    families = [planned.stage.family for planned in plan]
+    return tuple(
+        _explain(planned, families[:number].count(planned.stage.family), setting) for number, planned in enumerate(plan)
+    )
 
 
-def _explain(planned: Planned, number: int, setting: Setting) -> Explained:
+def _explain(planned: Planned, nth: int, setting: Setting) -> Explained:
+    """``nth`` counts the stages of its family before it: plans with and without calibration are compared too."""
     if find_entry(planned, setting) is not None:
         return Explained(planned.key, "cached")
     family = planned.stage.family
     for run in list_runs(setting.store.root):
-        if run.recipe != setting.recipe.name or number >= len(run.plan) or run.plan[number][0] != family:
+        same = [fingerprint for stage, fingerprint in run.plan if stage == family]
+        if run.recipe != setting.recipe.name or nth >= len(same) or same[nth] == planned.fingerprint:
             continue
-        if run.plan[number][1] == planned.fingerprint:
-            continue
-        before = setting.store.find(family, run.plan[number][1])
+        before = setting.store.find(family, same[nth])
         if before is not None:
             return Explained(planned.key, "changed", tuple(difference(before.record.payload, planned.payload)))
     return Explained(planned.key, "to do: never finished with this recipe")

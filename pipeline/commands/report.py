@@ -32,7 +32,10 @@ def command(recipe: str, output: Path | None, vllm: str | None, store_path: Path
         raise UserError(f"{setting.recipe.name} has no report yet.", hint=f"Make it: quantmint run {recipe}")
     page = entry.file(PAGE).resolve()
     if output is not None:
-        shutil.copyfile(page, output)
+        try:
+            shutil.copyfile(page, output)
+        except OSError as error:
+            raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from None
         page = output.resolve()
     if as_json:
         emit({"report": str(page), "data": str(entry.file(DATA).resolve())})

@@ -245,6 +245,51 @@ def quantmint(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     return call
 
 
+# verdict -> how many of 2,000 answers the candidate loses, and a fault of its server
+_NUMBERS: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "PASS": (2, ()),
+    "FAIL": (200, ()),
+    "INCONCLUSIVE": (20, ()),
+    "INVALID": (2, ("default KV scales were used",)),
+}
+
+
+@pytest.fixture
+def write_gate() -> Callable[..., Path]:
+    """Write a gate's record whose numbers lead to a verdict; returns the path of ``gate.json``."""
+    import hashlib
+
+    from eval import record
+    from eval.gate import Policy, judge
+    from eval.measurements import Measurements, Structure
+    from eval.samples import Sample, SampleSet
+    from eval.servers import Server
+    from eval.verdict import Verdict
+
+    def answers(lost: int) -> SampleSet:
+        names = [hashlib.sha256(f"{number}".encode()).hexdigest()[:16] for number in range(2000)]
+        scores = [float(number >= lost) for number in range(2000)]
+        samples = (Sample("t", n, "none", x, x, x, s) for n, (x, s) in enumerate(zip(names, scores, strict=True)))
+        return SampleSet("t", "acc", tuple(samples))
+
+    def write(folder: Path, verdict: str, artefact: str = "ab" * 32) -> Path:
+        lost, faults = _NUMBERS[verdict]
+        argv = ("vllm", "serve", "MODEL")
+        measurements = Measurements(
+            artefact=artefact,
+            structure=Structure(Verdict.PASS),
+            baseline=Server("0.32.0", "mi300x", argv, {}),
+            candidate=Server("0.32.0", "mi300x", argv, {}, faults=faults),
+            samples={"t": (answers(0), answers(lost))},
+            cells={},
+        )
+        report = judge(measurements, Policy(margins={"t": 0.01}))
+        assert report.verdict.value == verdict
+        return record.write(folder, measurements, report)
+
+    return write
+
+
 @pytest.fixture
 def forked() -> Callable[[Callable[[], None]], int]:
     """Start a function in a process of its own; returns its number."""

@@ -47,11 +47,12 @@ def files(tmp_path: Path) -> MakeFiles:
 
 
 def shown(target: Path, name: str = "r") -> Mapping[str, bytes] | None:
-    """What a reader finds."""
+    """What a reader finds who follows the link once and stays there."""
     link = target / name
     if not os.path.lexists(link):
         return None
-    return {path.relative_to(link).as_posix(): path.read_bytes() for path in link.rglob("*") if path.is_file()}
+    root = link.resolve()
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def contents(files: Files) -> Mapping[str, bytes]:

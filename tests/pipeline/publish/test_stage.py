@@ -1,0 +1,228 @@
+"""Only what was judged, only after a PASS, only byte for byte: the stage in the real runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.digest import file_digests, folder_digest
+from pipeline.errors import StageError
+from pipeline.stage import Job
+from pipeline.stages.gate import checkpoint_digest
+from pipeline.stages.publish import PublishStage
+
+WriteGate = Callable[..., Path]
+SIZE = 2 << 20  # bytes; more than what the store reads at every look
+
+
+@pytest.fixture
+def stages(orchestra: Any, write_gate: WriteGate) -> Callable[..., list[Any]]:
+    """Every stage that publishing starts from, as fakes, and publishing itself."""
+
+    def make(
+        option: int = 1, *, numbers: str = "PASS", after: Callable[[Path], None] | None = None, artefact: str = ""
+    ) -> list[Any]:
+        def quantize(job: Job) -> None:
+            folder = job.path / "checkpoint"
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps({"option": option}))
+            (folder / "model.safetensors").write_bytes(bytes([option]) * SIZE)
+
+        def gate(job: Job) -> None:
+            write_gate(job.path, numbers, artefact or checkpoint_digest(job.inputs["quantize"]))
+            if after is not None:
+                after(job.path)
+
+        def report(job: Job) -> None:
+            (job.path / "report.html").write_text(f"<html>{option}")
+
+        return [
+            orchestra.stage("quantize", option=option, work=quantize),
+            orchestra.stage("inspect", "quantize", result={"verdict": "PASS"}),
+            orchestra.stage(
+                "gate", "quantize", option=[numbers, artefact, after is None], work=gate, result={"verdict": "PASS"}
+            ),
+            orchestra.stage("report", "gate", work=report),
+            PublishStage(),
+        ]
+
+    return make
+
+
+def published() -> dict[str, bytes] | None:
+    link = Path("published/r")
+    if not os.path.lexists(link):
+        return None
+    return {path.relative_to(link).as_posix(): path.read_bytes() for path in link.rglob("*") if path.is_file()}
+
+
+def test_what_is_published_is_what_was_judged(orchestra: Any, stages: Any, tmp_path: Path) -> None:
+    outcome = orchestra.run(*stages())
+    found = published()
+    assert found is not None
+    expected = {
+        name.removeprefix("checkpoint/"): outcome.entry("quantize").file(name).read_bytes()
+        for name in ("checkpoint/config.json", "checkpoint/model.safetensors")
+    }
+    for key in ("gate", "report", "inspect"):
+        entry = outcome.entry(key)
+        expected |= {f"quantmint/{name}": entry.file(name).read_bytes() for name in entry.record.files}
+    expected["quantmint/recipe.yaml"] = orchestra.setting.loaded.text_resolved.encode()
+    assert found == expected
+    digest = folder_digest(file_digests(Path("published/r").resolve(), tmp_path / "memory"))
+    gate = json.loads(found["quantmint/gate.json"])
+    assert digest == gate["artefact"] == outcome.entry("publish").record.result["digest"]
+
+
+def test_the_published_record_judges_again(orchestra: Any, stages: Any, quantmint: Any) -> None:
+    orchestra.run(*stages())
+    ended = quantmint("judge", "published/r", "--json")
+    assert (ended.code, ended.json["verdict"]) == (0, "PASS")
+
+
+def test_a_second_run_publishes_nothing(orchestra: Any, stages: Any) -> None:
+    orchestra.run(*stages())
+    release = Path("published/r").resolve()
+    before = release.stat().st_ino
+    outcome = orchestra.run(*stages())
+    assert outcome.steps[-1].cached
+    assert Path("published/r").resolve() == release
+    assert release.stat().st_ino == before
+
+
+@pytest.mark.parametrize("loss", ["link", "release", "everything", "page"])
+def test_what_was_removed_by_hand_is_published_again(orchestra: Any, stages: Any, loss: str) -> None:
+    import shutil
+
+    orchestra.run(*stages())
+    whole = published()
+    link = Path("published/r")
+    match loss:
+        case "link":
+            link.unlink()
+        case "release":
+            shutil.rmtree(link.resolve())
+        case "everything":
+            shutil.rmtree("published")
+        case "page":
+            (link / "quantmint" / "report.html").unlink()
+    outcome = orchestra.run(*stages())
+    assert [step.planned.key for step in outcome.steps if not step.cached] == ["publish"]
+    assert published() == whole
+
+
+def test_going_back_to_an_older_recipe_shows_its_release(orchestra: Any, stages: Any) -> None:
+    orchestra.run(*stages(1))
+    first = published()
+    orchestra.run(*stages(2))
+    assert published() != first
+    orchestra.run(*stages(1))
+    assert published() == first
+    assert orchestra.ran == ["quantize", "inspect", "gate", "report"] * 2
+
+
+def test_a_byte_that_flips_after_the_verdict(orchestra: Any, stages: Any) -> None:
+    orchestra.run(*stages(1))
+    old = published()
+    new = stages(2)
+    orchestra.run(*new[:-1])
+    [quantize] = orchestra.plan(*new)[:1]
+    path = orchestra.setting.store.find("quantize", quantize.fingerprint).file("checkpoint/model.safetensors")
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(SIZE // 2)
+        file.write(b"x")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a failing disk would: no trace
+    with pytest.raises(StageError, match=r"model\.safetensors is not what was judged") as refused:
+        orchestra.run(*new)
+    assert "--redo quantize" in str(refused.value.hint)
+    assert published() == old
+    assert orchestra.last_run.exit_code == 5
+
+    orchestra.run(*new, redo=["quantize"])
+    assert published() != old
+
+
+def edited_to_pass(folder: Path) -> None:
+    path = folder / "gate.json"
+    record = json.loads(path.read_text())
+    record["verdict"] = "PASS"
+    for finding in record["findings"]:
+        finding["verdict"] = "PASS"
+    path.write_text(json.dumps(record))
+
+
+def better_scores(folder: Path) -> None:
+    baseline, candidate = folder / "samples" / "t.baseline.json", folder / "samples" / "t.candidate.json"
+    candidate.write_bytes(baseline.read_bytes())
+
+
+def no_scores(folder: Path) -> None:
+    (folder / "samples" / "t.candidate.json").unlink()
+
+
+@pytest.mark.parametrize("numbers", ["FAIL", "INCONCLUSIVE", "INVALID"])
+def test_a_record_that_was_edited_to_pass(orchestra: Any, stages: Any, numbers: str) -> None:
+    with pytest.raises(StageError, match=f"the gate's record says {numbers}, only a PASS is published"):
+        orchestra.run(*stages(numbers=numbers, after=edited_to_pass))
+    assert published() is None
+
+
+@pytest.mark.parametrize("tamper", [better_scores, no_scores])
+def test_scores_that_were_exchanged(orchestra: Any, stages: Any, tamper: Callable[[Path], None]) -> None:
+    with pytest.raises(StageError, match="the gate's record cannot be judged again"):
+        orchestra.run(*stages(numbers="FAIL", after=tamper))
+    assert published() is None
+
+
+def test_the_verdict_of_another_checkpoint(orchestra: Any, stages: Any) -> None:
+    orchestra.run(*stages(1))
+    old = published()
+    with pytest.raises(StageError, match="the gate judged another checkpoint"):
+        orchestra.run(*stages(2, artefact="cd" * 32))
+    assert published() == old
+
+
+def test_what_others_put_there(orchestra: Any, stages: Any) -> None:
+    Path("published/r").mkdir(parents=True)
+    Path("published/r/mine.txt").write_text("mine")
+    with pytest.raises(StageError, match="move it away"):
+        orchestra.run(*stages())
+    assert published() == {"mine.txt": b"mine"}
+
+
+@pytest.mark.parametrize("fatal", [1, 3, 6, 9])
+def test_killed_while_it_publishes(
+    orchestra: Any, stages: Any, forked: Any, code_of: Any, die: Callable[[], None], fatal: int
+) -> None:
+    orchestra.run(*stages(1))
+    old = published()
+    new = stages(2)
+
+    def attempt() -> None:
+        calls = 0
+        original = os.fsync
+
+        def fsync(handle: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == fatal:
+                die()
+            original(handle)
+
+        orchestra.run(*new[:-1])
+        os.fsync = fsync
+        orchestra.run(*new)
+
+    assert code_of(forked(attempt)) == -signal.SIGKILL
+    assert published() == old
+    outcome = orchestra.run(*new)
+    assert [step.planned.key for step in outcome.steps if not step.cached] == ["publish"]
+    assert published() != old
+    assert [path.name for path in Path("published").rglob("*") if "partial" in path.name] == []

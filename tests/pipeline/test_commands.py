@@ -1,0 +1,310 @@
+"""The commands that only look: recipes, schemes, schema, runs, gc, explain, judge, inspect, report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import recipes
+from pipeline.recipe.load import load_recipe, recipe_names
+from pipeline.schemes import table
+from pipeline.store.gc import plan_gc
+from pipeline.store.runs import RunLog
+
+Quantmint = Callable[..., Any]
+WriteGate = Callable[..., Path]
+
+
+def test_recipes(quantmint: Quantmint) -> None:
+    ended = quantmint("recipes")
+    assert (ended.code, ended.err) == (0, "")
+    assert [line.split()[0] for line in ended.out.splitlines()] == list(recipe_names())
+    told = quantmint("recipes", "--json").json
+    assert [entry["name"] for entry in told] == list(recipe_names())
+    assert all(entry["description"] for entry in told)
+
+
+def test_one_recipe_is_written_out(quantmint: Quantmint, project: Path) -> None:
+    ended = quantmint("recipes", "llama70b-fp8kv")
+    (project / "llama70b-fp8kv.yaml").write_text(ended.out)
+    assert load_recipe("llama70b-fp8kv.yaml").recipe == load_recipe("llama70b-fp8kv").recipe
+    assert "extends" not in ended.out
+    assert quantmint("recipes", "llama70b-fp8kv", "--json").json["target"]["gpus"] == 8
+
+
+def test_a_recipe_of_the_working_folder_is_listed(quantmint: Quantmint, project: Path) -> None:
+    (project / "recipes").mkdir()
+    (project / "r.yaml").rename(project / "recipes" / "r.yaml")
+    assert "r                      A test." in quantmint("recipes").out.splitlines()
+    assert "r" in [entry["name"] for entry in quantmint("recipes", "--json").json]
+
+
+def test_schemes(quantmint: Quantmint) -> None:
+    ended = quantmint("schemes")
+    assert ended.code == 0
+    assert all(name in ended.out for name in table())
+    told = {row["scheme"]: row for row in quantmint("schemes", "--json").json}
+    assert told.keys() == table().keys()
+    assert told["mxfp4"]["bits_per_weight"] == 4.25
+    assert "stream" in told["ptpc_fp8"]["engines"]
+
+
+def test_the_schema_is_the_one_beside_the_recipes(quantmint: Quantmint) -> None:
+    ended = quantmint("schema")
+    assert ended.code == 0
+    assert ended.out == (Path(recipes.__path__[0]) / "recipe.schema.json").read_text()
+    json.loads(ended.out)
+
+
+def test_runs(orchestra: Any, quantmint: Quantmint) -> None:
+    assert quantmint("runs").err.startswith("no runs in")
+    assert quantmint("runs", "--json").json == []
+
+    def broken(job: Any) -> None:
+        raise RuntimeError("broken")
+
+    gate = orchestra.stage("gate", result={"verdict": "INCONCLUSIVE", "reasons": []})
+    orchestra.run(gate)
+    orchestra.run(orchestra.stage("source"))
+    orchestra.plan(orchestra.stage("only", work=broken))
+    assert quantmint("run", "r.yaml", "--until", "only").code == 5
+    RunLog.start(orchestra.setting.store.root, "other", "0" * 64, [])
+
+    told = quantmint("runs", "--json").json
+    assert [(run["recipe"], run["verdict"], run["exit_code"]) for run in told] == [
+        ("other", None, None),
+        ("r", None, 5),
+        ("r", None, 0),
+        ("r", "INCONCLUSIVE", 3),
+    ]
+    assert [line.split()[1:] for line in quantmint("runs").out.splitlines()] == [
+        ["other", "unfinished"],
+        ["r", "exit", "5"],
+        ["r", "exit", "0"],
+        ["r", "INCONCLUSIVE"],
+    ]
+    assert len(quantmint("runs", "--recipe", "r", "--json").json) == 3
+
+
+def test_gc(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is younger than an hour is kept anyway.
+    monkeypatch.setattr("pipeline.store.gc.time", SimpleNamespace(time=lambda: time.time() + 7200))
+    for option in range(3):
+        orchestra.run(orchestra.stage("first"), orchestra.stage("second", "first", option=option))
+    store = orchestra.setting.store
+    files = sorted(store.root.rglob("*"))
+    dry = quantmint("gc", "--keep", "1", "--dry-run")
+    assert dry.code == 0
+    assert "would free" in dry.out
+    assert sorted(store.root.rglob("*")) == files
+    told = quantmint("gc", "--keep", "1", "--dry-run", "--json").json
+    gone = [item["path"] for item in told["removed"]]
+    assert len([path for path in gone if "/second/" in path]) == 2
+    assert not [path for path in gone if "/first/" in path], "the newest run uses it"
+    assert told["dry_run"]
+
+    assert quantmint("gc", "--keep", "1", "--json").json["removed"] == told["removed"]
+    assert not [path for path in gone if Path(path).exists()]
+    assert plan_gc(store, keep=1).remove == ()
+    assert orchestra.committed(orchestra.stage("first"), orchestra.stage("second", "first", option=2)) == [
+        "first",
+        "second",
+    ]
+
+
+def test_explain(orchestra: Any, quantmint: Quantmint) -> None:
+    def stages(**options: Any) -> list[Any]:
+        return [
+            orchestra.stage("calibrate", option={"seed": 0, "set": "tiny"}),
+            orchestra.stage("quantize", "calibrate", **options),
+            orchestra.stage("gate", "quantize", result={"verdict": "PASS", "reasons": []}),
+        ]
+
+    orchestra.plan(*stages())
+    assert [entry["state"] for entry in quantmint("explain", "r.yaml", "--json").json] == [
+        "to do: never finished with this recipe"
+    ] * 3
+    before = {planned.key: planned.fingerprint for planned in orchestra.plan(*stages(option={"scheme": "a", "n": 1}))}
+    orchestra.run(*stages(option={"scheme": "a", "n": 1}))
+    after = {planned.key: planned.fingerprint for planned in orchestra.plan(*stages(option={"scheme": "b", "n": 1}))}
+
+    told = quantmint("explain", "r.yaml", "--json").json
+    assert told == [
+        {"stage": "calibrate", "state": "cached", "changes": []},
+        {
+            "stage": "quantize",
+            "state": "changed",
+            "changes": [{"path": "$.settings.option.scheme", "old": "a", "new": "b"}],
+        },
+        {
+            "stage": "gate",
+            "state": "changed",
+            "changes": [{"path": "$.inputs.quantize", "old": before["quantize"], "new": after["quantize"]}],
+        },
+    ]
+    ended = quantmint("explain", "r.yaml")
+    assert "$.settings.option.scheme: 'a' -> 'b'" in ended.out
+    assert orchestra.ran == ["calibrate", "quantize", "gate"], "nothing is made"
+
+
+def test_explain_names_what_appeared(orchestra: Any, quantmint: Quantmint) -> None:
+    orchestra.run(orchestra.stage("only", option={"a": 1}))
+    orchestra.plan(orchestra.stage("only", option={"a": 1, "b": 2}))
+    [told] = quantmint("explain", "r.yaml", "--json").json
+    assert told["changes"] == [{"path": "$.settings.option.b", "new": 2}]
+    assert "$.settings.option.b: absent -> 2" in quantmint("explain", "r.yaml").out
+
+
+def test_explain_follows_a_stage_that_moved(orchestra: Any, quantmint: Quantmint) -> None:
+    """A recipe that needs no calibration any more has a shorter plan."""
+    sides = ("candidate", "baseline")
+
+    def served(**options: Any) -> list[Any]:
+        return [orchestra.stage(f"serve-{side}", "quantize", family="serve", **options) for side in sides]
+
+    orchestra.run(
+        orchestra.stage("calibrate"), orchestra.stage("quantize", "calibrate", option="fp8"), *served(option=[1])
+    )
+    orchestra.plan(orchestra.stage("quantize", option="auto"), *served(option=[2]))
+    told = {entry["stage"]: entry for entry in quantmint("explain", "r.yaml", "--json").json}
+    assert told["quantize"]["state"] == "changed"
+    assert {"path": "$.settings.option", "old": "fp8", "new": "auto"} in told["quantize"]["changes"]
+    for side in sides:
+        assert {"path": "$.settings.option[0]", "old": 1, "new": 2} in told[f"serve-{side}"]["changes"]
+
+
+def test_explain_of_a_real_recipe(quantmint: Quantmint, project: Path) -> None:
+    assert quantmint("run", "r.yaml", "--until", "source").code == 0
+    assert quantmint("explain", "r.yaml", "--json").json[0] == {"stage": "source", "state": "cached", "changes": []}
+    config = project / "model" / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 64', '"vocab_size": 65'))
+    [source, *_] = quantmint("explain", "r.yaml", "--json").json
+    assert source["state"] == "changed"
+    assert [change["path"] for change in source["changes"]] == ["$.settings.sha256"]
+
+
+VERDICTS = [("PASS", 0), ("FAIL", 1), ("INCONCLUSIVE", 3), ("INVALID", 4)]
+
+
+@pytest.mark.parametrize(("verdict", "code"), VERDICTS)
+def test_judge(quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path, verdict: str, code: int) -> None:
+    path = write_gate(tmp_path, verdict)
+    for where in (path, tmp_path):
+        ended = quantmint("judge", where)
+        assert ended.code == code
+        assert ended.out.startswith(f"{verdict}  {'ab' * 32}")
+        told = quantmint("judge", where, "--json")
+        assert (told.code, told.json["verdict"]) == (code, verdict)
+
+
+def test_judge_believes_the_numbers_and_not_the_word(
+    quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path
+) -> None:
+    path = write_gate(tmp_path, "FAIL")
+    record = json.loads(path.read_text())
+    record["verdict"] = "PASS"
+    path.write_text(json.dumps(record))
+    assert quantmint("judge", path).code == 1
+
+
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (lambda folder: (folder / "samples/t.candidate.json").write_text("[]"), "SHA-256 differs"),
+        (lambda folder: (folder / "samples/t.candidate.json").unlink(), "cannot be read"),
+        (lambda folder: (folder / "gate.json").write_text("{}"), "not a record of the gate"),
+        (lambda folder: (folder / "gate.json").write_text("{"), "not a record of the gate"),
+        (lambda folder: (folder / "gate.json").unlink(), "cannot be read"),
+    ],
+)
+def test_judge_refuses_what_was_tampered_with(
+    quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path, tamper: Callable[[Path], None], words: str
+) -> None:
+    write_gate(tmp_path, "PASS")
+    tamper(tmp_path)
+    ended = quantmint("judge", tmp_path)
+    assert (ended.code, ended.out) == (2, "")
+    assert words in ended.err
+    assert quantmint("judge", tmp_path, "--json").json["exit_code"] == 2
+
+
+@pytest.fixture
+def made(quantize: Callable[..., Any], tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint of the engine to break, and what it was made from."""
+    source = quantize("llama", "compressed-tensors")
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(source.folder, copy)
+    return copy, source.source.folder
+
+
+def test_inspect(quantmint: Quantmint, made: tuple[Path, Path]) -> None:
+    checkpoint, source = made
+    ended = quantmint("inspect", checkpoint)
+    assert ended.code == 0
+    assert ended.out.startswith(f"PASS  {checkpoint} (compressed-tensors)")
+    told = quantmint("inspect", checkpoint, "--source", source, "--json")
+    assert (told.code, told.json["verdict"], told.json["compared_with_source"]) == (0, "PASS", True)
+
+
+def test_inspect_finds_a_harmed_scale(quantmint: Quantmint, made: tuple[Path, Path]) -> None:
+    checkpoint, source = made
+    path = next(checkpoint.glob("*.safetensors"))
+    import torch
+    from safetensors.torch import load_file as load
+    from safetensors.torch import save_file as save
+
+    tensors = load(path)
+    name = next(name for name in tensors if name.endswith("up_proj.weight_scale"))
+    tensors[name] = tensors[name] * 4
+    save(tensors, path, metadata={"format": "pt"})
+    ended = quantmint("inspect", checkpoint, "--source", source)
+    assert ended.code == 1
+    assert ended.out.startswith("FAIL")
+    assert "up_proj" in ended.out
+
+    tensors[name] = torch.full_like(tensors[name], float("nan"))
+    save(tensors, path, metadata={"format": "pt"})
+    told = quantmint("inspect", checkpoint, "--json")
+    assert (told.code, told.json["verdict"]) == (1, "FAIL")
+
+
+def test_inspect_refuses_what_is_not_quantized(quantmint: Quantmint, project: Path) -> None:
+    ended = quantmint("inspect", "model")
+    assert ended.code == 2
+    assert ended.out == ""
+    assert ended.err.count("quantmint:") == 1
+
+
+def test_inspect_refuses_a_torn_file(quantmint: Quantmint, made: tuple[Path, Path]) -> None:
+    checkpoint, _ = made
+    path = next(checkpoint.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-100])
+    ended = quantmint("inspect", checkpoint)
+    assert ended.code == 2
+    assert path.name in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_report(orchestra: Any, quantmint: Quantmint, tmp_path: Path) -> None:
+    orchestra.run(
+        orchestra.stage(
+            "report", work=lambda job: [(job.path / f"report.{kind}").write_text(kind) for kind in ("html", "json")]
+        )
+    )
+    ended = quantmint("report", "r.yaml")
+    assert ended.code == 0
+    assert Path(ended.out.strip()).read_text() == "html"
+    copy = tmp_path / "page.html"
+    assert quantmint("report", "r.yaml", "--output", copy).out.strip() == str(copy)
+    assert copy.read_text() == "html"
+    told = quantmint("report", "r.yaml", "--json").json
+    assert [Path(path).read_text() for path in (told["report"], told["data"])] == ["html", "json"]
+    ended = quantmint("report", "r.yaml", "--output", tmp_path / "none" / "page.html")
+    assert (ended.code, "unexpected" in ended.err) == (2, False)
