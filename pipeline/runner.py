@@ -15,6 +15,7 @@ from pipeline.canonical import fingerprint
 from pipeline.errors import InspectionError, QuantmintError, StageError, StoreError
 from pipeline.progress import Reporter
 from pipeline.stage import Job, Planned, Setting
+from pipeline.stages.inspect import reasons_of
 from pipeline.stages.servers import Servers
 from pipeline.store.entries import Entry
 from pipeline.store.runs import RunLog
@@ -170,8 +171,9 @@ def _log_end(log: RunLog, error: BaseException) -> None:
 def _stop_if_unsound(step: Step) -> None:
     if step.planned.key == "inspect" and step.entry.record.result["verdict"] != "PASS":
         where = step.entry.path / "inspection.json"
+        reasons = "\n".join(reasons_of(step.entry))
         raise InspectionError(
-            f"the checkpoint is unsound and is neither served nor published:\n{step.entry.record.result['summary']}",
+            f"the checkpoint is unsound and is neither served nor published:\n{reasons}",
             hint=f"All findings: {where}",
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from eval import suites, workloads
 from eval.errors import DefinitionError
@@ -10,7 +12,7 @@ from pipeline.errors import RecipeError, UserError
 from pipeline.formats.checkpoint import read_json
 from pipeline.recipe.checks import check, check_run
 from pipeline.recipe.faults import refuse
-from pipeline.recipe.load import load_recipe
+from pipeline.recipe.load import LoadedRecipe, load_recipe
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.hardware import local_cpu_flags
 from pipeline.stage import Setting, SourceIdentity
@@ -38,11 +40,13 @@ def open_setting(
     refuse([*check(loaded, cpu_flags=flags), *(check_run(loaded) if to_run else [])])
     if config is not None:
         identity = SourceIdentity(None, "unresolved", loaded.recipe.source.repo or "folder")
-        facts = read_json(config / "config.json")
-    else:
+        facts = _checked_config(loaded, config, flags)
+    elif loaded.source_folder is not None:
+        facts = _checked_config(loaded, loaded.source_folder, flags)  # first: hashing the weights takes minutes
         identity = identify(loaded.recipe.source, loaded.source_folder, store.root)
-        facts = read_json(config_folder(identity) / "config.json")
-    refuse(check(loaded, config=facts, cpu_flags=flags))
+    else:
+        identity = identify(loaded.recipe.source, None, store.root)
+        facts = _checked_config(loaded, config_folder(identity), flags)
     try:
         suite = suites.load(loaded.recipe.evaluation.suite)
         workload = workloads.load(loaded.recipe.target.workload)
@@ -59,6 +63,12 @@ def open_setting(
         device=device,
         home=Path.cwd(),
     )
+
+
+def _checked_config(loaded: LoadedRecipe, folder: Path, cpu_flags: Collection[str] | None) -> Mapping[str, Any]:
+    facts = read_json(folder / "config.json")
+    refuse(check(loaded, config=facts, cpu_flags=cpu_flags))
+    return facts
 
 
 def _find_vllm(explicit: str | None) -> VllmEnvironment | None:

@@ -16,6 +16,7 @@ from pipeline.digest import folder_digest
 from pipeline.stage import Job, Output, Setting
 from pipeline.stages.bench import result_file
 from pipeline.stages.evaluate import read_samples
+from pipeline.stages.inspect import reasons_of
 from pipeline.stages.quantize import CHECKPOINT
 from pipeline.stages.serve import LAUNCH, SIDES, Side
 from pipeline.store.entries import Entry
@@ -114,9 +115,7 @@ def checkpoint_digest(entry: Entry) -> str:
 
 
 def _structure(entry: Entry) -> Structure:
-    result = entry.record.result
-    verdict = Verdict(str(result["verdict"]))
-    return Structure(verdict, () if verdict is Verdict.PASS else tuple(str(result["summary"]).splitlines()))
+    return Structure(Verdict(str(entry.record.result["verdict"])), reasons_of(entry))
 
 
 def _server(job: Job, side: Side) -> Server:

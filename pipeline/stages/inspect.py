@@ -56,13 +56,22 @@ class InspectStage:
             )
         write_json(job.path / INSPECTION, inspection.to_json())
         return Output(
-            result={"verdict": "PASS" if inspection.passed else "FAIL", "summary": inspection.summary()},
+            result={
+                "verdict": "PASS" if inspection.passed else "FAIL",
+                "reasons": [] if inspection.passed else inspection.summary().splitlines(),
+            },
             summary=inspection.summary() if inspection.passed else f"{len(inspection.findings)} findings",
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
         """Nothing lies outside the store."""
         return True
+
+
+def reasons_of(entry: Entry) -> tuple[str, ...]:
+    """What an inspection found wrong, a line each; empty for a sound checkpoint."""
+    reasons = entry.record.result.get("reasons")
+    return tuple(str(reason) for reason in reasons) if isinstance(reasons, list) else ()
 
 
 def _expected_kv(job: Job) -> Mapping[str, float]:

@@ -228,7 +228,7 @@ def test_a_verdict_that_turns_keeps_the_old_publication_out(orchestra: Any) -> N
 def test_an_unsound_checkpoint_goes_no_further(orchestra: Any) -> None:
     stages = [
         orchestra.stage("quantize"),
-        orchestra.stage("inspect", "quantize", result={"verdict": "FAIL"}),
+        orchestra.stage("inspect", "quantize", result={"verdict": "FAIL", "reasons": ["scales: NaN"]}),
         orchestra.stage("serve-candidate", "inspect"),
     ]
     for _ in range(2):
@@ -328,7 +328,7 @@ def test_no_server_outlives_an_unsound_checkpoint(orchestra: Any, launched: list
     with pytest.raises(InspectionError):
         orchestra.run(
             orchestra.stage("serve", work=serving("candidate")),
-            orchestra.stage("inspect", "serve", result={"verdict": "FAIL"}),
+            orchestra.stage("inspect", "serve", result={"verdict": "FAIL", "reasons": ["scales: NaN"]}),
         )
     assert launched == []
 
