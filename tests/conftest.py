@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +157,12 @@ def quantize(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.Temp
     return make
 
 
+@pytest.fixture(scope="session")
+def make_checkpoint() -> Callable[..., Made]:
+    """``make_checkpoint(folder, format, ranges or None, destination)``: quantize any folder."""
+    return _make
+
+
 def _make(folder: Path, checkpoint_format: str, ranges: Any, destination: Path) -> Made:
     import torch
 
@@ -188,6 +197,91 @@ def _make(folder: Path, checkpoint_format: str, ranges: Any, destination: Path) 
         manifest=destination / "manifest.jsonl",
     )
     return Made(source, structure, choice, plans, written, destination / "checkpoint", expected)
+
+
+@pytest.fixture(scope="session")
+def by_llmcompressor(
+    models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Checkpoints that llm-compressor made, all in one process at the first use."""
+    root, ids = tmp_path_factory.mktemp("by-llmcompressor"), blocks.tolist()
+
+    def job(out: str, model: str, scheme: str, rows: list[list[int]], batch_size: int) -> dict[str, Any]:
+        return {
+            "source": str(models(model)),
+            "out": str(root / out),
+            "scheme": scheme,
+            "kv_cache": len(rows) == len(ids),
+            "ids": rows,
+            "batch_size": batch_size,
+        }
+
+    def get(name: str) -> Path:
+        if not any(root.iterdir()):
+            jobs = [
+                job("ptpc_fp8-kv", "llama", "FP8_DYNAMIC", ids, 4),
+                job("ptpc_fp8-kv-one-by-one-backwards", "llama", "FP8_DYNAMIC", ids[::-1], 1),
+                job("ptpc_fp8-kv-qwen3", "qwen3", "FP8_DYNAMIC", ids, 4),
+                job("ptpc_fp8-kv-qwen3-moe", "qwen3-moe", "FP8_DYNAMIC", ids, 4),
+                job("fp8-kv", "llama", "FP8", ids, 4),
+                job("fp8_block", "llama", "FP8_BLOCK", ids[:2], 2),
+                job("mxfp4", "llama", "MXFP4", ids[:2], 2),
+                job("mxfp4_weight_only", "llama", "MXFP4A16", ids[:2], 2),
+                job("int8_w8a8", "llama", "INT8", ids[:2], 2),
+            ]
+            _by_library("llmcompressor", "with_llmcompressor.py", jobs, root)
+        return root / name
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def by_quark(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints that amd-quark made, all in one process at the first use."""
+    root = tmp_path_factory.mktemp("by-quark")
+
+    def job(out: str, scheme: str, *, model: str = "llama", kv_cache: bool = False, file: bool = False) -> Any:
+        return {
+            "source": str(models(model)),
+            "out": str(root / out),
+            "scheme": scheme,
+            "kv_cache": kv_cache,
+            "ids": blocks.tolist(),
+            "model_type": model,
+            "from_file": file,
+        }
+
+    def get(name: str) -> Path:
+        if not any(root.iterdir()):
+            jobs = [
+                job("ptpc_fp8-kv", "ptpc_fp8", kv_cache=True),
+                job("ptpc_fp8-kv-qwen3", "ptpc_fp8", model="qwen3", kv_cache=True),
+                job("fp8-kv", "fp8", kv_cache=True),
+                *(job(scheme, scheme) for scheme in ("mxfp4", "mxfp4_weight_only", "mxfp4_fp8")),
+                *(job(f"file-{scheme}", scheme, file=True) for scheme in ("fp8", "ptpc_fp8")),
+            ]
+            _by_library("quark", "with_quark.py", jobs, root)
+        return root / name
+
+    return get
+
+
+def _by_library(module: str, script: str, jobs: list[dict[str, Any]], root: Path) -> None:
+    if find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    (root / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    # Quark compiles an extension with the tools beside the interpreter.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    finished = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "reference" / script), str(root / "jobs.json")],
+        env={**os.environ, "PATH": path},
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-4000:]
 
 
 @pytest.fixture(scope="session")

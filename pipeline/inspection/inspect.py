@@ -58,13 +58,15 @@ def inspect_checkpoint(
                 (findings if isinstance(result, Finding) else layers).append(result)  # type: ignore[arg-type]
         advance(sum(stored.nbytes for stored in tensors))
     scales: dict[str, float] = {}
-    if claims.kv_cache:
-        for name in (name for attention in structure.attention for name in form.kv_scale_names(attention)):
-            if name in checkpoint.tensors and checkpoint.tensors[name][1].parameters == 1:
-                scales[name] = float(read(name).float().reshape(()))
-                wanted = None if expected_kv is None else expected_kv.get(name)
-                findings += check_kv_scale(name, scales[name], wanted, allow_one=allow_unit_kv_scales)
-    quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(scales)
+    cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
+    cached = [name for name in cached if claims.kv_cache and name in checkpoint.tensors]
+    for name in (name for name in cached if name not in unsound):
+        values: list[float] = read(name).float().reshape(-1).tolist()
+        scales |= {name: values[0]} if len(values) == 1 else {}
+        wanted = None if expected_kv is None else expected_kv.get(name)
+        for value in values:
+            findings += check_kv_scale(name, value, wanted, allow_one=allow_unit_kv_scales)
+    quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(cached)
     if source is not None and read_source is not None:
         findings += _compare_copies(checkpoint, source, read, read_source, quantized, set(expected), advance)
     if expected_bytes is not None and checkpoint.nbytes != expected_bytes:

@@ -43,8 +43,12 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
         for attention in structure.attention:
             for name in form.kv_scale_names(attention):
                 promised.add(name)
-                if name not in checkpoint.tensors:
-                    yield Finding("missing scale", name, "a static FP8 KV cache is declared, its scale is not stored")
+                yield from _check_kv_tensor(checkpoint, name)
+    for module in structure.kept:
+        entry = checkpoint.tensors.get(f"{module}.weight")
+        if claims.schemes.get(module) is not None and entry is not None and entry[1].dtype in SIXTEEN_BIT:
+            message = f"it is {entry[1].dtype}, the configuration does not keep it in 16 bit"
+            yield Finding("not quantized", f"{module}.weight", message)
     sixteen = [m for m in (*structure.linear, *structure.kept) if m not in expected and m not in claims.unknown]
     for module in sixteen:
         yield from _check_sixteen_bit(checkpoint, module)
@@ -71,6 +75,17 @@ def _check_tensor(checkpoint: Checkpoint, stored: StoredTensor) -> Iterator[Find
         yield Finding(rule, stored.name, f"it is {info.dtype}, the configuration promises {stored.dtype}")
     elif info.shape != stored.shape:
         yield Finding("wrong shape", stored.name, f"it is {list(info.shape)}, expected {list(stored.shape)}")
+
+
+def _check_kv_tensor(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
+    entry = checkpoint.tensors.get(name)
+    scheme = checkpoint.config["quantization_config"].get("kv_cache_scheme") or {}
+    if entry is None:
+        yield Finding("missing scale", name, "a static FP8 KV cache is declared, its scale is not stored")
+    elif entry[1].dtype not in _SCALE_DTYPES:
+        yield Finding("wrong dtype", name, f"it is {entry[1].dtype}, a KV scale is one of {', '.join(_SCALE_DTYPES)}")
+    elif entry[1].parameters != 1 and (scheme.get("strategy") != "attn_head" or not entry[1].parameters):
+        yield Finding("wrong shape", name, f"it is {list(entry[1].shape)}, expected a single KV scale")
 
 
 def _check_sixteen_bit(checkpoint: Checkpoint, module: str) -> Iterator[Finding]:
