@@ -1,14 +1,17 @@
 """The digest of a model folder, with a memory for files that have not changed.
 
-A 140 GB folder is read once: a file whose size, modification time and inode are those that were seen before keeps its
-digest. The memory is a file in the store; losing it costs one reading.
+A 140 GB folder is read once: a file whose size, times and inode are those that were seen before keeps its digest. (The
+time of change too, which no program can set: a modification time may be put back.) The memory is a file in the store;
+losing it costs one reading.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.canonical import fingerprint
@@ -42,16 +45,13 @@ def file_digests(
     fresh: dict[str, str] = {}
     for path in files:
         status = path.stat()
-        mark = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
+        mark = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
         digest = known.get(mark) or file_sha256(path)
         fresh[mark] = digest
         found[path.name] = (status.st_size, digest)
         advance(status.st_size)
     if fresh.items() - known.items():
-        memory.mkdir(parents=True, exist_ok=True)
-        partial = store.with_name(f"{_MEMORY}.{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}.partial")
-        partial.write_text(json.dumps({**known, **fresh}, indent=0), encoding="utf-8")
-        partial.replace(store)
+        _remember(store, {**known, **fresh})
     return found
 
 
@@ -66,6 +66,18 @@ def _remembered(store: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return memory if isinstance(memory, dict) else {}
+
+
+def _remember(store: Path, digests: dict[str, str]) -> None:
+    """Write the memory where that is possible; a store that refuses is told of by what must be written to it."""
+    partial = store.with_name(f"{_MEMORY}.{os.getpid()}.partial")
+    with suppress(OSError):
+        store.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(json.dumps(digests, indent=0), encoding="utf-8")
+            partial.replace(store)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def file_sha256(path: Path) -> str:

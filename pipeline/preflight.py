@@ -1,4 +1,4 @@
-"""What a run can be refused for before it starts: no vLLM to serve with, no room for the checkpoint."""
+"""What a run can be refused for before it starts: no vLLM to serve with, no such device, no room for the checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from pipeline.device import device_memory, resolve_device
+from pipeline.device import resolve_device
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.model.structure import imagine, read_structure

@@ -22,7 +22,7 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
         _require_match(pattern, everything, "exclude")
     for override in quantization.overrides:
         for pattern in override.modules:
-            _require_match(pattern, everything, "overrides")
+            _require_match(pattern, tuple(structure.linear), "overrides")  # what is kept anyway gets no scheme
     wanted = {module: assigned(quantization, module) for module in structure.linear}
     schemes = {module: scheme for module, scheme in wanted.items() if scheme is not None}
     kept = (*structure.kept, *(module for module in structure.linear if module not in schemes))

@@ -1,0 +1,179 @@
+"""The digest of a folder is its content, and is computed once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import digest
+from pipeline.digest import file_digests, file_sha256, folder_digest, model_files
+from pipeline.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "model"
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    (place / "model.safetensors").write_bytes(b"weights" * 1000)
+    return place
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read."""
+    names: list[str] = []
+
+    def counted(path: Path) -> str:
+        names.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr(digest, "file_sha256", counted)
+    return names
+
+
+def test_a_file_is_read_once(folder: Path, memory: Path, read: list[str]) -> None:
+    first = file_digests(folder, memory)
+    assert read == ["config.json", "model.safetensors"]
+    assert first == {path.name: (path.stat().st_size, file_sha256(path)) for path in folder.iterdir()}
+    assert file_digests(folder, memory) == first
+    assert len(read) == 2
+
+
+def test_only_what_changed_is_read_again(folder: Path, memory: Path, read: list[str]) -> None:
+    file_digests(folder, memory)
+    (folder / "config.json").write_text('{"a": 1}')
+    (folder / "tokenizer.json").write_text("{}")
+    read.clear()
+    file_digests(folder, memory)
+    assert read == ["config.json", "tokenizer.json"]
+
+
+def write_in_place(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"W")
+
+
+def write_and_turn_back_the_clock(path: Path) -> None:
+    before = path.stat()
+    write_in_place(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace_by_one_as_old(path: Path) -> None:
+    before = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(b"W" + path.read_bytes()[1:])
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(path)
+
+
+@pytest.mark.parametrize("change", [write_in_place, write_and_turn_back_the_clock, replace_by_one_as_old])
+def test_other_bytes_of_the_same_size_are_noticed(folder: Path, memory: Path, change: Callable[[Path], None]) -> None:
+    path = folder / "model.safetensors"
+    before = file_digests(folder, memory)
+    time.sleep(0.05)  # more than a tick of the filesystem's clock
+    change(path)
+    after = file_digests(folder, memory)
+    assert after["model.safetensors"] == (7000, file_sha256(path))
+    assert folder_digest(after) != folder_digest(before)
+
+
+def test_the_same_content_elsewhere_has_the_same_digest(folder: Path, memory: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "another name"
+    shutil.copytree(folder, copy)
+    (copy / "notes.md").write_text("not of the model")
+    (copy / ".cache").mkdir()
+    (copy / ".cache" / "x.json").write_text("{}")
+    assert folder_digest(file_digests(copy, memory)) == folder_digest(file_digests(folder, memory))
+
+
+def test_a_link_is_its_target(folder: Path, memory: Path, tmp_path: Path) -> None:
+    """The Hub's cache shows its files as links."""
+    linked = tmp_path / "snapshot"
+    linked.mkdir()
+    for path in folder.iterdir():
+        (linked / path.name).symlink_to(path)
+    assert file_digests(linked, memory) == file_digests(folder, memory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00002-of-00002.safetensors", "LICENSE", "modeling_x.py"])
+def test_every_file_of_a_model_counts(folder: Path, memory: Path, name: str) -> None:
+    before = folder_digest(file_digests(folder, memory))
+    (folder / name).write_text("new")
+    assert folder_digest(file_digests(folder, memory)) != before
+
+
+def test_a_name_counts(folder: Path, memory: Path) -> None:
+    before = folder_digest(file_digests(folder, memory))
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    assert folder_digest(file_digests(folder, memory)) != before
+
+
+def test_pickled_weights_are_no_part(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    assert [path.name for path in model_files(folder)] == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": ', "\x00"])
+def test_a_memory_that_is_lost_costs_a_reading(folder: Path, memory: Path, read: list[str], content: str) -> None:
+    first = file_digests(folder, memory)
+    (memory / "file-digests.json").write_text(content)
+    read.clear()
+    assert file_digests(folder, memory) == first
+    assert len(read) == 2
+    read.clear()
+    file_digests(folder, memory)
+    assert read == []
+
+
+def test_a_memory_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path, read: list[str]) -> None:
+    memory = tmp_path / "a file"
+    memory.write_text("in the way")
+    assert file_digests(folder, memory) == file_digests(folder, memory)
+    assert len(read) == 4
+
+
+def test_processes_at_once(folder: Path, memory: Path, forked: Any, code_of: Any) -> None:
+    """Each writes the memory; none stands in another's way, and what is left is whole."""
+
+    def work() -> None:
+        for number in range(50):
+            (folder / f"{os.getpid()}-{number}.txt").write_text("x")
+            file_digests(folder, memory)
+
+    children = [forked(work) for _ in range(4)]
+    assert [code_of(pid) for pid in children] == [0] * 4
+    file_digests(folder, memory)
+    assert [path.name for path in memory.iterdir()] == ["file-digests.json"]
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "file"])
+def test_no_model(tmp_path: Path, memory: Path, kind: str) -> None:
+    place = tmp_path / "nothing"
+    if kind == "empty":
+        place.mkdir()
+    elif kind == "file":
+        place.write_text("")
+    with pytest.raises(UserError, match="no such folder, or no model files"):
+        file_digests(place, memory)
+    assert not memory.exists()
+
+
+def test_progress_reaches_the_end(folder: Path, memory: Path) -> None:
+    for _ in range(2):
+        advanced: list[int] = []
+        file_digests(folder, memory, advance=advanced.append)
+        assert sum(advanced) == sum(path.stat().st_size for path in folder.iterdir())

@@ -1,0 +1,95 @@
+"""What a run is refused for before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.planning import build_plan, cut
+from pipeline.preflight import missing_stages, require_means
+from pipeline.stage import Setting
+
+Quantmint = Callable[..., Any]
+
+
+@pytest.mark.parametrize("until", [None, "serve-candidate", "gate", "publish"])
+def test_no_vllm_is_told_before_any_work(quantmint: Quantmint, project: Path, until: str | None) -> None:
+    ended = quantmint("run", "r.yaml", *(["--until", until] if until else []))
+    assert ended.code == 2
+    assert ended.out == ""
+    assert ended.err.startswith("quantmint: no vLLM was found to serve with, which this recipe needs.\n")
+    for words in ("make serving", "QUANTMINT_VLLM", "--until inspect"):
+        assert words in ended.err
+    assert list((project / "store").rglob("record.json")) == []
+    assert not (project / "store" / "runs").exists()
+
+
+@pytest.mark.parametrize("until", ["source", "quantize", "inspect"])
+def test_what_needs_no_server_needs_no_vllm(setting: Setting, until: str) -> None:
+    without = replace(setting, vllm=None)
+    require_means(cut(build_plan(without), until), without)
+
+
+def test_until_inspect_works_without_vllm(quantmint: Quantmint, project: Path, models: Callable[..., Path]) -> None:
+    """The real stages, on a small model."""
+    recipe = project / "r.yaml"
+    recipe.write_text(
+        recipe.read_text()
+        .replace("folder: model}", f"folder: {models('llama')}}}")
+        .replace("samples: 4, sequence_length: 64", "samples: 2, sequence_length: 16")
+    )
+    (project / "words.jsonl").write_text(('{"text": "' + "w7 w8 w9 " * 8 + '"}\n') * 8)
+    ended = quantmint("run", "r.yaml", "--until", "inspect", "--device", "cpu", "--json")
+    assert ended.code == 0, ended.err
+    assert [stage["stage"] for stage in ended.json["stages"]] == ["source", "calibrate", "quantize", "inspect"]
+    assert ended.json["verdict"] is None
+    again = quantmint("run", "r.yaml", "--until", "inspect", "--json")
+    assert [stage["cached"] for stage in again.json["stages"]] == [True] * 4
+    checkpoint = Path(ended.json["stages"][2]["path"]) / "checkpoint"
+    assert quantmint("inspect", checkpoint, "--source", models("llama")).code == 0
+
+
+def test_a_cached_measurement_needs_no_vllm(orchestra: Any) -> None:
+    stages = [orchestra.stage("serve-candidate"), orchestra.stage("gate", "serve-candidate", result={})]
+    orchestra.run(stages[0])
+    plan = orchestra.plan(*stages)
+    without = replace(orchestra.setting, vllm=None)
+    assert missing_stages(plan, without) == ["gate"]
+    require_means(plan, without)
+    with pytest.raises(UserError, match="no vLLM"):
+        require_means(plan, without, redo=["serve-candidate"])
+
+
+def test_missing_stages(orchestra: Any) -> None:
+    stages = [orchestra.stage("a", family="one"), orchestra.stage("b", "a"), orchestra.stage("c", "b")]
+    orchestra.run(*stages[:2])
+    plan = orchestra.plan(*stages)
+    assert missing_stages(plan, orchestra.setting) == ["c"]
+    assert missing_stages(plan, orchestra.setting, redo=["one"]) == ["a", "c"]
+    stages[1].whole = lambda entry: False
+    assert missing_stages(plan, orchestra.setting) == ["b", "c"]
+
+
+def test_a_vllm_that_is_named_wrongly_is_an_error_at_once(
+    quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.serving.environment import find_vllm
+
+    monkeypatch.setattr("pipeline.session.find_vllm", find_vllm)
+    for arguments in (["--vllm", "/nowhere/vllm"], []):
+        monkeypatch.setenv("QUANTMINT_VLLM", "/nowhere/vllm")
+        ended = quantmint("run", "r.yaml", "--until", "source", *arguments)
+        assert ended.code == 2
+        assert "/nowhere/vllm" in ended.err
+
+
+def test_a_device_that_is_not_there(quantmint: Quantmint, project: Path) -> None:
+    ended = quantmint("run", "r.yaml", "--until", "quantize", "--device", "warp")
+    assert ended.code == 2
+    assert ended.err.startswith("quantmint: --device: found 'warp', which PyTorch cannot use here")
+    assert list((project / "store").rglob("record.json")) == []
