@@ -25,10 +25,15 @@ def read_texts(chosen: CalibrationSet, tokenizer: Any, *, limit: int = 20_000) -
 
 def _rows_of_file(path: Path) -> Iterable[Mapping[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: JSON may hold the other separators of Unicode unescaped.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{path}: not UTF-8: {error}") from error
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -62,6 +67,11 @@ def _text(chosen: CalibrationSet, number: int, row: Mapping[str, Any], tokenizer
         raise CalibrationError(
             f"row {number} of {chosen.name} has no column {error}, only {', '.join(map(str, row))}"
         ) from error
-    if tokenizer.chat_template is None:
-        return "\n".join(str(message["content"]) for message in messages)
-    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    try:
+        if tokenizer.chat_template is None:
+            return "\n".join(str(message["content"]) for message in messages)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # a template is a program: it raises whatever it likes
+        raise CalibrationError(
+            f"row {number} of {chosen.name} is no conversation that can be rendered: {type(error).__name__}: {error}"
+        ) from error

@@ -15,7 +15,8 @@ from pipeline.recipe.schema import Quantization
 def select(structure: Structure, quantization: Quantization) -> Choice:
     """Assign a scheme, or 16 bit, to every linear module.
 
-    Raises `UserError` for a name that matches nothing, because a typo would otherwise quantize what was meant to stay.
+    Raises `UserError` for a name that matches nothing, because a typo would otherwise quantize what was meant to stay,
+    and where nothing is left to quantize.
     """
     everything = (*structure.linear, *structure.kept)
     for pattern in quantization.exclude:
@@ -25,6 +26,11 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
             _require_match(pattern, tuple(structure.linear), "overrides")  # what is kept anyway gets no scheme
     wanted = {module: assigned(quantization, module) for module in structure.linear}
     schemes = {module: scheme for module, scheme in wanted.items() if scheme is not None}
+    if not schemes:
+        raise UserError(
+            f"quantization.exclude: found every one of the model's {len(wanted)} linear modules excluded, "
+            "expected at least one to quantize."
+        )
     kept = (*structure.kept, *(module for module in structure.linear if module not in schemes))
     return Choice(schemes=schemes, kept=tuple(sorted(kept)), kv_cache=quantization.kv_cache == "fp8")
 

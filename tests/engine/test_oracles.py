@@ -69,7 +69,7 @@ def test_a_mixture_equals_llmcompressor_but_for_the_mask_that_it_forgets(
     blocks: torch.Tensor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """llm-compressor 0.14 traces such a model (also Mixtral and Phi-3) without its causal mask: tokens see their future.
+    """llm-compressor 0.14 traces it, like Mixtral and Phi-3, without its causal mask: tokens see their future.
 
     From the second layer on it therefore measures other ranges than any server will meet. Its numbers are those of a
     forward without the mask, which is shown here, and everything else is equal.

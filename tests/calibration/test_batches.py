@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from calibration.batches import batched, blocks_digest, text_digest, token_blocks
+from calibration.errors import CalibrationError
+
+TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
+
+
+def pack(texts: list[str], tokenizer: Any, samples: int = 4, length: int = 16, seed: int = 0, **more: Any) -> Any:
+    return token_blocks(texts, tokenizer, samples=samples, sequence_length=length, seed=seed, **more)
+
+
+def test_blocks_are_cut_from_one_stream_without_padding(letters: Any) -> None:
+    blocks = pack(["abc", "abc"], letters, samples=2, length=5)
+    assert blocks.dtype == torch.int64
+    assert blocks.tolist() == [[1, *b"abc", 2], [1, *b"abc", 2]]
+
+
+def test_rendered_conversations_get_no_second_start(letters: Any) -> None:
+    assert pack(["abc"], letters, samples=1, length=4, special_tokens=False).tolist() == [[*b"abc", 2]]
+
+
+def test_an_end_that_is_there_is_not_doubled(letters: Any) -> None:
+    assert pack(["a\x02b\x02"], letters, samples=1, length=5).tolist() == [[1, 97, 2, 98, 2]]
+
+
+def test_a_tokenizer_without_an_end_joins_texts(letters: Any) -> None:
+    letters.eos_token_id = None
+    assert pack(["ab", "ab"], letters, samples=1, length=6).tolist() == [[1, 97, 98, 1, 97, 98]]
+
+
+def test_the_seed_decides_the_order(letters: Any) -> None:
+    one, same, other = (pack(TEXTS, letters, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_more_samples_begin_with_the_fewer(letters: Any) -> None:
+    assert torch.equal(pack(TEXTS, letters, samples=8)[:4], pack(TEXTS, letters, samples=4))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_stream_is_whole_texts_in_some_order(letters: Any, seed: int) -> None:
+    texts = ["a", "bb", "ccc", "dddd"]
+    total = sum(len(text) + 2 for text in texts)
+    (stream,) = pack(texts, letters, samples=1, length=total, seed=seed).tolist()
+    joined = "".join(map(chr, stream))
+    assert sorted(joined.replace("\x01", "").split("\x02")[:-1]) == texts
+
+
+def test_blocks_are_the_same_in_every_process(letters: Any) -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from calibration.batches import blocks_digest, token_blocks
+class Letters:
+    eos_token_id = 2
+    def __call__(self, text, *, add_special_tokens):
+        return {{"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}}
+print(blocks_digest(token_blocks({TEXTS!r}, Letters(), samples=4, sequence_length=16, seed=0)))
+"""
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONHASHSEED": hashed}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for hashed in ("1", "2")
+    }
+    assert seen == {blocks_digest(pack(TEXTS, letters))}
+
+
+@pytest.mark.parametrize(("texts", "fit"), [([], 0), (["abc"], 1), (["abc"] * 3, 3)])
+def test_too_few_texts_say_how_many_samples_there_could_be(letters: Any, texts: list[str], fit: int) -> None:
+    with pytest.raises(CalibrationError, match=f"4 samples of 5 need 20: ask for at most {fit}$"):
+        pack(texts, letters, samples=4, length=5)
+
+
+def test_batches_keep_the_order_and_lose_nothing() -> None:
+    blocks = torch.arange(21).reshape(7, 3)
+    for size in (1, 2, 3, 7, 50):
+        parts = list(batched(blocks, size))
+        assert torch.equal(torch.cat(parts), blocks)
+        assert all(part.shape[0] <= size for part in parts)
+
+
+def test_a_digest_tells_blocks_and_texts_apart() -> None:
+    blocks = torch.arange(6).reshape(2, 3)
+    assert blocks_digest(blocks) != blocks_digest(blocks.flip(0))
+    assert blocks_digest(blocks) == blocks_digest(blocks.clone())
+    assert text_digest(["ab", "c"]) != text_digest(["a", "bc"])
+    assert text_digest(iter(["ab", "c"])) == text_digest(["ab", "c"])
