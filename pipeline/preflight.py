@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from pipeline.device import device_memory, resolve_device
-from pipeline.device import resolve_device
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.model.structure import imagine, read_structure

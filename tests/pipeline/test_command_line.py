@@ -104,6 +104,14 @@ def test_what_is_asked_wrongly_is_one_message(
     assert "Traceback" not in told.err
 
 
+@pytest.mark.parametrize("arguments", [["runn"], ["plan", "nothing", "--json"], ["run", "none.yaml"]])
+def test_the_exit_code_reaches_the_shell(arguments: list[str]) -> None:
+    done = in_a_process(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_no_arguments_show_the_help(quantmint: Quantmint) -> None:
     ended = quantmint()
     assert ended.code == 2
