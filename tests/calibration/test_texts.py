@@ -44,7 +44,7 @@ def test_a_template_that_refuses_names_the_row(tmp_path: Path, letters: Any) -> 
 
     letters.chat_template, letters.apply_chat_template = "given", refuse
     chosen = set_of(tmp_path / "a.jsonl", {"m": []}, messages="m")
-    with pytest.raises(CalibrationError, match="row 1 of own .*roles must alternate"):
+    with pytest.raises(CalibrationError, match=r"row 1 of own .*roles must alternate"):
         read_texts(chosen, letters)
 
 
