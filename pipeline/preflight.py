@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from eval.verdict import Verdict
 from pipeline.device import device_memory, resolve_device
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import open_checkpoint
@@ -25,9 +26,20 @@ def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[s
     ]
 
 
+def known_unsound(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> bool:
+    """Whether inspection has condemned the checkpoint before."""
+    inspect = next((planned for planned in plan if planned.key == "inspect"), None)
+    if inspect is None or {"inspect", "quantize"} & set(redo):
+        return False
+    entry = find_entry(inspect, setting)
+    return entry is not None and entry.record.result["verdict"] != Verdict.PASS.value
+
+
 def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> None:
     """Raise `UserError` where a run could not come to its end."""
     missing = missing_stages(plan, setting, redo)
+    if known_unsound(plan, setting, redo):
+        return  # the run ends there, and says why
     if setting.vllm is None and any(key.startswith(("serve", "evaluate", "bench")) for key in missing):
         raise UserError(
             "no vLLM was found to serve with, which this recipe needs.",

@@ -137,21 +137,30 @@ class Made:
 
 @pytest.fixture(scope="session")
 def quantize(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Quantize:
-    """Model name to PTPC-FP8 with a calibrated FP8 cache, in either layout; made once: copy it before you break it."""
+    """A model by its name, in any scheme and either layout; made once: copy it before you break it.
+
+    PTPC-FP8 with a calibrated FP8 cache where nothing else is asked for.
+    """
     from calibration.observe import load_resident, observe
     from calibration.ranges import Ranges
 
     known: dict[tuple[object, ...], Made] = {}
     measured: dict[str, Ranges] = {}
 
-    def make(name: str, checkpoint_format: str, *, sharded: bool = False, kv_cache: bool = True) -> Made:
-        key = (name, checkpoint_format, sharded, kv_cache)
+    def make(
+        name: str, checkpoint_format: str, *, sharded: bool = False, kv_cache: bool = True, scheme: str = "ptpc_fp8"
+    ) -> Made:
+        from pipeline.schemes import table
+
+        key = (name, checkpoint_format, sharded, kv_cache, scheme)
         if key not in known:
-            if kv_cache and name not in measured:
+            needed = kv_cache or table()[scheme].needs_ranges
+            if needed and name not in measured:
                 measured[name] = observe(load_resident(models(name), "cpu"), blocks.split(4))
-            destination = tmp_path_factory.mktemp(f"{name}-{checkpoint_format}")
-            ranges = measured[name] if kv_cache else None
-            known[key] = _make(models(name, sharded=sharded), checkpoint_format, ranges, destination)
+            destination = tmp_path_factory.mktemp(f"{name}-{checkpoint_format}-{scheme}")
+            ranges = measured[name] if needed else None
+            folder = models(name, sharded=sharded)
+            known[key] = _make(folder, checkpoint_format, ranges, destination, scheme, kv_cache)
         return known[key]
 
     return make
@@ -159,14 +168,22 @@ def quantize(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="session")
 def make_checkpoint() -> Callable[..., Made]:
-    """``make_checkpoint(folder, format, ranges or None, destination)``: quantize any folder."""
+    """``make_checkpoint(folder, format, ranges or None, destination, scheme="ptpc_fp8")``: quantize any folder."""
     return _make
 
 
-def _make(folder: Path, checkpoint_format: str, ranges: Any, destination: Path) -> Made:
+def _make(
+    folder: Path,
+    checkpoint_format: str,
+    ranges: Any,
+    destination: Path,
+    scheme: str = "ptpc_fp8",
+    kv_cache: bool | None = None,
+) -> Made:
     import torch
 
-    from pipeline.engines.stream.engine import KvRange, write_checkpoint
+    from pipeline.engines.ranges import scale_ranges
+    from pipeline.engines.stream.engine import write_checkpoint
     from pipeline.engines.stream.kernels import fp8_scale
     from pipeline.engines.stream.plan import plan_shards
     from pipeline.formats.checkpoint import open_checkpoint
@@ -175,23 +192,19 @@ def _make(folder: Path, checkpoint_format: str, ranges: Any, destination: Path) 
 
     source = open_checkpoint(folder)
     structure = read_structure(folder, source.tensors)
-    choice = Choice(dict.fromkeys(structure.linear, "ptpc_fp8"), structure.kept, ranges is not None)
+    cached = ranges is not None if kv_cache is None else kv_cache
+    choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, cached)
     plans = plan_shards(source, choice, structure.attention, checkpoint_format)
-    kv: tuple[KvRange, ...] = ()
+    static = {} if ranges is None else scale_ranges(ranges, choice, checkpoint_format)
     expected: dict[str, float] = {}
-    if ranges is not None:
-        kv = tuple(
-            KvRange(name, float(ranges.keys[name].max()), float(ranges.values[name].max())) for name in ranges.keys
-        )
-        for entry in kv:
-            names = layout(checkpoint_format).kv_scale_names(entry.attention)
-            for name, amax in zip(names, (entry.k_amax, entry.v_amax), strict=True):
-                expected[name] = float(fp8_scale(torch.tensor(amax, dtype=torch.bfloat16)))
+    for attention in structure.attention if cached else ():
+        for name in layout(checkpoint_format).kv_scale_names(attention):
+            expected[name] = float(fp8_scale(torch.tensor(static[name], dtype=torch.bfloat16)))
     written = write_checkpoint(
         source,
         plans,
         choice,
-        kv,
+        static,
         destination / "checkpoint",
         checkpoint_format=checkpoint_format,
         manifest=destination / "manifest.jsonl",

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.device import resolve_device
-from pipeline.engines.stream.engine import KvRange, write_checkpoint
+from pipeline.engines.ranges import scale_ranges
+from pipeline.engines.stream.engine import write_checkpoint
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.formats.layout import Choice
 from pipeline.model.select import select
 from pipeline.model.structure import read_structure
 from pipeline.recipe.schema import Quantization
@@ -65,7 +67,7 @@ class QuantizeStage:
                 source,
                 plans,
                 choice,
-                _kv_ranges(job) if choice.kv_cache else (),
+                _ranges(job, choice),
                 job.path / CHECKPOINT,
                 checkpoint_format=quantization.format,
                 manifest=job.path / _MANIFEST,
@@ -100,11 +102,10 @@ def needs_ranges(quantization: Quantization) -> bool:
     return quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in names)
 
 
-def _kv_ranges(job: Job) -> tuple[KvRange, ...]:
+def _ranges(job: Job, choice: Choice) -> Mapping[str, float]:
     from calibration.ranges import load_ranges
 
+    if "calibrate" not in job.inputs:
+        return {}
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
-    return tuple(
-        KvRange(attention, float(keys.max()), float(ranges.values[attention].max()))
-        for attention, keys in ranges.keys.items()
-    )
+    return scale_ranges(ranges, choice, job.setting.recipe.quantization.format)

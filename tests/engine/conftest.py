@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.engines.stream.engine import KvRange, write_checkpoint
+from pipeline.engines.stream.engine import write_checkpoint
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from pipeline.formats.header import encode_header, tensor_bytes
@@ -74,18 +74,18 @@ def run() -> Run:
         work: Path,
         *,
         checkpoint_format: str = "compressed-tensors",
-        kv_ranges: tuple[KvRange, ...] = (),
+        ranges: Mapping[str, float] | None = None,
         advance: Callable[[int], None] = lambda _: None,
     ) -> dict[str, bytes]:
         modules = [name.removesuffix(".weight") for name in source.tensors if name.endswith("_proj.weight")]
-        choice = Choice(dict.fromkeys(modules, "ptpc_fp8"), ("lm_head",), bool(kv_ranges))
-        attention = tuple(entry.attention for entry in kv_ranges)
+        choice = Choice(dict.fromkeys(modules, "ptpc_fp8"), ("lm_head",), ranges is not None)
+        attention = ("model.layers.0.self_attn",) if ranges is not None else ()
         plans = plan_shards(source, choice, attention, checkpoint_format)
         written = write_checkpoint(
             source,
             plans,
             choice,
-            kv_ranges,
+            ranges or {},
             work / "checkpoint",
             checkpoint_format=checkpoint_format,
             manifest=work / "manifest.jsonl",

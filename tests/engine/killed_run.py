@@ -33,7 +33,7 @@ def engine(source: Path, work: Path, advance: Callable[[int], None]) -> None:
         checkpoint,
         plans,
         choice,
-        (),
+        {},
         work / "checkpoint",
         checkpoint_format="compressed-tensors",
         manifest=work / "manifest.jsonl",

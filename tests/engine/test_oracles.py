@@ -62,6 +62,48 @@ def test_compressed_tensors_equals_llmcompressor(
     assert sorted(mine["ignore"]) == sorted(wanted["ignore"])
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("reference", "scheme", "kv_cache"),
+    [
+        ("fp8-kv", "fp8", True),
+        ("fp8_block", "fp8_block", False),
+        ("mxfp4", "mxfp4", False),
+        ("mxfp4_weight_only", "mxfp4_weight_only", False),
+    ],
+)
+def test_every_scheme_equals_llmcompressor(
+    quantize: Callable[..., Any],
+    by_llmcompressor: Callable[[str], Path],
+    reference: str,
+    scheme: str,
+    kv_cache: bool,
+    sharded: bool,
+) -> None:
+    ours = quantize("llama", "compressed-tensors", sharded=sharded, kv_cache=kv_cache, scheme=scheme).checkpoint
+    theirs = open_checkpoint(by_llmcompressor(reference))
+    assert_same(ours, theirs)
+    assert ours.config["quantization_config"] == theirs.config["quantization_config"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "scheme", "kv_cache"),
+    [
+        ("fp8-kv", "fp8", True),
+        ("mxfp4", "mxfp4", False),
+        ("mxfp4_weight_only", "mxfp4_weight_only", False),
+        ("mxfp4_fp8", "mxfp4_fp8", False),
+    ],
+)
+def test_every_scheme_equals_quark(
+    quantize: Callable[..., Any], by_quark: Callable[[str], Path], reference: str, scheme: str, kv_cache: bool
+) -> None:
+    ours = quantize("llama", "quark", kv_cache=kv_cache, scheme=scheme).checkpoint
+    theirs = open_checkpoint(by_quark(reference))
+    assert_same(ours, theirs)
+    assert ours.config["quantization_config"] == theirs.config["quantization_config"]
+
+
 def test_a_mixture_equals_llmcompressor_but_for_the_mask_that_it_forgets(
     quantize: Callable[..., Any],
     by_llmcompressor: Callable[[str], Path],

@@ -6,19 +6,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.engines.stream.engine import KvRange
 from pipeline.engines.stream.kernels import fp8_scale, ptpc_fp8
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
-from pipeline.formats.header import ITEM_BITS
-from pipeline.formats.layout import Choice
+from pipeline.formats.header import ITEM_BITS, encode_header
+from pipeline.formats.layout import Choice, layout
 
 ROOT = Path(__file__).parents[2]
 FORMATS = ("compressed-tensors", "quark")
@@ -41,7 +39,10 @@ ODD = {
         "last.weight": ("F32", (3, 3)),
     },
 }
-KV = (KvRange("model.layers.0.self_attn", 3.25, 7.0),)
+
+
+def kv_ranges(checkpoint_format: str) -> dict[str, float]:
+    return dict(zip(layout(checkpoint_format).kv_scale_names("model.layers.0.self_attn"), (3.25, 7.0), strict=True))
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def odd(tmp_path: Path, write_model: Callable[..., Checkpoint]) -> Checkpoint:
 def test_every_tensor_is_aligned_whatever_the_sizes(
     run: Callable[..., dict[str, bytes]], odd: Checkpoint, tmp_path: Path, checkpoint_format: str
 ) -> None:
-    run(odd, tmp_path / "work", checkpoint_format=checkpoint_format, kv_ranges=KV)
+    run(odd, tmp_path / "work", checkpoint_format=checkpoint_format, ranges=kv_ranges(checkpoint_format))
     made = open_checkpoint(tmp_path / "work" / "checkpoint")
     for name, (_, info) in made.tensors.items():
         assert info.start % (ITEM_BITS[info.dtype] // 8) == 0, name
@@ -65,7 +66,7 @@ def test_every_tensor_is_aligned_whatever_the_sizes(
 def test_odd_sizes_come_out_right(
     run: Callable[..., dict[str, bytes]], odd: Checkpoint, tmp_path: Path, checkpoint_format: str
 ) -> None:
-    run(odd, tmp_path / "work", checkpoint_format=checkpoint_format, kv_ranges=KV)
+    run(odd, tmp_path / "work", checkpoint_format=checkpoint_format, ranges=kv_ranges(checkpoint_format))
     for shard in ODD:
         source, made = load_file(odd.folder / shard), load_file(tmp_path / "work" / "checkpoint" / shard)
         for name, tensor in source.items():
@@ -95,7 +96,7 @@ def test_kv_scales_lie_beside_their_k_projection(
     names: tuple[str, str],
     shape: tuple[int, ...],
 ) -> None:
-    run(odd, tmp_path / "work", checkpoint_format=checkpoint_format, kv_ranges=KV)
+    run(odd, tmp_path / "work", checkpoint_format=checkpoint_format, ranges=kv_ranges(checkpoint_format))
     made = load_file(tmp_path / "work" / "checkpoint" / "model-1.safetensors")
     for name, amax in zip(names, (3.25, 7.0), strict=True):
         scale = made[f"model.layers.0.self_attn.{name}"]
@@ -107,7 +108,7 @@ def test_kv_scales_lie_beside_their_k_projection(
 def test_the_index_names_every_tensor_once(
     run: Callable[..., dict[str, bytes]], odd: Checkpoint, tmp_path: Path
 ) -> None:
-    made = run(odd, tmp_path / "work", kv_ranges=KV)
+    made = run(odd, tmp_path / "work", ranges=kv_ranges("compressed-tensors"))
     index = json.loads(made[INDEX_NAME])
     checkpoint = open_checkpoint(tmp_path / "work" / "checkpoint")
     assert index["weight_map"] == {name: shard for name, (shard, _) in checkpoint.tensors.items()}
@@ -152,12 +153,16 @@ def test_static_kv_scales_without_a_k_projection_are_refused(
 
 
 MEASURED = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 import torch
 from killed_run import engine
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def peak():  # ru_maxrss would count the parent's memory before the exec as well
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
 engine(Path(sys.argv[1]) / "warm", Path(sys.argv[2]) / "warm", lambda _: None)
 before = peak()
 engine(Path(sys.argv[1]) / "large", Path(sys.argv[2]) / "large", lambda _: None)
@@ -166,14 +171,22 @@ print(json.dumps([before, peak()]))
 
 
 @pytest.mark.slow
-def test_memory_is_a_few_tensors_and_not_a_file(write_model: Callable[..., Checkpoint], tmp_path: Path) -> None:
-    def shard(start: int, count: int, width: int) -> dict[str, Any]:
-        return {f"model.layers.{start + n}.mlp.up_proj.weight": ("BF16", (width, width)) for n in range(count)}
+def test_memory_is_a_few_tensors_and_not_a_file(tmp_path: Path) -> None:
+    def write(folder: Path, name: str, count: int, width: int) -> None:
+        folder.mkdir(exist_ok=True)
+        weight = torch.randn(width, width, generator=torch.Generator().manual_seed(3)).bfloat16().view(torch.uint8)
+        with (folder / name).open("wb") as stream:
+            names = [f"{name[:-12]}.layers.{number}.up_proj.weight" for number in range(count)]
+            stream.write(encode_header((each, "BF16", (width, width)) for each in names))
+            for _ in names:
+                stream.write(weight.numpy().data)
+        (folder / "config.json").write_text("{}")
 
-    largest = 2 * 2048 * 2048  # bytes
-    write_model(tmp_path / "warm", {"model.safetensors": shard(0, 2, 64)})
-    large = write_model(tmp_path / "large", {f"model-{n}.safetensors": shard(25 * n, 25, 2048) for n in range(2)})
-    assert large.nbytes == 50 * largest
+    # Larger than what glibc would take from its arenas, whose own waste is not what is looked for.
+    width = 4608
+    largest = 2 * width * width  # bytes
+    write(tmp_path / "warm", "model.safetensors", 2, 64)
+    write(tmp_path / "large", "model.safetensors", 16, width)
     finished = subprocess.run(
         [sys.executable, "-c", MEASURED, tmp_path, tmp_path / "out", ROOT, Path(__file__).parent],
         env={**os.environ, "OMP_NUM_THREADS": "2"},
@@ -183,5 +196,5 @@ def test_memory_is_a_few_tensors_and_not_a_file(write_model: Callable[..., Check
     )
     assert finished.returncode == 0, finished.stderr
     before, after = json.loads(finished.stdout)
-    # Held at once: the weight, the next one, its magnitudes, the quotient, and three results of half the size.
-    assert after - before < 8 * largest
+    # Held at once: the weight, the next one, its magnitudes, the quotient, a few results of half the size; the file has 16.
+    assert 2 * largest < after - before < 8 * largest

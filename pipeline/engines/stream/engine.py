@@ -7,13 +7,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.digest import COMPANION_FILES
 from pipeline.engines.stream.kernels import fp8_scale
-from pipeline.engines.stream.plan import ShardPlan
+from pipeline.engines.stream.plan import STATIC_ROLES, ShardPlan
 from pipeline.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard, write_shard
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
@@ -25,20 +25,11 @@ if TYPE_CHECKING:
 _OURS = ("config.json", INDEX_NAME)
 
 
-@dataclass(frozen=True, slots=True)
-class KvRange:
-    """Largest magnitudes that a layer's attention cached: K after the rotary embedding, and V."""
-
-    attention: str
-    k_amax: float
-    v_amax: float
-
-
 def write_checkpoint(
     source: Checkpoint,
     plans: tuple[ShardPlan, ...],
     choice: Choice,
-    kv_ranges: tuple[KvRange, ...],
+    ranges: Mapping[str, float],
     destination: Path,
     *,
     checkpoint_format: str,
@@ -49,7 +40,8 @@ def write_checkpoint(
 ) -> tuple[WrittenShard, ...]:
     """Write the quantized checkpoint into ``destination``, going on where an earlier attempt stopped.
 
-    ``manifest`` (JSON lines) lists the files that are committed; those are skipped. Returns all weight files.
+    ``ranges`` holds the largest magnitude behind each static scale, by the scale's name. ``manifest`` (JSON lines)
+    lists the files that are committed; those are skipped. Returns all weight files.
     Raises `StageError` when the disk is full or a file cannot be read.
     """
     destination.mkdir(parents=True, exist_ok=True)
@@ -62,10 +54,8 @@ def write_checkpoint(
             if plan.name in done:
                 advance(plan.read_bytes)
             else:
-                scalars = _kv_scalars(source, kv_ranges, checkpoint_format) if choice.kv_cache else {}
-                names = {stored.name for stored in plan.deferred}
-                here = {name: value for name, value in scalars.items() if name in names}
-                done[plan.name] = write_shard(plan, source.folder, destination, here, device=device, advance=advance)
+                scales = _static_scales(plan, ranges)
+                done[plan.name] = write_shard(plan, source.folder, destination, scales, device=device, advance=advance)
                 _append_manifest(manifest, done[plan.name])
             written.append(done[plan.name])
         _write_companions(source, destination, with_code=with_code)
@@ -83,16 +73,16 @@ def write_checkpoint(
     return tuple(written)
 
 
-def _kv_scalars(source: Checkpoint, ranges: tuple[KvRange, ...], checkpoint_format: str) -> dict[str, torch.Tensor]:
+def _static_scales(plan: ShardPlan, ranges: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """The scales of one file that no weight decides, rounded to the dtype that they are stored in."""
     import torch
 
-    form = layout(checkpoint_format)
-    scalars: dict[str, torch.Tensor] = {}
-    for entry in ranges:
-        for name, amax in zip(form.kv_scale_names(entry.attention), (entry.k_amax, entry.v_amax), strict=True):
-            dtype = source.tensors[f"{entry.attention}.k_proj.weight"][1].dtype
-            scalars[name] = fp8_scale(torch.tensor(amax, dtype={"BF16": torch.bfloat16, "F16": torch.float16}[dtype]))
-    return scalars
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16}
+    return {
+        stored.name: fp8_scale(torch.tensor(ranges[stored.name], dtype=dtypes[stored.dtype]))
+        for stored in plan.deferred
+        if stored.role in STATIC_ROLES
+    }
 
 
 def _read_manifest(manifest: Path, destination: Path) -> dict[str, WrittenShard]:

@@ -45,4 +45,93 @@ def ptpc_fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": quotient.to(torch.float8_e4m3fn), "weight_scale": scale}
 
 
-KERNELS: Mapping[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {"ptpc_fp8": ptpc_fp8}
+def fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FP8 e4m3fn with one scale for the whole matrix; the scale of its input comes from calibration.
+
+    Returns:
+        ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [] in the weight's dtype.
+    """
+    import torch
+
+    scale = fp8_scale(weight.abs().amax())
+    return {"weight": (weight / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def fp8_block(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FP8 e4m3fn with one scale a block of 128 x 128; blocks at the edges are smaller.
+
+    Returns:
+        ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [ceil(O/128), ceil(I/128)] in the weight's dtype.
+    """
+    import torch
+    from torch.nn.functional import pad
+
+    rows, columns = weight.shape
+    padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    scale = fp8_scale(blocks.abs().amax(dim=(1, 3)))
+    quotient = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX).view_as(padded)[:rows, :columns]
+    return {"weight": quotient.to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """OCP MXFP4: E2M1 elements in groups of 32 along the input, each with a power of two as its scale (E8M0).
+
+    The exponent is that of the group's largest magnitude, rounded up from a mantissa of 1.75, less 2, the exponent of
+    E2M1's largest value. Elements go to the nearest value, ties to the even mantissa. Negative elements that round to
+    nothing keep their sign, as llm-compressor has it.
+
+    Args:
+        weight: [O, I] with I divisible by 32, bfloat16 or float16.
+
+    Returns:
+        ``weight_packed`` uint8 [O, I/2], the even column in the low nibble, and ``weight_scale`` uint8 [O, I/32].
+    """
+    import torch
+
+    rows, columns = weight.shape
+    groups = weight.float().view(rows, columns // MX_GROUP, MX_GROUP)
+    # float32's exponent field is E8M0 already: adding a quarter of the mantissa's range carries 1.75 into the next one.
+    bits = groups.abs().amax(dim=-1).view(torch.int32)
+    exponent = (((bits + (1 << 21)) >> 23) - _E2M1_MAX_EXPONENT).clamp_(min=0)
+    scaled = groups * torch.exp2(127 - exponent.float()).unsqueeze(-1)
+    magnitude = scaled.abs()
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for bound, above in _E2M1_BOUNDS:
+        code += magnitude > bound if above else magnitude >= bound
+    code |= (scaled < 0).to(torch.uint8) << 3
+    pairs = code.view(rows, columns // 2, 2)
+    return {"weight_packed": pairs[..., 0] | pairs[..., 1] << 4, "weight_scale": exponent.to(torch.uint8)}
+
+
+def mxfp4_unsigned_zero(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`mxfp4` as Quark has it: the tensor is called ``weight``, and zero has no sign."""
+    made = mxfp4(weight)
+    packed = made["weight_packed"]
+    for sign, nibble in ((0x08, 0x0F), (0x80, 0xF0)):
+        packed = packed.where((packed & nibble) != sign, packed & ~nibble & 0xFF)
+    return {"weight": packed, "weight_scale": made["weight_scale"]}
+
+
+BLOCK = 128
+"""Side of a block of fp8_block, elements."""
+MX_GROUP = 32
+"""Elements that share an MX scale."""
+_E2M1_MAX_EXPONENT = 2  # of 6.0
+# The midpoints between E2M1's values 0, 0.5, 1, 1.5, 2, 3, 4, 6, and whether a tie stays below.
+_E2M1_BOUNDS = ((0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True))
+
+KERNELS: Mapping[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
+    "ptpc_fp8": ptpc_fp8,
+    "fp8": fp8,
+    "fp8_block": fp8_block,
+    "mxfp4": mxfp4,
+    "mxfp4_unsigned_zero": mxfp4_unsigned_zero,
+}
+
+
+def kernel_name(scheme: str, checkpoint_format: str) -> str:
+    """Which kernel makes a scheme's weights in a format: what the activations become is no kernel's business."""
+    if scheme.startswith("mxfp4"):
+        return "mxfp4_unsigned_zero" if checkpoint_format == "quark" else "mxfp4"
+    return scheme

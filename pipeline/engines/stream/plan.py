@@ -9,22 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipeline.engines.stream.kernels import kernel_name
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint
 from pipeline.formats.header import ITEM_BITS, SIXTEEN_BIT, TensorInfo, encode_header
 from pipeline.formats.layout import Choice, layout
 from pipeline.formats.tensors import StoredTensor, weight_tensors
 
+STATIC_ROLES = frozenset({"input_scale", "k_scale", "v_scale"})
+"""Roles of tensors that measured ranges decide, and no weight."""
 _ALIGNMENT = 8  # bytes; the widest element that PyTorch views in place
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One input tensor with what becomes of it; ``scheme`` is None where its bytes are copied."""
+    """One input tensor with what becomes of it; ``kernel`` is None where its bytes are copied."""
 
     source: TensorInfo
-    module: str
-    scheme: str | None
+    kernel: str | None
     outputs: tuple[StoredTensor, ...]
 
 
@@ -91,7 +93,7 @@ def _plan_shard(
                     hint="Quantize from the 16-bit release of the model.",
                 )
             outputs = weight_tensors(checkpoint_format, scheme, module, (info.shape[0], info.shape[1]), info.dtype)
-        steps.append(Step(info, module, scheme, outputs))
+        steps.append(Step(info, None if scheme is None else kernel_name(scheme, checkpoint_format), outputs))
         extra += kv_scales.get(info.name, ())
     everything = [out for step in steps for out in step.outputs] + extra
     deferred = tuple(sorted(filter(is_deferred, everything), key=lambda out: (-ITEM_BITS[out.dtype], out.name)))

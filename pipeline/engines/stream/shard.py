@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from pipeline.engines.stream.kernels import KERNELS
-from pipeline.engines.stream.plan import ShardPlan, Step, is_deferred
+from pipeline.engines.stream.plan import STATIC_ROLES, ShardPlan, Step, is_deferred
 from pipeline.errors import StageError
 from pipeline.formats.header import TensorInfo
 
@@ -128,12 +128,16 @@ def _read(stream: BinaryIO, info: TensorInfo) -> torch.Tensor:
 def _outputs(step: Step, raw: torch.Tensor, device: str) -> list[tuple[str, torch.Tensor, bool]]:
     import torch
 
-    if step.scheme is None:
+    if step.kernel is None:
         (stored,) = step.outputs
         return [(stored.name, raw, is_deferred(stored))]
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16}[step.source.dtype]
-    made = KERNELS[step.scheme](raw.view(dtype).reshape(step.source.shape).to(device))
-    return [(out.name, made[out.role].reshape(out.shape).cpu(), is_deferred(out)) for out in step.outputs]
+    made = KERNELS[step.kernel](raw.view(dtype).reshape(step.source.shape).to(device))
+    return [
+        (out.name, made[out.role].reshape(out.shape).cpu(), is_deferred(out))
+        for out in step.outputs
+        if out.role not in STATIC_ROLES
+    ]
 
 
 def _sync_folder(folder: Path) -> None:
