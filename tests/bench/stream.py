@@ -117,16 +117,13 @@ def work(contender: str, source: Path, destination: Path) -> float:
             device="cpu",
         )
         return time.perf_counter() - started
-    from transformers import conversion_mapping  # noqa: F401
-    from transformers.models.auto import modeling_auto  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
-
     from pipeline.engines.stream.engine import write_checkpoint
     from pipeline.engines.stream.plan import plan_shards
     from pipeline.formats.checkpoint import open_checkpoint
     from pipeline.formats.layout import Choice
     from pipeline.model.structure import read_structure
 
+    read_structure(source, [])  # transformers imports the code of a model when it is first built
     started = time.perf_counter()
     checkpoint = open_checkpoint(source)
     structure = read_structure(source, checkpoint.tensors)
