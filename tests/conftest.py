@@ -125,7 +125,7 @@ class Made:
     plans: tuple[ShardPlan, ...]
     written: tuple[WrittenShard, ...]
     folder: Path
-    expected_kv: Mapping[str, float]
+    expected_scales: Mapping[str, float]
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -187,7 +187,7 @@ def _make(
     from pipeline.engines.stream.kernels import fp8_scale
     from pipeline.engines.stream.plan import plan_shards
     from pipeline.formats.checkpoint import open_checkpoint
-    from pipeline.formats.layout import Choice, layout
+    from pipeline.formats.layout import Choice
     from pipeline.model.structure import read_structure
 
     source = open_checkpoint(folder)
@@ -196,10 +196,7 @@ def _make(
     choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, cached)
     plans = plan_shards(source, choice, structure.attention, checkpoint_format)
     static = {} if ranges is None else scale_ranges(ranges, choice, checkpoint_format)
-    expected: dict[str, float] = {}
-    for attention in structure.attention if cached else ():
-        for name in layout(checkpoint_format).kv_scale_names(attention):
-            expected[name] = float(fp8_scale(torch.tensor(static[name], dtype=torch.bfloat16)))
+    expected = {name: float(fp8_scale(torch.tensor(amax, dtype=torch.bfloat16))) for name, amax in static.items()}
     written = write_checkpoint(
         source,
         plans,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pipeline.formats.checkpoint import Checkpoint
 from pipeline.formats.layout import layout_of
 from pipeline.inspection.findings import Finding, Inspection, LayerError
-from pipeline.inspection.numbers import Reader, check_copy, check_kv_scale, check_module
+from pipeline.inspection.numbers import Reader, check_copy, check_kv_scale, check_module, check_static_scale
 from pipeline.inspection.structure import check_structure, expected_tensors
 from pipeline.model.structure import Structure
 
@@ -22,7 +22,7 @@ def inspect_checkpoint(
     structure: Structure,
     *,
     source: Checkpoint | None = None,
-    expected_kv: Mapping[str, float] | None = None,
+    expected_scales: Mapping[str, float] | None = None,
     expected_bytes: int | None = None,
     allow_unit_kv_scales: bool = False,
     advance: Callable[[int], None] = lambda _: None,
@@ -33,7 +33,7 @@ def inspect_checkpoint(
         checkpoint: the folder to look at.
         structure: of the same model, from its configuration.
         source: the 16-bit model; with it the error of every layer is measured and untouched tensors are compared.
-        expected_kv: KV scales by tensor name, where the calibrated ranges are known.
+        expected_scales: static scales, of inputs and of the KV cache, by tensor name, where the ranges are known.
         expected_bytes: the size of all tensors that was predicted, bytes.
         allow_unit_kv_scales: accept KV scales of exactly 1.0, for a checkpoint that asks for them.
         advance: told the bytes of each tensor that was checked.
@@ -49,6 +49,7 @@ def inspect_checkpoint(
     unsound = {finding.where for finding in findings}
     read, read_source = Reader(checkpoint), None if source is None else Reader(source)
     expected = expected_tensors(checkpoint, structure, claims)
+    wanted = expected_scales or {}
     layers: list[LayerError] = []
     for module, tensors in expected.items():
         if unsound.isdisjoint(stored.name for stored in tensors):
@@ -56,6 +57,8 @@ def inspect_checkpoint(
             original = read_source(name) if read_source is not None and source and name in source.tensors else None
             for result in check_module(read, module, claims.schemes[module] or "", tensors, original):
                 (findings if isinstance(result, Finding) else layers).append(result)  # type: ignore[arg-type]
+            for name in wanted.keys() & {stored.name for stored in tensors}:
+                findings += check_static_scale(name, read(name), wanted[name])
         advance(sum(stored.nbytes for stored in tensors))
     scales: dict[str, float] = {}
     cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
@@ -63,9 +66,8 @@ def inspect_checkpoint(
     for name in (name for name in cached if name not in unsound):
         values: list[float] = read(name).float().reshape(-1).tolist()
         scales |= {name: values[0]} if len(values) == 1 else {}
-        wanted = None if expected_kv is None else expected_kv.get(name)
         for value in values:
-            findings += check_kv_scale(name, value, wanted, allow_one=allow_unit_kv_scales)
+            findings += check_kv_scale(name, value, wanted.get(name), allow_one=allow_unit_kv_scales)
     quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(cached)
     if source is not None and read_source is not None:
         findings += _compare_copies(checkpoint, source, read, read_source, quantized, set(expected), advance)

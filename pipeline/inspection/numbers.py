@@ -76,6 +76,13 @@ def check_scale(name: str, scale: torch.Tensor) -> Iterator[Finding]:
             yield Finding("bad scale", name, f"{count} of {values.numel()} values are {what}")
 
 
+def check_static_scale(name: str, scale: torch.Tensor, expected: float) -> Iterator[Finding]:
+    """The scale of a module's inputs is what calibration measured."""
+    value = float(scale.float().reshape(()))
+    if value != expected:
+        yield Finding("wrong scale", name, f"{value:g}; the calibrated range gives {expected:g}")
+
+
 def check_kv_scale(name: str, value: float, expected: float | None, *, allow_one: bool) -> Iterator[Finding]:
     """A static KV scale is finite, positive, not the default of 1.0, and what calibration measured."""
     if not math.isfinite(value) or value <= 0:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.formats.layout import layout_of
+from pipeline.engines.ranges import scale_ranges
+from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.inspection.inspect import inspect_checkpoint
-from pipeline.model.structure import read_structure
+from pipeline.model.select import select
+from pipeline.model.structure import Structure, read_structure
+from pipeline.recipe.schema import Quantization
 from pipeline.stage import Job, Output, Setting, write_json
 from pipeline.stages.calibrate import RANGES
+from pipeline.stages.quantize import needs_ranges
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
 
@@ -27,7 +30,7 @@ class InspectStage:
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The checkpoint, what it was made from, and the ranges where there are any."""
-        calibrated = {"calibrate": "calibrate"} if setting.recipe.quantization.kv_cache == "fp8" else {}
+        calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
         return {"quantize": "quantize", "source": "source", **calibrated}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
@@ -45,12 +48,15 @@ class InspectStage:
         checkpoint = open_checkpoint(model_folder(job.inputs["quantize"]))
         structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
         tensor_bytes = job.inputs["quantize"].record.result["tensor_bytes"]
+        quantization = job.setting.recipe.quantization
+        calibrated = "calibrate" in job.inputs
+        expected = _expected_scales(job, checkpoint, structure, quantization) if calibrated else None
         with job.progress.bar(checkpoint.nbytes, "B") as advance:
             inspection = inspect_checkpoint(
                 checkpoint,
                 structure,
                 source=source,
-                expected_kv=_expected_kv(job) if "calibrate" in job.inputs else None,
+                expected_scales=expected,
                 expected_bytes=tensor_bytes if isinstance(tensor_bytes, int) else None,
                 advance=advance,
             )
@@ -74,21 +80,21 @@ def reasons_of(entry: Entry) -> tuple[str, ...]:
     return tuple(str(reason) for reason in reasons) if isinstance(reasons, list) else ()
 
 
-def _expected_kv(job: Job) -> Mapping[str, float]:
-    """The KV scales that the ranges give, by tensor name, rounded as they are stored."""
+def _expected_scales(
+    job: Job, checkpoint: Checkpoint, structure: Structure, quantization: Quantization
+) -> Mapping[str, float]:
+    """The static scales that the ranges give, by tensor name, rounded to what they are stored in."""
     import torch
 
     from calibration.ranges import load_ranges
     from pipeline.engines.stream.kernels import fp8_scale
 
-    form = layout_of(open_checkpoint(model_folder(job.inputs["quantize"])).config)
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
-    source = open_checkpoint(model_folder(job.inputs["source"]))
-    expected: dict[str, float] = {}
-    for attention, keys in ranges.keys.items():
-        stored = source.tensors[f"{attention}.k_proj.weight"][1].dtype
-        dtype = {"BF16": torch.bfloat16, "F16": torch.float16}[stored]
-        pair = (keys.max(), ranges.values[attention].max())
-        for name, amax in zip(form.kv_scale_names(attention), pair, strict=True):
-            expected[name] = float(fp8_scale(amax.to(dtype)))
-    return expected
+    wanted = scale_ranges(ranges, select(structure, quantization), quantization.format)
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    stored = {name: checkpoint.tensors[name][1].dtype for name in wanted if name in checkpoint.tensors}
+    return {
+        name: float(fp8_scale(torch.tensor(wanted[name], dtype=dtypes[dtype])))
+        for name, dtype in stored.items()
+        if dtype in dtypes
+    }

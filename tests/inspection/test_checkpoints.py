@@ -32,7 +32,7 @@ def test_ours_pass(quantize: Callable[..., Any], model: str, sharded: bool, chec
         made.checkpoint,
         made.structure,
         source=made.source,
-        expected_kv=made.expected_kv,
+        expected_scales=made.expected_scales,
         expected_bytes=sum(plan.nbytes - len(plan.header) for plan in made.plans),
     )
     assert inspection.findings == ()

@@ -173,7 +173,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 def inspect(made: Any, folder: Any, **changes: Any) -> Inspection:
     arguments = {
         "source": made.source,
-        "expected_kv": made.expected_kv,
+        "expected_scales": made.expected_scales,
         "expected_bytes": made.checkpoint.nbytes,
         **changes,
     }
@@ -188,7 +188,7 @@ def test_what_was_not_harmed_passes(
     inspection = inspect(made, breakable(made.folder).save())
     assert inspection.findings == ()
     assert inspection.quantized_modules == len(inspection.layers) == 14
-    assert dict(inspection.kv_scales) == dict(made.expected_kv)
+    assert dict(inspection.kv_scales) == dict(made.expected_scales)
     assert sum(inspection.bytes_by_part.values()) == made.checkpoint.nbytes
     assert all(29 < layer.sqnr_db < 34 for layer in inspection.layers)
 
@@ -257,8 +257,8 @@ def test_scales_of_one_are_accepted_where_they_are_asked_for(
         for name in layout("quark").kv_scale_names(attention):
             broken.tensors[name].fill_(1.0)
     broken.save()
-    assert inspect(made, broken.folder, expected_kv=None, allow_unit_kv_scales=True).passed
-    assert len(inspect(made, broken.folder, expected_kv=None).findings) == 4
+    assert inspect(made, broken.folder, expected_scales=None, allow_unit_kv_scales=True).passed
+    assert len(inspect(made, broken.folder, expected_scales=None).findings) == 4
 
 
 def test_a_nan_of_the_source_is_found_in_what_was_made_of_it(
@@ -276,7 +276,7 @@ def test_without_the_source_structure_and_numbers_are_still_checked(
     quantize: Callable[..., Any], breakable: Callable[..., Any]
 ) -> None:
     made = quantize("llama", "quark")
-    bare: dict[str, Any] = {"source": None, "expected_kv": None, "expected_bytes": None}
+    bare: dict[str, Any] = {"source": None, "expected_scales": None, "expected_bytes": None}
     inspection = inspect(made, made.folder, **bare)
     assert inspection.passed
     assert inspection.layers == ()
