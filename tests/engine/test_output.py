@@ -196,5 +196,5 @@ def test_memory_is_a_few_tensors_and_not_a_file(tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     before, after = json.loads(finished.stdout)
-    # Held at once: the weight, the next one, its magnitudes, the quotient, a few results of half the size; the file has 16.
+    # Held at once: this weight, the next one, its magnitudes, the quotient, and a few results of half the size; not 16.
     assert 2 * largest < after - before < 8 * largest
