@@ -27,7 +27,8 @@ from pipeline.serving.diagnosis import diagnose
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.server import HOST, Server, fetch, served_models
 
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+"""The script that ends a child with its owner; its docstring says how it is called."""
 _PORT_ATTEMPTS = 3
 _POLL_S = 0.1
 _LOG_TAIL = 4 << 20
@@ -89,7 +90,7 @@ class _Running:
         command = [str(launcher.executable), *plan.argv[1:], "--host", HOST, "--port", str(port)]
         with log_path.open("wb") as log:
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), str(self._grace), *command],
+                [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(self._grace), *command],
                 stdin=subprocess.PIPE,  # held open by us alone: its end is the order to stop
                 stdout=subprocess.PIPE,
                 stderr=log,

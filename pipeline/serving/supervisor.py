@@ -1,11 +1,11 @@
-"""Outlives its owner just long enough to end a vLLM server: ``python supervisor.py OWNER_PID GRACE_S COMMAND...``.
+"""Outlives its owner just long enough to end what it started: ``python supervisor.py OWNER_PID GRACE_S COMMAND...``.
 
 Standard input is a pipe whose other end only the owner holds. The kernel closes it however the owner ends, SIGKILL
-included; that, or a signal, is the order to stop: SIGTERM to the server's process group, and after GRACE_S seconds
+included; that, or a signal, is the order to stop: SIGTERM to the command's process group, and after GRACE_S seconds
 SIGKILL to every descendant. The supervisor is a subreaper: a process that left the group or lost its parent is found.
 
-Standard output carries the server's pid. Standard error goes to the server's log, with the server's own output.
-Exits with the server's exit code (128 + N for signal N). Linux only, standard library only: it starts in some 20 ms.
+Standard output carries the command's pid. Standard error goes to its log, with the command's own output.
+Exits with the command's exit code (128 + N for signal N). Linux only, standard library only: it starts in some 20 ms.
 """
 
 from __future__ import annotations

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
+import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.errors import StageError
+from pipeline.serving.launcher import SUPERVISOR
 
 _TAIL = 3  # lines of the log that an error quotes
+_SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
+_GRACE_S = 5.0
 _WATCH_S = 0.5
 _WATCHED = 4096  # bytes of the log's end
 
@@ -22,19 +26,21 @@ def run_logged(
     what: str,
     env: Mapping[str, str],
     watch: Callable[[str], None] = lambda _: None,
+    secrets: Collection[str] = (),
 ) -> None:
     """Run a program to its end, its output in ``log``.
 
-    It gets a process group of its own, which is ended whenever we leave early. ``watch`` is shown the end of the log
-    twice a second. Raises `StageError` with the last lines of the log when the program fails.
+    It runs below a supervisor that ends it, and all that it started, whenever we leave early, however we leave.
+    ``watch`` is shown the end of the log twice a second. ``secrets`` names the variables with tokens that the program
+    may have; all others are kept from it. Raises `StageError` with the last lines of the log when the program fails.
     """
     with log.open("ab") as stream:
         process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
+            [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(_GRACE_S), *argv],
+            stdin=subprocess.PIPE,  # held open by us alone: its end is the order to stop
+            stdout=subprocess.DEVNULL,
             stderr=stream,
-            env={**_inherited(), **env},
+            env={**_inherited(secrets), **env},
             start_new_session=True,
         )
         try:
@@ -44,9 +50,10 @@ def run_logged(
                     break
                 except subprocess.TimeoutExpired:
                     watch(_end_of(log))
-        except BaseException:
-            _end(process)
-            raise
+        finally:
+            assert process.stdin is not None  # noqa: S101 - asked for above
+            process.stdin.close()
+            process.wait()
     if code != 0:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         raise StageError(
@@ -61,18 +68,6 @@ def _end_of(log: Path) -> str:
         return stream.read().decode("utf-8", errors="replace")
 
 
-def _inherited() -> dict[str, str]:
-    """Our environment without what no measuring program needs to know: tokens and keys."""
-    secret = ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "CREDENTIAL")
-    return {name: value for name, value in os.environ.items() if not any(part in name.upper() for part in secret)}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(timeout=10)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
+def _inherited(secrets: Collection[str]) -> dict[str, str]:
+    """Our environment without the tokens and keys that the program was not given."""
+    return {name: value for name, value in os.environ.items() if name in secrets or not _SECRET.search(name)}

@@ -132,12 +132,15 @@ def _ask(job: Job, task: SuiteTask, server: Server, tokenizer: Path, watch: Call
         num_concurrent=setting.recipe.evaluation.concurrency,
         max_length=setting.recipe.target.max_model_len,
     )
-    offline = {"HF_HUB_OFFLINE": "1"} if (job.path / "tasks" / f"{task.task}.yaml").is_file() else {}
+    local = (job.path / "tasks" / f"{task.task}.yaml").is_file()
     # The completions client insists on a key and sends it to the server, which listens on loopback and asks for none.
-    env = {"OPENAI_API_KEY": "unused", "TOKENIZERS_PARALLELISM": "false", **offline}
+    env = {"OPENAI_API_KEY": "unused", "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"HF_HUB_OFFLINE": "1"} if local else {}
     log = job.path / f"{task.task}.log"
     try:
-        run_logged(argv, log, what=f"lm-eval on {task.task}", env=env, watch=watch)
+        run_logged(
+            argv, log, what=f"lm-eval on {task.task}", env=env, watch=watch, secrets=() if local else ("HF_TOKEN",)
+        )
     except StageError:
         server.get("/health")
         raise

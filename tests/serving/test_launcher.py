@@ -24,6 +24,7 @@ import signal, sys, time
 from pathlib import Path
 from pipeline.serving.launcher import LocalLauncher
 from pipeline.serving.plan import LaunchPlan
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits it ignored
 command, model, log = sys.argv[1:]
 plan = LaunchPlan({}, ("vllm", "serve", model, "--served-model-name", "m"), "m", 1, ())
 try:
