@@ -7,7 +7,6 @@ losing it costs one reading.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -16,12 +15,12 @@ from pathlib import Path
 
 from pipeline.canonical import fingerprint
 from pipeline.errors import UserError
+from pipeline.store.disk import sha256_of
 
 # What makes a model: nothing hidden, no caches, no pickled weights.
 COMPANION_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
 MODEL_FILES = ("*.safetensors", *COMPANION_FILES, "*.py")
 _MEMORY = "file-digests.json"
-_CHUNK = 1 << 22  # bytes
 
 
 def model_files(folder: Path) -> tuple[Path, ...]:
@@ -46,7 +45,7 @@ def file_digests(
     for path in files:
         status = path.stat()
         mark = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
-        digest = known.get(mark) or file_sha256(path)
+        digest = known.get(mark) or sha256_of(path)
         fresh[mark] = digest
         found[path.name] = (status.st_size, digest)
         advance(status.st_size)
@@ -78,12 +77,3 @@ def _remember(store: Path, digests: dict[str, str]) -> None:
             partial.replace(store)
         finally:
             partial.unlink(missing_ok=True)
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -1,13 +1,11 @@
-"""The table of quantization schemes, with the arithmetic of their sizes.
+"""The table of quantization schemes.
 
-    >>> ptpc = scheme("ptpc_fp8")
-    >>> ptpc.weight_bytes(4096, 14336) + ptpc.scale_bytes("compressed-tensors", 4096, 14336)
-    58728448
     >>> scheme("mxfp4").bits_per_weight
     4.25
+    >>> scheme("fp8_block").formats
+    ('compressed-tensors',)
 
-The table is `schemes.yaml`. Its numbers decide what a checkpoint weighs before a byte of it is made, so they say what
-lies on disk and not what a kernel computes with.
+The table is `schemes.yaml`; the tensors that a format stores for a scheme are in `pipeline.formats.tensors`.
 """
 
 from __future__ import annotations
@@ -25,24 +23,22 @@ import yaml
 Format = Literal["compressed-tensors", "quark"]
 Engine = Literal["stream", "llmcompressor", "quark"]
 
-#: Bytes of one scale, by its type on disk.
-SCALE_BYTES = MappingProxyType({"e8m0": 1, "bf16": 2, "f32": 4})
-#: Where FP8 scales that are not part of the weight (inputs, KV cache) are kept.
-RANGE_SCALE_DTYPE: Mapping[str, str] = MappingProxyType({"compressed-tensors": "bf16", "quark": "f32"})
+#: Bits of one scale, by its type.
+SCALE_BITS: Mapping[str, int] = MappingProxyType({"e8m0": 8, "bf16": 16})
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a weight of shape [out_features, in_features] is stored.
+    """What a weight of shape [out_features, in_features] becomes.
 
     `bits` counts the elements only. `group` is the (rows, columns) that share a scale, where the granularity is
-    `group` or `block`. `scale_dtypes` holds (format, type on disk) pairs.
+    `group` or `block`. `scale` is the type of a scale; bf16 stands for the model's own 16-bit type.
     """
 
     dtype: Literal["e4m3", "e2m1"]
     bits: int
     granularity: Literal["per_tensor", "per_channel", "group", "block"]
-    scale_dtypes: tuple[tuple[str, str], ...]
+    scale: Literal["bf16", "e8m0"]
     group: tuple[int, int] | None = None
 
 
@@ -64,13 +60,9 @@ class Scheme:
     description: str
     weight: WeightFormat
     activations: ActivationFormat
+    formats: tuple[str, ...]
     engines: tuple[str, ...]
     planned: tuple[str, ...]
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """Checkpoint formats that have a layout for the scheme."""
-        return tuple(name for name, _ in self.weight.scale_dtypes)
 
     @property
     def needs_ranges(self) -> bool:
@@ -80,7 +72,7 @@ class Scheme:
     @property
     def is_mx(self) -> bool:
         """Whether it is an OCP microscaling scheme: groups of 32 with a power of two as their scale."""
-        return any(dtype == "e8m0" for _, dtype in self.weight.scale_dtypes)
+        return self.weight.scale == "e8m0"
 
     @property
     def input_divisor(self) -> int:
@@ -92,32 +84,7 @@ class Scheme:
         """Bits of one weight with its share of the scales; scales per channel or tensor weigh nothing in it."""
         if self.weight.group is None:
             return float(self.weight.bits)
-        _, dtype = self.weight.scale_dtypes[0]
-        return self.weight.bits + 8 * SCALE_BYTES[dtype] / math.prod(self.weight.group)
-
-    def weight_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes of the weight tensor; two 4-bit elements share a byte of a row."""
-        return out_features * math.ceil(in_features * self.weight.bits / 8)
-
-    def scale_count(self, out_features: int, in_features: int) -> int:
-        """Number of weight scales."""
-        match self.weight.granularity:
-            case "per_tensor":
-                return 1
-            case "per_channel":
-                return out_features
-            case _:
-                rows, columns = self.weight.group or (1, 1)
-                return math.ceil(out_features / rows) * math.ceil(in_features / columns)
-
-    def scale_bytes(self, checkpoint_format: str, out_features: int, in_features: int) -> int:
-        """Bytes of the weight's scales, plus the input scale where activations are static.
-
-        Raises `KeyError` for a format that has no layout for the scheme.
-        """
-        size = SCALE_BYTES[dict(self.weight.scale_dtypes)[checkpoint_format]]
-        total = size * self.scale_count(out_features, in_features)
-        return total + SCALE_BYTES[RANGE_SCALE_DTYPE[checkpoint_format]] if self.needs_ranges else total
+        return self.weight.bits + SCALE_BITS[self.weight.scale] / math.prod(self.weight.group)
 
     def refusal(self, engine: str) -> str | None:
         """Why an engine does not make the scheme, in one sentence; None when it does."""
@@ -142,14 +109,13 @@ def scheme(name: str) -> Scheme:
 
 def _scheme(name: str, row: dict[str, Any]) -> Scheme:
     weight = dict(row["weight"])
-    scales, group = weight.pop("scale"), weight.pop("group", None)
+    group = weight.pop("group", None)
     return Scheme(
         name=name,
         description=row["description"],
-        weight=WeightFormat(
-            **weight, scale_dtypes=tuple(scales.items()), group=None if group is None else (group[0], group[1])
-        ),
+        weight=WeightFormat(**weight, group=None if group is None else (group[0], group[1])),
         activations=ActivationFormat(**row["activations"]),
+        formats=tuple(row["formats"]),
         engines=tuple(row["engines"]),
         planned=tuple(row["planned"]),
     )

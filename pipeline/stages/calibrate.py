@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from calibration.errors import CalibrationError
 from calibration.sets import CalibrationSet, load_set
 from pipeline.device import resolve_device
-from pipeline.digest import file_sha256
 from pipeline.errors import StageError, UserError
 from pipeline.recipe.schema import Calibration
 from pipeline.stage import Job, Output, Setting, versions
 from pipeline.stages.source import model_folder
+from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 
 RANGES = "ranges.safetensors"
@@ -98,7 +98,7 @@ def _identity(chosen: CalibrationSet) -> Mapping[str, object]:
     """The set by its content: a local file by digest, a dataset by name and revision."""
     facts = asdict(chosen)
     try:
-        facts["file"] = None if chosen.file is None else file_sha256(chosen.file)
+        facts["file"] = None if chosen.file is None else sha256_of(chosen.file)
     except OSError as error:
         raise UserError(f"{chosen.file}: the calibration texts cannot be read: {error.strerror}.") from None
     return {key: value for key, value in facts.items() if key not in ("name", "description")}

@@ -15,7 +15,6 @@ from eval import harness
 from eval.errors import DefinitionError, MeasurementError
 from eval.samples import SampleSet
 from eval.suites import SuiteTask
-from pipeline.digest import file_sha256
 from pipeline.errors import InvalidMeasurementError, StageError
 from pipeline.serving.server import Server
 from pipeline.stage import Job, Output, Setting, versions, write_json
@@ -23,6 +22,7 @@ from pipeline.stages.commands import run_logged
 from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, vllm_version
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
+from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 
 _REQUESTS = re.compile(r"Requesting API: +\d+%\|[^|]*\| (\d+)/(\d+) ")
@@ -161,6 +161,4 @@ def _task_settings(task: SuiteTask) -> dict[str, object]:
 
 def _task_files(name: str) -> dict[str, str]:
     """SHA-256 of the files of a task of ours, by name; a task of lm-eval is its version's."""
-    return {
-        path.name: file_sha256(path) for path in (TASKS / f"{name}.yaml", TASKS / f"{name}.jsonl") if path.is_file()
-    }
+    return {path.name: sha256_of(path) for path in (TASKS / f"{name}.yaml", TASKS / f"{name}.jsonl") if path.is_file()}

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline import digest
-from pipeline.digest import file_digests, file_sha256, folder_digest, model_files
+from pipeline.digest import file_digests, folder_digest, model_files
 from pipeline.errors import UserError
+from pipeline.store.disk import sha256_of
 
 
 @pytest.fixture
@@ -36,16 +37,16 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def counted(path: Path) -> str:
         names.append(path.name)
-        return file_sha256(path)
+        return sha256_of(path)
 
-    monkeypatch.setattr(digest, "file_sha256", counted)
+    monkeypatch.setattr(digest, "sha256_of", counted)
     return names
 
 
 def test_a_file_is_read_once(folder: Path, memory: Path, read: list[str]) -> None:
     first = file_digests(folder, memory)
     assert read == ["config.json", "model.safetensors"]
-    assert first == {path.name: (path.stat().st_size, file_sha256(path)) for path in folder.iterdir()}
+    assert first == {path.name: (path.stat().st_size, sha256_of(path)) for path in folder.iterdir()}
     assert file_digests(folder, memory) == first
     assert len(read) == 2
 
@@ -85,7 +86,7 @@ def test_other_bytes_of_the_same_size_are_noticed(folder: Path, memory: Path, ch
     time.sleep(0.05)  # more than a tick of the filesystem's clock
     change(path)
     after = file_digests(folder, memory)
-    assert after["model.safetensors"] == (7000, file_sha256(path))
+    assert after["model.safetensors"] == (7000, sha256_of(path))
     assert folder_digest(after) != folder_digest(before)
 
 

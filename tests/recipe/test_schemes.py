@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from pipeline.formats.tensors import stores, weight_tensors
 from pipeline.schemes import scheme, table
 
 OUT, IN = 4096, 14336
@@ -14,28 +15,29 @@ OUT, IN = 4096, 14336
 @pytest.mark.parametrize(
     ("name", "weight", "compressed_tensors", "quark"),
     [
-        ("ptpc_fp8", OUT * IN, OUT * 2, OUT * 4),
-        ("fp8", OUT * IN, 2 + 2, 4 + 4),
+        ("ptpc_fp8", OUT * IN, OUT * 2, OUT * 2),
+        ("fp8", OUT * IN, 2 + 2, 2 + 2),
         ("fp8_block", OUT * IN, (OUT // 128) * (IN // 128) * 2, None),
         ("mxfp4", OUT * IN // 2, OUT * IN // 32, OUT * IN // 32),
         ("mxfp4_weight_only", OUT * IN // 2, OUT * IN // 32, OUT * IN // 32),
-        ("mxfp4_fp8", OUT * IN // 2, None, OUT * IN // 32 + 4),
+        ("mxfp4_fp8", OUT * IN // 2, None, OUT * IN // 32 + 2),
     ],
 )
-def test_sizes(name: str, weight: int, compressed_tensors: int | None, quark: int | None) -> None:
-    row = scheme(name)
-    assert row.weight_bytes(OUT, IN) == weight
-    for layout, expected in (("compressed-tensors", compressed_tensors), ("quark", quark)):
-        if expected is None:
-            assert layout not in row.formats
-            with pytest.raises(KeyError):
-                row.scale_bytes(layout, OUT, IN)
-        else:
-            assert row.scale_bytes(layout, OUT, IN) == expected
+def test_each_format_holds_a_scheme_in_so_many_bytes(
+    name: str, weight: int, compressed_tensors: int | None, quark: int | None
+) -> None:
+    for layout, scales in (("compressed-tensors", compressed_tensors), ("quark", quark)):
+        assert (layout in scheme(name).formats) == stores(layout, name) == (scales is not None)
+        if scales is not None:
+            tensors = weight_tensors(layout, name, "m", (OUT, IN), "BF16")
+            assert sum(tensor.nbytes for tensor in tensors) == weight + scales
 
 
 def test_a_block_that_is_cut_off_has_a_scale_too() -> None:
-    assert scheme("fp8_block").scale_count(200, 256) == 2 * 2
+    (scale,) = (
+        t for t in weight_tensors("compressed-tensors", "fp8_block", "m", (200, 256), "BF16") if t.role != "weight"
+    )
+    assert scale.shape == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_properties(name: str, divisor: int, bits: float, ranges: bool, mx: bool
 
 def test_refusals_say_what_is_missing() -> None:
     assert scheme("ptpc_fp8").refusal("stream") is None
-    assert scheme("fp8").refusal("stream") == "engine stream does not make fp8 yet" or "stream" in scheme("fp8").engines
+    assert scheme("fp8").refusal("llmcompressor") == "engine llmcompressor does not make fp8 yet"
     assert scheme("fp8_block").refusal("quark") == "engine quark has no fp8_block"
 
 
