@@ -7,6 +7,8 @@ format decides on their shape. Results equal those of llm-compressor 0.14 byte f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -116,16 +118,48 @@ def mxfp4_unsigned_zero(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 BLOCK = 128
 """Side of a block of fp8_block, elements."""
+_CHUNK = 1 << 20  # bytes of weight that are computed at a time on a CPU: a share of its second-level cache
 MX_GROUP = 32
 """Elements that share an MX scale."""
 _E2M1_MAX_EXPONENT = 2  # of 6.0
 
-KERNELS: Mapping[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
-    "ptpc_fp8": ptpc_fp8,
-    "fp8": fp8,
-    "fp8_block": fp8_block,
-    "mxfp4": mxfp4,
-    "mxfp4_unsigned_zero": mxfp4_unsigned_zero,
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel with the number of rows that it can compute apart from all others; None where every row counts."""
+
+    compute: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    rows: int | None
+
+    def __call__(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute a whole weight of [O, I], on a CPU by chunks of rows whose intermediate results stay in its cache.
+
+        The chunks' results are the whole's: no row of one enters another.
+        """
+        rows = weight.shape[0]
+        if self.rows is None or weight.device.type != "cpu":
+            return self.compute(weight)
+        step = max(_CHUNK // (weight.shape[1] * weight.element_size() or 1) // self.rows, 1) * self.rows
+        if rows <= step:
+            return self.compute(weight)
+        whole: dict[str, torch.Tensor] = {}
+        per_row: dict[str, float] = {}
+        for start in range(0, rows, step):
+            for role, part in self.compute(weight[start : start + step]).items():
+                if start == 0:
+                    per_row[role] = part.shape[0] / step  # 1, or 1/128 for what a block has one of
+                    whole[role] = part.new_empty((ceil(rows * per_row[role]), *part.shape[1:]))
+                first = round(start * per_row[role])
+                whole[role][first : first + part.shape[0]] = part
+        return whole
+
+
+KERNELS: Mapping[str, Kernel] = {
+    "ptpc_fp8": Kernel(ptpc_fp8, rows=1),
+    "fp8": Kernel(fp8, rows=None),
+    "fp8_block": Kernel(fp8_block, rows=BLOCK),
+    "mxfp4": Kernel(mxfp4, rows=1),
+    "mxfp4_unsigned_zero": Kernel(mxfp4_unsigned_zero, rows=1),
 }
 
 
