@@ -28,6 +28,14 @@ _COMMANDS = {
 }
 
 
+# What is imported only where it is needed, by the extra that brings it.
+_EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "datasets", "huggingface_hub", "httpx"), "quantize"),
+    "lm_eval": "evaluate",
+    **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "report"),
+}
+
+
 class _Lazy(click.Group):
     """A group whose commands are modules that are imported on demand."""
 
@@ -87,6 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.exit(141)
     except Exception as error:
+        missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing in _EXTRAS:
+            _fail(
+                f"this needs {missing}, which is not installed.\n  pip install 'quantmint[{_EXTRAS[missing]}]'",
+                given,
+                2,
+            )
         # A fault of ours; what was committed stays all the same.
         _fail(f"unexpected {type(error).__name__}: {error}\n  --debug shows where; please report it.", given, 5)
     sys.exit(code if isinstance(code, int) else 0)

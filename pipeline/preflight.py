@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from eval.verdict import Verdict
@@ -15,6 +16,13 @@ from pipeline.runner import find_entry
 from pipeline.stage import Planned, Setting
 from pipeline.stages.source import config_folder
 from pipeline.store.disk import free_bytes
+
+_PACKAGES = (
+    ("calibrate", ("torch", "transformers"), "quantize"),
+    ("quantize", ("torch", "transformers"), "quantize"),
+    ("evaluate", ("lm_eval",), "evaluate"),
+    ("report", ("jinja2", "matplotlib"), "report"),
+)
 
 
 def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> list[str]:
@@ -40,6 +48,7 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
     missing = missing_stages(plan, setting, redo)
     if known_unsound(plan, setting, redo):
         return  # the run ends there, and says why
+    _require_packages(missing)
     if setting.vllm is None and any(key.startswith(("serve", "evaluate", "bench")) for key in missing):
         raise UserError(
             "no vLLM was found to serve with, which this recipe needs.",
@@ -52,6 +61,17 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
         require_disk(disk_needed(prediction, missing, download=download), free_bytes(where), str(where))
         if "calibrate" in missing:
             _require_memory(prediction, setting)
+
+
+def _require_packages(missing: Sequence[str]) -> None:
+    """An hour of measuring must not end at a package that draws the page."""
+    for stage, packages, extra in _PACKAGES:
+        absent = [name for name in packages if find_spec(name) is None]
+        if absent and any(key.startswith(stage) for key in missing):
+            raise UserError(
+                f"the stage {stage} needs {', '.join(absent)}, which is not installed.",
+                hint=f"pip install 'quantmint[{extra}]'",
+            )
 
 
 def _require_memory(prediction: Prediction, setting: Setting) -> None:

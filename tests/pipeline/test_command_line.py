@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pipeline import cli
 from pipeline.errors import ServingError
 
 ROOT = Path(__file__).parents[2]
@@ -265,3 +266,22 @@ def test_json_is_plain_for_every_list(quantmint: Quantmint, project: Path) -> No
         assert ended.code == 0
         assert isinstance(json.loads(ended.out), list | dict)
         assert "\x1b" not in ended.out
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("torch", "quantize"), ("lm_eval.models", "evaluate"), ("jinja2", "report")]
+)
+def test_a_package_of_an_extra_that_is_not_there_is_named_with_the_extra(
+    module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(cli.cli, "main", absent)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "tiny-ptpc-fp8kv"])
+    assert ended.value.code == 2
+    name = module.partition(".")[0]
+    assert capsys.readouterr().err == (
+        f"quantmint: this needs {name}, which is not installed.\n  pip install 'quantmint[{extra}]'\n"
+    )

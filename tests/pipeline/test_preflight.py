@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline import preflight
 from pipeline.errors import UserError
 from pipeline.planning import build_plan, cut
 from pipeline.preflight import missing_stages, require_means
@@ -93,3 +94,13 @@ def test_a_device_that_is_not_there(quantmint: Quantmint, project: Path) -> None
     assert ended.code == 2
     assert ended.err.startswith("quantmint: --device: found 'warp', which PyTorch cannot use here")
     assert list((project / "store").rglob("record.json")) == []
+
+
+@pytest.mark.parametrize(("package", "stage"), [("lm_eval", "evaluate"), ("matplotlib", "report")])
+def test_a_package_that_a_later_stage_needs_is_missed_before_the_first(
+    package: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == package else object())
+    with pytest.raises(UserError, match=f"^the stage {stage} needs {package}, which is not installed"):
+        preflight._require_packages(["source", f"{stage}-candidate" if stage == "evaluate" else stage])
+    preflight._require_packages(["source", "inspect", "gate"])
