@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from calibration.errors import CalibrationError
@@ -62,11 +62,3 @@ def batched(blocks: torch.Tensor, batch_size: int) -> Iterator[torch.Tensor]:
 def blocks_digest(blocks: torch.Tensor) -> str:
     """SHA-256 of the token ids, little-endian int64: what a report quotes as the calibration data."""
     return hashlib.sha256(blocks.numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def text_digest(texts: Iterable[str]) -> str:
-    """SHA-256 over the texts, each closed by a NUL, which no text contains."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode("utf-8") + b"\0")
-    return digest.hexdigest()

@@ -18,7 +18,7 @@ from pipeline.stages.bench import result_file
 from pipeline.stages.evaluate import read_samples
 from pipeline.stages.inspect import reasons_of
 from pipeline.stages.quantize import CHECKPOINT
-from pipeline.stages.serve import LAUNCH, SIDES, Side
+from pipeline.stages.serve import LAUNCH, Side, measured_inputs
 from pipeline.store.entries import Entry
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ class GateStage:
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The checkpoint with its proof, and both sides' measurements."""
-        measured = {f"{kind}-{side}": f"{kind}-{side}" for side in SIDES for kind in ("serve", "evaluate", "bench")}
-        return {"quantize": "quantize", "inspect": "inspect", **measured}
+        return {"quantize": "quantize", "inspect": "inspect", **measured_inputs()}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """What the recipe promises, task by task."""

@@ -15,7 +15,7 @@ from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.stage import Job, Output, Setting, versions
 from pipeline.stages.gate import GATE
 from pipeline.stages.inspect import INSPECTION
-from pipeline.stages.serve import LAUNCH, SIDES
+from pipeline.stages.serve import LAUNCH, SIDES, measured_inputs
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
 
@@ -33,8 +33,7 @@ class ReportStage:
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Everything that is shown."""
-        measured = {f"{kind}-{side}": f"{kind}-{side}" for side in SIDES for kind in ("serve", "evaluate", "bench")}
-        return {"source": "source", "quantize": "quantize", "inspect": "inspect", **measured, "gate": "gate"}
+        return {"source": "source", "quantize": "quantize", "inspect": "inspect", **measured_inputs(), "gate": "gate"}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The recipe, which is printed."""

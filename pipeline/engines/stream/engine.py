@@ -18,6 +18,7 @@ from pipeline.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard, write_sh
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from pipeline.formats.layout import Choice, layout
+from pipeline.store.disk import write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -136,9 +137,4 @@ def _write_index(plans: tuple[ShardPlan, ...], destination: Path) -> None:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    with partial.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
+    write_atomic(path, data, temporary=path.with_name(path.name + PARTIAL_SUFFIX))

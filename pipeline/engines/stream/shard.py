@@ -20,6 +20,7 @@ from pipeline.engines.stream.kernels import KERNELS
 from pipeline.engines.stream.plan import STATIC_ROLES, ShardPlan, Step, is_deferred
 from pipeline.errors import StageError
 from pipeline.formats.header import TensorInfo
+from pipeline.store.disk import fsync
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +81,7 @@ def write_shard(
             sink.write_tensor(held[stored.name])
         os.fsync(writer.fileno())
     partial.replace(destination / plan.name)
-    _sync_folder(destination)
+    fsync(destination)
     return WrittenShard(plan.name, sink.size, sink.digest.hexdigest())
 
 
@@ -138,11 +139,3 @@ def _outputs(step: Step, raw: torch.Tensor, device: str) -> list[tuple[str, torc
         for out in step.outputs
         if out.role not in STATIC_ROLES
     ]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
