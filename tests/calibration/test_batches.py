@@ -90,7 +90,7 @@ def test_batches_keep_the_order_and_lose_nothing() -> None:
         assert all(part.shape[0] <= size for part in parts)
 
 
-def test_a_digest_tells_blocks_and_texts_apart() -> None:
+def test_a_digest_tells_blocks_apart() -> None:
     blocks = torch.arange(6).reshape(2, 3)
     assert blocks_digest(blocks) != blocks_digest(blocks.flip(0))
     assert blocks_digest(blocks) == blocks_digest(blocks.clone())
