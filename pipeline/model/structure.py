@@ -23,6 +23,22 @@ _PACKED = "weight_packed"
 
 
 @dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where the 16-bit weight [O, I] of one linear module comes from.
+
+    ``tensor`` is a name on disk. ``expert`` picks an entry of the first dimension of a tensor that stacks experts,
+    ``rows`` the output rows [first, last) of that matrix (gate and up lie in one), and ``transposed`` says that it is
+    stored as [I, O]. ``scale`` names the tensor of block scales that an FP8 source is multiplied with.
+    """
+
+    tensor: str
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+    scale: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
     """A model's parts under their names on disk.
 
