@@ -16,8 +16,14 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
     """Assign a scheme, or 16 bit, to every linear module.
 
     Raises `UserError` for a name that matches nothing, because a typo would otherwise quantize what was meant to stay,
-    and where nothing is left to quantize.
+    where nothing is left to quantize, and for a source that is quantized already.
     """
+    if structure.quantized_by is not None:
+        raise UserError(
+            f"the source is quantized already (quant_method {structure.quantized_by}), expected 16-bit weights, or FP8 "
+            "in blocks of 128x128.",
+            hint="Start from the 16-bit release of the model.",
+        )
     everything = (*structure.linear, *structure.kept)
     for pattern in quantization.exclude:
         _require_match(pattern, everything, "exclude")

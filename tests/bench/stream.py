@@ -123,7 +123,7 @@ def work(contender: str, source: Path, destination: Path) -> float:
     from pipeline.formats.layout import Choice
     from pipeline.model.structure import read_structure
 
-    read_structure(source, [])  # transformers imports the code of a model when it is first built
+    read_structure(source, {})  # transformers imports the code of a model when it is first built
     started = time.perf_counter()
     checkpoint = open_checkpoint(source)
     structure = read_structure(source, checkpoint.tensors)

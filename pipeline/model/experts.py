@@ -1,0 +1,132 @@
+"""A mixture's experts: stacked in the module, one by one or stacked on disk, one by one in a quantized checkpoint.
+
+    model.layers.0.mlp.experts.gate_up_proj [E, 2I, H]  ->  model.layers.0.mlp.experts.{e}.gate_proj [I, H]
+                                                            model.layers.0.mlp.experts.{e}.up_proj   [I, H]
+
+Which of the last two dimensions is the output is what the module says, never what the sizes suggest: where
+2I = H they suggest nothing. A checkpoint may hold the transpose of what the module does; transformers then has the
+transposition among the operations that load it. vLLM and llm-compressor know the experts by the names above.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import UserError
+from pipeline.model.weights import WeightSource
+
+if TYPE_CHECKING:
+    import torch
+
+# Parameter of the module: the projections of an expert that it stacks.
+_PARTS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "gate_proj": ("gate_proj",),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
+_PARAMETERS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+# Classes without transformers' marks (is_transposed and so on): what their forward does.
+_TRANSPOSED = {"Llama4TextExperts": True}
+_ONE = re.compile(r"(.+)\.(\d+)\.([^.]+)")
+
+
+def stacks_experts(module: Any) -> bool:
+    """Whether a module holds the projections of several experts in 3-D parameters."""
+    return any(name in _PARTS and p.ndim == 3 for name, p in module.named_parameters(recurse=False))
+
+
+def stacked_name(module_name: str) -> Iterator[str]:
+    """The 3-D parameters, by their likely names on disk, that a single expert's projection may be a part of."""
+    if one := _ONE.fullmatch(module_name):
+        part = _MIXTRAL.get(one[3], one[3])
+        yield from (f"{one[1]}.{name}" for name in dict.fromkeys((_PARAMETERS.get(part, part), part)))
+
+
+def part_of(module_name: str) -> tuple[int, str] | None:
+    """Number and projection of a single expert's module, under whatever names; None for any other name."""
+    one = _ONE.fullmatch(module_name)
+    return (int(one[2]), _MIXTRAL.get(one[3], one[3])) if one else None
+
+
+def expert_shape(experts: Any, own: str, parameter: torch.Tensor) -> tuple[int, int]:
+    """[out_features, in_features] of one projection of one expert, from the parameter ``own`` that stacks it."""
+    rows, columns = _matrix(experts, own, parameter)
+    return rows // len(_PARTS[own.rpartition(".")[2]]), columns
+
+
+def split(
+    name: str, own: str, experts: Any, parameter: torch.Tensor, shape: Sequence[int], operations: Sequence[Any]
+) -> Iterator[tuple[str, str, WeightSource]]:
+    """Take a stack on disk apart: module as it is written, module as calibration knows it, and the source.
+
+    Args:
+        name: the tensor on disk.
+        own: the parameter of the model that it becomes.
+        experts: the module that holds the parameter.
+        parameter: the parameter, [E, O, I] or [E, I, O].
+        shape: the tensor's shape on disk.
+        operations: what transformers does to the tensor when it loads it.
+
+    Raises:
+        UserError: the stack cannot be taken apart without a guess.
+    """
+    prefix, _, last = name.removesuffix(".weight").rpartition(".")
+    if last not in _PARTS:
+        raise _refused(name, "its name is not one that servers know single experts by")
+    rows, _ = _matrix(experts, own, parameter)
+    transposed = _is_transposed(experts, own) ^ _is_turned(name, shape, parameter, operations)
+    parts = _PARTS[last]
+    height = rows // len(parts)
+    for expert in range(parameter.shape[0]):
+        for number, part in enumerate(parts):
+            taken = (number * height, (number + 1) * height) if len(parts) > 1 else None
+            source = WeightSource(name, expert=expert, rows=taken, transposed=transposed)
+            yield f"{prefix}.{expert}.{part}", f"{own.rpartition('.')[0]}.{expert}.{part}", source
+
+
+def _matrix(experts: Any, own: str, parameter: torch.Tensor) -> tuple[int, int]:
+    _, first, second = parameter.shape
+    return (second, first) if _is_transposed(experts, own) else (first, second)
+
+
+def _is_transposed(experts: Any, own: str) -> bool:
+    """Whether the module multiplies inputs with [I, O], as transformers marks it or the class is known to."""
+    kind = type(experts).__name__
+    if not getattr(experts, "is_concatenated", True):
+        raise _refused(own, f"{kind} interleaves the columns of gate and up")
+    if getattr(experts, "has_bias", False):
+        raise _refused(own, f"the experts of {kind} have biases")
+    marked = getattr(experts, "is_transposed", _TRANSPOSED.get(kind))
+    if marked is None:
+        raise _refused(own, f"{kind} does not say which of its dimensions is the output")
+    return bool(marked)
+
+
+def _is_turned(name: str, shape: Sequence[int], parameter: torch.Tensor, operations: Sequence[Any]) -> bool:
+    """Whether the tensor on disk is the transpose of the parameter."""
+    from transformers.core_model_loading import Transpose
+
+    straight = tuple(parameter.shape)
+    turned = (straight[0], straight[2], straight[1])
+    if any(not isinstance(operation, Transpose) for operation in operations) or len(operations) > 1:
+        kinds = ", ".join(type(operation).__name__ for operation in operations)
+        raise _refused(name, f"transformers rearranges it when it loads it ({kinds})")
+    if operations and operations[0].check_dims and straight == turned:
+        raise _refused(name, f"it is {list(shape)}, and either of the last two dimensions may be the output")
+    expected = (straight, turned) if operations and operations[0].check_dims else (turned if operations else straight,)
+    if tuple(shape) not in expected:
+        raise UserError(
+            f"{name}: it is {list(shape)}, expected {' or '.join(str(list(one)) for one in expected)} from config.json."
+        )
+    return tuple(shape) != straight or (bool(operations) and straight == turned)
+
+
+def _refused(name: str, reason: str) -> UserError:
+    return UserError(
+        f"{name}: this stack of experts cannot be taken apart: {reason}.",
+        hint="Quantize this model with `engine: llmcompressor` or `engine: quark`.",
+    )
