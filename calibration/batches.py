@@ -1,9 +1,14 @@
-"""Calibration text as token blocks: the same texts, tokenizer and settings give the same blocks everywhere."""
+"""Calibration text as samples of tokens: the same texts, tokenizer and settings give the same samples everywhere.
+
+No sample is ever padded, so that no padding token can widen a range.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from calibration.errors import CalibrationError
@@ -11,9 +16,12 @@ from calibration.errors import CalibrationError
 if TYPE_CHECKING:
     import torch
 
+WINDOW = 1024
+"""Texts that are put in a seeded order together: what is read of a large dataset is at most one window too much."""
+
 
 def token_blocks(
-    texts: Sequence[str],
+    texts: Iterable[str],
     tokenizer: Any,
     *,
     samples: int,
@@ -21,10 +29,9 @@ def token_blocks(
     seed: int,
     special_tokens: bool = True,
 ) -> torch.Tensor:
-    """Pack texts into blocks without padding, so that no padding token can widen a range.
+    """Pack texts into blocks: they are put in a seeded order, joined, and the stream is cut.
 
-    The texts are put in a seeded order, each is tokenized, and the stream is cut into blocks. ``special_tokens`` is
-    False for rendered conversations, whose template has written them already.
+    ``special_tokens`` is False for rendered conversations, whose template has written them already.
 
     Returns:
         int64 tensor of [samples, sequence_length].
@@ -32,19 +39,17 @@ def token_blocks(
     Raises:
         CalibrationError: the texts are too short for that many blocks.
     """
-    import numpy
     import torch
 
-    order = numpy.random.default_rng(seed).permutation(len(texts))
     needed = samples * sequence_length
     stream: list[int] = []
-    for index in order:
-        if len(stream) >= needed:
-            break
-        ids = tokenizer(texts[int(index)], add_special_tokens=special_tokens)["input_ids"]
+    for text in _shuffled(texts, seed):
+        ids = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         stream += ids
         if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
             stream.append(tokenizer.eos_token_id)
+        if len(stream) >= needed:
+            break
     if len(stream) < needed:
         raise CalibrationError(
             f"the calibration texts make {len(stream):,} tokens; "
@@ -53,12 +58,70 @@ def token_blocks(
     return torch.tensor(stream[:needed], dtype=torch.int64).reshape(samples, sequence_length)
 
 
-def batched(blocks: torch.Tensor, batch_size: int) -> Iterator[torch.Tensor]:
-    """Cut [samples, sequence_length] into batches of at most ``batch_size`` blocks, in order."""
-    for start in range(0, blocks.shape[0], batch_size):
-        yield blocks[start : start + batch_size]
+def token_texts(
+    texts: Iterable[str],
+    tokenizer: Any,
+    *,
+    samples: int,
+    sequence_length: int,
+    seed: int,
+    special_tokens: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    """One text a sample, in a seeded order, cut after ``sequence_length`` tokens; shorter ones keep their length.
+
+    What llm-compressor's examples calibrate on. Texts without a token are passed over.
+
+    Returns:
+        int64 tensors of [n], 1 <= n <= sequence_length.
+
+    Raises:
+        CalibrationError: there are too few texts.
+    """
+    import torch
+
+    tokenized = (
+        tokenizer(text, add_special_tokens=special_tokens)["input_ids"][:sequence_length]
+        for text in _shuffled(texts, seed)
+    )
+    found = tuple(torch.tensor(ids, dtype=torch.int64) for ids in islice(filter(len, tokenized), samples))
+    if len(found) < samples:
+        raise CalibrationError(
+            f"the calibration set has {len(found):,} texts; {samples:,} samples without packing need one each: "
+            f"ask for at most {len(found):,}"
+        )
+    return found
 
 
-def blocks_digest(blocks: torch.Tensor) -> str:
-    """SHA-256 of the token ids, little-endian int64: what a report quotes as the calibration data."""
-    return hashlib.sha256(blocks.numpy().astype("<i8").tobytes()).hexdigest()
+def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
+    """The texts in an order that the seed decides, a window at a time."""
+    import numpy
+
+    generator = numpy.random.default_rng(seed)
+    rest = iter(texts)
+    while window := list(islice(rest, WINDOW)):
+        for index in generator.permutation(len(window)):
+            yield window[int(index)]
+
+
+def batched(samples: torch.Tensor | Sequence[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
+    """Stack samples of equal length into batches of at most ``batch_size``: int64 [batch, length].
+
+    Samples keep their order within a length, and lengths come as they first appear.
+    """
+    import torch
+
+    by_length: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for sample in samples:
+        by_length[len(sample)].append(sample)
+    for equal in by_length.values():
+        for start in range(0, len(equal), batch_size):
+            yield torch.stack(equal[start : start + batch_size])
+
+
+def samples_digest(samples: torch.Tensor | Sequence[torch.Tensor]) -> str:
+    """SHA-256 over the length and the token ids of each sample, little-endian int64: what a report quotes."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(len(sample).to_bytes(8, "little"))
+        digest.update(sample.numpy().astype("<i8").tobytes())
+    return digest.hexdigest()

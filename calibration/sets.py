@@ -3,39 +3,51 @@
     >>> load_set("ultrachat").repo
     'HuggingFaceH4/ultrachat_200k'
 
-A set is a YAML file in `sets/`: where the texts are (a jsonl file, or a dataset of the Hub), and which column holds
-what (plain text, conversations, or one turn a column). How many are used, and how long, is the recipe's business.
+A set is a YAML file in `sets/`: where the texts are (a file, or a dataset of the Hub), which column holds what (plain
+text, conversations, or one turn a column), and how much of it is used where the recipe says nothing else.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from calibration import set_file
 from calibration.errors import CalibrationError
+from calibration.set_file import SetFile
 
 FOLDER = Path(__file__).parent / "sets"
+SUFFIXES = (".jsonl", ".parquet", ".txt")
+"""Kinds of local files."""
+SAMPLE_BY = ("line", "paragraph", "document")
+"""What one sample of a text file is; the words are those of the library `datasets`, blank lines part paragraphs."""
 
 _ROLES = ("system", "user", "assistant")
+_COUNTS = {"samples": 1, "sequence_length": 1, "seed": 0}  # with the least value of each
+_FLAGS = ("chat", "packing")
+_HUB = ("revision", "config", "split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationSet:
     """Where texts come from; exactly one of `file` or `repo`, and exactly one of `text`, `messages` or `turns`.
 
-    `file` is an absolute path to jsonl. `config` is the dataset's configuration, `split` its part. `text` names a
-    column of plain text, `messages` one with a list of {role, content}; `turns` are (role, column) pairs that make one
-    conversation. Conversations are rendered by the model's chat template.
+    `file` is an absolute path; `sample_by` cuts a .txt file. `config` is the dataset's configuration, `split` its part.
+    `text` names a column of plain text, `messages` one with a list of {role, content}; `turns` are (role, column)
+    pairs that make one conversation. With `chat`, conversations are rendered by the model's chat template, where it
+    has one; without, their contents are joined.
+
+    `samples`, `sequence_length`, `packing` and `seed` are defaults of a recipe's calibration section; None where the
+    set has no opinion.
     """
 
     name: str
     description: str
     file: Path | None = None
+    sample_by: str = "line"
     repo: str | None = None
     revision: str | None = None
     config: str | None = None
@@ -43,6 +55,26 @@ class CalibrationSet:
     text: str | None = None
     messages: str | None = None
     turns: tuple[tuple[str, str], ...] = ()
+    chat: bool = True
+    samples: int | None = None
+    sequence_length: int | None = None
+    packing: bool | None = None
+    seed: int | None = None
+
+    @property
+    def defaults(self) -> dict[str, int | bool]:
+        """What a recipe's calibration section gets where it says nothing."""
+        given = {name: getattr(self, name) for name in DEFAULTS}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that are read."""
+        return (self.text or self.messages or "",) if not self.turns else tuple(column for _, column in self.turns)
+
+
+DEFAULTS = ("samples", "sequence_length", "packing", "seed")
+"""Fields that only stand in for what a recipe leaves out; they say nothing about the texts."""
 
 
 def names(folder: Path = FOLDER) -> tuple[str, ...]:
@@ -53,7 +85,7 @@ def names(folder: Path = FOLDER) -> tuple[str, ...]:
 def load_set(name: str, folder: Path = FOLDER) -> CalibrationSet:
     """Load a set by its name, or by the path of a YAML file.
 
-    Raises `CalibrationError` with the nearest existing name, or with the file and what is wrong in it.
+    Raises `CalibrationError` with the nearest existing name, or with the file and line of what is wrong in it.
     """
     if name.endswith((".yaml", ".yml")):
         return parse(Path(name))
@@ -66,55 +98,69 @@ def load_set(name: str, folder: Path = FOLDER) -> CalibrationSet:
 
 def parse(path: Path) -> CalibrationSet:
     """Load a set from any file."""
-    values = _mapping(path)
-    for key in values:
-        _known(path, key, [field.name for field in fields(CalibrationSet)])
+    document = set_file.read(path)
+    document.require_known(field.name for field in fields(CalibrationSet))
+    values = dict(document.values)
     turns = values.pop("turns", {})
     if not isinstance(turns, dict):
-        raise CalibrationError(f"{path}: turns: expected a mapping of roles to columns")
-    for role in turns:
-        _known(path, role, _ROLES)
-    for key, value in (*values.items(), *turns.items()):
-        if not isinstance(value, str) or not value:
-            raise CalibrationError(f"{path}: {key}: found {value!r}, expected text")
+        raise document.fault("expected a mapping of roles to columns", "turns")
+    if turns:
+        document.require_known(_ROLES, "turns")
+    _check_types(document, values, turns)
     for key in ("name", "description"):
         if key not in values:
-            raise CalibrationError(f"{path}: {key}: found nothing, expected text")
+            raise document.fault(f"{key}: found nothing, expected text")
     if values["name"] != path.stem:
-        raise CalibrationError(f'{path}: name: found "{values["name"]}", expected the name of its file, "{path.stem}"')
-    given = {**values, **({"turns": turns} if turns else {})}
-    _one_of(path, given, ("file", "repo"))
-    _one_of(path, given, ("text", "messages", "turns"))
+        raise document.fault(f'found "{values["name"]}", expected the name of its file, "{path.stem}"', "name")
+    _one_of(document, ("file", "repo"))
     if "repo" in values:
+        if "sample_by" in values:
+            raise document.fault("found it beside a repo, expected it with a .txt file only", "sample_by")
         values = {"revision": "main", "split": "train", **values}
-    elif hubs := [key for key in ("revision", "config", "split") if key in values]:
-        raise CalibrationError(f"{path}: {hubs[0]}: found it beside a file, expected it with a repo only")
-    file = (path.parent / values.pop("file")).resolve() if "file" in values else None
-    return CalibrationSet(**values, file=file, turns=tuple(turns.items()))
+    else:
+        values = _local(document, values)
+    _one_of(document, ("text", "messages", "turns"), given={**values, **({"turns": turns} if turns else {})})
+    if "chat" in values and "text" in values:
+        raise document.fault("found it beside text, expected it with messages or turns only", "chat")
+    return CalibrationSet(**values, turns=tuple(turns.items()))
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise CalibrationError(f"{path}: not a YAML file: {error}") from error
-    if not isinstance(values, dict):
-        raise CalibrationError(f"{path}: expected a mapping")
-    return values
+def _check_types(document: SetFile, values: Mapping[str, Any], turns: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if key in _COUNTS:
+            if type(value) is not int or value < _COUNTS[key]:
+                raise document.fault(f"found {value!r}, expected a whole number of at least {_COUNTS[key]}", key)
+        elif key in _FLAGS:
+            if type(value) is not bool:
+                raise document.fault(f"found {value!r}, expected true or false", key)
+        elif not isinstance(value, str) or not value:
+            raise document.fault(f"found {value!r}, expected text", key)
+    for role, column in turns.items():
+        if not isinstance(column, str) or not column:
+            raise document.fault(f"found {column!r}, expected text", "turns", role)
 
 
-def _known(path: Path, key: object, valid: Iterable[str]) -> None:
-    valid = list(valid)
-    if key not in valid:
-        near = difflib.get_close_matches(str(key), valid, n=1)
-        hint = f' (did you mean "{near[0]}"?)' if near else ""
-        raise CalibrationError(f"{path}: {key}: found an unknown key, expected one of {', '.join(valid)}{hint}")
+def _local(document: SetFile, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a set whose texts are a file beside it."""
+    for key in _HUB:
+        if key in values:
+            raise document.fault("found it beside a file, expected it with a repo only", key)
+    file = (document.path.parent / values["file"]).resolve()
+    if file.suffix not in SUFFIXES:
+        raise document.fault(f'found "{values["file"]}", expected a file in {", ".join(SUFFIXES)}', "file")
+    if file.suffix == ".txt":
+        values = {"text": "text", **values}  # it has no columns
+        if values.get("sample_by", "line") not in SAMPLE_BY:
+            message = f'found "{values["sample_by"]}", expected one of {", ".join(SAMPLE_BY)}'
+            raise document.fault(message, "sample_by")
+    elif "sample_by" in values:
+        raise document.fault(f"found it beside {file.name}, expected it with a .txt file only", "sample_by")
+    return {**values, "file": file}
 
 
-def _one_of(path: Path, values: Mapping[str, Any], keys: tuple[str, ...]) -> None:
-    given = [key for key in keys if key in values]
-    if len(given) != 1:
-        found = " with ".join(given) or "none of them"
-        raise CalibrationError(f"{path}: found {found}, expected exactly one of {', '.join(keys)}")
+def _one_of(document: SetFile, keys: tuple[str, ...], given: Mapping[str, Any] | None = None) -> None:
+    found = [key for key in keys if key in (document.values if given is None else given)]
+    if len(found) != 1:
+        what = " with ".join(found) or "none of them"
+        message = f"found {what}, expected exactly one of {', '.join(keys)}"
+        raise document.fault(message, found[-1]) if found else document.fault(message)

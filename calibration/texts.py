@@ -2,60 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from calibration.errors import CalibrationError
+from calibration.rows import read_rows
 from calibration.sets import CalibrationSet
 
 
-def read_texts(chosen: CalibrationSet, tokenizer: Any, *, limit: int = 20_000) -> list[str]:
-    """All texts of a set, at most ``limit`` of a dataset of the Hub, in its own order.
+def read_texts(chosen: CalibrationSet, tokenizer: Any) -> Iterator[str]:
+    """The texts of a set in its own order, each read when it is asked for.
 
-    Raises `CalibrationError` for a file, a line or a column that is not there.
+    Raises `CalibrationError` for a set without a row, and for a file, a line or a column that is not there.
     """
-    rows = _rows_of_file(chosen.file) if chosen.file is not None else _rows_of_dataset(chosen, limit)
-    texts = [_text(chosen, number, row, tokenizer) for number, row in enumerate(rows, start=1)]
-    if not texts:
+    place = None
+    for place, row in read_rows(chosen):
+        yield _text(chosen, place, row, tokenizer)
+    if place is None:
         raise CalibrationError(f"the calibration set {chosen.name} is empty")
-    return texts
 
 
-def _rows_of_file(path: Path) -> Iterable[Mapping[str, Any]]:
-    try:
-        # Not `splitlines`: JSON may hold the other separators of Unicode unescaped.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise CalibrationError(f"{path}: not UTF-8: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise CalibrationError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise CalibrationError(f"{path}:{number}: expected a JSON object")
-        yield row
+def rendered(chosen: CalibrationSet, tokenizer: Any) -> bool:
+    """Whether a chat template makes the texts, which then hold their special tokens already."""
+    return chosen.text is None and chosen.chat and tokenizer.chat_template is not None
 
 
-def _rows_of_dataset(chosen: CalibrationSet, limit: int) -> Iterable[Mapping[str, Any]]:
-    from datasets import load_dataset
-
-    try:
-        dataset = load_dataset(
-            chosen.repo, chosen.config, split=chosen.split, revision=chosen.revision, streaming=False
-        )
-    except Exception as error:  # the library raises whatever its many back ends raise
-        raise CalibrationError(f"the dataset {chosen.repo}@{chosen.revision} cannot be loaded: {error}") from error
-    yield from dataset.select(range(min(limit, len(dataset))))
-
-
-def _text(chosen: CalibrationSet, number: int, row: Mapping[str, Any], tokenizer: Any) -> str:
+def _text(chosen: CalibrationSet, place: str, row: Mapping[str, Any], tokenizer: Any) -> str:
     try:
         if chosen.text is not None:
             return str(row[chosen.text])
@@ -64,14 +36,12 @@ def _text(chosen: CalibrationSet, number: int, row: Mapping[str, Any], tokenizer
         else:
             messages = [{"role": role, "content": row[column]} for role, column in chosen.turns]
     except KeyError as error:
-        raise CalibrationError(
-            f"row {number} of {chosen.name} has no column {error}, only {', '.join(map(str, row))}"
-        ) from error
+        raise CalibrationError(f"{place}: has no column {error}, only {', '.join(map(str, row))}") from error
     try:
-        if tokenizer.chat_template is None:
-            return "\n".join(str(message["content"]) for message in messages)
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        if rendered(chosen, tokenizer):
+            return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return "\n".join(str(message["content"]) for message in messages)
     except Exception as error:  # a template is a program: it raises whatever it likes
         raise CalibrationError(
-            f"row {number} of {chosen.name} is no conversation that can be rendered: {type(error).__name__}: {error}"
+            f"{place}: is no conversation that can be rendered: {type(error).__name__}: {error}"
         ) from error

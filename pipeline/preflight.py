@@ -14,6 +14,7 @@ from pipeline.model.structure import imagine, read_structure
 from pipeline.prediction import Prediction, disk_needed, predict, require_disk
 from pipeline.runner import find_entry
 from pipeline.stage import Planned, Setting
+from pipeline.stages.calibrate import pinned_set
 from pipeline.stages.source import config_folder
 from pipeline.store.disk import free_bytes
 
@@ -49,6 +50,8 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
     if known_unsound(plan, setting, redo):
         return  # the run ends there, and says why
     _require_packages(missing)
+    if "calibrate" in missing and setting.recipe.calibration is not None:
+        pinned_set(setting.recipe.calibration)
     if setting.vllm is None and any(key.startswith(("serve", "evaluate", "bench")) for key in missing):
         raise UserError(
             "no vLLM was found to serve with, which this recipe needs.",

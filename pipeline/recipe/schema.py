@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from calibration.errors import CalibrationError
+from calibration.sets import load_set
 from pipeline import schemes
 from pipeline.schemes import Engine, Format
 from pipeline.serving import hardware
@@ -150,14 +152,28 @@ class Calibration(Section):
     """On what ranges are measured: static activation scales and KV scales come from here."""
 
     set: str = Field(description="Name of a set in calibration/sets, or path of such a YAML file.")
-    samples: int = Field(default=512, ge=1, description="Number of sequences.")
+    samples: int = Field(default=512, ge=1, description="Number of sequences (default: the set's, else 512).")
     sequence_length: int = Field(
-        default=2048,
-        ge=1,
-        description="Tokens of a sequence; texts are joined and cut into sequences, so nothing is padded.",
+        default=2048, ge=1, description="Tokens of a sequence; nothing is ever padded (default: the set's, else 2048)."
     )
-    batch_size: int = Field(default=8, ge=1, description="Sequences that are run together.")
-    seed: int = Field(default=0, ge=0, description="Seed of the choice of samples.")
+    packing: bool = Field(
+        default=True,
+        description="true: texts are joined and cut into sequences of equal length. false: one text a sequence, cut "
+        "where it is longer and left shorter where it is not (default: the set's, else true).",
+    )
+    batch_size: int = Field(default=8, ge=1, description="Sequences of equal length that are run together.")
+    seed: int = Field(default=0, ge=0, description="Seed of the choice of samples (default: the set's, else 0).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_set(cls, data: Any) -> Any:
+        """What the recipe leaves out comes from the set; one that cannot be read is reported with the other checks."""
+        if not isinstance(data, dict) or not isinstance(data.get("set"), str):
+            return data
+        try:
+            return {**load_set(data["set"]).defaults, **data}
+        except CalibrationError:
+            return data
 
 
 class Target(Section):

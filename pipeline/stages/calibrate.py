@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from calibration.errors import CalibrationError
-from calibration.sets import CalibrationSet, load_set
+from calibration.hub import at_commit
+from calibration.sets import DEFAULTS, CalibrationSet, load_set
 from pipeline.device import resolve_device
 from pipeline.errors import StageError, UserError
 from pipeline.recipe.schema import Calibration
@@ -34,9 +36,10 @@ class CalibrateStage:
         """The texts, how many, how long, how batched."""
         section = _section(setting)
         return {
-            "set": _identity(load_set(section.set)),
+            "set": _identity(section),
             "samples": section.samples,
             "sequence_length": section.sequence_length,
+            "packing": section.packing,
             "batch_size": section.batch_size,
             "seed": section.seed,
             "trust_remote_code": setting.recipe.trust_remote_code,
@@ -50,9 +53,9 @@ class CalibrateStage:
         """Run every batch through the resident model."""
         from transformers import AutoTokenizer
 
-        from calibration.batches import batched, blocks_digest, token_blocks
+        from calibration.batches import batched, samples_digest
         from calibration.observe import load_resident, observe
-        from calibration.texts import read_texts
+        from calibration.samples import read_samples
 
         section = _section(job.setting)
         folder = model_folder(job.inputs["source"])
@@ -60,26 +63,25 @@ class CalibrateStage:
         try:
             job.progress.say("reading the calibration texts")
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-            chosen = load_set(section.set)
-            blocks = token_blocks(
-                read_texts(chosen, tokenizer),
+            samples = read_samples(
+                pinned_set(section),
                 tokenizer,
                 samples=section.samples,
                 sequence_length=section.sequence_length,
+                packing=section.packing,
                 seed=section.seed,
-                special_tokens=chosen.text is not None,
             )
             device = resolve_device(job.setting.device)
             job.progress.say(f"loading the model on {device}")
             model = load_resident(folder, device, trust_remote_code=trust)
             with job.progress.bar(section.samples, "samples") as advance:
-                ranges = observe(model, batched(blocks, section.batch_size), advance=advance)
+                ranges = observe(model, batched(samples, section.batch_size), advance=advance)
         except CalibrationError as error:
             raise StageError(f"calibration: {error}") from error
         ranges.save(job.path / RANGES)
-        tokens = int(blocks.numel())
+        tokens = sum(len(sample) for sample in samples)
         return Output(
-            result={"tokens": tokens, "tokens_sha256": blocks_digest(blocks), "linear": len(ranges.inputs)},
+            result={"tokens": tokens, "tokens_sha256": samples_digest(samples), "linear": len(ranges.inputs)},
             summary=f"{len(ranges.keys)} attention layers, {len(ranges.inputs)} linear inputs over {tokens:,} tokens",
         )
 
@@ -94,11 +96,25 @@ def _section(setting: Setting) -> Calibration:
     return setting.recipe.calibration
 
 
-def _identity(chosen: CalibrationSet) -> Mapping[str, object]:
-    """The set by its content: a local file by digest, a dataset by name and revision."""
+def pinned_set(section: Calibration) -> CalibrationSet:
+    """The set that a recipe names, a dataset at a commit. Raises `UserError` where that cannot be known."""
+    try:
+        return at_commit(load_set(section.set))
+    except CalibrationError as error:
+        raise UserError(f"calibration set {section.set}: {error}.") from None
+
+
+def _identity(section: Calibration) -> Mapping[str, object]:
+    """The set by its content: a local file by digest, a dataset by name and commit.
+
+    Where the Hub cannot be asked, by the branch: that can be planned, and is refused when it is to be run.
+    """
+    chosen = load_set(section.set)
+    with suppress(CalibrationError):
+        chosen = at_commit(chosen)
     facts = asdict(chosen)
     try:
         facts["file"] = None if chosen.file is None else sha256_of(chosen.file)
     except OSError as error:
         raise UserError(f"{chosen.file}: the calibration texts cannot be read: {error.strerror}.") from None
-    return {key: value for key, value in facts.items() if key not in ("name", "description")}
+    return {key: value for key, value in facts.items() if key not in ("name", "description", *DEFAULTS)}

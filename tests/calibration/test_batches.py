@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from calibration.batches import batched, blocks_digest, token_blocks
+from calibration.batches import WINDOW, batched, samples_digest, token_blocks, token_texts
 from calibration.errors import CalibrationError
 
 TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
@@ -60,12 +61,12 @@ def test_blocks_are_the_same_in_every_process(letters: Any) -> None:
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from calibration.batches import blocks_digest, token_blocks
+from calibration.batches import samples_digest, token_blocks
 class Letters:
     eos_token_id = 2
     def __call__(self, text, *, add_special_tokens):
         return {{"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}}
-print(blocks_digest(token_blocks({TEXTS!r}, Letters(), samples=4, sequence_length=16, seed=0)))
+print(samples_digest(token_blocks({TEXTS!r}, Letters(), samples=4, sequence_length=16, seed=0)))
 """
     seen = {
         subprocess.run(
@@ -73,7 +74,7 @@ print(blocks_digest(token_blocks({TEXTS!r}, Letters(), samples=4, sequence_lengt
         ).stdout.strip()
         for hashed in ("1", "2")
     }
-    assert seen == {blocks_digest(pack(TEXTS, letters))}
+    assert seen == {samples_digest(pack(TEXTS, letters))}
 
 
 @pytest.mark.parametrize(("texts", "fit"), [([], 0), (["abc"], 1), (["abc"] * 3, 3)])
@@ -92,5 +93,60 @@ def test_batches_keep_the_order_and_lose_nothing() -> None:
 
 def test_a_digest_tells_blocks_apart() -> None:
     blocks = torch.arange(6).reshape(2, 3)
-    assert blocks_digest(blocks) != blocks_digest(blocks.flip(0))
-    assert blocks_digest(blocks) == blocks_digest(blocks.clone())
+    assert samples_digest(blocks) != samples_digest(blocks.flip(0))
+    assert samples_digest(blocks) == samples_digest(blocks.clone())
+
+
+def test_a_digest_tells_where_one_sample_ends() -> None:
+    one, other = ([torch.tensor(part) for part in parts] for parts in ([[1, 2], [3]], [[1], [2, 3]]))
+    assert samples_digest(one) != samples_digest(other)
+    assert samples_digest(torch.arange(6).reshape(2, 3)) == samples_digest([torch.arange(3), torch.arange(3, 6)])
+
+
+def cut(texts: list[str], tokenizer: Any, samples: int, length: int = 16, seed: int = 0, **more: Any) -> Any:
+    return token_texts(texts, tokenizer, samples=samples, sequence_length=length, seed=seed, **more)
+
+
+def test_without_packing_a_text_is_a_sample_and_keeps_its_length(letters: Any) -> None:
+    texts = ["abcdefgh", "abc", "a"]
+    found = cut(texts, letters, samples=3, length=5)
+    assert sorted(sample.tolist() for sample in found) == [[1, *b"a"], [1, *b"abc"], [1, *b"abcd"]]
+    assert all(sample.dtype == torch.int64 for sample in found)
+
+
+def test_texts_without_a_token_are_passed_over(letters: Any) -> None:
+    found = cut(["", "abc", ""], letters, samples=1, special_tokens=False)
+    assert [sample.tolist() for sample in found] == [[*b"abc"]]
+    with pytest.raises(CalibrationError, match=r"has 1 texts; 2 samples without packing .* ask for at most 1$"):
+        cut(["", "abc", ""], letters, samples=2, special_tokens=False)
+
+
+def test_batches_of_unequal_samples_are_of_equal_length(letters: Any) -> None:
+    """Nothing is padded: what a model sees is the samples and no more."""
+    found = cut(TEXTS, letters, samples=40, length=30)
+    parts = list(batched(found, 4))
+    assert {len(sample) for sample in found} == {part.shape[1] for part in parts}
+    assert len({part.shape[1] for part in parts}) > 1, "the test cannot tell"
+    assert max(part.shape[0] for part in parts) == 4
+    rows = [row.tolist() for part in parts for row in part]
+    assert sorted(rows) == sorted(sample.tolist() for sample in found)
+
+
+def test_the_order_is_seeded_within_windows_and_reads_no_window_too_many(letters: Any) -> None:
+    taken: list[str] = []
+
+    def texts() -> Iterator[str]:
+        for number in range(10 * WINDOW):
+            taken.append(f"{number:05}")
+            yield taken[-1]
+
+    few = cut(texts(), letters, samples=10)  # type: ignore[arg-type]
+    assert len(taken) == WINDOW
+    taken.clear()
+    many = cut(texts(), letters, samples=WINDOW + 10)  # type: ignore[arg-type]
+    assert len(taken) == 2 * WINDOW
+    assert all(torch.equal(one, other) for one, other in zip(few, many[:10], strict=True))
+    first = sorted("".join(map(chr, sample.tolist()[1:])) for sample in many[:WINDOW])
+    assert first == taken[:WINDOW]
+    assert [*map(len, few)] == [6] * 10
+    assert not torch.equal(torch.cat(few), torch.cat(cut(texts(), letters, samples=10, seed=1)))  # type: ignore[arg-type]

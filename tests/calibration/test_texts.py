@@ -8,7 +8,7 @@ import pytest
 
 from calibration.errors import CalibrationError
 from calibration.sets import CalibrationSet
-from calibration.texts import read_texts
+from calibration.texts import read_texts, rendered
 
 
 def set_of(path: Path, *lines: object, **columns: Any) -> CalibrationSet:
@@ -19,23 +19,32 @@ def set_of(path: Path, *lines: object, **columns: Any) -> CalibrationSet:
     return CalibrationSet(name="own", description="of a test", file=path, **columns)
 
 
+def texts_of(chosen: CalibrationSet, tokenizer: Any) -> list[str]:
+    return list(read_texts(chosen, tokenizer))
+
+
 def test_plain_text_is_read_in_the_files_order(tmp_path: Path, letters: Any) -> None:
     chosen = set_of(tmp_path / "a.jsonl", {"t": "one"}, {"t": "zwei\u2028drei"}, {"t": 4}, text="t")
-    assert read_texts(chosen, letters) == ["one", "zwei\u2028drei", "4"]
+    assert texts_of(chosen, letters) == ["one", "zwei\u2028drei", "4"]
 
 
 def test_blank_lines_are_skipped(tmp_path: Path, letters: Any) -> None:
-    assert read_texts(set_of(tmp_path / "a.jsonl", {"t": "one"}, "", {"t": "two"}, " ", text="t"), letters) == [
-        "one",
-        "two",
-    ]
+    chosen = set_of(tmp_path / "a.jsonl", {"t": "one"}, "", {"t": "two"}, " ", text="t")
+    assert texts_of(chosen, letters) == ["one", "two"]
+
+
+def test_no_more_is_read_than_is_asked_for(tmp_path: Path, letters: Any) -> None:
+    texts = read_texts(set_of(tmp_path / "a.jsonl", {"t": "one"}, {"t": "two"}, "{", text="t"), letters)
+    assert [next(texts), next(texts)] == ["one", "two"]
+    with pytest.raises(CalibrationError, match=r"a\.jsonl:3: not JSON"):
+        next(texts)
 
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path, letters: Any) -> None:
     chosen = set_of(tmp_path / "a.jsonl", text="t")
     (tmp_path / "a.jsonl").write_bytes(b'{"t": "\xff"}')
     with pytest.raises(CalibrationError, match=r"a\.jsonl: not UTF-8"):
-        read_texts(chosen, letters)
+        texts_of(chosen, letters)
 
 
 def test_a_template_that_refuses_names_the_row(tmp_path: Path, letters: Any) -> None:
@@ -44,20 +53,30 @@ def test_a_template_that_refuses_names_the_row(tmp_path: Path, letters: Any) -> 
 
     letters.chat_template, letters.apply_chat_template = "given", refuse
     chosen = set_of(tmp_path / "a.jsonl", {"m": []}, messages="m")
-    with pytest.raises(CalibrationError, match=r"row 1 of own .*roles must alternate"):
-        read_texts(chosen, letters)
+    with pytest.raises(CalibrationError, match=r"a\.jsonl:1: .*roles must alternate"):
+        texts_of(chosen, letters)
 
 
 def test_turns_without_a_template_are_joined(tmp_path: Path, letters: Any) -> None:
     chosen = set_of(tmp_path / "a.jsonl", {"q": "why", "a": "so"}, turns=(("user", "q"), ("assistant", "a")))
-    assert read_texts(chosen, letters) == ["why\nso"]
+    assert texts_of(chosen, letters) == ["why\nso"]
+    assert not rendered(chosen, letters), "nothing has written its special tokens"
 
 
 def test_conversations_are_rendered_by_the_models_template(tmp_path: Path, letters: Any) -> None:
     letters.chat_template = "given"
     letters.apply_chat_template = lambda messages, tokenize: f"{tokenize} {[m['role'] for m in messages]}"
     row = {"m": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]}
-    assert read_texts(set_of(tmp_path / "a.jsonl", row, messages="m"), letters) == ["False ['user', 'assistant']"]
+    chosen = set_of(tmp_path / "a.jsonl", row, messages="m")
+    assert texts_of(chosen, letters) == ["False ['user', 'assistant']"]
+    assert rendered(chosen, letters)
+
+
+def test_a_set_may_want_conversations_without_the_template(tmp_path: Path, letters: Any) -> None:
+    letters.chat_template, letters.apply_chat_template = "given", None
+    chosen = set_of(tmp_path / "a.jsonl", {"m": [{"role": "user", "content": "why"}]}, messages="m", chat=False)
+    assert texts_of(chosen, letters) == ["why"]
+    assert not rendered(chosen, letters)
 
 
 @pytest.mark.parametrize(
@@ -65,26 +84,27 @@ def test_conversations_are_rendered_by_the_models_template(tmp_path: Path, lette
     [
         ("{", r"a\.jsonl:2: not JSON"),
         ("[1]", r"a\.jsonl:2: expected a JSON object"),
-        ('{"u": 1}', "row 2 .*no column 't', only u"),
+        ('{"u": 1}', r"a\.jsonl:2: has no column 't', only u"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, letters: Any, line: str, words: str) -> None:
     with pytest.raises(CalibrationError, match=words):
-        read_texts(set_of(tmp_path / "a.jsonl", {"t": "good"}, line, text="t"), letters)
+        texts_of(set_of(tmp_path / "a.jsonl", {"t": "good"}, line, text="t"), letters)
 
 
 def test_an_empty_set_is_refused(tmp_path: Path, letters: Any) -> None:
     with pytest.raises(CalibrationError, match="the calibration set own is empty"):
-        read_texts(set_of(tmp_path / "a.jsonl", text="t"), letters)
+        texts_of(set_of(tmp_path / "a.jsonl", text="t"), letters)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, letters: Any) -> None:
-    chosen = CalibrationSet(name="own", description="", file=tmp_path / "absent.jsonl", text="t")
-    with pytest.raises(CalibrationError, match=r"absent\.jsonl: cannot be read"):
-        read_texts(chosen, letters)
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent.parquet", "absent.txt"])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, letters: Any, name: str) -> None:
+    chosen = CalibrationSet(name="own", description="", file=tmp_path / name, text="text")
+    with pytest.raises(CalibrationError, match=rf"{name}: cannot be read"):
+        texts_of(chosen, letters)
 
 
 def test_a_conversation_that_is_none_is_named(tmp_path: Path, letters: Any) -> None:
     for row in ({"m": "text"}, {"m": [{"role": "user"}]}, {"m": [1]}):
-        with pytest.raises(CalibrationError, match="row 1 of own"):
-            read_texts(set_of(tmp_path / "a.jsonl", row, messages="m"), letters)
+        with pytest.raises(CalibrationError, match=r"a\.jsonl:1: is no conversation"):
+            texts_of(set_of(tmp_path / "a.jsonl", row, messages="m"), letters)

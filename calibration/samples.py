@@ -1,0 +1,35 @@
+"""From a calibration set and a tokenizer to the samples that a model is run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from calibration.batches import token_blocks, token_texts
+from calibration.sets import CalibrationSet
+from calibration.texts import read_texts, rendered
+
+if TYPE_CHECKING:
+    import torch
+
+
+def read_samples(
+    chosen: CalibrationSet, tokenizer: Any, *, samples: int, sequence_length: int, packing: bool, seed: int
+) -> torch.Tensor | Sequence[torch.Tensor]:
+    """Read as much of a set as it takes, and make samples of it.
+
+    Returns:
+        With ``packing``, int64 of [samples, sequence_length]; without, as many tensors of [n], n <= sequence_length.
+
+    Raises:
+        CalibrationError: the set cannot be read, or holds too little.
+    """
+    make = token_blocks if packing else token_texts
+    return make(
+        read_texts(chosen, tokenizer),
+        tokenizer,
+        samples=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        special_tokens=not rendered(chosen, tokenizer),
+    )
