@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 if TYPE_CHECKING:
     import torch
@@ -27,35 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 VOCABULARY = 512
-_COMMON: Mapping[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 3,
-}
-# name: (transformers' class prefix, what differs)
-_MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "llama": ("Llama", {"head_dim": 32, "tie_word_embeddings": False}),
-    "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "qwen3-moe": (
-        "Qwen3Moe",
-        {
-            "head_dim": 32,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "mlp_only_layers": [0],
-        },
-    ),
-    "phi3": ("Phi3", {}),
-}
+_ASSETS = Path(__file__).parent / "assets"
 _SHARD = "150KB"  # cuts the dense models into at least four files
 
 Models = Callable[..., Path]
@@ -80,11 +53,16 @@ def _build(name: str, folder: Path, shard: str, dtype: str) -> None:
     import torch
     import transformers
 
-    prefix, changes = _MODELS[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **changes}, dtype=dtype)
+    table = yaml.safe_load((_ASSETS / "models.yaml").read_text(encoding="utf-8"))
+    entry = table["models"][name]
+    text = {**table["common"], **entry.get("text", {})}
+    fields = (
+        {"text_config": {**text, "dtype": dtype}, **entry["fields"]} if "text" in entry else {**text, **entry["fields"]}
+    )
+    config = getattr(transformers, entry["config"])(**fields, dtype=dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sum(name.encode()))
-        model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(getattr(torch, dtype))
+        model = getattr(transformers, entry["model"])(config).to(getattr(torch, dtype))
         with torch.no_grad():
             for parameter in model.parameters():
                 # Wider than the usual initialisation, and no two rows alike: scales must differ to be told apart.
@@ -297,5 +275,5 @@ def _by_library(module: str, script: str, jobs: list[dict[str, Any]], root: Path
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], dict[str, Any]]:
     """A ``quantization_config`` that a reference library wrote, by its file's stem."""
-    folder = Path(__file__).parent / "assets" / "golden"
+    folder = _ASSETS / "golden"
     return lambda name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))

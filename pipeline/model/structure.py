@@ -112,7 +112,7 @@ class _Reading:
         if not head:
             # A head that is tied to the embedding has no tensor of its own, but servers look for its name.
             self._kept |= {name for name, module in self._owners.items() if module is self._head}
-        attention = [*self._attention()]
+        attention = self._attention()
         return Structure(
             linear=self._linear,
             kept=tuple(sorted(self._kept)),
@@ -181,9 +181,9 @@ class _Reading:
     def _is_text(self, inside: str) -> bool:
         return not self._decoder or inside.startswith(f"{self._decoder}.")
 
-    def _attention(self) -> Iterable[tuple[str, str]]:
+    def _attention(self) -> list[tuple[str, str]]:
         """Attention modules in the order of their layers: name on disk, name in the model."""
-        found = [
+        found: list[tuple[int, str]] = [
             (module.layer_idx, name)
             for name, module in self._owners.items()
             if isinstance(getattr(module, "layer_idx", None), int)
