@@ -15,11 +15,11 @@ RUN_ENV   := $(VENV)/.quantmint-run
 TEST_ENV  := $(VENV)/.quantmint-test
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan test lint format bench report clean distclean serving browser
+.PHONY: help quantize plan test lint format bench-quantize report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 quantize: $(RUN_ENV) serving  ## make, prove and publish RECIPE (default: the embedded tiny model, on this CPU)
 	@$(QUANTMINT) run $(RECIPE) $(ARGS)
@@ -43,8 +43,8 @@ format: $(TEST_ENV)  ## rewrite the sources in the house's style
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(TEST_ENV)  ## how fast the stream engine is beside cp and llm-compressor, as ratios
-	@$(BIN)/python -m tests.bench.stream $(ARGS)
+bench-quantize: $(TEST_ENV)  ## how fast the stream engine is beside cp, llm-compressor and Quark
+	@$(BIN)/python -m tests.bench.quantize --double --json docs/bench-quantize.json --plot docs/bench-quantize.svg $(ARGS)
 
 clean:  ## remove the store and what was published to ./published
 	rm -rf store published

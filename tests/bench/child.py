@@ -1,0 +1,103 @@
+"""The process that one measurement is made in: `python -m tests.bench.child ORDER RESULT`, both of them JSON files.
+
+Times count from a clock that starts when the libraries are imported and a model of one layer was made once, so that
+compilers and device contexts are ready. *Written* is when the last byte was given to the system: where a contender
+syncs, that is when its last sync of weights begins; else when it returns. *Durable* is when every file is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.bench.contenders import CONTENDERS, Task
+
+
+@dataclass
+class Syncs:
+    """Every sync that this process asks for, seen at `os.fsync`: (start, end, path)."""
+
+    real: Callable[[Any], None] = os.fsync
+    spans: list[tuple[float, float, str]] = field(default_factory=list)
+
+    def __call__(self, file: Any) -> None:
+        number = file if isinstance(file, int) else file.fileno()
+        path = str(Path(f"/proc/self/fd/{number}").readlink())
+        started = time.perf_counter()
+        self.real(file)
+        self.spans.append((started, time.perf_counter(), path))
+
+    def of_weights(self) -> list[tuple[float, float]]:
+        return [
+            (started, ended) for started, ended, path in self.spans if ".safetensors" in path and ".json" not in path
+        ]
+
+
+def measure(contender: str, task: Task, source: Path, destination: Path, warm: Path | None) -> dict[str, Any]:
+    """Make a checkpoint once and say what it took: seconds, bytes."""
+    started = time.perf_counter()
+    work = CONTENDERS[contender](task)
+    imported = time.perf_counter()
+    if warm is not None:
+        work(warm, destination.with_name(f"{destination.name}-warm"))
+    syncs = Syncs()
+    os.fsync = syncs  # type: ignore[assignment]
+    cpu = _cpu_seconds()
+    warmed = time.perf_counter()
+    phases = work(source, destination)
+    returned = time.perf_counter()
+    cpu = _cpu_seconds() - cpu
+    for path in sorted(destination.rglob("*")):
+        handle = os.open(path, os.O_RDONLY)
+        syncs.real(handle)
+        os.close(handle)
+    durable = time.perf_counter()
+    weights = syncs.of_weights()
+    return {
+        "import": imported - started,
+        "warm_up": warmed - imported,
+        "written": max((began for began, _ in weights), default=returned) - warmed,
+        "returned": returned - warmed,
+        "durable": durable - warmed,
+        "sync": sum(ended - began for began, ended in weights),
+        "cpu": cpu,
+        "peak_rss": None if contender == "cp" else peak_memory(),
+        "peak_device": peak_device_memory(task.device),
+        "phases": dict(phases),
+    }
+
+
+def peak_memory() -> int:
+    """Largest resident size of this process, bytes; `ru_maxrss` would count its parent's before the exec as well."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_device_memory(device: str) -> int | None:
+    """Largest amount of a GPU's memory that PyTorch held, bytes; None on a CPU or where PyTorch was not used."""
+    torch = sys.modules.get("torch")
+    return None if torch is None or device == "cpu" else int(torch.cuda.max_memory_allocated(device))
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process, all of its threads and the children that it waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def main(order: Path, result: Path) -> None:
+    given = json.loads(order.read_text())
+    warm = given["warm"] and Path(given["warm"])
+    found = measure(given["contender"], Task(**given["task"]), Path(given["source"]), Path(given["destination"]), warm)
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
