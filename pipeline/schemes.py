@@ -23,6 +23,15 @@ import yaml
 Format = Literal["compressed-tensors", "quark"]
 Engine = Literal["stream", "llmcompressor", "quark"]
 
+#: The layouts that an engine writes.
+WRITES: Mapping[str, tuple[Format, ...]] = MappingProxyType(
+    {
+        "stream": ("compressed-tensors", "quark"),
+        "llmcompressor": ("compressed-tensors",),
+        "quark": ("quark",),
+    }
+)
+
 #: Bits of one scale, by its type.
 SCALE_BITS: Mapping[str, int] = MappingProxyType({"e8m0": 8, "bf16": 16})
 
@@ -35,7 +44,7 @@ class WeightFormat:
     `group` or `block`. `scale` is the type of a scale; bf16 stands for the model's own 16-bit type.
     """
 
-    dtype: Literal["e4m3", "e2m1"]
+    dtype: Literal["e4m3", "e2m1", "e2m3", "e3m2", "int8", "int4"]
     bits: int
     granularity: Literal["per_tensor", "per_channel", "group", "block"]
     scale: Literal["bf16", "e8m0"]
@@ -48,13 +57,13 @@ class ActivationFormat:
 
     kind: Literal["none", "static", "dynamic"]
     granularity: Literal["per_tensor", "per_token", "group"] | None = None
-    dtype: Literal["e4m3", "e2m1"] | None = None
+    dtype: Literal["e4m3", "e2m1", "e2m3", "e3m2", "int8"] | None = None
     group: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One row of the table."""
+    """One row of the table; ``refused`` are pairs of a layout that vLLM does not load it from, and why."""
 
     name: str
     description: str
@@ -62,7 +71,7 @@ class Scheme:
     activations: ActivationFormat
     formats: tuple[str, ...]
     engines: tuple[str, ...]
-    planned: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...] = ()
 
     @property
     def needs_ranges(self) -> bool:
@@ -76,7 +85,7 @@ class Scheme:
 
     @property
     def input_divisor(self) -> int:
-        """What in_features must be divisible by: 32 for MX, 128 for blocks, else 1."""
+        """What in_features must be divisible by: 32 for MX, 128 for blocks and groups of integers, else 1."""
         return self.weight.group[1] if self.weight.group else 1
 
     @property
@@ -86,13 +95,19 @@ class Scheme:
             return float(self.weight.bits)
         return self.weight.bits + SCALE_BITS[self.weight.scale] / math.prod(self.weight.group)
 
-    def refusal(self, engine: str) -> str | None:
-        """Why an engine does not make the scheme, in one sentence; None when it does."""
-        if engine in self.engines:
-            return None
-        if engine in self.planned:
-            return f"engine {engine} does not make {self.name} yet"
-        return f"engine {engine} has no {self.name}"
+    def refusal(self, engine: str, checkpoint_format: str) -> str | None:
+        """Why an engine does not make the scheme in a layout, in one clause; None when it does."""
+        if checkpoint_format not in self.formats:
+            return f"there is no {self.name} in {checkpoint_format}: {dict(self.refused)[checkpoint_format]}"
+        if engine not in self.engines:
+            return f"engine {engine} has no {self.name}"
+        if checkpoint_format not in WRITES[engine]:
+            return f"engine {engine} does not write {checkpoint_format}"
+        return None
+
+    def makers(self, checkpoint_format: str) -> tuple[str, ...]:
+        """The engines that make the scheme in a layout."""
+        return tuple(engine for engine in self.engines if checkpoint_format in WRITES[engine])
 
 
 @cache
@@ -117,5 +132,5 @@ def _scheme(name: str, row: dict[str, Any]) -> Scheme:
         activations=ActivationFormat(**row["activations"]),
         formats=tuple(row["formats"]),
         engines=tuple(row["engines"]),
-        planned=tuple(row["planned"]),
+        refused=tuple(row.get("refused", {}).items()),
     )

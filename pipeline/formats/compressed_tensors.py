@@ -16,6 +16,7 @@ _ARGUMENTS: Mapping[str, Any] = {
 }  # fmt: skip
 _WEIGHT_OBSERVER = {"observer": "memoryless_minmax"}
 _MX = {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_MX8 = {**_MX, "num_bits": 8}
 # scheme: (storage format, weights, input activations); None: not quantized.
 _GROUPS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] = {
     "ptpc_fp8": (
@@ -31,13 +32,19 @@ _GROUPS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] =
     ),
     "mxfp4": ("mxfp4-pack-quantized", {**_MX, **_WEIGHT_OBSERVER}, {**_MX, "dynamic": True}),
     "mxfp4_weight_only": ("mxfp4-pack-quantized", {**_MX, **_WEIGHT_OBSERVER}, None),
+    "mxfp8": ("mxfp8-quantized", {**_MX8, **_WEIGHT_OBSERVER}, {**_MX8, "dynamic": True}),
     "int8_w8a8": (
         "int-quantized",
         {"type": "int", "strategy": "channel", **_WEIGHT_OBSERVER},
         {"type": "int", "strategy": "token", "dynamic": True},
     ),
+    "w4a16": (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, **_WEIGHT_OBSERVER},
+        None,
+    ),
 }
-_DECISIVE = ("num_bits", "type", "strategy", "dynamic", "group_size", "block_structure")
+_DECISIVE = ("num_bits", "type", "strategy", "dynamic", "symmetric", "group_size", "block_structure")
 
 
 class CompressedTensors:

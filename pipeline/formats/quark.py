@@ -30,6 +30,22 @@ _SPECS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
     "mxfp4": (_MX, {**_MX, "is_dynamic": True}),
     "mxfp4_weight_only": (_MX, None),
     "mxfp4_fp8": (_MX, {"scale_type": None}),
+    "mxfp6_e2m3": ({**_MX, "dtype": "fp6_e2m3"}, {**_MX, "dtype": "fp6_e2m3", "is_dynamic": True}),
+    "mxfp6_e3m2": ({**_MX, "dtype": "fp6_e3m2"}, {**_MX, "dtype": "fp6_e3m2", "is_dynamic": True}),
+    "int8_w8a8": (
+        {**_CHANNEL, "dtype": "int8", "ch_axis": 0},
+        {**_CHANNEL, "dtype": "int8", "ch_axis": 1, "is_dynamic": True},
+    ),
+    "w4a16": (
+        {
+            "dtype": "int4",
+            "qscheme": "per_group",
+            "group_size": 128,
+            "ch_axis": -1,
+            "observer_cls": "PerGroupMinMaxObserver",
+        },
+        None,
+    ),
 }
 _DECISIVE = ("dtype", "qscheme", "is_dynamic", "group_size")
 
@@ -125,7 +141,9 @@ def _recognise(spec: Mapping[str, Any]) -> str | None:
         if not found or expected is None:
             return not found and expected is None
         full = {**_SPEC, **expected}
-        return all(found.get(key) == full[key] for key in _DECISIVE)
+        # Of integers the zero point must be zero; floating-point formats have none, and some exports say null.
+        asymmetric = str(full["dtype"]).startswith("int") and found.get("symmetric") is not True
+        return not asymmetric and all(found.get(key) == full[key] for key in _DECISIVE)
 
     for scheme, (weight, inputs) in _SPECS.items():
         if same(spec.get("weight"), weight) and same(spec.get("input_tensors"), inputs):

@@ -65,6 +65,7 @@ def weight_tensors(
 def _dimension(token: str | int, shape: tuple[int, int]) -> int:
     if isinstance(token, int):
         return token
-    symbol, _, divisor = token.partition("/")
-    value = {"O": shape[0], "I": shape[1]}[symbol]
+    product, _, divisor = token.partition("/")
+    symbol, _, factor = product.partition("*")
+    value = {"O": shape[0], "I": shape[1]}[symbol] * int(factor or 1)
     return ceil(value / int(divisor)) if divisor else value

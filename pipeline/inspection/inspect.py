@@ -7,9 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
+from pipeline.engines.algorithms import Alters
+from pipeline.engines.records import recorded_alterations
 from pipeline.formats.checkpoint import Checkpoint
+from pipeline.formats.header import TensorInfo
 from pipeline.formats.layout import layout_of
 from pipeline.inspection.findings import Finding, Inspection, LayerError
 from pipeline.inspection.numbers import Reader, check_copy, check_kv_scale, check_module, check_static_scale
@@ -28,6 +32,9 @@ def inspect_checkpoint(
     advance: Callable[[int], None] = lambda _: None,
 ) -> Inspection:
     """Prove or disprove a quantized checkpoint.
+
+    What an algorithm that the checkpoint records did to the weights is taken into account: smoothed or rotated weights
+    cannot be compared with their source, and are only proven to be numbers in the right places.
 
     Args:
         checkpoint: the folder to look at.
@@ -50,12 +57,13 @@ def inspect_checkpoint(
     read, read_source = Reader(checkpoint), None if source is None else Reader(source)
     expected = expected_tensors(checkpoint, structure, claims)
     wanted = expected_scales or {}
+    alters = recorded_alterations(checkpoint)
     layers: list[LayerError] = []
     for module, tensors in expected.items():
         if unsound.isdisjoint(stored.name for stored in tensors):
             name = f"{module}.weight"
             original = read_source(name) if read_source is not None and source and name in source.tensors else None
-            for result in check_module(read, module, claims.schemes[module] or "", tensors, original):
+            for result in check_module(read, module, claims.schemes[module] or "", tensors, original, alters):
                 (findings if isinstance(result, Finding) else layers).append(result)  # type: ignore[arg-type]
             for name in wanted.keys() & {stored.name for stored in tensors}:
                 findings += check_static_scale(name, read(name), wanted[name])
@@ -70,7 +78,9 @@ def inspect_checkpoint(
             findings += check_kv_scale(name, value, wanted.get(name), allow_one=allow_unit_kv_scales)
     quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(cached)
     if source is not None and read_source is not None:
-        findings += _compare_copies(checkpoint, source, read, read_source, quantized, set(expected), advance)
+        untouched = _untouched(structure, alters)
+        copies = _Copies(checkpoint, source, read, read_source, untouched, advance)
+        findings += copies.compare(quantized, set(expected), frozenset(structure.kept))
     if expected_bytes is not None and checkpoint.nbytes != expected_bytes:
         findings.append(
             Finding(
@@ -88,33 +98,50 @@ def inspect_checkpoint(
     )
 
 
-def _compare_copies(
-    checkpoint: Checkpoint,
-    source: Checkpoint,
-    read: Reader,
-    read_source: Reader,
-    quantized: set[str],
-    modules: set[str],
-    advance: Callable[[int], None],
-) -> list[Finding]:
-    findings: list[Finding] = []
-    for name in source.tensors:
-        module, _, role = name.rpartition(".")
-        if role == "weight" and module in modules:
-            continue
-        if name not in checkpoint.tensors:
-            findings.append(Finding("missing", name, "the source has it, the checkpoint does not"))
-        else:
-            findings += check_copy(name, read(name), read_source(name))
-            advance(source.tensors[name][1].nbytes)
-    added = set(checkpoint.tensors) - set(source.tensors) - quantized
-    findings += [Finding("undeclared", name, "the source has no such tensor") for name in sorted(added)]
-    return findings
+def _untouched(structure: Structure, alters: Alters) -> Callable[[TensorInfo], bool]:
+    """Which tensors that stay in 16 bit are the source's, bit for bit."""
+    multiplied = {*structure.linear, *structure.kept}
+
+    def exact(info: TensorInfo) -> bool:
+        if alters == "channels":  # norms, biases, and the linear modules between them
+            return len(info.shape) > 1 and info.name.rpartition(".")[0] not in multiplied
+        return alters != "everything"
+
+    return exact
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """What a checkpoint takes over from its source."""
+
+    checkpoint: Checkpoint
+    source: Checkpoint
+    read: Reader
+    read_source: Reader
+    untouched: Callable[[TensorInfo], bool]
+    advance: Callable[[int], None]
+
+    def compare(self, quantized: set[str], modules: set[str], kept: frozenset[str]) -> Iterator[Finding]:
+        for name, (_, info) in self.source.tensors.items():
+            module, _, role = name.rpartition(".")
+            if role == "weight" and module in modules:
+                continue
+            if name not in self.checkpoint.tensors:
+                yield Finding("missing", name, "the source has it, the checkpoint does not")
+            else:
+                yield from check_copy(name, self.read(name), self.read_source(name), exact=self.untouched(info))
+                self.advance(info.nbytes)
+        for name in sorted(set(self.checkpoint.tensors) - set(self.source.tensors) - quantized):
+            # A head that shared the embedding's tensor has its own once the two differ.
+            own_head = name.endswith(".weight") and name.removesuffix(".weight") in kept
+            if not own_head or self.untouched(self.checkpoint.tensors[name][1]):
+                yield Finding("undeclared", name, "the source has no such tensor")
 
 
 def _bytes_by_part(checkpoint: Checkpoint, quantized: set[str]) -> dict[str, int]:
     parts = {"quantized weights": 0, "scales": 0, "16 bit": 0}
     for name, (_, info) in checkpoint.tensors.items():
-        part = "16 bit" if name not in quantized else "scales" if name.endswith("_scale") else "quantized weights"
+        scales = name.endswith(("_scale", "_zero_point", "_shape"))
+        part = "16 bit" if name not in quantized else "scales" if scales else "quantized weights"
         parts[part] += info.nbytes
     return parts

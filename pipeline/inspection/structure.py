@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pipeline.formats.checkpoint import Checkpoint
 from pipeline.formats.header import SIXTEEN_BIT
@@ -13,19 +14,25 @@ from pipeline.model.structure import Structure
 
 _SCALE_DTYPES = ("BF16", "F16", "F32")
 _PACKED = "weight_packed"
+_QUANTIZED_ONLY = ("_scale", "_zero_point", _PACKED, "weight_shape", "weight_g_idx")
 
 
 def expected_tensors(
     checkpoint: Checkpoint, structure: Structure, claims: Claims
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """What the configuration promises, by module; scales are expected in the dtype that the first of them has."""
+    """What the configuration promises, by module; a scale may have any of the dtypes that the libraries give it."""
     form = layout_of(checkpoint.config)
     expected: dict[str, tuple[StoredTensor, ...]] = {}
     for module, shape in structure.linear.items():
         scheme = claims.schemes.get(module)
         if scheme is not None:
-            dtype = _scale_dtype(checkpoint, module)
-            expected[module] = weight_tensors(form.name, scheme, module, shape, dtype)
+            tensors = weight_tensors(form.name, scheme, module, shape, _scale_dtype(checkpoint, module, "weight_scale"))
+            expected[module] = tuple(
+                replace(stored, dtype=_scale_dtype(checkpoint, module, stored.role))
+                if stored.role == "input_scale"
+                else stored
+                for stored in tensors
+            )
     return expected
 
 
@@ -53,13 +60,13 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
     for module in sixteen:
         yield from _check_sixteen_bit(checkpoint, module)
     for name in checkpoint.tensors:
-        extra = name.endswith(("_scale", "_zero_point", _PACKED)) and name not in promised
+        extra = name.endswith(_QUANTIZED_ONLY) and name not in promised
         if extra and name.rpartition(".")[0] not in claims.unknown:
             yield Finding("undeclared", name, "it is stored, but the configuration does not declare it")
 
 
-def _scale_dtype(checkpoint: Checkpoint, module: str) -> str:
-    entry = checkpoint.tensors.get(f"{module}.weight_scale")
+def _scale_dtype(checkpoint: Checkpoint, module: str, role: str) -> str:
+    entry = checkpoint.tensors.get(f"{module}.{role}")
     return entry[1].dtype if entry is not None and entry[1].dtype in _SCALE_DTYPES else "BF16"
 
 

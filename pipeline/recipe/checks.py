@@ -2,8 +2,8 @@
 
     refuse(check(load_recipe("llama70b-fp8kv"), config=config))
 
-Everything here follows from tables and small files. `check` says what can never be; `check_run` adds what is declared
-but not built yet, which may be planned all the same.
+Everything here follows from tables and small files. `check` says what can never be; `check_run` adds what this machine
+lacks, where it may be planned all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,19 @@ from calibration.sets import load_set
 from eval import suites, workloads
 from eval.errors import DefinitionError
 from eval.suites import Suite
+from pipeline.engines.algorithms import algorithm
 from pipeline.recipe import modules
 from pipeline.recipe.faults import Fault, YamlPath, did_you_mean
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.widths import InputWidth, input_widths, misfit
 from pipeline.schemes import scheme
 from pipeline.serving.hardware import refusal
+
+#: What an engine imports beside PyTorch and transformers, and what that is called when it is installed.
+_PACKAGES: Mapping[str, Mapping[str, str]] = {
+    "llmcompressor": {"llmcompressor": "quantmint[llmcompressor]"},
+    "quark": {"quark": "quantmint[quark]", "ninja": "ninja"},
+}
 
 
 def check(
@@ -53,12 +61,21 @@ def check(
 
 
 def check_run(loaded: LoadedRecipe) -> list[Fault]:
-    """What the recipe names that does not exist yet."""
-    engine = loaded.recipe.quantization.engine
+    """What the engine that the recipe names needs and this machine has not installed."""
+    quantization = loaded.recipe.quantization
+    engine, name = quantization.engine, quantization.algorithm
+    support = algorithm(name).engines.get(engine)
+    needs: list[tuple[str, str, str, str]] = [
+        ("engine", engine, module, package) for module, package in _PACKAGES.get(engine, {}).items()
+    ]
+    if support is not None and support.package is not None:
+        needs.append(("algorithm", name, support.package.replace("-", "_"), support.package))
     return [
-        loaded.fault(path, reason)
-        for path, name in _used(loaded)
-        if engine in scheme(name).planned and (reason := scheme(name).refusal(engine)) is not None
+        loaded.fault(
+            ("quantization", field), f"found {found}, which needs a package that is not here: pip install '{package}'"
+        )
+        for field, found, module, package in needs
+        if find_spec(module) is None
     ]
 
 
@@ -102,6 +119,12 @@ def _ranges(loaded: LoadedRecipe) -> Iterator[Fault]:
             yield loaded.fault(path, f"found {name} without calibration, {expected}")
     if quantization.kv_cache == "fp8":
         yield loaded.fault(("quantization", "kv_cache"), f"found fp8 without calibration, {expected}")
+    if algorithm(quantization.algorithm).calibrated:
+        yield loaded.fault(
+            ("quantization", "algorithm"),
+            f"found {quantization.algorithm} without calibration, expected a calibration section, "
+            "because it looks at activations",
+        )
 
 
 def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterator[Fault]:
@@ -110,7 +133,8 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
     for path, name in _used(loaded):
         row = scheme(name)
         if layout not in row.formats:
-            yield loaded.fault(path, f"found {name} in {layout}, expected format {' or '.join(row.formats)}")
+            expected, why = " or ".join(row.formats), dict(row.refused)[layout]
+            yield loaded.fault(path, f"found {name} in {layout}, expected format {expected}: {why}")
             continue
         reason = refusal(hardware, name, "auto", layout, cpu_flags=cpu_flags)
         if reason is not None:
@@ -119,9 +143,12 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
             yield loaded.fault(
                 ("quantization", "kv_cache"), f"found {kv_cache}, which {hardware} cannot serve: {reason}"
             )
-        reason = row.refusal(quantization.engine)
-        if reason is not None and quantization.engine not in row.planned:
-            yield loaded.fault(path, f"{reason}, expected {' or '.join((*row.engines, *row.planned))}")
+        engine = quantization.engine
+        if (reason := row.refusal(engine, layout)) is not None:
+            field = path if engine not in row.engines else ("quantization", "engine")
+            yield loaded.fault(field, f"{reason}, expected {' or '.join(row.makers(layout))}")
+        elif (reason := algorithm(quantization.algorithm).refusal(engine, name)) is not None:
+            yield loaded.fault(("quantization", "algorithm"), reason)
 
 
 def _definitions(loaded: LoadedRecipe) -> Iterator[Fault]:

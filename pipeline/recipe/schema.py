@@ -124,6 +124,32 @@ class Override(Section):
     scheme: SchemeName = Field(description="Scheme of these modules.")
 
 
+class Gptq(Section):
+    """How GPTQ rounds."""
+
+    dampening: float = Field(
+        default=0.01, gt=0, lt=1, description="What is added to the Hessian's diagonal, as a fraction of its mean."
+    )
+    block_size: int = Field(default=128, ge=1, description="Columns whose errors are carried on together.")
+    activation_order: bool = Field(
+        default=True, description="Round the columns with the largest activations first; costs nothing when served."
+    )
+
+
+class SmoothQuant(Section):
+    """How much SmoothQuant moves."""
+
+    strength: float = Field(
+        default=0.5, ge=0, le=1, description="0 leaves the outliers in the activations, 1 moves all into the weights."
+    )
+
+
+class AutoRound(Section):
+    """How long AutoRound learns."""
+
+    iterations: int = Field(default=200, ge=1, description="Steps of signed gradient descent for each layer.")
+
+
 class Quantization(Section):
     """What the weights, the activations and the KV cache become, and in which layout they are written."""
 
@@ -137,6 +163,18 @@ class Quantization(Section):
         default="stream",
         description="What makes it. stream: quantmint's own, one pass over the disk. The others are libraries.",
     )
+    algorithm: Literal["none", "gptq", "awq", "smoothquant", "rotation", "autoround"] = Field(
+        default="none",
+        description="What is done beside rounding to the nearest; only the engines llmcompressor and quark do.",
+    )
+    gptq: Gptq | None = Field(default=None, description="Parameters of `algorithm: gptq`.")
+    smoothquant: SmoothQuant | None = Field(default=None, description="Parameters of `algorithm: smoothquant`.")
+    autoround: AutoRound | None = Field(default=None, description="Parameters of `algorithm: autoround`.")
+    shared_scales: bool = Field(
+        default=True,
+        description="Give q, k, v and gate, up one weight scale each where scales are per tensor (engine stream): vLLM "
+        "runs them with the largest of their scales and would round the others twice. false: the libraries' bytes.",
+    )
     exclude: tuple[ModuleName, ...] = Field(
         default=(),
         strict=False,
@@ -146,6 +184,20 @@ class Quantization(Section):
     overrides: tuple[Override, ...] = Field(
         default=(), strict=False, description="Modules with another scheme. Modules that vLLM fuses must agree."
     )
+
+    @model_validator(mode="after")
+    def _parameters_of_the_algorithm(self) -> Quantization:
+        for name in ("gptq", "smoothquant", "autoround"):
+            if getattr(self, name) is not None and self.algorithm != name:
+                raise wrong(f"them only with `algorithm: {name}`", found=f"parameters of {name}", at=name)
+        return self
+
+    @property
+    def parameters(self) -> dict[str, float | int | bool]:
+        """Parameters of the algorithm by name, with its defaults; empty where it has none."""
+        sections = {"gptq": self.gptq or Gptq(), "smoothquant": self.smoothquant or SmoothQuant()}
+        sections |= {"autoround": self.autoround or AutoRound()}
+        return sections[self.algorithm].model_dump() if self.algorithm in sections else {}
 
 
 class Calibration(Section):

@@ -36,11 +36,17 @@ LIBRARIES = [
     ("llmcompressor-mxfp4", "mxfp4", False),
     ("llmcompressor-mxfp4_weight_only", "mxfp4_weight_only", False),
     ("llmcompressor-int8_w8a8", "int8_w8a8", False),
+    ("llmcompressor-mxfp8", "mxfp8", False),
+    ("llmcompressor-w4a16", "w4a16", False),
     ("quark-ptpc_fp8-kv", "ptpc_fp8", True),
     ("quark-fp8-kv", "fp8", True),
     ("quark-mxfp4", "mxfp4", False),
     ("quark-mxfp4_weight_only", "mxfp4_weight_only", False),
     ("quark-mxfp4_fp8", "mxfp4_fp8", False),
+    ("quark-mxfp6_e2m3", "mxfp6_e2m3", False),
+    ("quark-mxfp6_e3m2", "mxfp6_e3m2", False),
+    ("quark-int8_w8a8", "int8_w8a8", False),
+    ("quark-w4a16", "w4a16", False),
     ("quark-file-fp8", "fp8", False),
     ("quark-file-ptpc_fp8", "ptpc_fp8", False),
 ]
@@ -109,6 +115,20 @@ def test_a_setting_that_is_in_no_table_is_unknown_and_not_guessed(golden: Golden
     assert "4" in claims.unknown[LINEAR[0]]
 
 
+@pytest.mark.parametrize("name", ["llmcompressor-w4a16", "quark-w4a16", "quark-int8_w8a8"])
+def test_integers_with_a_zero_point_are_another_scheme(golden: Golden, name: str) -> None:
+    config = copy.deepcopy(golden(name))
+    arguments = (
+        config["global_quant_config"]["weight"]
+        if name.startswith("quark")
+        else config["config_groups"]["group_0"]["weights"]
+    )
+    arguments["symmetric"] = False
+    claims = layout(config["quant_method"]).claims(config, [LINEAR[0]])
+    assert claims.schemes == {LINEAR[0]: None}
+    assert LINEAR[0] in claims.unknown
+
+
 @pytest.mark.parametrize(("ignore", "kept"), [([], 0), (["re:.*mlp.*"], 6), ([LINEAR[3]], 1), (["Linear"], 14)])
 def test_compressed_tensors_ignores_by_name_by_pattern_and_by_class(
     golden: Golden, ignore: list[str], kept: int
@@ -147,15 +167,15 @@ def test_kv_scales_have_the_names_that_the_libraries_write() -> None:
 
 
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
-@given(rows=st.integers(1, 600), groups=st.integers(1, 20))
+@given(rows=st.integers(1, 75), groups=st.integers(1, 20))
 def test_stored_tensors_weigh_what_the_scheme_promises(checkpoint_format: str, rows: int, groups: int) -> None:
     for name, scheme in table().items():
         if not stores(checkpoint_format, name):
             continue
-        columns = groups * max(scheme.input_divisor, 32)
-        tensors = weight_tensors(checkpoint_format, name, "m", (rows, columns), "BF16")
-        weights = sum(part.nbytes for part in tensors if not part.role.endswith("_scale"))
-        assert 8 * weights == scheme.weight.bits * rows * columns
+        shape = (8 * rows, groups * max(scheme.input_divisor, 32))  # the words of INT4 hold eight numbers
+        tensors = weight_tensors(checkpoint_format, name, "m", shape, "BF16")
+        weights = sum(part.nbytes for part in tensors if part.role in ("weight", "weight_packed"))
+        assert 8 * weights == scheme.weight.bits * shape[0] * shape[1]
         assert all(part.nbytes == tensor_bytes(part.dtype, part.shape) for part in tensors)
         assert all(part.name == f"m.{part.role}" for part in tensors)
         (scale,) = (part for part in tensors if part.role == "weight_scale")

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.formats.tensors import stores
 from pipeline.inspection.findings import Inspection
 from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.schemes import table
 
-PAIRS = [(s, f) for s in table() for f in ("compressed-tensors", "quark") if stores(f, s)]
+PAIRS = [(name, layout) for name, row in table().items() for layout in row.formats if "stream" in row.engines]
 MODULE = "model.layers.0.mlp.down_proj"
 # What rounding to the type keeps of random weights, dB.
 EXPECTED_DB = {"ptpc_fp8": 29, "fp8": 29, "fp8_block": 29, "mxfp4": 16, "mxfp4_weight_only": 16, "mxfp4_fp8": 16}

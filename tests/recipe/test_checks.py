@@ -12,7 +12,6 @@ import pytest
 from pipeline.errors import RecipeError
 from pipeline.recipe import LoadedRecipe, refuse
 from pipeline.recipe.checks import check, check_run
-from pipeline.schemes import table
 
 Load = Callable[[str], LoadedRecipe]
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
@@ -47,7 +46,8 @@ def test_ranges_need_data(load: Load) -> None:
 def test_a_format_without_the_scheme(load: Load) -> None:
     loaded = load(HEAD + "quantization: {scheme: fp8_block, format: quark}\n")
     assert faults(loaded) == [
-        "r.yaml:3:24: quantization.scheme: found fp8_block in quark, expected format compressed-tensors"
+        "r.yaml:3:24: quantization.scheme: found fp8_block in quark, expected format compressed-tensors: "
+        "amd-quark 0.13 has no FP8 weights in blocks"
     ]
 
 
@@ -58,12 +58,68 @@ def test_an_engine_without_the_scheme(load: Load) -> None:
     ]
 
 
-def test_what_is_planned_can_be_checked_but_not_run(load: Load) -> None:
-    loaded = load(HEAD + "quantization: {scheme: mxfp4, engine: llmcompressor}\ntarget: {hardware: mi355x}\n")
+def test_an_engine_that_does_not_write_the_layout(load: Load) -> None:
+    loaded = load(HEAD + "quantization: {scheme: ptpc_fp8, engine: quark}\n")
+    assert faults(loaded) == [
+        "r.yaml:3:42: quantization.engine: engine quark does not write compressed-tensors, "
+        "expected stream or llmcompressor"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "engine", "layout", "algorithm", "expected"),
+    [
+        ("w4a16", "stream", "quark", "gptq", "engine stream has no w4a16, expected quark"),
+        ("mxfp4", "stream", "quark", "gptq", "engine stream has no gptq for mxfp4: llmcompressor and quark have"),
+        ("mxfp6_e2m3", "quark", "quark", "gptq", "engine quark has no gptq for mxfp6_e2m3: no engine has"),
+        ("w4a16", "quark", "quark", "autoround", "engine quark has no autoround for w4a16: llmcompressor has"),
+        ("fp8_block", "llmcompressor", "compressed-tensors", "awq", "no awq for fp8_block"),
+    ],
+)
+def test_an_algorithm_that_the_engine_does_not_run(
+    load: Load, scheme: str, engine: str, layout: str, algorithm: str, expected: str
+) -> None:
+    text = f"quantization: {{scheme: {scheme}, engine: {engine}, format: {layout}, algorithm: {algorithm}}}\n"
+    [fault] = faults(load(HEAD + text + "calibration: {set: tiny}\ntarget: {hardware: mi355x}\n"))
+    assert expected in fault
+
+
+def test_an_algorithm_that_looks_at_activations_needs_data(load: Load) -> None:
+    text = "quantization: {scheme: w4a16, engine: llmcompressor, algorithm: gptq}\n"
+    [fault] = faults(load(HEAD + text))
+    assert "quantization.algorithm: found gptq without calibration" in fault
+    turned = "quantization: {scheme: mxfp4, engine: quark, format: quark, algorithm: rotation}\n"
+    assert faults(load(HEAD + turned + "target: {hardware: mi355x}\n")) == []
+
+
+@pytest.mark.parametrize(("engine", "layout"), [("llmcompressor", "compressed-tensors"), ("quark", "quark")])
+def test_a_library_that_is_not_installed_is_named_before_a_run(
+    load: Load, monkeypatch: pytest.MonkeyPatch, engine: str, layout: str
+) -> None:
+    loaded = load(HEAD + f"quantization: {{scheme: ptpc_fp8, engine: {engine}, format: {layout}}}\n")
     assert faults(loaded) == []
-    expected = "r.yaml:3:24: quantization.scheme: engine llmcompressor does not make mxfp4 yet"
-    if "llmcompressor" in table()["mxfp4"].planned:
-        assert [str(fault) for fault in check_run(loaded)] == [expected]
+    monkeypatch.setattr("pipeline.recipe.checks.find_spec", lambda module: None if module == engine else True)
+    [fault] = map(str, check_run(loaded))
+    assert f"quantization.engine: found {engine}" in fault
+    assert f"pip install 'quantmint[{engine}]'" in fault
+    monkeypatch.setattr("pipeline.recipe.checks.find_spec", lambda module: True)
+    assert check_run(loaded) == []
+
+
+def test_autoround_needs_a_package_of_its_own(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "quantization: {scheme: w4a16, engine: llmcompressor, algorithm: autoround}\ncalibration: {set: tiny}\n"
+    loaded = load(HEAD + text)
+    assert faults(loaded) == []
+    monkeypatch.setattr("pipeline.recipe.checks.find_spec", lambda module: None if module == "auto_round" else True)
+    [fault] = map(str, check_run(loaded))
+    assert "quantization.algorithm: found autoround" in fault
+    assert "pip install 'auto-round'" in fault
+
+
+def test_parameters_of_another_algorithm(load: Load) -> None:
+    text = "quantization: {scheme: w4a16, engine: llmcompressor, algorithm: awq, gptq: {dampening: 0.1}}\n"
+    with pytest.raises(RecipeError, match=r"quantization\.gptq: found parameters of gptq, .*`algorithm: gptq`"):
+        load(HEAD + text)
 
 
 def test_a_server_that_cannot_load_it(load: Load) -> None:

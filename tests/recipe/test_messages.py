@@ -7,14 +7,16 @@ from collections.abc import Callable
 import pytest
 
 HEAD = "name: r\nsource: {repo: org/model}\n"
-SCHEMES = "ptpc_fp8, fp8, fp8_block, mxfp4, mxfp4_weight_only, mxfp4_fp8"
+SCHEMES = (
+    "ptpc_fp8, fp8, fp8_block, mxfp4, mxfp4_weight_only, mxfp4_fp8, mxfp6_e2m3, mxfp6_e3m2, mxfp8, int8_w8a8, w4a16"
+)
 OK = HEAD + "quantization: {scheme: ptpc_fp8}\n"
 
 CASES = {
     "misspelt key": (
         HEAD + "quantization:\n  schem: ptpc_fp8\n",
-        "r.yaml:4:3: quantization.schem: found an unknown key, expected one of engine, exclude, format, kv_cache, "
-        'overrides, scheme (did you mean "scheme"?)',
+        "r.yaml:4:3: quantization.schem: found an unknown key, expected one of algorithm, autoround, engine, "
+        'exclude, format, gptq, kv_cache, overrides, scheme, shared_scales, smoothquant (did you mean "scheme"?)',
     ),
     "misspelt value": (
         HEAD + "quantization:\n  scheme: ptcp_fp8\n",
@@ -42,7 +44,8 @@ CASES = {
     "missing section": (
         HEAD,
         "r.yaml:1:1: quantization: found nothing, "
-        "expected a mapping with scheme, kv_cache, format, engine, exclude, overrides",
+        "expected a mapping with scheme, kv_cache, format, engine, algorithm, gptq, smoothquant, autoround, "
+        "shared_scales, exclude, overrides",
     ),
     "text for a number": (
         OK + "calibration: {set: tiny, samples: many}\n",
@@ -105,7 +108,7 @@ CASES = {
     "override with a misspelt scheme": (
         HEAD + "quantization:\n  scheme: fp8\n  overrides:\n  - {modules: [a], scheme: mxfp5}\n",
         f'r.yaml:6:28: quantization.overrides[0].scheme: found "mxfp5", expected one of {SCHEMES} '
-        '(did you mean "mxfp4"?)',
+        '(did you mean "mxfp8"?)',
     ),
     "two sources": (
         "name: r\nsource: {repo: org/model, folder: here}\nquantization: {scheme: fp8}\n",

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from pipeline.formats.tensors import stores, weight_tensors
-from pipeline.schemes import scheme, table
+from pipeline.schemes import WRITES, scheme, table
 
 OUT, IN = 4096, 14336
 
@@ -21,6 +21,11 @@ OUT, IN = 4096, 14336
         ("mxfp4", OUT * IN // 2, OUT * IN // 32, OUT * IN // 32),
         ("mxfp4_weight_only", OUT * IN // 2, OUT * IN // 32, OUT * IN // 32),
         ("mxfp4_fp8", OUT * IN // 2, None, OUT * IN // 32 + 2),
+        ("mxfp6_e2m3", OUT * IN * 3 // 4, None, OUT * IN // 32),
+        ("mxfp6_e3m2", OUT * IN * 3 // 4, None, OUT * IN // 32),
+        ("mxfp8", OUT * IN, OUT * IN // 32, None),
+        ("int8_w8a8", OUT * IN, OUT * 2, OUT * 2 + OUT),
+        ("w4a16", OUT * IN // 2, OUT * IN // 128 * 2 + 16, OUT * IN // 128 * 2 + OUT * IN // 256),
     ],
 )
 def test_each_format_holds_a_scheme_in_so_many_bytes(
@@ -49,6 +54,10 @@ def test_a_block_that_is_cut_off_has_a_scale_too() -> None:
         ("mxfp4", 32, 4.25, False, True),
         ("mxfp4_weight_only", 32, 4.25, False, True),
         ("mxfp4_fp8", 32, 4.25, True, True),
+        ("mxfp6_e2m3", 32, 6.25, False, True),
+        ("mxfp8", 32, 8.25, False, True),
+        ("int8_w8a8", 1, 8.0, False, False),
+        ("w4a16", 128, 4.125, False, False),
     ],
 )
 def test_properties(name: str, divisor: int, bits: float, ranges: bool, mx: bool) -> None:
@@ -57,9 +66,13 @@ def test_properties(name: str, divisor: int, bits: float, ranges: bool, mx: bool
 
 
 def test_refusals_say_what_is_missing() -> None:
-    assert scheme("ptpc_fp8").refusal("stream") is None
-    assert scheme("fp8").refusal("llmcompressor") == "engine llmcompressor does not make fp8 yet"
-    assert scheme("fp8_block").refusal("quark") == "engine quark has no fp8_block"
+    assert scheme("ptpc_fp8").refusal("stream", "quark") is None
+    assert scheme("fp8").refusal("llmcompressor", "quark") == "engine llmcompressor does not write quark"
+    assert scheme("fp8_block").refusal("quark", "compressed-tensors") == "engine quark has no fp8_block"
+    assert scheme("mxfp8").refusal("quark", "quark") == (
+        "there is no mxfp8 in quark: amd-quark 0.13 cannot export FP8 weights in groups"
+    )
+    assert scheme("w4a16").makers("quark") == ("quark",)
 
 
 def test_rows_are_immutable() -> None:
@@ -71,7 +84,9 @@ def test_rows_are_immutable() -> None:
     assert len({hash(row) for row in table().values()}) == len(table())
 
 
-def test_no_engine_is_both_there_and_planned() -> None:
+def test_every_layout_is_there_or_refused_with_a_reason() -> None:
     for row in table().values():
-        assert not set(row.engines) & set(row.planned)
-        assert set(row.engines) | set(row.planned) <= {"stream", "llmcompressor", "quark"}
+        assert {*row.formats, *dict(row.refused)} == {"compressed-tensors", "quark"}
+        assert not {*row.formats} & {*dict(row.refused)}
+        assert all(row.makers(layout) for layout in row.formats), row.name
+        assert set(row.engines) <= set(WRITES)
