@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class CalibrationError(Exception):
     """A calibration set cannot be read, or a model cannot be measured on it; the message says why."""
+
+
+class NotReplayableError(CalibrationError):
+    """A model's layers cannot be run one at a time; the message is the reason, without a subject."""

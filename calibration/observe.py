@@ -1,124 +1,79 @@
-"""The calibration forward: run batches through the 16-bit model and keep the largest magnitudes.
+"""Ranges from measurements, under the names of the checkpoint.
 
-K and V are taken where the model hands them to its cache, after the rotary embedding: a cache that records and stores
-nothing needs no knowledge of any architecture. Attention is computed step by step ("eager"), which is what
-llm-compressor calibrates with; fused attention differs in the last bit of bfloat16 from the second layer on.
+    ranges = observe(load_resident(folder, "cpu"), batches)
+
+measures a model on one device; `calibration.calibrate` does so for models of any size, on several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from calibration.errors import CalibrationError
+from calibration.measurement import Key, Measurement, first_not_finite
+from calibration.names import on_disk, sources
+from calibration.observers import Observation
 from calibration.ranges import Ranges
+from calibration.replica import Replica, load_resident
+from calibration.resident import run_resident
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["load_resident", "observe", "ranges_of", "require_sound"]
 
-def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the whole 16-bit model of a local folder onto one device, safetensors only."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype="auto",
-            attn_implementation="eager",
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise CalibrationError(f"{folder}: the model cannot be loaded: {error}") from error
-    return model.to(device).eval()
+_KINDS = {"input": "input", "k": "K", "v": "V"}
 
 
-def observe(model: Any, batches: Iterable[torch.Tensor], *, advance: Callable[[int], None] = lambda _: None) -> Ranges:
+def observe(
+    replica: Replica,
+    batches: Iterable[torch.Tensor],
+    observation: Observation | None = None,
+    *,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Ranges:
     """Measure a model that is resident on its device.
 
     Args:
-        model: a causal language model of transformers.
+        replica: a loaded model (`load_resident`).
         batches: int64 token ids of [batch, sequence]; no padding.
+        observation: what is measured, and how; the largest magnitudes where nothing is said.
         advance: told the number of samples after each batch.
 
     Raises:
         CalibrationError: an observed value is not finite, or an attention layer cached nothing.
     """
-    import torch
+    measurement = Measurement(observation or Observation())
+    run_resident(replica, batches, measurement, advance)
+    found = measurement.finish()
+    require_sound(replica, found)
+    return ranges_of(replica, found)
 
-    inputs: dict[str, torch.Tensor] = {}
-    cached: dict[int, list[torch.Tensor]] = {}
-    attention = _attention_by_layer(model)
-    device = next(model.parameters()).device
-    handles = [
-        module.register_forward_pre_hook(_input_hook(inputs, name))
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
-    ]
-    try:
-        with torch.inference_mode():
-            for batch in batches:
-                # Only what is cached and what enters the linear modules matters: the output head's product, the
-                # largest tensor of the forward, is left out.
-                model.base_model(input_ids=batch.to(device), past_key_values=_recording_cache(cached), use_cache=True)
-                advance(batch.shape[0])
-    finally:
-        for handle in handles:
-            handle.remove()
-    silent = [name for layer, name in attention.items() if layer not in cached]
-    if silent:
-        raise CalibrationError(f"{silent[0]} cached neither K nor V: its ranges cannot be measured this way")
-    found = Ranges(
-        inputs={name: amax.cpu() for name, amax in inputs.items()},
-        keys={attention[layer]: pair[0].cpu() for layer, pair in sorted(cached.items())},
-        values={attention[layer]: pair[1].cpu() for layer, pair in sorted(cached.items())},
+
+def require_sound(replica: Replica, found: Mapping[Key, torch.Tensor], part: str = "") -> None:
+    """Raise `CalibrationError` for what is not finite, and for attention below ``part`` that cached nothing.
+
+    Of several, the module that a forward meets first is named: the others may have inherited from it.
+    """
+    broken = first_not_finite(found)
+    if broken is not None:
+        kind, name = broken
+        raise CalibrationError(
+            f"the {_KINDS[kind]} of {on_disk(name, replica.owned)} is not finite on the calibration data: "
+            f"{found[broken].tolist()}"
+        )
+    for name in replica.attention.values():
+        if name.startswith(part) and ("k", name) not in found:
+            raise CalibrationError(f"{name} cached neither K nor V: its ranges cannot be measured this way")
+
+
+def ranges_of(replica: Replica, found: Mapping[Key, torch.Tensor]) -> Ranges:
+    """Name what was found as the checkpoint does; a module on disk may be a part of one of the model's."""
+    named = sources(replica.model, replica.owned)
+    caches = {name: on_disk(name, replica.owned) for name in replica.attention.values()}
+    return Ranges(
+        inputs={disk: found["input", own] for disk, own in named.items() if ("input", own) in found},
+        keys={disk: found["k", own] for own, disk in caches.items() if ("k", own) in found},
+        values={disk: found["v", own] for own, disk in caches.items() if ("v", own) in found},
     )
-    _require_finite(found)
-    return found
-
-
-def _attention_by_layer(model: Any) -> dict[int, str]:
-    return {
-        module.layer_idx: name
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention")
-    }
-
-
-def _input_hook(inputs: dict[str, torch.Tensor], name: str) -> Callable[[Any, tuple[Any, ...]], None]:
-    def hook(_module: Any, args: tuple[Any, ...]) -> None:
-        import torch
-
-        amax = args[0].detach().abs().amax().float()
-        inputs[name] = amax if name not in inputs else torch.maximum(inputs[name], amax)
-
-    return hook
-
-
-def _recording_cache(cached: dict[int, list[torch.Tensor]]) -> Any:
-    import torch
-    from transformers import DynamicCache
-
-    class RecordingCache(DynamicCache):  # type: ignore[misc]  # transformers has no types that mypy could follow
-        """Keeps the largest magnitude a head, and none of the tensors."""
-
-        def update(
-            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            # [batch, H_kv, sequence, head_dim] -> [H_kv]
-            fresh = [states.abs().amax(dim=(0, 2, 3)).float() for states in (key_states, value_states)]
-            known = cached.get(layer_idx)
-            cached[layer_idx] = fresh if known is None else [*map(torch.maximum, known, fresh)]
-            return key_states, value_states
-
-    return RecordingCache()
-
-
-def _require_finite(ranges: Ranges) -> None:
-    for kind, table in (("input", ranges.inputs), ("K", ranges.keys), ("V", ranges.values)):
-        for name, amax in table.items():
-            if not bool(amax.isfinite().all()):
-                raise CalibrationError(f"the {kind} of {name} is not finite on the calibration data: {amax.tolist()}")

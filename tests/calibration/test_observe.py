@@ -46,11 +46,11 @@ def test_parts_of_the_batches_meet_by_maximum(llama: Any, blocks: torch.Tensor) 
 def test_keys_are_taken_after_the_rotary_embedding(llama: Any, blocks: torch.Tensor) -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    inner, batch = llama.model, blocks[:4]
+    inner, batch = llama.model.model, blocks[:4]
     first = inner.layers[0]
     with torch.inference_mode():
         hidden = first.input_layernorm(inner.embed_tokens(batch))
-        shape = (*batch.shape, -1, llama.config.head_dim)
+        shape = (*batch.shape, -1, llama.model.config.head_dim)
         keys = first.self_attn.k_proj(hidden).view(shape).transpose(1, 2)
         values = first.self_attn.v_proj(hidden).view(shape).transpose(1, 2)
         cosine, sine = inner.rotary_emb(hidden, torch.arange(batch.shape[1]).unsqueeze(0))
@@ -63,15 +63,17 @@ def test_keys_are_taken_after_the_rotary_embedding(llama: Any, blocks: torch.Ten
     assert torch.equal(ranges.inputs["model.layers.0.self_attn.q_proj"], hidden.abs().amax().float())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3-moe", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gemma3-text", "phi3", "llama4-text"]
+)
 def test_ranges_are_those_of_the_models_own_cache(models: Models, blocks: torch.Tensor, name: str) -> None:
     """Also where Q, K and V are one projection, and where keys are normalised before they are rotated."""
     from transformers import DynamicCache
 
-    model, batch = load_resident(models(name), "cpu"), blocks[:4]
-    ranges, cache = observe(model, [batch]), DynamicCache()
+    replica, batch = load_resident(models(name), "cpu"), blocks[:4]
+    ranges, cache = observe(replica, [batch]), DynamicCache()
     with torch.inference_mode():
-        model(input_ids=batch, past_key_values=cache, use_cache=True)
+        replica.model.base_model(input_ids=batch, past_key_values=cache, use_cache=True)
     assert list(ranges.keys) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     for layer, (keys, values) in enumerate(zip(ranges.keys.values(), ranges.values.values(), strict=True)):
         assert torch.equal(keys, cache.layers[layer].keys.abs().amax(dim=(0, 2, 3)).float())
@@ -88,10 +90,11 @@ def test_inputs_of_all_linear_modules_but_the_head_are_measured(llama: Any, bloc
 
 
 def test_the_model_is_left_as_it_was(llama: Any, blocks: torch.Tensor) -> None:
-    before = {name: value.clone() for name, value in llama.state_dict().items()}
+    inner = llama.model.model
+    before = {name: value.clone() for name, value in inner.state_dict().items()}
     observe(llama, [blocks[:2]])
-    assert all(torch.equal(value, before[name]) for name, value in llama.state_dict().items())
-    assert not any(module._forward_pre_hooks for module in llama.modules())
+    assert all(torch.equal(value, before[name]) for name, value in inner.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in inner.modules())
 
 
 def test_progress_counts_samples(llama: Any, blocks: torch.Tensor) -> None:
@@ -103,26 +106,32 @@ def test_progress_counts_samples(llama: Any, blocks: torch.Tensor) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     ("harmed", "named"),
-    [("mlp.up_proj", "model.layers.0.mlp.down_proj"), ("self_attn.v_proj", "model.layers.0.self_attn.o_proj")],
+    [
+        ("mlp.up_proj", r"the input of model\.layers\.0\.mlp\.down_proj"),
+        ("self_attn.v_proj", r"the V of model\.layers\.0\.self_attn"),
+        ("self_attn.k_proj", r"the K of model\.layers\.0\.self_attn"),
+    ],
 )
-def test_a_value_that_is_not_finite_names_the_module_that_met_it(
+def test_a_value_that_is_not_finite_names_the_first_module_that_met_it(
     models: Models, blocks: torch.Tensor, harmed: str, named: str, bad: float
 ) -> None:
-    model = load_resident(models("llama"), "cpu")
+    replica = load_resident(models("llama"), "cpu")
     with torch.no_grad():
-        model.get_submodule(f"model.layers.0.{harmed}").weight[0, 0] = bad
-    with pytest.raises(CalibrationError, match=rf"the input of {named} is not finite"):
-        observe(model, [blocks[:1]])
-    assert not any(module._forward_pre_hooks for module in model.modules())
+        weight = replica.model.get_submodule(f"model.layers.0.{harmed}").weight
+        weight.data = weight.clone()  # not the file
+        weight[0, 0] = bad
+    with pytest.raises(CalibrationError, match=f"{named} is not finite"):
+        observe(replica, [blocks[:1]])
+    assert not any(module._forward_pre_hooks for module in replica.model.modules())
 
 
 def test_a_model_that_caches_nothing_is_refused(models: Models, blocks: torch.Tensor) -> None:
-    model = load_resident(models("llama"), "cpu")
-    attention = model.model.layers[1].self_attn
+    replica = load_resident(models("llama"), "cpu")
+    attention = replica.model.model.layers[1].self_attn
     forward = attention.forward
     attention.forward = lambda *args, **more: forward(*args, **{**more, "past_key_values": None})
     with pytest.raises(CalibrationError, match=r"model\.layers\.1\.self_attn cached neither K nor V"):
-        observe(model, [blocks[:1]])
+        observe(replica, [blocks[:1]])
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:

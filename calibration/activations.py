@@ -1,0 +1,161 @@
+"""Hidden states of all batches between two layers: in memory within a budget, the rest on disk.
+
+    layer-00007/                the states that enter layer 7, with what is known of the layers before it: committed
+    layer-00009.partial/        states that were spilled, of no use to another process
+
+A folder is committed by renaming it, when all that it holds has been synced. Whoever comes next goes on there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calibration.errors import CalibrationError
+
+if TYPE_CHECKING:
+    import torch
+
+_COMMITTED = re.compile(r"layer-(\d{5})")
+STATE = "state.json"
+
+
+class Activations:
+    """Hidden states by the number of their batch, layer after layer.
+
+    Args:
+        folder: where states are spilled and committed.
+        budget: bytes of states that may lie in memory; those of the others lie on disk.
+        on_device: whether those in memory stay on the device that computed them.
+    """
+
+    def __init__(self, folder: Path, budget: int, *, on_device: bool = False) -> None:
+        self.folder, self._budget, self._on_device = folder, budget, on_device
+        self.layer = -1
+        self._here: dict[int, torch.Tensor] = {}
+        self._there: dict[int, Path] = {}
+        self._next: dict[int, torch.Tensor | Path] = {}
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def start(self, layer: int = -1) -> None:
+        """Begin before the first layer is entered; what earlier attempts spilled and did not commit is removed."""
+        self.layer = layer
+        with _readable(self.folder):
+            for stale in self.folder.glob("*.partial"):
+                shutil.rmtree(stale)
+
+    def resume(self, layer: int, count: int) -> None:
+        """Begin with the states of a committed layer."""
+        self.start(layer)
+        self._there = {number: _file(_committed(self.folder, layer), number) for number in range(count)}
+
+    def get(self, number: int, device: str) -> torch.Tensor:
+        """The states of a batch that enter the layer at hand, [batch, sequence, hidden]."""
+        from safetensors.torch import load_file
+
+        if number in self._here:
+            return self._here[number].to(device)
+        with _readable(self._there[number]):
+            hidden: torch.Tensor = load_file(self._there[number])["hidden"]
+            return hidden.to(device)
+
+    def put(self, number: int, hidden: torch.Tensor) -> None:
+        """Take the states of a batch that enter the next layer; those that it had are not needed any more."""
+        with self._lock:
+            gone = self._here.pop(number, None)
+            self._used += hidden.nbytes - (0 if gone is None else gone.nbytes)
+            fits = self._used <= self._budget
+            if not fits:
+                self._used -= hidden.nbytes
+        if fits:
+            self._next[number] = hidden if self._on_device else hidden.cpu()
+        else:
+            self._next[number] = _write(_file(_partial(self.folder, self.layer + 1), number), hidden)
+
+    def advance(self) -> None:
+        """Go on to the next layer."""
+        self._here = {number: value for number, value in self._next.items() if not isinstance(value, Path)}
+        self._there = {number: value for number, value in self._next.items() if isinstance(value, Path)}
+        self._next = {}
+        with _readable(self.folder):
+            shutil.rmtree(_partial(self.folder, self.layer), ignore_errors=True)
+        self.layer += 1
+
+    def commit(self, save_state: Callable[[Path], None]) -> None:
+        """Make the states that enter the layer at hand a place to resume at.
+
+        ``save_state`` writes what else is to be known there into a folder, `STATE` among it.
+        """
+        partial, committed = _partial(self.folder, self.layer), _committed(self.folder, self.layer)
+        if committed.exists():
+            return
+        with _readable(self.folder):
+            partial.mkdir(parents=True, exist_ok=True)
+            for number, hidden in self._here.items():
+                _write(_file(partial, number), hidden)
+            save_state(partial)
+            for path in (*partial.iterdir(), partial):
+                _sync(path)
+            partial.rename(committed)
+            _sync(self.folder)
+            self._there = {number: _file(committed, number) for number in self._there}
+            for layer in committed_layers(self.folder):
+                if layer != self.layer:
+                    shutil.rmtree(_committed(self.folder, layer))
+
+
+def committed_layers(folder: Path) -> list[int]:
+    """Layers at which a folder can be resumed, the last one first."""
+    found = [_COMMITTED.fullmatch(path.name) for path in folder.glob("layer-*")]
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def state_file(folder: Path, layer: int) -> Path:
+    """The state that was committed before a layer."""
+    return _committed(folder, layer) / STATE
+
+
+def _committed(folder: Path, layer: int) -> Path:
+    return folder / f"layer-{layer:05}"
+
+
+def _partial(folder: Path, layer: int) -> Path:
+    return folder / f"layer-{layer:05}.partial"
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number:05}.safetensors"
+
+
+def _write(path: Path, hidden: torch.Tensor) -> Path:
+    from safetensors.torch import save_file
+
+    with _readable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"hidden": hidden.cpu().contiguous()}, path)
+    return path
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CalibrationError(f"{path}: the hidden states cannot be kept there: {error}") from error

@@ -1,0 +1,198 @@
+"""How a model calls its layers: everything but the hidden states, recorded in one run of the embedding part.
+
+The model's own forward prepares masks, position embeddings and whatever else its architecture hands to a layer; its
+layers are stood in for by recorders that hand on what they are given. What one layer returns must be, untouched, what
+the next is called with: then the layers can be run one at a time, each over all batches, and the model would not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from calibration.cache import recording_cache
+from calibration.errors import NotReplayableError
+from calibration.measurement import Measurement
+from calibration.observers import Observation
+from calibration.replica import Replica
+
+if TYPE_CHECKING:
+    import torch
+
+_HIDDEN = object()
+_CACHE = object()
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one layer for one batch, with places for the hidden states and the cache."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def run(self, layer: Any, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Call the layer and return its hidden states.
+
+        Raises `NotReplayableError` where it returns more than those.
+        """
+        import torch
+
+        def fill(value: Any) -> Any:
+            return hidden if value is _HIDDEN else cache if value is _CACHE else value
+
+        found = layer(*map(fill, self.args), **{name: fill(value) for name, value in self.kwargs.items()})
+        if isinstance(found, tuple):
+            found, *rest = found
+            if any(one is not None for one in rest):
+                raise NotReplayableError("its layers return more than hidden states")
+        if not isinstance(found, torch.Tensor):
+            raise NotReplayableError(f"its layers return {type(found).__name__}, not hidden states")
+        return found
+
+
+class Pool:
+    """Tensors that calls have in common, kept once: a mask is the same for all layers of a kind and all batches."""
+
+    def __init__(self) -> None:
+        self._known: list[torch.Tensor] = []
+        self._same: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The kept tensor that equals this one."""
+        import torch
+
+        if id(tensor) in self._same:
+            return self._same[id(tensor)][1]
+        for known in self._known:
+            if known.dtype == tensor.dtype and known.shape == tensor.shape and torch.equal(known, tensor):
+                break
+        else:
+            self._known.append(known := tensor)
+        self._same[id(tensor)] = tensor, known
+        return known
+
+    def end_batch(self) -> None:
+        """Forget which objects were seen: their numbers may be given to others."""
+        self._same.clear()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+def layer_names(model: Any, attention: Iterable[str]) -> list[str]:
+    """Names of the decoder's layers, in order.
+
+    Raises:
+        NotReplayableError: there is not one list of them that holds all attention, or they share K and V.
+    """
+    import torch
+
+    config = model.config.get_text_config()
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise NotReplayableError("its last layers use K and V of earlier ones")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotReplayableError("it has an encoder beside its decoder")
+    attention = list(attention)
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and any(one.startswith(f"{name}.") for one in attention)
+    ]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if len(outer) != 1:
+        raise NotReplayableError("its layers are not one list")
+    return [f"{outer[0]}.{number}" for number in range(len(model.get_submodule(outer[0])))]
+
+
+def record(
+    replica: Replica, layers: list[str], batches: Iterable[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, list[Call]]]:
+    """For each batch, the hidden states that enter the first layer, and the call of every layer.
+
+    Raises:
+        NotReplayableError: the model does more between its layers than to hand on hidden states.
+    """
+    import torch
+
+    pool, wrapped = Pool(), False
+    for batch in batches:
+        with torch.inference_mode():
+            try:
+                tape = _play(replica, layers, batch, pool, wrapped=wrapped)
+            except NotReplayableError:
+                if wrapped:
+                    raise
+                wrapped = True  # some architectures take the first of what a layer returns
+                tape = _play(replica, layers, batch, pool, wrapped=wrapped)
+        pool.end_batch()
+        yield tape
+
+
+def _play(
+    replica: Replica, layers: list[str], batch: torch.Tensor, pool: Pool, *, wrapped: bool
+) -> tuple[torch.Tensor, list[Call]]:
+    calls: list[Call] = []
+    first: list[torch.Tensor] = []
+    cache = recording_cache(Measurement(Observation()), replica.attention)
+    with _recorders(replica.model, layers, calls, first, pool, cache, wrapped=wrapped):
+        replica.model.base_model(input_ids=batch.to(replica.device), past_key_values=cache, use_cache=True)
+    if len(calls) != len(layers):
+        raise NotReplayableError(f"it ran {len(calls)} of its {len(layers)} layers")
+    return first[0], calls
+
+
+@contextmanager
+def _recorders(
+    model: Any,
+    layers: list[str],
+    calls: list[Call],
+    first: list[torch.Tensor],
+    pool: Pool,
+    cache: Any,
+    *,
+    wrapped: bool,
+) -> Iterator[None]:
+    import torch
+
+    handed: list[Any] = []
+
+    def recorder(number: int) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if not isinstance(hidden, torch.Tensor) or number != len(calls) or (handed and hidden is not handed[-1]):
+                raise NotReplayableError("it does more between its layers than to hand on hidden states")
+            if not first:
+                first.append(hidden)
+            calls.append(Call(tuple(map(keep, args)), {name: keep(value) for name, value in kwargs.items()}))
+            # Another object each time, so that one that was kept from before cannot pass for it.
+            handed.append(hidden.view_as(hidden))
+            return (handed[-1],) if wrapped else handed[-1]
+
+        def keep(value: Any) -> Any:
+            if value is cache:
+                return _CACHE
+            if isinstance(value, torch.Tensor):
+                latest = handed[-1] if handed else first[0]
+                return _HIDDEN if value is latest else pool.keep(value)
+            if isinstance(value, tuple):
+                return tuple(map(keep, value))
+            if not isinstance(value, _PLAIN):
+                raise NotReplayableError(f"its layers are called with {type(value).__name__}, which they may change")
+            return value
+
+        return forward
+
+    modules = [model.get_submodule(name) for name in layers]
+    own = [vars(module).get("forward") for module in modules]  # one that was put there by somebody else
+    for number, module in enumerate(modules):
+        module.forward = recorder(number)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, own, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward

@@ -1,0 +1,172 @@
+"""The inputs of a mixture's experts, whether the model holds them stacked in 3-D parameters or one by one.
+
+Stacked experts are no modules that a hook could be put on. What multiplies a slice of their parameters is seen where
+the product is computed, so that neither the gate's activation nor an architecture's arithmetic is written down here.
+To count every token for every expert, the module is run again with a router's answer that sends all to one: its result
+is dropped, and what the model goes on with is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from calibration.measurement import Measurement
+
+if TYPE_CHECKING:
+    import torch
+
+
+def is_stacked(module: Any) -> bool:
+    """Whether a module holds several experts' projections in 3-D parameters."""
+    name = type(module).__name__
+    return name.endswith("Experts") and any(p.ndim == 3 for p in module.parameters(recurse=False))
+
+
+def is_listed(name: str, module: Any) -> bool:
+    """Whether a module is a list of experts, each a module with linear ones inside."""
+    import torch
+
+    return name.rpartition(".")[2] == "experts" and isinstance(module, torch.nn.ModuleList)
+
+
+def watch_stacked(name: str, module: Any, measurement: Measurement) -> Iterator[Any]:
+    """Put hooks on a module of stacked experts; yields their handles."""
+    stack = _Stack(name, {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}, measurement)
+    modes: list[Any] = []
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not measurement.is_routed:
+            return
+        stack.show_every_token(module, (*args, *kwargs.values()))
+        modes.append(_seeing(stack))
+        modes[-1].__enter__()
+
+    def after(_module: Any, _args: tuple[Any, ...], _output: Any) -> None:
+        if measurement.is_routed and modes:
+            modes.pop().__exit__(None, None, None)
+
+    yield module.register_forward_pre_hook(before, with_kwargs=True)
+    yield module.register_forward_hook(after, always_call=True)
+
+
+def watch_listed(name: str, experts: Any, block: Any, measurement: Measurement) -> Iterator[Any]:
+    """Put hooks on a block whose experts are a list of modules; yields their handles.
+
+    Their linear modules are hooked like all others; here every token is sent through them, and tokens are counted.
+    """
+
+    def before(_block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = next(value for value in (*args, *kwargs.values()) if hasattr(value, "is_floating_point"))
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        for number, expert in enumerate(experts):
+            if measurement.is_routed and measurement.wants_every_token(f"{name}.{number}"):
+                with measurement.every_token():
+                    expert(flat)
+
+    def counting(number: int) -> Any:
+        def before_expert(_expert: Any, args: tuple[Any, ...]) -> None:
+            if measurement.is_routed:
+                measurement.routed(f"{name}.{number}", args[0].numel() // args[0].shape[-1])
+
+        return before_expert
+
+    for number, expert in enumerate(experts):
+        measurement.routed(f"{name}.{number}", 0)
+        yield expert.register_forward_pre_hook(counting(number))
+    yield block.register_forward_pre_hook(before, with_kwargs=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Experts under ``name`` with the 3-D parameters [E, ., .] that stack them."""
+
+    name: str
+    parameters: dict[str, torch.nn.Parameter]
+    measurement: Measurement
+
+    @property
+    def count(self) -> int:
+        return next(iter(self.parameters.values())).shape[0]
+
+    def owner(self, weight: Any) -> tuple[str, int | None] | None:
+        """The parameter that a tensor is a part of, with the expert; None for the whole parameter's."""
+        import torch
+
+        if not isinstance(weight, torch.Tensor):
+            return None
+        for key, parameter in self.parameters.items():
+            if weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
+                whole = weight.ndim == 3 and weight.shape[0] == parameter.shape[0]
+                offset = weight.storage_offset() - parameter.storage_offset()
+                return key, None if whole else offset // parameter.stride(0)
+        return None
+
+    def see(self, weight: Any, entering: torch.Tensor) -> None:
+        """Take the input of a product with a part of the stack: [tokens, I], or [E, tokens, I] for all of it."""
+        owner = self.owner(weight)
+        if owner is None:
+            return
+        key, one = owner
+        for number, tokens in enumerate(entering) if one is None else ((one, entering),):
+            expert = f"{self.name}.{number}"
+            if self.measurement.is_routed and key == next(iter(self.parameters)):
+                # Experts that get all rows get zeros for what the router sent elsewhere.
+                rows = int((tokens != 0).any(dim=-1).sum()) if one is None else tokens.numel() // tokens.shape[-1]
+                self.measurement.routed(expert, rows)
+            self.measurement.input(f"{self.name}.{key}.{number}", tokens, expert=expert)
+
+    def show_every_token(self, module: Any, given: tuple[Any, ...]) -> None:
+        """Run the experts that want it on every token of the layer."""
+        import torch
+
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        hidden, indices = tensors[0], [value for value in tensors[1:] if not value.is_floating_point()]
+        names = [f"{self.name}.{number}" for number in range(self.count)]
+        for name in names:
+            self.measurement.routed(name, 0)
+        scattered = len(given) == 1 and hidden.shape[0] % self.count == 0
+        if not scattered and not (len(tensors) == 3 and len(indices) == 1):
+            self.measurement.routed_only.update(names)
+            return
+        wanted = [number for number, name in enumerate(names) if self.measurement.wants_every_token(name)]
+        if not wanted:
+            return
+        with self.measurement.every_token(), _seeing(self):
+            if scattered:
+                self._scattered(module, hidden)
+                return
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            weights = next(value for value in tensors[1:] if value.is_floating_point())
+            for number in wanted:
+                index = indices[0].new_full((flat.shape[0], 1), number)
+                module(flat, index, weights.new_ones((flat.shape[0], 1)))
+
+    def _scattered(self, module: Any, hidden: torch.Tensor) -> None:
+        """Experts that are called with [E * tokens, H], each one's own rows scaled by its score and the rest zero.
+
+        Every expert gets all rows that are anybody's, at most as many at a time as in the model's own call.
+        """
+        rows = hidden[(hidden != 0).any(dim=-1)]
+        step = max(hidden.shape[0] // self.count, 1)
+        for start in range(0, rows.shape[0], step):
+            module(rows[start : start + step].repeat(self.count, 1))
+
+
+def _seeing(stack: _Stack) -> Any:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    first = {torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
+    first |= {torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm}
+    second = {torch.addmm, torch.baddbmm}  # their first argument is what is added
+
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in first or func in second:
+                operands = (*args, *(kwargs or {}).values())[func in second :]
+                stack.see(operands[1], operands[0])
+            return func(*args, **(kwargs or {}))
+
+    return Seeing()

@@ -1,0 +1,208 @@
+"""Layer mode: one layer's weights at a time, all batches through each, for models that fit no device.
+
+The embedding part runs once (`calibration.calls`); then every layer is loaded, each batch takes one forward through it
+in which its ranges are taken too, and the layer is freed. The next layer's weights are read meanwhile, so two layers'
+are there at most. Several devices split the batches, and each loads the layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calibration.activations import STATE, Activations, committed_layers, state_file
+from calibration.cache import recording_cache
+from calibration.calls import Call, layer_names, record
+from calibration.measurement import Key, Measurement, merged
+from calibration.observe import require_sound
+from calibration.observers import Observation
+from calibration.replica import Replica
+from calibration.watch import watching
+from calibration.weights import held
+
+if TYPE_CHECKING:
+    import torch
+
+_RANGES = "ranges.safetensors"
+
+
+@dataclass(slots=True)
+class Found:
+    """What is known of the layers that are done."""
+
+    magnitudes: dict[Key, torch.Tensor] = field(default_factory=dict)
+    starved: dict[str, int] = field(default_factory=dict)
+    routed_only: set[str] = field(default_factory=set)
+
+
+def run_layers(
+    replicas: Sequence[Replica],
+    batches: Sequence[torch.Tensor],
+    observation: Observation,
+    activations: Activations,
+    *,
+    advance: Callable[[int], None] = lambda _: None,
+    commit_seconds: float = 60.0,
+) -> Found:
+    """Measure a model layer by layer, going on at the last layer that an earlier attempt committed.
+
+    Args:
+        replicas: the model with nothing loaded, once a device; they take turns with the batches.
+        batches: int64 token ids of [batch, sequence].
+        observation: what is measured, and how.
+        activations: where hidden states are kept.
+        advance: told the number of samples after each batch of each layer, also of layers that were done before.
+        commit_seconds: work after which the run is made resumable; it takes a tenth of the time at most.
+
+    Raises:
+        CalibrationError: what was seen is not finite, weights are missing, or the disk is full.
+        NotReplayableError: the layers cannot be run one at a time.
+    """
+    layers = layer_names(replicas[0].model, replicas[0].attention.values())
+    identity = _identity(replicas[0], batches, observation)
+    start, found = _resume(activations.folder, identity)
+    parts = [_Part(replica, layers, range(turn, len(batches), len(replicas))) for turn, replica in enumerate(replicas)]
+    if start:
+        activations.resume(start, len(batches))
+    else:
+        activations.start()
+    samples = sum(batch.shape[0] for batch in batches)
+    clock = _Clock(commit_seconds)
+    with ThreadPoolExecutor(len(parts)) as pool:
+        try:
+            _all(pool, parts, lambda part: part.record(batches, activations, keep=not start))
+            if not start:
+                activations.advance()  # what the embedding part made enters the first layer
+            advance(samples * start)
+            common: dict[str, Any] = {"observation": observation, "activations": activations, "advance": advance}
+            for number in range(start, len(layers)):
+                measured = _all(pool, parts, partial(_Part.run, layer=number, **common))
+                _add(found, merged(measured), replicas[0], layers[number])
+                activations.advance()
+                if number + 1 < len(layers) and clock.is_due():
+                    clock.run(lambda: activations.commit(lambda folder: _save(folder, identity, found)))
+        finally:
+            for part in parts:
+                part.close()
+    return found
+
+
+class _Part:
+    """A replica's share of the batches, and its weights: those of the layer at hand and of the next one."""
+
+    def __init__(self, replica: Replica, layers: list[str], numbers: Sequence[int]) -> None:
+        self._replica, self._layers, self._numbers = replica, layers, numbers
+        self._calls: dict[int, list[Call]] = {}
+        self._ahead: Future[None] | None = None
+        self._reader = ThreadPoolExecutor(1)
+
+    def record(self, batches: Sequence[torch.Tensor], activations: Activations, *, keep: bool) -> None:
+        replica = self._replica
+        inside = tuple(f"{name}." for name in self._layers)
+        outside = [name for name in replica.body if not name.startswith(inside)]
+        replica.weights.load(outside)
+        recorded = record(replica, self._layers, (batches[number] for number in self._numbers))
+        for number, (hidden, calls) in zip(self._numbers, recorded, strict=True):
+            self._calls[number] = calls
+            if keep:
+                activations.put(number, hidden)
+        replica.weights.free(outside)
+
+    def run(
+        self, layer: int, observation: Observation, activations: Activations, advance: Callable[[int], None]
+    ) -> Measurement:
+        import torch
+
+        replica, name = self._replica, self._layers[layer]
+        (self._ahead or self._read(layer)).result()
+        self._ahead = self._read(layer + 1) if layer + 1 < len(self._layers) else None
+        measurement = Measurement(observation)
+        module = replica.model.get_submodule(name)
+        with watching(replica.model, name, measurement), torch.inference_mode():
+            for number in self._numbers:
+                hidden = activations.get(number, replica.device)
+                cache = recording_cache(measurement, replica.attention)
+                activations.put(number, self._calls[number][layer].run(module, hidden, cache))
+                measurement.forget_last()
+                advance(hidden.shape[0])
+        replica.weights.free(held(replica.model, name))
+        return measurement
+
+    def _read(self, layer: int) -> Future[None]:
+        return self._reader.submit(self._replica.weights.load, held(self._replica.model, self._layers[layer]))
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+
+def _all(pool: ThreadPoolExecutor, parts: Sequence[_Part], work: Callable[[_Part], Any]) -> list[Any]:
+    # All are waited for, so that none still works when the first fault is reported.
+    running = [pool.submit(work, part) for part in parts]
+    faults = [fault for one in running if (fault := one.exception()) is not None]
+    if faults:
+        raise faults[0]
+    return [one.result() for one in running]
+
+
+def _add(found: Found, measured: Measurement, replica: Replica, layer: str) -> None:
+    magnitudes = measured.finish()
+    require_sound(replica, magnitudes, f"{layer}.")
+    found.magnitudes.update(magnitudes)
+    found.starved.update(measured.starved())
+    found.routed_only |= measured.routed_only
+
+
+def _identity(replica: Replica, batches: Sequence[torch.Tensor], observation: Observation) -> str:
+    digest = hashlib.sha256(json.dumps([asdict(observation), sorted(replica.owned.items())]).encode())
+    for batch in batches:
+        digest.update(f"{list(batch.shape)}".encode())
+        digest.update(batch.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _save(folder: Path, identity: str, found: Found) -> None:
+    from safetensors.torch import save_file
+
+    save_file({f"{name}.{kind}": amax for (kind, name), amax in found.magnitudes.items()}, folder / _RANGES)
+    facts = {"identity": identity, "starved": found.starved, "routed_only": sorted(found.routed_only)}
+    (folder / STATE).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _resume(folder: Path, identity: str) -> tuple[int, Found]:
+    """The layer to go on at, and what is known until there; 0 where nothing of this run is there."""
+    from safetensors.torch import load_file
+
+    for layer in committed_layers(folder):
+        path = state_file(folder, layer)
+        facts: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if facts["identity"] != identity:
+            continue
+        found = Found(starved=facts["starved"], routed_only=set(facts["routed_only"]))
+        for key, amax in load_file(path.with_name(_RANGES)).items():
+            name, _, kind = key.rpartition(".")
+            found.magnitudes[kind, name] = amax
+        return layer, found
+    return 0, Found()
+
+
+class _Clock:
+    """When the next commit is due, by the work since the last one and by what that one took."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._since, self._took = seconds, time.monotonic(), 0.0
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._since >= (self._seconds and max(self._seconds, 9 * self._took))
+
+    def run(self, commit: Callable[[], None]) -> None:
+        began = time.monotonic()
+        commit()
+        self._since = time.monotonic()
+        self._took = self._since - began

@@ -1,0 +1,118 @@
+"""Where a model fits: resident, or a layer at a time.
+
+Weights are known to the byte. What a forward needs beside them is estimated from above: attention that is computed
+step by step holds its scores, in the model's dtype and as float32, for all heads of a batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from calibration.errors import CalibrationError
+
+Mode = Literal["auto", "resident", "layer"]
+
+_SHARE = 0.85  # of the free memory that is planned with; the rest is for fragments, and for others
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes on a device: all weights, those of the largest layer, and what a forward of one batch takes beside them."""
+
+    weights: int
+    layer: int
+    forward: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The mode that was taken, and why, as part of a sentence."""
+
+    mode: Literal["resident", "layer"]
+    reason: str
+
+
+def forward_bytes(config: Any, batch: int, length: int) -> int:
+    """Bytes beside the weights for a forward of [batch, length] tokens, from above.
+
+    Scores: 10 bytes a head and pair of positions (16-bit scores, float32 softmax, 16-bit probabilities, and the mask).
+    Tokens: ten vectors of the hidden size and three of the inner one, in 16 bit.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    inner = max(getattr(config, "intermediate_size", 0) or 0, 4 * hidden)
+    return int(batch * length * (length * heads * 10 + (10 * hidden + 3 * inner) * 2))
+
+
+def decide(
+    mode: Mode, need: Need, devices: Sequence[str], free: Mapping[str, int], not_replayable: str | None
+) -> Decision:
+    """Take the mode that was asked for, or the quicker of those that fit.
+
+    Args:
+        mode: what was asked for.
+        need: bytes of one copy of the model.
+        devices: one entry a copy; the same device may be named twice.
+        free: bytes that are free, by device.
+        not_replayable: why the layers cannot be run one at a time; None where they can.
+
+    Raises:
+        CalibrationError: the mode that was asked for is not possible, or none is.
+    """
+    usable = {device: int(free[device] * _SHARE) // devices.count(device) for device in devices}
+    tightest = min(usable, key=lambda device: usable[device])
+    whole = need.weights + need.forward
+    fits = whole <= usable[tightest]
+    room = f"the model takes {_gb(whole)} to run, and {tightest} has room for {_gb(usable[tightest])}"
+    if mode == "resident" or (mode == "auto" and fits):
+        return Decision("resident", "as the recipe asks" if mode == "resident" else room)
+    if not_replayable is not None:
+        asked = "the recipe asks for layers one at a time" if fits else room
+        raise CalibrationError(
+            f"{asked}; but its layers cannot be run one at a time: {not_replayable}. "
+            f"{'Take mode: resident' if fits else 'Calibrate on a larger device'}, "
+            "or take quantization.engine: llmcompressor"
+        )
+    if 2 * need.layer + need.forward > usable[tightest]:
+        raise CalibrationError(
+            f"two layers of the model and a forward take {_gb(2 * need.layer + need.forward)}, and {tightest} has room "
+            f"for {_gb(usable[tightest])}: take a smaller calibration.batch_size, or a larger device"
+        )
+    return Decision("layer", "as the recipe asks" if mode == "layer" else room)
+
+
+def free_bytes(device: str) -> int:
+    """Memory that can be had on a device, bytes; on a CPU as far as the container's limit lets it."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = [_available()]
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        found.append(limit - int((_CGROUP / "memory.current").read_text()) + _reclaimable())
+    except (OSError, ValueError):  # no such control, or no limit
+        pass
+    return max(min(found), 0)
+
+
+def _available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _reclaimable() -> int:
+    """Bytes of the container's page cache, which are given back when they are needed."""
+    lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB"

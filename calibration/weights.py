@@ -1,0 +1,254 @@
+"""A model without weights, and its weights, read from the shards when they are wanted.
+
+The model is built on the meta device, where it takes no memory. Tensors are read from memory-mapped files and become
+parameters by transformers' own rules (renamed, stacked, concatenated), one part of the model at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calibration.errors import CalibrationError
+
+if TYPE_CHECKING:
+    import torch
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SCALE = "_scale_inv"
+
+
+def build(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The causal language model of a folder, on the meta device, in the dtype that its configuration names.
+
+    Attention and experts are computed step by step ("eager"), which is what llm-compressor calibrates with; fused
+    attention differs in the last bit of bfloat16 from the second layer on.
+
+    Raises:
+        CalibrationError: transformers cannot build it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        if hasattr(config, "quantization_config"):  # decoded when it is read
+            del config.quantization_config
+        known = type(config) in AutoModelForCausalLM._model_mapping
+        # Models that also see are known as such where their text alone has no name.
+        kind = AutoModelForCausalLM if known or trust_remote_code else AutoModelForImageTextToText
+        with torch.device("meta"):
+            model = kind.from_config(
+                config,
+                dtype=config.dtype or torch.bfloat16,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                trust_remote_code=trust_remote_code,
+            )
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CalibrationError(f"{folder}: the model cannot be built: {reason}") from error
+    return model.eval()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor on disk that is read when it is indexed, which is when transformers wants it."""
+
+    read: Any
+
+    def __getitem__(self, _whole: Any) -> torch.Tensor:
+        found: torch.Tensor = self.read()
+        return found
+
+
+class Shards:
+    """The tensors of a model folder, safetensors only.
+
+    Raises `CalibrationError` for a folder without safetensors, and for weights that are quantized already, but for FP8
+    in blocks (``weight_scale_inv``, as DeepSeek publishes it), which is decoded.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.folder = folder
+        try:
+            self._block = _block_size(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder)
+            files = _files(folder)
+            self._open: dict[str, Any] = {file: safe_open(folder / file, framework="pt") for file in files}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CalibrationError(f"{folder}: the weights cannot be read: {error}") from error
+        self._place = {name: file for file, handle in self._open.items() for name in handle.keys()}  # noqa: SIM118
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights, without the scales that some are decoded with."""
+        return tuple(name for name in self._place if not (self._block and name.endswith(_SCALE)))
+
+    def tensor(self, name: str, *, copied: bool) -> _Tensor:
+        """A tensor that is read when it is indexed, whole; a view of the mapped file where it is not ``copied``."""
+        return _Tensor(lambda: self._read(name, copied=copied))
+
+    def _read(self, name: str, *, copied: bool) -> torch.Tensor:
+        found: torch.Tensor = self._open[self._place[name]].get_tensor(name)
+        scale = f"{name}{_SCALE}"
+        if self._block is None or scale not in self._place:
+            return found.clone() if copied else found
+        return _decoded(found, self._open[self._place[scale]].get_tensor(scale), self._block)
+
+
+def _decoded(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """FP8 [O, I] times the scale of its block, [ceil(O / rows), ceil(I / columns)]: bfloat16."""
+    import torch
+
+    rows, columns = weight.shape
+    wide = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight.float() * wide).to(torch.bfloat16)
+
+
+def _block_size(config: Mapping[str, Any], folder: Path) -> tuple[int, int] | None:
+    declared = config.get("quantization_config")
+    if declared is None:
+        return None
+    block = declared.get("weight_block_size")
+    if declared.get("quant_method") == "fp8" and isinstance(block, list) and len(block) == 2:
+        return int(block[0]), int(block[1])
+    raise CalibrationError(
+        f"{folder}: its weights are quantized already ({declared.get('quant_method')}), "
+        "expected 16 bit, or FP8 with a scale a block"
+    )
+
+
+def _files(folder: Path) -> list[str]:
+    if (folder / _INDEX).is_file():
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        return sorted(set(index["weight_map"].values()))
+    if not (folder / _SINGLE).is_file():
+        raise CalibrationError(f"{folder}: neither {_SINGLE} nor {_INDEX} is there; only safetensors are read")
+    return [_SINGLE]
+
+
+class Weights:
+    """The weights of one model that was built on the meta device, put on one device part by part.
+
+    With ``copied`` a weight on a CPU is read when it is loaded; without, when it is used, from the mapped file.
+    """
+
+    def __init__(
+        self, model: Any, shards: Shards, owned: Mapping[str, str], device: str, *, copied: bool = False
+    ) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        self._model, self._shards, self._device = model, shards, device
+        self._copied = copied and device.startswith("cpu")
+        self._rules = get_model_conversion_mapping(model)
+        self._by_owner: dict[str, list[str]] = {}
+        for name, own in owned.items():
+            self._by_owner.setdefault(own, []).append(name)
+        ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self._ties = {**{source: target for target, source in ties.items()}, **ties}
+
+    def load(self, wanted: Iterable[str]) -> None:
+        """Put parameters and persistent buffers of the model, by their own names, onto the device.
+
+        Raises:
+            CalibrationError: one is not in the checkpoint, or has another shape there.
+        """
+        wanted = list(wanted)
+        present = {own for own in wanted if own in self._by_owner}
+        tied = {own: self._ties[own] for own in wanted if own not in present and own in self._ties}
+        self._convert(present | {partner for partner in tied.values() if partner in self._by_owner})
+        for own, partner in tied.items():
+            _assign(self._model, own, _get(self._model, partner))
+        absent = [own for own in wanted if _get(self._model, own).is_meta]
+        if absent:
+            raise CalibrationError(f"{self._shards.folder}: {absent[0]} is not in the checkpoint")
+
+    def _convert(self, wanted: Iterable[str]) -> None:
+        from safetensors import SafetensorError
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        state = {name: self._shards.tensor(name, copied=self._copied) for own in wanted for name in self._by_owner[own]}
+        dtype = self._model.dtype
+        setting = LoadStateDictConfig(
+            device_map={"": self._device},
+            dtype=dtype,
+            dtype_plan=self._model._get_dtype_plan(dtype),
+            weight_mapping=self._rules,
+        )
+        try:
+            found, _ = convert_and_load_state_dict_in_model(self._model, state, setting)
+        except (OSError, SafetensorError) as error:
+            raise CalibrationError(f"{self._shards.folder}: the weights cannot be read: {error}") from error
+        for name, stored, expected in found.mismatched_keys:
+            raise CalibrationError(
+                f"{self._shards.folder}: {name} is {list(stored)}, expected {list(expected)} from config.json"
+            )
+        for name, reason in found.conversion_errors.items():
+            raise CalibrationError(f"{self._shards.folder}: {name} cannot be loaded: {reason}")
+
+    def free(self, names: Iterable[str]) -> None:
+        """Let go of parameters and persistent buffers; the model keeps their shapes."""
+        for name in names:
+            _assign(self._model, name, _get(self._model, name).to("meta"))
+
+
+def settle_buffers(model: Any, device: str) -> None:
+    """Put what no checkpoint holds (rotary frequencies, scales of embeddings) onto a device, and compute it there.
+
+    As transformers does it after loading: a module initialises the buffers that nothing was loaded into.
+    """
+    import torch
+
+    for name, buffer in model.named_non_persistent_buffers():
+        _assign(model, name, torch.empty_like(buffer, device=device))
+    model.initialize_weights()
+
+
+def held(model: Any, prefix: str = "") -> list[str]:
+    """Names of the parameters and persistent buffers below a module."""
+    return [name for name in model.state_dict() if not prefix or name.startswith(f"{prefix}.")]
+
+
+def nbytes(model: Any, names: Iterable[str]) -> int:
+    """Bytes that parameters take on a device, by their shapes."""
+    state = model.state_dict()
+    return sum(state[name].numel() * state[name].element_size() for name in names)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar for every part that is loaded."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _get(model: Any, name: str) -> Any:
+    return model.get_parameter_or_buffer(name)
+
+
+def _assign(model: Any, name: str, value: Any) -> None:
+    import torch
+
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    if last in module._buffers:
+        module._buffers[last] = value.data if isinstance(value, torch.nn.Parameter) else value
+    else:
+        module._parameters[last] = (
+            value if isinstance(value, torch.nn.Parameter) else torch.nn.Parameter(value, requires_grad=False)
+        )
