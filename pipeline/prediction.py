@@ -1,6 +1,7 @@
-"""What a recipe will cost, before it costs it: bytes on disk, in memory and on each GPU.
+"""How large things will be, before they are there: bytes on disk and on each GPU.
 
-Exact where the layout decides (the checkpoint), an upper bound where the machine does (calibration, serving).
+Exact where the layout decides (the checkpoint), an upper bound where the machine does (calibration, serving). What the
+stages take to make them is in `pipeline.cost`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Prediction:
 def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Prediction:
     """Predict from headers, real or imagined. Raises `UserError` for what the recipe cannot be applied to."""
     choice = select(structure, recipe.quantization)
-    plans = plan_shards(source, choice, structure.attention, recipe.quantization.format)
+    plans = plan_shards(source, structure, choice, recipe.quantization.format)
     checkpoint = sum(plan.nbytes for plan in plans)
     return Prediction(
         parameters=structure.parameters,

@@ -9,8 +9,8 @@ from pathlib import Path
 from eval.verdict import Verdict
 from pipeline.device import device_memory, resolve_device
 from pipeline.errors import UserError
-from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.model.structure import imagine, read_structure
+from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.model.structure import Structure, imagine, read_structure
 from pipeline.prediction import Prediction, disk_needed, predict, require_disk
 from pipeline.runner import find_entry
 from pipeline.stage import Planned, Setting
@@ -63,7 +63,7 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
         download = setting.source.folder is None
         require_disk(disk_needed(prediction, missing, download=download), free_bytes(where), str(where))
         if "calibrate" in missing:
-            _require_memory(prediction, setting)
+            require_memory(prediction, setting)
 
 
 def _require_packages(missing: Sequence[str]) -> None:
@@ -77,8 +77,8 @@ def _require_packages(missing: Sequence[str]) -> None:
             )
 
 
-def _require_memory(prediction: Prediction, setting: Setting) -> None:
-    """Calibration holds the whole 16-bit model on one device."""
+def require_memory(prediction: Prediction, setting: Setting) -> None:
+    """Raise `UserError` where the device is too small: calibration holds the whole 16-bit model on it."""
     device = resolve_device(setting.device)
     memory = device_memory(device)
     if prediction.calibration_device > memory:
@@ -91,10 +91,13 @@ def _require_memory(prediction: Prediction, setting: Setting) -> None:
 
 def predict_for(setting: Setting, folder: Path) -> Prediction:
     """Predict from a folder with the weights, or from one that has only a config.json."""
+    return predict(*model_for(setting, folder), setting.recipe)
+
+
+def model_for(setting: Setting, folder: Path) -> tuple[Checkpoint, Structure]:
+    """The headers of a folder with the weights, or those that its config.json stands for; and the model's structure."""
     trust = setting.recipe.trust_remote_code
     if any(folder.glob("*.safetensors")):
         source = open_checkpoint(folder)
-        structure = read_structure(folder, source.tensors, trust_remote_code=trust)
-    else:
-        source, structure = imagine(folder, trust_remote_code=trust)
-    return predict(source, structure, setting.recipe)
+        return source, read_structure(folder, source.tensors, trust_remote_code=trust)
+    return imagine(folder, trust_remote_code=trust)

@@ -18,18 +18,22 @@ from pipeline.commands.options import emit, json_option, store_option, vllm_opti
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Folder with the model's config.json, to plan without its weights and without a network.",
 )
+@click.option("--probe", is_flag=True, help="Time this machine for some seconds first; the store remembers.")
 @vllm_option
 @store_option
 @json_option
-def command(recipe: str, config_folder: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> int:
-    """Show the stages of RECIPE, which of them are cached, and what it takes: bytes, memory, disk.
+def command(
+    recipe: str, config_folder: Path | None, probe: bool, vllm: str | None, store_path: Path, as_json: bool
+) -> int:
+    """Show the stages of RECIPE, which of them are cached, and what it takes: time, memory, disk.
 
     Nothing is made. Ends with 2 where the disk is too small or the recipe asks for the impossible.
     """
     from eval import power
+    from pipeline.cost.forecast import forecast
     from pipeline.planning import build_plan
-    from pipeline.prediction import disk_needed, require_disk
-    from pipeline.preflight import missing_stages, predict_for
+    from pipeline.prediction import disk_needed, predict, require_disk
+    from pipeline.preflight import missing_stages, model_for
     from pipeline.serving.hardware import cautions
     from pipeline.session import open_setting
     from pipeline.stages.gate import policy_of
@@ -40,7 +44,9 @@ def command(recipe: str, config_folder: Path | None, vllm: str | None, store_pat
     setting = open_setting(recipe, store=Store(store_path), vllm=vllm, config=config_folder)
     plan = build_plan(setting)
     missing = missing_stages(plan, setting)
-    prediction = predict_for(setting, config_folder or fetched(setting.source))
+    model = model_for(setting, config_folder or fetched(setting.source))
+    prediction = predict(*model, setting.recipe)
+    costs = forecast(*model, setting.recipe, setting.device, store_path, probing=probe)
     needed = disk_needed(prediction, missing, download=setting.source.folder is None)
     where = store_path.absolute()
     free = free_bytes(where)
@@ -70,6 +76,7 @@ def command(recipe: str, config_folder: Path | None, vllm: str | None, store_pat
                     {"stage": p.key, "fingerprint": p.fingerprint, "cached": p.key not in missing} for p in plan
                 ],
                 "predicted": prediction.to_json(),
+                "costs": costs.to_json(),
                 "disk": {"needed": needed, "free": free, "where": str(where)},
                 "margins": margins,
                 "cautions": list(notes),
@@ -78,6 +85,6 @@ def command(recipe: str, config_folder: Path | None, vllm: str | None, store_pat
     else:
         from pipeline.commands.tables import print_plan
 
-        print_plan(setting, plan, missing, prediction, needed, free, margins, notes)
+        print_plan(setting, plan, missing, prediction, costs, needed, free, margins, notes)
     require_disk(needed, free, str(where))
     return 0

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipeline.cost.forecast import Forecast
 from pipeline.prediction import Prediction
 from pipeline.stage import Planned, Setting
 
@@ -34,11 +35,55 @@ def size(count: int) -> str:
     return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds for people; two digits of anything predicted are enough."""
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:,.1f} h"
+
+
+def print_costs(console: Console, costs: Forecast) -> None:
+    """What the stages that work on weights take, and whose rates that was computed from."""
+    stages = table("stage", "time", "memory", "device", "disk", "mostly", right=("time", "memory", "device", "disk"))
+    for stage, cost in costs.stages.items():
+        stages.add_row(
+            stage if cost.mode is None else f"{stage}, {cost.mode}",
+            duration(cost.seconds),
+            size(cost.memory),
+            size(cost.device_memory) if cost.device_memory else "-",
+            size(cost.disk),
+            _BOUNDS[cost.bound],
+        )
+    console.print(stages)
+    console.print(f"times on {escape(costs.machine)}: {_ORIGINS[costs.origin]}")
+
+
+_BOUNDS = {
+    "cores": "the cores are busy",
+    "hash": "a file's SHA-256",
+    "device": "the device computes",
+    "link": "the bus to the device",
+    "disk": "reading the disk",
+    "sync": "writing the disk",
+    "load": "loading weights",
+    "products": "matrix products",
+    "scores": "attention's softmax",
+    "spill": "hidden states on the disk",
+}
+_ORIGINS = {
+    "probed": "by rates that were probed here",
+    "table": "by the rates of such machines; --probe measures this one",
+    "borrowed": "by that machine's rates, for nothing is known of this one; --probe measures it",
+}
+
+
 def print_plan(
     setting: Setting,
     plan: Sequence[Planned],
     missing: Collection[str],
     prediction: Prediction,
+    costs: Forecast,
     needed: Mapping[str, int],
     free: int,
     margins: Mapping[str, Mapping[str, Any]],
@@ -68,13 +113,11 @@ def print_plan(
     sizes.add_row("weights on each GPU", size(prediction.weights_per_gpu))
     if prediction.kv_bytes_per_token is not None:
         sizes.add_row("KV cache for one token, all layers", size(prediction.kv_bytes_per_token))
-    if prediction.calibration_device:
-        sizes.add_row("device memory for calibration (weights)", size(prediction.calibration_device))
-    sizes.add_row("engine memory (largest tensor, a few of which are held)", size(prediction.largest_tensor))
     for name, count in needed.items():
         sizes.add_row(f"disk: {name}", size(count))
     sizes.add_row("disk: free", size(free))
     console.print(sizes)
+    print_costs(console, costs)
     tests = table("task", "items", "margin", "detectable", right=("items", "margin", "detectable"))
     for task, facts in margins.items():
         margin = "shown only" if facts["margin"] is None else f"{facts['margin']:.2%}"

@@ -19,10 +19,26 @@ Quantmint = Callable[..., Any]
 
 COUNT = {"type": "integer", "minimum": 0}
 FRACTION = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+SECONDS = {"type": "number", "exclusiveMinimum": 0}
+COST = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["seconds", "written", "memory", "device_memory", "disk", "bound", "parts", "mode"],
+    "properties": {
+        "seconds": SECONDS,
+        "written": SECONDS,
+        "memory": COUNT,
+        "device_memory": COUNT,
+        "disk": COUNT,
+        "bound": {"type": "string"},
+        "parts": {"type": "object", "minProperties": 3, "additionalProperties": {"type": "number", "minimum": 0}},
+        "mode": {"enum": ["resident", "layer", None]},
+    },
+}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
-    "required": ["recipe", "source", "stages", "predicted", "disk", "margins", "cautions"],
+    "required": ["recipe", "source", "stages", "predicted", "costs", "disk", "margins", "cautions"],
     "properties": {
         "recipe": {"type": "string"},
         "source": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "string"}},
@@ -44,6 +60,19 @@ SCHEMA: dict[str, Any] = {
             "type": "object",
             "required": ["parameters", "source", "checkpoint", "weights_per_gpu", "kv_bytes_per_token"],
             "additionalProperties": {"type": ["integer", "null"], "minimum": 0},
+        },
+        "costs": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["rates", "stages"],
+            "properties": {
+                "rates": {
+                    "type": "object",
+                    "required": ["origin", "machine", "kernels"],
+                    "properties": {"origin": {"enum": ["probed", "table", "borrowed"]}},
+                },
+                "stages": {"type": "object", "required": ["quantize"], "additionalProperties": COST},
+            },
         },
         "disk": {
             "type": "object",
@@ -114,6 +143,9 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
     assert gpus * sizes["weights_per_gpu"] == pytest.approx(sizes["checkpoint"], abs=gpus)
     assert plan["disk"]["needed"]["download"] == sizes["source"]
     assert plan["disk"]["needed"]["checkpoint"] == plan["disk"]["needed"]["published copy"] == sizes["checkpoint"]
+    costs = plan["costs"]["stages"]
+    assert sizes["checkpoint"] == costs["quantize"]["disk"]
+    assert ("calibrate" in costs) == (recipe.calibration is not None)
     assert not any(stage["cached"] for stage in plan["stages"])
     assert ("calibrate" in [stage["stage"] for stage in plan["stages"]]) == (recipe.calibration is not None)
     gated = [facts for facts in plan["margins"].values() if facts["margin"] is not None]
@@ -137,9 +169,20 @@ def test_what_a_person_reads(quantmint: Quantmint, project: Path) -> None:
     ended = quantmint("plan", "r.yaml")
     assert ended.code == 0
     assert ended.err == ""
-    for words in ("quantize", "to do", "16-bit model", "weights on each GPU", "tiny_facts", "disk: free"):
+    for words in ("quantize", "to do", "16-bit model", "weights on each GPU", "tiny_facts", "disk: free", "times on"):
         assert words in ended.out
     assert "\x1b" not in ended.out
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_probing_is_remembered(quantmint: Quantmint, project: Path) -> None:
+    before, probed, after = (
+        quantmint("plan", "r.yaml", *options, "--json").json["costs"]["rates"] for options in ([], ["--probe"], [])
+    )
+    assert before["origin"] in ("table", "borrowed")
+    assert probed["origin"] == after["origin"] == "probed"
+    assert probed == after
+    assert not list(Path("store").glob("probe-*")), "what was written to be timed is gone"
 
 
 @pytest.mark.usefixtures("large_disk")

@@ -1,0 +1,152 @@
+"""Seconds, memory and disk of the stages that work on weights.
+
+What shares a resource adds up, and resources work at the same time: the cores (copying from and to the page cache,
+hashing, and the kernels where no GPU computes), the device, the link to it, and the disk. The busiest decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from calibration.errors import CalibrationError
+from calibration.room import Need, decide
+from pipeline.cost.rates import Rates
+from pipeline.cost.volume import CalibrateVolume, QuantizeVolume
+from pipeline.engines.stream.engine import _CPU_PIECE as CPU_PIECE
+from pipeline.engines.stream.engine import _GPU_PIECE as GPU_PIECE
+from pipeline.engines.stream.engine import _lanes as lanes_of
+
+_CACHED_SHARE = 0.5
+"""Of the machine's memory: a model up to that size is taken to be in the page cache, since it was hashed or fetched."""
+_DIRTY_SHARE = 0.1
+"""Of the machine's memory: what Linux lets a program write before it must wait for the disk (vm.dirty_ratio is 0.2)."""
+_CPU_PIECES, _PINNED_PIECES, _DEVICE_PIECES = 6, 2, 6
+"""What a worker holds, in pieces of its weight: what was read, what becomes of it, and the steps in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How fast, and how large: memory in bytes, of the host and of the device that computes."""
+
+    rates: Rates
+    cores: int
+    memory: int
+    device_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one stage takes: seconds until everything is on the disk, bytes of memory, device memory and disk.
+
+    ``written`` is when the last byte was handed to the system. ``parts`` are the seconds that each part would take by
+    itself, ``bound`` names the resource that decides. ``mode`` says how the stage works, where it has a choice.
+    """
+
+    seconds: float
+    written: float
+    memory: int
+    device_memory: int
+    disk: int
+    bound: str
+    parts: Mapping[str, float]
+    mode: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return asdict(self)
+
+
+def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
+    """The stream engine: read, compute, hash and write overlap over all files; what is finished is synced meanwhile."""
+    rates = machine.rates
+    lanes = lanes_of(volume.files, [rates.device_kind])
+    workers = min(sum(count for _, count in lanes), machine.cores)
+    computed = sum(count / rates.kernel(name) for name, count in volume.kernels.items())
+    parts = {
+        "read": volume.read / rates.read,
+        "compute": computed,
+        "hash": volume.written / rates.hash,
+        "write": volume.written / rates.write,
+        "sync": volume.written / rates.sync,
+    }
+    on_cpu = rates.link is None
+    # Rates are those of all cores; hashing is a thread's, and as many files are hashed at a time as there are lanes.
+    busy = {
+        "cores": (parts["read"] + parts["write"] + (computed if on_cpu else 0.0)) * machine.cores / workers
+        + parts["hash"] / workers,
+        "hash": parts["hash"] / len(lanes),
+    }
+    if rates.link is not None:
+        busy["device"] = computed
+        busy["link"] = parts["link"] = max(volume.read, volume.written) / rates.link
+    if volume.distinct > _CACHED_SHARE * machine.memory:
+        busy["disk"] = parts["disk"] = volume.distinct / rates.disk
+    bound = max(busy, key=lambda name: busy[name])
+    tail = volume.largest / rates.sync
+    # The page cache takes what the disk does not take at once, but not for ever.
+    synced = parts["sync"] - tail
+    durable = max(busy[bound], synced) + tail
+    if volume.written > _DIRTY_SHARE * machine.memory and synced > busy[bound]:
+        bound, busy["sync"] = "sync", synced
+    piece, held = (CPU_PIECE, _CPU_PIECES) if on_cpu else (GPU_PIECE, _PINNED_PIECES)
+    count = sum(count for _, count in lanes)
+    return Cost(
+        seconds=durable,
+        written=busy[bound],
+        memory=rates.resident + count * held * piece,
+        device_memory=0 if on_cpu else count * _DEVICE_PIECES * piece,
+        disk=volume.written,
+        bound=bound,
+        parts=parts,
+    )
+
+
+def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
+    """One forward over the set: with the whole model on the device, or layer by layer while the next one is read.
+
+    In layer mode hidden states stay on the device where they fit beside all else and take half of it at most, else in
+    a quarter of the host's memory; the rest of them goes to the disk and back in every layer.
+    """
+    rates, need = machine.rates, volume.need
+    on_cpu = rates.link is None
+    mode = _mode(volume.need, machine)
+    parts = {
+        "load": need.weights / (rates.disk if need.weights > _CACHED_SHARE * machine.memory else rates.read),
+        "products": volume.flops / rates.flops,
+        "scores": volume.scores / rates.scores,
+    }
+    if rates.link is not None:
+        parts["load"] = max(parts["load"], need.weights / rates.link)
+    forward = parts["products"] + parts["scores"]
+    if mode == "resident":
+        held, kept, spilled = need.weights + need.forward, 0, 0
+        seconds = parts["load"] + forward
+    else:
+        running = 2 * need.layer + need.forward
+        free = min(machine.device_memory // 2, machine.device_memory - running)
+        on_device = not on_cpu and volume.states <= free
+        kept = volume.states if on_device else min(volume.states, machine.memory // 4)
+        held, spilled = running + (kept if on_device else 0), volume.states - kept
+        kept = 0 if on_device else kept
+        layers = need.weights / need.layer
+        parts["spill"] = layers * spilled * (1 / rates.sync + 1 / rates.disk)
+        seconds = max(parts["load"], forward) + parts["spill"]
+    return Cost(
+        seconds=seconds,
+        written=seconds,
+        memory=rates.resident + kept + (held if on_cpu else 0),
+        device_memory=0 if on_cpu else held,
+        disk=2 * spilled,
+        bound=max(parts, key=lambda name: parts[name]),
+        parts=parts,
+        mode=mode,
+    )
+
+
+def _mode(need: Need, machine: Machine) -> str:
+    try:
+        return decide("auto", need, ["it"], {"it": machine.device_memory}, None).mode
+    except CalibrationError:  # fits in neither way, which a run says before it starts
+        return "layer"
