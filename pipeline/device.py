@@ -21,6 +21,18 @@ def resolve_device(wanted: str) -> str:
     return wanted
 
 
+def resolve_devices(wanted: str) -> tuple[str, ...]:
+    """The devices that work is spread over: "auto" takes every GPU, else the CPU; a list has commas.
+
+    Raises `UserError` for one that PyTorch does not see.
+    """
+    import torch
+
+    if wanted == "auto" and torch.cuda.is_available():
+        return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    return tuple(resolve_device(name.strip()) for name in wanted.split(","))
+
+
 def device_memory(device: str) -> int:
     """Bytes of memory that a device has in all; of the machine where the device is its CPU."""
     import os

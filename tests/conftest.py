@@ -172,7 +172,7 @@ def _make(
     structure = read_structure(folder, source.tensors)
     cached = ranges is not None if kv_cache is None else kv_cache
     choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, cached)
-    plans = plan_shards(source, choice, structure.attention, checkpoint_format)
+    plans = plan_shards(source, structure, choice, checkpoint_format)
     static = {} if ranges is None else scale_ranges(ranges, choice, checkpoint_format)
     expected = {name: float(fp8_scale(torch.tensor(amax, dtype=torch.bfloat16))) for name, amax in static.items()}
     written = write_checkpoint(
@@ -184,7 +184,7 @@ def _make(
         checkpoint_format=checkpoint_format,
         manifest=destination / "manifest.jsonl",
     )
-    return Made(source, structure, choice, plans, written, destination / "checkpoint", expected)
+    return Made(source, structure, choice, plans, written.shards, destination / "checkpoint", expected)
 
 
 @pytest.fixture(scope="session")

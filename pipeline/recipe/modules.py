@@ -52,6 +52,13 @@ def fused_with(name: str) -> str | None:
     return None
 
 
+def scale_group(name: str) -> str:
+    """Name of the modules that vLLM runs with one scale per tensor: those of its layer, or of its expert, that it fuses."""
+    parent, _, last = name.rpartition(".")
+    group = next((group for group in FUSED if last in group), (last,))
+    return f"{parent}.{{{', '.join(group)}}}"
+
+
 def siblings(name: str) -> tuple[str, ...]:
     """The module with those that it is fused with, as far as its name tells; one other expert stands for all."""
     parent, _, last = name.rpartition(".")

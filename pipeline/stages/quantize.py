@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.device import resolve_device
+from pipeline.device import resolve_devices
 from pipeline.engines.ranges import scale_ranges
 from pipeline.engines.stream.engine import write_checkpoint
+from pipeline.engines.stream.error import Error
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import open_checkpoint
@@ -15,13 +16,14 @@ from pipeline.formats.layout import Choice
 from pipeline.model.select import select
 from pipeline.model.structure import read_structure
 from pipeline.recipe.schema import Quantization
-from pipeline.stage import Job, Output, Setting, versions
+from pipeline.stage import Job, Output, Setting, versions, write_json
 from pipeline.stages.calibrate import RANGES
 from pipeline.stages.source import model_folder
 from pipeline.store.disk import free_bytes
 from pipeline.store.entries import Entry
 
 CHECKPOINT = "checkpoint"
+ERRORS = "errors.json"
 _MANIFEST = "manifest.jsonl"
 
 
@@ -31,7 +33,7 @@ class QuantizeStage:
 
     key: str = "quantize"
     family: str = "quantize"
-    version: int = 1
+    version: int = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The model, and its ranges where a scale is static."""
@@ -57,7 +59,7 @@ class QuantizeStage:
         job.progress.say("asking the model which of its modules are linear")
         structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
         choice = select(structure, quantization)
-        plans = plan_shards(source, choice, structure.attention, quantization.format)
+        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=quantization.shared_scales)
         needed, free = sum(plan.nbytes for plan in plans), free_bytes(job.path)
         present = sum(path.stat().st_size for path in (job.path / CHECKPOINT).glob("*.safetensors"))
         if needed - present > free:
@@ -71,12 +73,13 @@ class QuantizeStage:
                 job.path / CHECKPOINT,
                 checkpoint_format=quantization.format,
                 manifest=job.path / _MANIFEST,
-                device=resolve_device(job.setting.device),
+                devices=resolve_devices(job.setting.device),
                 with_code=trust,
                 advance=advance,
             )
+        write_json(job.path / ERRORS, {module: _error(error) for module, error in sorted(written.errors.items())})
         (job.path / _MANIFEST).unlink()
-        size = sum(shard.size for shard in written)
+        size = sum(shard.size for shard in written.shards)
         tensor_bytes = sum(plan.nbytes - len(plan.header) for plan in plans)
         return Output(
             result={
@@ -84,14 +87,20 @@ class QuantizeStage:
                 "tensor_bytes": tensor_bytes,
                 "modules": len(choice.schemes),
                 "kept": len(choice.kept),
+                "seconds": {kind: round(spent, 3) for kind, spent in sorted(written.seconds.items())},
             },
             summary=f"{size / 1e6:,.1f} MB from {source.nbytes / 1e6:,.1f} MB, {len(choice.schemes)} modules",
-            known={f"{CHECKPOINT}/{shard.name}": (shard.size, shard.sha256) for shard in written},
+            known={f"{CHECKPOINT}/{shard.name}": (shard.size, shard.sha256) for shard in written.shards},
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
         """Nothing lies outside the store."""
         return True
+
+
+def _error(error: Error) -> dict[str, float | int | None]:
+    """Signal to noise of the rows that were compared on the way, dB, and how many of their elements were clipped."""
+    return {"sqnr_db": error.sqnr_db, "clipped": error.clipped, "compared": error.count}
 
 
 def needs_ranges(quantization: Quantization) -> bool:

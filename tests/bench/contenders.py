@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ CASES: Mapping[str, str] = {
     "mxfp4": "MXFP4, no calibration",
     "fp8_kv": "FP8 with static scales of inputs and KV cache, calibrated",
 }
+BATCH = 8
 IGNORE = ["lm_head", "re:.*embed_tokens$"]
 _KV = {
     "num_bits": 8,
@@ -37,12 +39,16 @@ _KV = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to make: ``case`` of `CASES` on ``device``, calibrated with ``samples`` blocks of ``length`` tokens."""
+    """One thing to make: ``case`` of `CASES` on ``device``, calibrated with ``samples`` blocks of ``length`` tokens.
+
+    ``mode`` says how ours calibrates: resident, layer, or auto.
+    """
 
     case: str
     device: str
     samples: int
     length: int
+    mode: Any = "auto"
 
     @property
     def calibrated(self) -> bool:
@@ -58,8 +64,18 @@ class Task:
         return torch.randint(vocabulary, (self.samples, self.length), generator=torch.Generator().manual_seed(0))
 
 
-Work = Callable[[Path, Path], Mapping[str, float]]
-"""From a source folder to a new folder; returns seconds by phase."""
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What the work knows of itself: seconds by phase, those of all threads together by what they did, and ``tail``,
+    the seconds that it only waited for the disk in the end."""
+
+    phases: Mapping[str, float]
+    threads: Mapping[str, float] = field(default_factory=dict)
+    tail: float = 0.0
+
+
+Work = Callable[[Path, Path], Done]
+"""From a source folder to a new folder."""
 
 
 class Clock:
@@ -91,9 +107,9 @@ def absent(contender: str) -> bool:
 
 
 def cp(task: Task) -> Work:
-    def work(source: Path, destination: Path) -> Mapping[str, float]:
+    def work(source: Path, destination: Path) -> Done:
         subprocess.run(["cp", "-r", source, destination], check=True)
-        return {}
+        return Done({})
 
     return work
 
@@ -104,34 +120,42 @@ def quantmint(task: Task) -> Work:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     from calibration.batches import batched
-    from calibration.observe import load_resident, observe
+    from calibration.calibrate import calibrate
+    from calibration.observers import Observation
     from pipeline.engines.ranges import scale_ranges
     from pipeline.engines.stream.engine import write_checkpoint
     from pipeline.engines.stream.plan import plan_shards
     from pipeline.formats.checkpoint import open_checkpoint
     from pipeline.formats.layout import Choice
     from pipeline.model.structure import read_structure
+    from pipeline.progress import PlainReporter
 
     form = "compressed-tensors"
 
-    def work(source: Path, destination: Path) -> Mapping[str, float]:
+    def work(source: Path, destination: Path) -> Done:
         clock = Clock()
         with clock.phase("plan"):
             checkpoint = open_checkpoint(source)
             structure = read_structure(source, checkpoint.tensors)
             scheme = "fp8" if task.calibrated else task.case
             choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, task.calibrated)
-            plans = plan_shards(checkpoint, choice, structure.attention, form)
+            plans = plan_shards(checkpoint, structure, choice, form)
         ranges: Mapping[str, float] = {}
         if task.calibrated:
-            with clock.phase("load"):
-                model = load_resident(source, task.device)
             with clock.phase("calibrate"):
-                ranges = scale_ranges(observe(model, batched(task.tokens(source), 8)), choice, form)
-            del model
+                outcome = calibrate(
+                    source,
+                    list(batched(task.tokens(source), BATCH)),
+                    Observation(),
+                    devices=[task.device],
+                    work=destination.with_name(f"{destination.name}.states"),
+                    watcher=PlainReporter(sys.stderr),
+                    mode=task.mode,
+                )
+                ranges = scale_ranges(outcome.ranges, choice, form)
         manifest = destination.with_name(f"{destination.name}.manifest.jsonl")
         with clock.phase("write"):
-            write_checkpoint(
+            written = write_checkpoint(
                 checkpoint,
                 plans,
                 choice,
@@ -139,10 +163,12 @@ def quantmint(task: Task) -> Work:
                 destination,
                 checkpoint_format=form,
                 manifest=manifest,
-                device=task.device,
+                devices=[task.device],
             )
         manifest.unlink()
-        return clock.seconds
+        threads = dict(written.seconds)
+        tail = threads.pop("durable") - threads.pop("written")
+        return Done(clock.seconds, threads, tail)
 
     return work
 
@@ -154,7 +180,7 @@ def llm_compressor(task: Task) -> Work:
 def _model_free_ptq(task: Task) -> Work:
     from llmcompressor import model_free_ptq
 
-    def work(source: Path, destination: Path) -> Mapping[str, float]:
+    def work(source: Path, destination: Path) -> Done:
         model_free_ptq(
             model_stub=str(source),
             save_directory=str(destination),
@@ -163,7 +189,7 @@ def _model_free_ptq(task: Task) -> Work:
             max_workers=min(4, os.cpu_count() or 1),
             device=task.device,
         )
-        return {}
+        return Done({})
 
     return work
 
@@ -175,7 +201,7 @@ def _oneshot(task: Task) -> Work:
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from transformers import AutoModelForCausalLM
 
-    def work(source: Path, destination: Path) -> Mapping[str, float]:
+    def work(source: Path, destination: Path) -> Done:
         clock = Clock()
         with clock.phase("load"):
             model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
@@ -190,12 +216,12 @@ def _oneshot(task: Task) -> Work:
                 ),
                 max_seq_length=task.length,
                 num_calibration_samples=task.samples,
-                batch_size=min(8, task.samples),
+                batch_size=min(BATCH, task.samples),
                 shuffle_calibration_samples=False,
             )
         with clock.phase("write"):
             model.save_pretrained(destination, save_compressed=True)
-        return clock.seconds
+        return Done(clock.seconds)
 
     return work
 
@@ -209,20 +235,20 @@ def quark(task: Task) -> Work:
         QUARK[task.case], kv_cache_scheme="fp8" if task.calibrated else None
     )
 
-    def from_file(source: Path, destination: Path) -> Mapping[str, float]:
+    def from_file(source: Path, destination: Path) -> Done:
         ModelQuantizer(config).direct_quantize_checkpoint(str(source), str(destination), device=task.device)
-        return {}
+        return Done({})
 
-    def in_memory(source: Path, destination: Path) -> Mapping[str, float]:
+    def in_memory(source: Path, destination: Path) -> Done:
         clock = Clock()
         with clock.phase("load"):
             model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(task.device)
         with clock.phase("calibrate"):
-            batches = list(task.tokens(source).to(task.device).split(8))
+            batches = list(task.tokens(source).to(task.device).split(BATCH))
             model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, batches))
         with clock.phase("write"), torch.no_grad():
             export_safetensors(model, str(destination))
-        return clock.seconds
+        return Done(clock.seconds)
 
     if not task.calibrated:
         return from_file

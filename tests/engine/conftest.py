@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from pipeline.engines.stream.plan import plan_shards
 from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from pipeline.formats.header import encode_header, tensor_bytes
 from pipeline.formats.layout import Choice
+from pipeline.model.structure import Structure, WeightSource
 
 Shape = tuple[int, ...]
 Shards = Mapping[str, Mapping[str, tuple[str, Shape]]]
@@ -52,6 +53,17 @@ def small(tmp_path: Path, write_model: Callable[[Path, Shards], Checkpoint]) -> 
     return write_model(tmp_path / "source", layers(4, 128))
 
 
+def _plain(modules: Iterable[str], attention: tuple[str, ...] = ()) -> Structure:
+    weights = {module: WeightSource(f"{module}.weight") for module in modules}
+    return Structure(dict.fromkeys(weights, (0, 0)), (), attention, 0, weights)
+
+
+@pytest.fixture
+def plain() -> Callable[..., Structure]:
+    """``plain(modules, attention=())``: a structure whose weights are tensors of their own."""
+    return _plain
+
+
 def layers(count: int, width: int) -> Shards:
     return {
         f"model-{layer + 1:05}-of-{count:05}.safetensors": {
@@ -76,11 +88,14 @@ def run() -> Run:
         checkpoint_format: str = "compressed-tensors",
         ranges: Mapping[str, float] | None = None,
         advance: Callable[[int], None] = lambda _: None,
+        scheme: str = "ptpc_fp8",
+        shared_scales: bool = False,
     ) -> dict[str, bytes]:
         modules = [name.removesuffix(".weight") for name in source.tensors if name.endswith("_proj.weight")]
-        choice = Choice(dict.fromkeys(modules, "ptpc_fp8"), ("lm_head",), ranges is not None)
-        attention = ("model.layers.0.self_attn",) if ranges is not None else ()
-        plans = plan_shards(source, choice, attention, checkpoint_format)
+        kv_cache = any("k_scale" in name or "output_scale" in name for name in ranges or {})
+        choice = Choice(dict.fromkeys(modules, scheme), ("lm_head",), kv_cache)
+        attention = ("model.layers.0.self_attn",) if kv_cache else ()
+        plans = plan_shards(source, _plain(modules, attention), choice, checkpoint_format, shared_scales=shared_scales)
         written = write_checkpoint(
             source,
             plans,
@@ -92,7 +107,7 @@ def run() -> Run:
             advance=advance,
         )
         made = {path.name: path.read_bytes() for path in sorted((work / "checkpoint").iterdir())}
-        assert {shard.name: shard.size for shard in written} == {plan.name: plan.nbytes for plan in plans}
+        assert {shard.name: shard.size for shard in written.shards} == {plan.name: plan.nbytes for plan in plans}
         assert {plan.name: len(made[plan.name]) for plan in plans} == {plan.name: plan.nbytes for plan in plans}
         return made
 

@@ -22,13 +22,16 @@ from pipeline.engines.stream.engine import write_checkpoint
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.formats.layout import Choice
+from pipeline.model.structure import Structure, WeightSource
 
 
 def engine(source: Path, work: Path, advance: Callable[[int], None]) -> None:
     checkpoint = open_checkpoint(source)
     modules = [name.removesuffix(".weight") for name in checkpoint.tensors if name.endswith("_proj.weight")]
+    weights = {module: WeightSource(f"{module}.weight") for module in modules}
+    structure = Structure(dict.fromkeys(modules, (0, 0)), (), (), 0, weights)
     choice = Choice(dict.fromkeys(modules, "ptpc_fp8"), ("lm_head",), False)
-    plans = plan_shards(checkpoint, choice, (), "compressed-tensors")
+    plans = plan_shards(checkpoint, structure, choice, "compressed-tensors")
     write_checkpoint(
         checkpoint,
         plans,

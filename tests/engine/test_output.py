@@ -17,6 +17,7 @@ from pipeline.errors import UserError
 from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from pipeline.formats.header import ITEM_BITS, encode_header
 from pipeline.formats.layout import Choice, layout
+from pipeline.model.structure import Structure
 
 ROOT = Path(__file__).parents[2]
 FORMATS = ("compressed-tensors", "quark")
@@ -133,22 +134,26 @@ def test_the_folder_holds_nothing_half_done(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"), [("F32", (8, 8)), ("F8_E4M3", (8, 8)), ("BF16", (8,)), ("BF16", (2, 8, 8))]
+    ("dtype", "shape"), [("F64", (8, 8)), ("F8_E4M3", (8, 8)), ("BF16", (8,)), ("BF16", (2, 8, 8))]
 )
-def test_what_is_no_16_bit_matrix_is_refused_before_anything_is_written(
-    write_model: Callable[..., Checkpoint], tmp_path: Path, dtype: str, shape: tuple[int, ...]
+def test_what_is_no_matrix_of_numbers_is_refused_before_anything_is_written(
+    write_model: Callable[..., Checkpoint],
+    plain: Callable[..., Structure],
+    tmp_path: Path,
+    dtype: str,
+    shape: tuple[int, ...],
 ) -> None:
     source = write_model(tmp_path / "model", {"model.safetensors": {"m.q_proj.weight": (dtype, shape)}})
-    with pytest.raises(UserError, match=r"m\.q_proj\.weight is .*expected a 16-bit matrix"):
-        plan_shards(source, Choice({"m.q_proj": "ptpc_fp8"}, (), False), (), "quark")
+    with pytest.raises(UserError, match=r"m\.q_proj\.weight is .*expected a matrix of"):
+        plan_shards(source, plain(["m.q_proj"]), Choice({"m.q_proj": "ptpc_fp8"}, (), False), "quark")
 
 
 def test_static_kv_scales_without_a_k_projection_are_refused(
-    write_model: Callable[..., Checkpoint], tmp_path: Path
+    write_model: Callable[..., Checkpoint], plain: Callable[..., Structure], tmp_path: Path
 ) -> None:
-    source = write_model(tmp_path / "model", {"model.safetensors": {"a.qkv_proj.weight": ("BF16", (8, 8))}})
-    with pytest.raises(UserError, match=r"a\.k_proj\.weight is not there") as refused:
-        plan_shards(source, Choice({"a.qkv_proj": "ptpc_fp8"}, (), True), ("a",), "quark")
+    source = write_model(tmp_path / "model", {"model.safetensors": {"a.o_proj.weight": ("BF16", (8, 8))}})
+    with pytest.raises(UserError, match=r"a has no k_proj or qkv_proj there") as refused:
+        plan_shards(source, plain(["a.o_proj"], ("a",)), Choice({"a.o_proj": "ptpc_fp8"}, (), True), "quark")
     assert "kv_cache: auto" in str(refused.value)
 
 

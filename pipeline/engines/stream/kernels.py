@@ -1,24 +1,51 @@
 """The arithmetic of each scheme, one function a scheme, in plain PyTorch.
 
-A kernel takes a 16-bit weight of [O, I] and returns what is stored for it by role, scales as one value a row; the
+A kernel takes rows of a weight of [O, I] and returns what is stored for them by role, scales as one value a row; the
 format decides on their shape. Results equal those of llm-compressor 0.14 byte for byte, which equal amd-quark 0.13's.
+
+Magnitudes are compared as integers: without the sign bit, the bits of a floating-point number have its order. Integers
+of 16 bits are what a CPU's vector unit gets the most of; the same lines as C++ from ``torch.compile`` (PyTorch 2.13)
+took twice as long there, and on a GPU the bus is the bound. `make bench-kernels` measures both again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
+    Parts = dict[str, torch.Tensor]
+
 FP8_MAX = 448.0
 """Largest finite value of float8 e4m3fn."""
+BLOCK = 128
+"""Side of a block of fp8_block, elements."""
+MX_GROUP = 32
+"""Elements that share an MX scale."""
+E2M1_MAX = 6.0
+"""Largest value of an MXFP4 element."""
+_E2M1_MAX_EXPONENT = 2
 
 
-def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
+def amax(weight: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The largest magnitude, of everything or along a dimension, in the weight's own dtype of 16 or 32 bits.
+
+    A NaN counts as larger than infinity: what is finite here is finite everywhere.
+    """
+    import torch
+
+    if not weight.numel():
+        return weight.new_zeros(() if dim is None else weight.shape[:dim])
+    integers, mask = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF)}[weight.element_size()]
+    magnitudes = weight.view(integers) & mask
+    largest = magnitudes.amax() if dim is None else magnitudes.amax(dim=dim)
+    return largest.view(weight.dtype)
+
+
+def fp8_scale(largest: torch.Tensor) -> torch.Tensor:
     """amax / 448 in amax's own dtype; where amax is 0, that dtype's epsilon, so that nothing divides by zero.
 
     The scale is rounded to the dtype that it is stored in *before* anything is divided by it: what is multiplied back
@@ -26,57 +53,73 @@ def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    scale = amax / torch.tensor(FP8_MAX, dtype=amax.dtype, device=amax.device)
-    return torch.where(scale == 0, torch.finfo(amax.dtype).eps, scale)
+    scale = largest / torch.tensor(FP8_MAX, dtype=largest.dtype, device=largest.device)
+    return torch.where(scale == 0, torch.finfo(largest.dtype).eps, scale)
 
 
-def ptpc_fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def ptpc_fp8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
     """FP8 e4m3fn with one scale an output channel; activations get theirs per token when the model runs.
 
     Args:
-        weight: [O, I], bfloat16 or float16. The quotient is rounded to that dtype, then to FP8: two roundings, which
-            is what both reference libraries do.
+        weight: [O, I], bfloat16, float16 or float32. The quotient is rounded to that dtype, then to FP8: two
+            roundings, which is what both reference libraries do.
 
     Returns:
         ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [O] in the weight's dtype.
     """
-    import torch
-
-    scale = fp8_scale(weight.abs().amax(dim=1))
-    quotient = (weight / scale.unsqueeze(1)).clamp_(-FP8_MAX, FP8_MAX)
-    return {"weight": quotient.to(torch.float8_e4m3fn), "weight_scale": scale}
+    largest = amax(weight, dim=1)
+    scale = fp8_scale(largest)
+    return {"weight": _to_fp8(weight, scale.unsqueeze(1), largest.unsqueeze(1)), "weight_scale": scale}
 
 
-def fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def fp8(weight: torch.Tensor, largest: torch.Tensor | None = None) -> Parts:
     """FP8 e4m3fn with one scale for the whole matrix; the scale of its input comes from calibration.
+
+    Args:
+        weight: [O, I], or some rows of it.
+        largest: the largest magnitude of the whole, or of all the matrices that share its scale; None where
+            ``weight`` is the whole.
 
     Returns:
         ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [] in the weight's dtype.
     """
-    import torch
+    if largest is None:
+        largest = amax(weight)
+    scale = fp8_scale(largest)
+    return {"weight": _to_fp8(weight, scale, largest), "weight_scale": scale}
 
-    scale = fp8_scale(weight.abs().amax())
-    return {"weight": (weight / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), "weight_scale": scale}
 
-
-def fp8_block(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def fp8_block(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
     """FP8 e4m3fn with one scale a block of 128 x 128; blocks at the edges are smaller.
 
     Returns:
         ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [ceil(O/128), ceil(I/128)] in the weight's dtype.
     """
-    import torch
     from torch.nn.functional import pad
 
     rows, columns = weight.shape
     padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    scale = fp8_scale(blocks.abs().amax(dim=(1, 3)))
-    quotient = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX).view_as(padded)[:rows, :columns]
-    return {"weight": quotient.to(torch.float8_e4m3fn), "weight_scale": scale}
+    # By columns first: a reduction over the outer dimension is the one that vector units like.
+    by_column = amax(blocks.view(blocks.shape[0], BLOCK, -1), dim=1)
+    largest = amax(by_column.view(blocks.shape[0], blocks.shape[2], BLOCK), dim=2)
+    scale = fp8_scale(largest)
+    quotient = _to_fp8(blocks, scale[:, None, :, None], largest[:, None, :, None])
+    return {"weight": quotient.view(padded.shape)[:rows, :columns].contiguous(), "weight_scale": scale}
 
 
-def mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def _to_fp8(weight: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    quotient = weight / scale
+    # Rounding is monotone, so the quotient of the largest is the largest quotient: it exceeds the format only where
+    # the scale is subnormal, and then all are brought back.
+    if not bool((largest / scale <= FP8_MAX).all()):
+        quotient.clamp_(-FP8_MAX, FP8_MAX)
+    return quotient.to(torch.float8_e4m3fn)
+
+
+def mxfp4(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
     """OCP MXFP4: E2M1 elements in groups of 32 along the input, each with a power of two as its scale (E8M0).
 
     The exponent is that of the group's largest magnitude, rounded up from a mantissa of 1.75, less 2, the exponent of
@@ -84,11 +127,61 @@ def mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     nothing keep their sign, as llm-compressor has it.
 
     Args:
-        weight: [O, I] with I divisible by 32, bfloat16 or float16.
+        weight: [O, I] with I divisible by 32, bfloat16, float16 or float32.
 
     Returns:
         ``weight_packed`` uint8 [O, I/2], the even column in the low nibble, and ``weight_scale`` uint8 [O, I/32].
     """
+    return _mxfp4(weight, signed_zero=True)
+
+
+def mxfp4_unsigned_zero(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
+    """`mxfp4` as Quark has it: the tensor is called ``weight``, and zero has no sign."""
+    made = _mxfp4(weight, signed_zero=False)
+    return {"weight": made["weight_packed"], "weight_scale": made["weight_scale"]}
+
+
+def _mxfp4(weight: torch.Tensor, *, signed_zero: bool) -> Parts:
+    import torch
+
+    made = _mxfp4_of_bits(weight, signed_zero) if weight.dtype == torch.bfloat16 else None
+    return _mxfp4_of_numbers(weight, signed_zero) if made is None else made
+
+
+def _mxfp4_of_bits(weight: torch.Tensor, signed_zero: bool) -> Parts | None:
+    """MXFP4 of bfloat16 by its bits; None where a group is so small that the bits of its elements are not logarithmic.
+
+    Subtracting the scale's exponent field from an element's bits leaves 128 times its binary exponent plus its
+    mantissa, y, with y = 128 for 1.0. E2M1 has one mantissa bit, so codes of normal values (1, 1.5, 2, 3, 4, 6) are
+    y / 64 rounded to even; below lie 0.5 with y from -127 to 63, and 0.
+    """
+    import torch
+
+    rows, columns = weight.shape
+    bits = weight.view(torch.int16)
+    magnitude = bits & 0x7FFF
+    largest = magnitude.view(rows, columns // MX_GROUP, MX_GROUP).amax(dim=-1)
+    # 7 mantissa bits: adding a quarter of their range carries 1.75 into the next exponent.
+    exponent = (((largest + 32) >> 7) - _E2M1_MAX_EXPONENT).clamp_(min=0)
+    if bool(((exponent <= 2) & (largest > 0)).any()):
+        return None
+    base = ((exponent.clamp(min=2) << 7) - 128).unsqueeze(-1)
+    y = (magnitude.view(rows, -1, MX_GROUP) - base).view(rows, columns)
+    code = (y >> 6).bitwise_and_(1).add_(y).add_(31).bitwise_right_shift_(6)
+    below_one = (y - 64).bitwise_right_shift_(15).add_(y.add_(127).bitwise_right_shift_(15)).add_(2)  # 0, 1 or 2
+    torch.maximum(code, below_one, out=code).clamp_(max=7)
+    # The sign is bit 15 of an element and bit 3 of its code; adding 7 of 8 carries into that bit unless all is zero.
+    if signed_zero:
+        sign = magnitude.add_(0x7FFF).bitwise_and_(bits).bitwise_right_shift_(12).bitwise_and_(8)
+    else:
+        sign = torch.add(code, 7, out=y).bitwise_and_(bits >> 12).bitwise_and_(8)
+    pairs = code.bitwise_or_(sign).view(torch.int32)  # the even column is the low half
+    packed = (pairs >> 12).bitwise_or_(pairs).to(torch.uint8)
+    return {"weight_packed": packed, "weight_scale": exponent.to(torch.uint8)}
+
+
+def _mxfp4_of_numbers(weight: torch.Tensor, signed_zero: bool) -> Parts:
+    """MXFP4 of anything that float32 holds."""
     import torch
 
     rows, columns = weight.shape
@@ -97,69 +190,37 @@ def mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     bits = groups.abs().amax(dim=-1).view(torch.int32)
     exponent = (((bits + (1 << 21)) >> 23) - _E2M1_MAX_EXPONENT).clamp_(min=0)
     scaled = groups * torch.exp2(127 - exponent.float()).unsqueeze(-1)
-    magnitude = scaled.abs().clamp_(max=6.0)
+    magnitude = scaled.abs().clamp_(max=E2M1_MAX)
     # E2M1 counts in halves below 2, in ones below 4, in twos up to 6: 0 .5 1 1.5 | 2 3 | 4 6 are the codes 0 to 7.
     above_two, above_four = (magnitude >= 2).float(), (magnitude >= 4).float()
     steps = magnitude * (2 - above_two - above_four / 2)
-    code = steps.round_() + 2 * (above_two + above_four) + 8 * (scaled < 0)
+    code = steps.round_() + 2 * (above_two + above_four)
+    code += 8 * ((scaled < 0) if signed_zero else (scaled < 0) & (code > 0))
     pairs = code.view(rows, columns // 2, 2)
     packed = (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8)
     return {"weight_packed": packed, "weight_scale": exponent.to(torch.uint8)}
 
 
-def mxfp4_unsigned_zero(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`mxfp4` as Quark has it: the tensor is called ``weight``, and zero has no sign."""
-    made = mxfp4(weight)
-    packed = made["weight_packed"]
-    for sign, nibble in ((0x08, 0x0F), (0x80, 0xF0)):
-        packed = packed.where((packed & nibble) != sign, packed & ~nibble & 0xFF)
-    return {"weight": packed, "weight_scale": made["weight_scale"]}
-
-
-BLOCK = 128
-"""Side of a block of fp8_block, elements."""
-_CHUNK = 1 << 20  # bytes of weight that are computed at a time on a CPU: a share of its second-level cache
-MX_GROUP = 32
-"""Elements that share an MX scale."""
-_E2M1_MAX_EXPONENT = 2  # of 6.0
-
-
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel with the number of rows that it can compute apart from all others; None where every row counts."""
+    """A kernel with the number of rows that share a scale: the least that it can compute apart from all others.
 
-    compute: Callable[[torch.Tensor], dict[str, torch.Tensor]]
-    rows: int | None
+    ``whole`` is for a kernel whose scale needs the largest magnitude of the whole weight, its second argument;
+    ``limit`` is the largest magnitude of a stored element.
+    """
 
-    def __call__(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute a whole weight of [O, I], on a CPU by chunks of rows whose intermediate results stay in its cache.
-
-        The chunks' results are the whole's: no row of one enters another.
-        """
-        rows = weight.shape[0]
-        if self.rows is None or weight.device.type != "cpu":
-            return self.compute(weight)
-        step = max(_CHUNK // (weight.shape[1] * weight.element_size() or 1) // self.rows, 1) * self.rows
-        if rows <= step:
-            return self.compute(weight)
-        whole: dict[str, torch.Tensor] = {}
-        per_row: dict[str, float] = {}
-        for start in range(0, rows, step):
-            for role, part in self.compute(weight[start : start + step]).items():
-                if start == 0:
-                    per_row[role] = part.shape[0] / step  # 1, or 1/128 for what a block has one of
-                    whole[role] = part.new_empty((ceil(rows * per_row[role]), *part.shape[1:]))
-                first = round(start * per_row[role])
-                whole[role][first : first + part.shape[0]] = part
-        return whole
+    compute: Callable[[torch.Tensor, torch.Tensor | None], Parts]
+    rows: int
+    limit: float
+    whole: bool = False
 
 
 KERNELS: Mapping[str, Kernel] = {
-    "ptpc_fp8": Kernel(ptpc_fp8, rows=1),
-    "fp8": Kernel(fp8, rows=None),
-    "fp8_block": Kernel(fp8_block, rows=BLOCK),
-    "mxfp4": Kernel(mxfp4, rows=1),
-    "mxfp4_unsigned_zero": Kernel(mxfp4_unsigned_zero, rows=1),
+    "ptpc_fp8": Kernel(ptpc_fp8, rows=1, limit=FP8_MAX),
+    "fp8": Kernel(fp8, rows=1, limit=FP8_MAX, whole=True),
+    "fp8_block": Kernel(fp8_block, rows=BLOCK, limit=FP8_MAX),
+    "mxfp4": Kernel(mxfp4, rows=1, limit=E2M1_MAX),
+    "mxfp4_unsigned_zero": Kernel(mxfp4_unsigned_zero, rows=1, limit=E2M1_MAX),
 }
 
 

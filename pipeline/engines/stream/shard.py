@@ -1,41 +1,52 @@
-"""One output file: read ahead, compute, write behind.
+"""One output file, made by several workers at once.
 
-Reading the next tensor, computing this one and writing the last overlap on three threads; PyTorch, file reads, file
-writes and SHA-256 all release the interpreter's lock. The file grows under a temporary name and is renamed when it is
-whole and on the disk.
+Each takes the next piece, reads it, computes it and writes it at the place that the header promised. Then it waits for
+its turn: the file's SHA-256 takes the bytes in their order, and so do the few results that are written when a weight is
+whole. Nothing is held but each worker's piece.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from threading import Condition, Event
+from typing import TYPE_CHECKING
 
-from pipeline.engines.stream.kernels import KERNELS
-from pipeline.engines.stream.plan import STATIC_ROLES, ShardPlan, Step, is_deferred
+from pipeline.engines.stream.error import Error, sampled_error
+from pipeline.engines.stream.kernels import KERNELS, amax
+from pipeline.engines.stream.origin import Origin
+from pipeline.engines.stream.pieces import Piece, Scan, cut
+from pipeline.engines.stream.plan import NUMBERS, STATIC_ROLES, ShardPlan, Step, is_deferred
+from pipeline.engines.stream.worker import Files, Worker, torch_dtype
 from pipeline.errors import StageError
-from pipeline.formats.header import TensorInfo
-from pipeline.store.disk import fsync
+from pipeline.formats.tensors import StoredTensor
 
 if TYPE_CHECKING:
     import torch
 
-_WRITES_PENDING = 2  # tensors; bounds memory while the disk is slower than the kernels
+    from pipeline.engines.stream.kernels import Parts
+
 PARTIAL_SUFFIX = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenShard:
-    """A committed file: its name, its size in bytes and its SHA-256."""
+    """A file: its name, its size in bytes, its SHA-256, and the error of each module that was quantized into it."""
 
     name: str
     size: int
     sha256: str
+    errors: Mapping[str, Error] = field(default_factory=dict)
+
+
+class Stopped(Exception):  # noqa: N818 - not a failure of the worker that meets it
+    """Something else failed, or a person wants no more."""
 
 
 def write_shard(
@@ -44,98 +55,219 @@ def write_shard(
     destination: Path,
     scalars: Mapping[str, torch.Tensor],
     *,
-    device: str,
+    workers: Sequence[Worker],
+    piece: int,
     advance: Callable[[int], None],
+    stop: Event,
 ) -> WrittenShard:
-    """Quantize one file of ``source`` into ``destination`` and commit it.
+    """Quantize one file of ``source`` into ``destination``, under its partial name and not yet on the disk for good.
 
-    ``scalars`` holds the tensors that no kernel makes, KV scales, by name. ``advance`` is told the bytes read.
+    ``scalars`` holds the tensors that no kernel makes, static scales, by name. ``piece`` is the bytes that a worker
+    takes at a time. ``advance`` is told the bytes read. Raises `StageError` for a weight that cannot be read or is not
+    finite, `OSError` for a file that cannot be written, and `Stopped` soon after ``stop`` is set.
     """
     partial = destination / (plan.name + PARTIAL_SUFFIX)
-    with (
-        (source / plan.name).open("rb", buffering=0) as reader,
-        partial.open("wb", buffering=0) as writer,
-        ThreadPoolExecutor(1, "read") as reading,
-        ThreadPoolExecutor(1, "write") as writing,
-    ):
-        sink = _Sink(writer)
-        sink.write(plan.header)
-        held: dict[str, torch.Tensor] = dict(scalars)
-        pending: deque[Future[None]] = deque()
-        ahead: Future[torch.Tensor] | None = None
-        for number, step in enumerate(plan.steps):
-            weight = (ahead or reading.submit(_read, reader, step.source)).result()
-            following = plan.steps[number + 1 : number + 2]
-            ahead = reading.submit(_read, reader, following[0].source) if following else None
-            for name, tensor, deferred in _outputs(step, weight, device):
-                if deferred:
-                    held[name] = tensor
-                else:
-                    pending.append(writing.submit(sink.write_tensor, tensor))
-            while len(pending) > _WRITES_PENDING:
-                pending.popleft().result()
-            advance(step.source.nbytes)
-        for future in pending:
-            future.result()
-        for stored in plan.deferred:
-            sink.write_tensor(held[stored.name])
-        os.fsync(writer.fileno())
-    partial.replace(destination / plan.name)
-    fsync(destination)
-    return WrittenShard(plan.name, sink.size, sink.digest.hexdigest())
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        os.truncate(descriptor, plan.nbytes)
+        with Files(source) as files, ThreadPoolExecutor(len(workers), "shard") as pool:
+            making = _Making(plan, source, descriptor, files, scalars, piece, advance, stop)
+            futures = [pool.submit(making.work, worker) for worker in workers]
+            faults = [fault for future in futures if (fault := future.exception()) is not None]
+            for fault in sorted(faults, key=lambda fault: isinstance(fault, Stopped)):
+                raise fault
+            making.finish()
+    finally:
+        os.close(descriptor)
+    return WrittenShard(plan.name, plan.nbytes, making.digest.hexdigest(), dict(making.errors))
 
 
-class _Sink:
-    """A file that is written from front to back and hashed on the way."""
+class _Making:
+    """The state that the workers of a file share."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        plan: ShardPlan,
+        source: Path,
+        descriptor: int,
+        files: Files,
+        scalars: Mapping[str, torch.Tensor],
+        piece: int,
+        advance: Callable[[int], None],
+        stop: Event,
+    ) -> None:
+        self._plan, self._source, self._descriptor, self._files = plan, source, descriptor, files
+        self._advance, self._stop_all = advance, stop
+        pieces = cut(plan, piece)
+        self._pieces: Iterator[Scan | Piece] = iter(pieces)
+        self._changed = Condition()
+        self._turn = 0
+        self._stopped = False
+        self._unscanned: defaultdict[tuple[Origin, ...], int] = defaultdict(int)
+        for each in pieces:
+            if isinstance(each, Scan):
+                self._unscanned[each.group] += 1
+        self._largest: dict[tuple[Origin, ...], torch.Tensor] = {}
+        self._collected: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        self._held: dict[str, torch.Tensor] = dict(scalars)
+        self.errors: defaultdict[str, Error] = defaultdict(Error)
         self.digest = hashlib.sha256()
-        self.size = 0
+        self._append(0, memoryview(plan.header))
 
-    def write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        self.digest.update(view)
-        self.size += view.nbytes
-        while view.nbytes:  # an unbuffered write may take less than it was given
-            view = view[self._stream.write(view) :]
+    def work(self, worker: Worker) -> None:
+        """Take pieces until there are none."""
+        try:
+            while (piece := self._next()) is not None:
+                if isinstance(piece, Scan):
+                    self._scan(worker, piece)
+                elif piece.raw:
+                    self._carry(worker, piece)
+                else:
+                    self._make(worker, piece)
+        except BaseException:
+            self.stop()
+            raise
 
-    def write_tensor(self, tensor: torch.Tensor) -> None:
+    def stop(self) -> None:
+        """Let every worker end at its next step."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Write what comes last."""
+        for stored in self._plan.deferred:
+            self._append(self._plan.offsets[stored.name], _bytes(self._held[stored.name]))
+
+    def _next(self) -> Scan | Piece | None:
+        with self._changed:
+            if self._stopped or self._stop_all.is_set():
+                raise Stopped
+            return next(self._pieces, None)
+
+    def _scan(self, worker: Worker, scan: Scan) -> None:
+        weight = worker.rows(self._files, scan.origin, scan.first, scan.last)
+        with worker.clock("compute"), worker.computing():
+            largest = amax(weight).cpu()
+        self._require_finite(scan.origin, largest)
+        with self._changed:
+            known = self._largest.get(scan.group, largest)
+            self._largest[scan.group] = known.maximum(largest)
+            self._unscanned[scan.group] -= 1
+            self._changed.notify_all()
+
+    def _carry(self, worker: Worker, piece: Piece) -> None:
+        (stored,) = piece.step.outputs
+        data = worker.raw(self._files, piece.step.origin, piece.first, piece.last)
+        if stored.dtype in NUMBERS and data.numel():
+            with worker.clock("compute"):
+                self._require_finite(piece.step.origin, amax(data.view(torch_dtype(stored.dtype))))
+        if is_deferred(stored):
+            self._hand_over(worker, piece, smalls=[(stored, data.clone())])
+        else:
+            self._hand_over(worker, piece, main=(self._plan.offsets[stored.name] + piece.first, data))
+
+    def _make(self, worker: Worker, piece: Piece) -> None:
+        step = piece.step
+        weight = worker.rows(self._files, step.origin, piece.first, piece.last)
+        largest = self._largest_of(worker, step) if step.group else None
+        with worker.clock("compute"), worker.computing():
+            parts, error = self._compute(step, weight, largest)
+        main, *others = (out for out in step.outputs if out.role not in STATIC_ROLES)
+        smalls = [(out, worker.host(parts[out.role], out.role).clone()) for out in others]
+        data = worker.host(parts[main.role], "main")
+        if is_deferred(main):
+            self._hand_over(worker, piece, smalls=[(main, data.clone()), *smalls], error=error)
+        else:
+            place = self._plan.offsets[main.name] + piece.first * (main.nbytes // main.shape[0])
+            self._hand_over(worker, piece, main=(place, data), smalls=smalls, error=error)
+
+    def _compute(self, step: Step, weight: torch.Tensor, largest: torch.Tensor | None) -> tuple[Parts, Error]:
+        if step.kernel is None:
+            self._require_finite(step.origin, amax(weight))
+            return {"copy": weight}, Error()
+        kernel = KERNELS[step.kernel]
+        parts = kernel.compute(weight, largest)
+        # A scale that is a number was made from finite ones; an exponent does not tell.
+        scale = parts["weight_scale"]
+        self._require_finite(step.origin, scale if scale.is_floating_point() else amax(weight))
+        return parts, sampled_error(weight, parts, kernel.limit)
+
+    def _largest_of(self, worker: Worker, step: Step) -> torch.Tensor:
+        with self._changed, worker.clock("wait"):
+            self._changed.wait_for(lambda: self._stopped or not self._unscanned[step.group])
+            if self._stopped:
+                raise Stopped
+        return self._largest[step.group].to(worker.device)
+
+    def _hand_over(
+        self,
+        worker: Worker,
+        piece: Piece,
+        *,
+        main: tuple[int, torch.Tensor] | None = None,
+        smalls: Sequence[tuple[StoredTensor, torch.Tensor]] = (),
+        error: Error | None = None,
+    ) -> None:
+        """Write ``main`` at its offset at once; hash it, and keep or write the rest, when all earlier pieces have."""
+        if main is not None:
+            with worker.clock("write"):
+                _write(self._descriptor, _bytes(main[1]), main[0])
+        with self._changed, worker.clock("wait"):
+            self._changed.wait_for(lambda: self._stopped or self._turn == piece.number)
+            if self._stopped:
+                raise Stopped
+        # From here to the end only this thread has the turn.
+        if main is not None:
+            with worker.clock("hash"):
+                self.digest.update(_bytes(main[1]))
+        for stored, part in smalls:
+            self._collect(piece, stored, part)
+        if error is not None and piece.step.kernel is not None:
+            self.errors[piece.step.name] += error
+        self._advance(piece.nbytes)
+        with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+
+    def _collect(self, piece: Piece, stored: StoredTensor, part: torch.Tensor) -> None:
+        """Keep a part of a small result; write the whole of it behind its weight, or hold it for the end."""
         import torch
 
-        self.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if prod(stored.shape) == 1:
+            self._collected[stored.name] = [part]  # one scale, which every piece of its weight has made
+        else:
+            self._collected[stored.name].append(part)
+        if not piece.final:
+            return
+        whole = torch.cat(self._collected.pop(stored.name))
+        if is_deferred(stored):
+            self._held[stored.name] = whole
+        else:
+            self._append(self._plan.offsets[stored.name], _bytes(whole))
+
+    def _append(self, offset: int, data: memoryview) -> None:
+        _write(self._descriptor, data, offset)
+        self.digest.update(data)
+
+    def _require_finite(self, origin: Origin, largest: torch.Tensor) -> None:
+        if not bool(largest.isfinite().all()):
+            place = origin.place
+            raise StageError(
+                f"{self._source / place.shard}: {place.info.name} holds numbers that are not finite.",
+                hint="The source is damaged or was saved in the middle of a diverging training: fetch it again.",
+            )
 
 
-def _read(stream: BinaryIO, info: TensorInfo) -> torch.Tensor:
+def _bytes(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    buffer = torch.empty(info.nbytes, dtype=torch.uint8)
-    view: memoryview = buffer.numpy().data
-    try:
-        stream.seek(info.start)
-        while view.nbytes:
-            count = stream.readinto(view)  # type: ignore[attr-defined]  # an unbuffered file is a RawIOBase
-            if not count:
-                raise StageError(
-                    f"{stream.name}: the file ends inside {info.name}; it was longer when its header was read.",
-                    hint="Restore the file and run the same command: finished files are kept.",
-                )
-            view = view[count:]
-    except OSError as error:
-        raise StageError(f"{stream.name}: {info.name} cannot be read: {error.strerror}.") from error
-    return buffer
+    view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return view
 
 
-def _outputs(step: Step, raw: torch.Tensor, device: str) -> list[tuple[str, torch.Tensor, bool]]:
-    import torch
-
-    if step.kernel is None:
-        (stored,) = step.outputs
-        return [(stored.name, raw, is_deferred(stored))]
-    dtype = {"BF16": torch.bfloat16, "F16": torch.float16}[step.source.dtype]
-    made = KERNELS[step.kernel](raw.view(dtype).reshape(step.source.shape).to(device))
-    return [
-        (out.name, made[out.role].reshape(out.shape).cpu(), is_deferred(out))
-        for out in step.outputs
-        if out.role not in STATIC_ROLES
-    ]
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        count = os.pwrite(descriptor, data, offset)
+        offset += count
+        data = data[count:]
