@@ -16,6 +16,7 @@ from pipeline.errors import QuantmintError
 _COMMANDS = {
     "run": ("run", "Make, prove and publish what a recipe says."),
     "plan": ("plan", "Show what a run would do, and what it would cost."),
+    "quantize": ("quantize", "Quantize one model without a recipe."),
     "explain": ("explain", "Say why each stage would run again."),
     "inspect": ("inspect", "Prove a quantized checkpoint's structure, anybody's."),
     "report": ("report", "Print where a recipe's report is."),

@@ -11,7 +11,7 @@ from pipeline.digest import MODEL_FILES, file_digests, folder_digest
 from pipeline.errors import StageError, UserError
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.recipe.schema import Source as SourceSection
-from pipeline.stage import Job, Output, Setting, SourceIdentity, write_json
+from pipeline.stage import Job, Output, Progress, Setting, SourceIdentity, write_json
 from pipeline.store.entries import Entry
 
 LOCATION = "location.json"
@@ -40,7 +40,9 @@ class SourceStage:
     def run(self, job: Job) -> Output:
         """Fetch if need be, then prove that configuration, index and shards agree."""
         identity = job.setting.source
-        folder = identity.folder or _fetch(job)
+        folder = identity.folder or fetch(
+            identity, with_code=job.setting.recipe.trust_remote_code, progress=job.progress
+        )
         digests = file_digests(folder, job.setting.store.root)
         if identity.repo is None and folder_digest(digests) != identity.digest:
             raise StageError(f"{folder} changed since the run began.", hint="Run again.")
@@ -108,14 +110,24 @@ def model_folder(entry: Entry) -> Path:
     return entry.path / "checkpoint"
 
 
-def _fetch(job: Job) -> Path:
-    from huggingface_hub import snapshot_download
+def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> Path:
+    """The folder of a repository's files at its commit, fetched as far as the Hub's cache lacks them.
 
-    identity = job.setting.source
-    patterns = [pattern for pattern in MODEL_FILES if job.setting.recipe.trust_remote_code or pattern != "*.py"]
-    job.progress.say(f"fetching {identity.repo}@{identity.digest[:12]}")
+    Raises `StageError`; what was fetched is kept.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    patterns = [pattern for pattern in MODEL_FILES if with_code or pattern != "*.py"]
+    progress.say(f"fetching {identity.repo}@{identity.digest[:12]}")
     try:
-        return Path(snapshot_download(str(identity.repo), revision=identity.digest, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                str(identity.repo),
+                revision=identity.digest,
+                allow_patterns=patterns,
+                local_files_only=constants.HF_HUB_OFFLINE,  # whether all shards are there is seen when they are opened
+            )
+        )
     except _hub_errors() as error:
         raise StageError(
             f"{identity.repo}@{identity.digest[:12]}: the download failed: {_first_line(error)}",

@@ -1,0 +1,177 @@
+"""quantmint quantize SRC OUT"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.options import emit, json_option
+
+if TYPE_CHECKING:
+    from pipeline.quantization import Forecast, QuantizationJob
+
+
+@click.command(name="quantize")
+@click.argument("src")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--scheme", required=True, help="What linear layers become; `quantmint schemes` lists them.")
+@click.option("--format", "layout", help="Layout: compressed-tensors (default) or quark.")
+@click.option("--kv-cache", help="fp8: calibrated static scales. auto (default): 16 bit.")
+@click.option("--engine", help="stream (default), llmcompressor or quark.")
+@click.option("--exclude", metavar="NAME", multiple=True, help="Module that stays in 16 bit, or re:PATTERN.")
+@click.option("--override", metavar="NAME=SCHEME", multiple=True, help="Module, or re:PATTERN, with another scheme.")
+@click.option("--calibration", metavar="SET", help="Set that ranges are measured on: a name or a YAML file.")
+@click.option("--samples", type=int, help="Sequences to measure on (default: the set's, else 512).")
+@click.option("--sequence-length", type=int, help="Tokens of a sequence (default: the set's, else 2048).")
+@click.option("--packing/--no-packing", default=None, help="Join texts, or take one a sequence (default: the set's).")
+@click.option("--batch-size", type=int, help="Sequences run together (default: 8).")
+@click.option("--seed", type=int, help="Seed of the choice of samples (default: the set's, else 0).")
+@click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
+@click.option("--trust-remote-code", is_flag=True, default=None, help="Run the model's own Python code.")
+@click.option("--inspect/--no-inspect", default=True, show_default=True, help="Prove the result before it is whole.")
+@click.option("--dry-run", is_flag=True, help="Print what would be made, and write nothing.")
+@json_option
+def command(
+    src: str,
+    out: Path,
+    device: str,
+    inspect: bool,
+    dry_run: bool,
+    as_json: bool,
+    override: tuple[str, ...],
+    **given: Any,
+) -> int:
+    """Quantize SRC, a folder or organisation/name[@revision] of the Hub, into the folder OUT.
+
+    The one stage, without a recipe: nothing is served or judged. OUT gets its config.json when all is made and found
+    sound. The same command goes on with what was interrupted, and does nothing where OUT is finished.
+    """
+    from pipeline.progress import reporter_for
+    from pipeline.quantization import forecast, make, open_job, source_section
+    from pipeline.recipe.options import recipe_of
+
+    sections = {**_sections(given, _overrides(override)), "source": source_section(src)}
+    job = open_job(recipe_of(sections), out, device=device, inspect=inspect, to_run=not dry_run)
+    if dry_run:
+        state = job.destination.state()
+        _show_plan(job, forecast(job), state.value, as_json=as_json)
+        return 0
+    made = make(job, reporter_for(json=as_json))
+    _show_result(job, job.destination.record(), made=made, as_json=as_json)
+    return 0
+
+
+def _sections(given: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[str, Any]:
+    """The recipe's sections that the options stand for."""
+    calibration = {
+        "set": given["calibration"],
+        **{name: given[name] for name in ("samples", "sequence_length", "packing", "batch_size", "seed")},
+    }
+    useless = next((name for name, value in calibration.items() if value is not None), None)
+    if given["calibration"] is None and useless is not None:
+        raise click.UsageError(f"--{useless.replace('_', '-')}: found it without --calibration SET")
+    return {
+        "trust_remote_code": bool(given["trust_remote_code"]),
+        "quantization": {
+            "scheme": given["scheme"],
+            "kv_cache": given["kv_cache"],
+            "format": given["layout"],
+            "engine": given["engine"],
+            "exclude": list(given["exclude"]),
+            "overrides": overrides,
+        },
+        "calibration": None if given["calibration"] is None else calibration,
+    }
+
+
+def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:
+    """``NAME=SCHEME`` each; a pattern may hold an equals sign itself."""
+    found: list[dict[str, Any]] = []
+    for text in texts:
+        name, equals, scheme = text.rpartition("=")
+        if not equals or not name:
+            raise click.UsageError(f"--override: found {text!r}, expected NAME=SCHEME")
+        found.append({"modules": [name], "scheme": scheme})
+    return found
+
+
+def _show_plan(job: QuantizationJob, expected: Forecast, state: str, *, as_json: bool) -> None:
+    from pipeline.store.disk import free_bytes
+
+    prediction, free = expected.prediction, free_bytes(job.destination.folder)
+    if as_json:
+        emit(
+            {
+                "source": job.setting.source.to_json() if job.setting.source.repo else str(job.source.folder),
+                "out": str(job.destination.folder),
+                "state": state,
+                "schemes": dict(expected.schemes),
+                "kept": len(expected.choice.kept),
+                "predicted": prediction.to_json(),
+                "disk": {"needed": prediction.checkpoint, "free": free},
+            }
+        )
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    from pipeline.commands.tables import size, table
+
+    quantization = job.setting.recipe.quantization
+    console = Console(highlight=False)
+    source = str(job.setting.source.repo or job.source.folder)
+    console.print(f"{escape(source)} -> {escape(str(job.destination.folder))} ({state})")
+    console.print(f"{quantization.format}, KV cache {quantization.kv_cache}, engine {quantization.engine}")
+    modules = table("scheme", "modules", right=("modules",))
+    for scheme, count in (*expected.schemes.items(), ("16 bit", len(expected.choice.kept))):
+        modules.add_row(scheme, f"{count:,}")
+    console.print(modules)
+    sizes = table("what", "size", right=("size",))
+    sizes.add_row("16-bit model", size(prediction.source))
+    sizes.add_row(
+        f"checkpoint ({prediction.source / prediction.checkpoint:.2f} x smaller)", size(prediction.checkpoint)
+    )
+    if job.calibrated:
+        sizes.add_row("device memory for calibration (weights)", size(prediction.calibration_device))
+    sizes.add_row("engine memory (largest tensor, a few of which are held)", size(prediction.largest_tensor))
+    sizes.add_row("disk: free", size(free))
+    console.print(sizes)
+
+
+def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as_json: bool) -> None:
+    import shlex
+
+    out, kv_cache = job.destination.folder, job.setting.recipe.quantization.kv_cache
+    serve = shlex.join(["vllm", "serve", str(out), *(["--kv-cache-dtype", "fp8"] if kv_cache == "fp8" else [])])
+    facts = {name: value for name, value in record.items() if name not in ("payload", "files")}
+    if as_json:
+        emit({"checkpoint": str(out.absolute()), "made": made, **facts, "serve": serve})
+        return
+    from pipeline.commands.tables import size
+
+    if not made:
+        click.echo("finished before, with the same source and options: nothing to do")
+    schemes = ", ".join(f"{count:,} modules in {scheme}" for scheme, count in record["schemes"].items())
+    click.echo(f"checkpoint  {out}")
+    click.echo(f"size        {size(record['bytes'])} from {size(record['source_bytes'])}")
+    click.echo(f"modules     {schemes}, {record['kept']:,} kept in 16 bit")
+    click.echo(f"time        {_times(record)}")
+    inspection = record["inspection"]
+    if inspection is None:
+        click.echo(f"inspection  none; `quantmint inspect {shlex.quote(str(out))} --source SRC` makes up for it")
+    else:
+        worst = inspection["worst"]
+        loss = "" if worst is None else f"; least SQNR {worst['sqnr_db']:.1f} dB at {worst['module']}"
+        click.echo(f"inspection  {inspection['verdict']}{loss}")
+    click.echo(f"serve       {serve}")
+
+
+def _times(record: dict[str, Any]) -> str:
+    """Seconds of each stage; a speed only where nothing had been done before."""
+    seconds = record["seconds"]
+    shown = ", ".join(f"{key} {value:.1f} s" for key, value in seconds.items() if key != "source")
+    if record["resumed"] or not seconds["quantize"]:
+        return f"{shown} (with an interruption)" if record["resumed"] else shown
+    return f"{shown} ({record['source_bytes'] / seconds['quantize'] / 1e9:.2f} GB/s read)"

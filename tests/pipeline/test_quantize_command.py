@@ -1,0 +1,400 @@
+"""quantmint quantize: a recipe's bytes without a recipe, and a folder that is whole or visibly is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+Quantmint = Callable[..., Any]
+ROOT = Path(__file__).parents[2]
+KV = ("--kv-cache", "fp8", "--calibration", "words.yaml")
+
+
+@pytest.fixture
+def source(models: Callable[..., Path]) -> Path:
+    """A Llama in several files, and beside the test a calibration set in its words."""
+    text = "\n".join(" ".join(f"w{(line * word) % 500 + 4}" for word in range(1, 60)) for line in range(1, 40))
+    Path("words.txt").write_text(text)
+    Path("words.yaml").write_text(
+        "name: words\ndescription: Words.\nfile: words.txt\nsamples: 4\nsequence_length: 64\nseed: 2\n"
+    )
+    return models("llama", sharded=True)
+
+
+@pytest.fixture
+def copied(source: Path) -> Path:
+    """The same model, to be changed."""
+    return Path(shutil.copytree(source, "copied"))
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """All files of a checkpoint but what says where it came from."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def everything(folder: Path) -> dict[str, int]:
+    return {path.relative_to(folder).as_posix(): path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout", "more"),
+    [("ptpc_fp8", "compressed-tensors", KV), ("fp8", "quark", KV), ("mxfp4", "quark", ())],
+)
+def test_bytes_are_those_of_the_recipe(
+    quantmint: Quantmint, source: Path, scheme: str, layout: str, more: tuple[str, ...]
+) -> None:
+    excluded = "re:.*layers\\.0\\."
+    kv_cache = "fp8" if more else "auto"
+    Path("r.yaml").write_text(
+        f"name: r\nsource: {{folder: {source}}}\n"
+        f"quantization: {{scheme: {scheme}, format: {layout}, kv_cache: {kv_cache}, exclude: ['{excluded}']}}\n"
+        "calibration: {set: words.yaml}\ntarget: {max_model_len: 512, workload: tiny}\n"
+        "evaluation: {suite: tiny}\ngate: {accuracy: {margin: 0.02}}\n"
+    )
+    told = quantmint("run", "r.yaml", "--until", "quantize", "--json").json
+    recipes = Path(told["stages"][-1]["path"]) / "checkpoint"
+    ended = quantmint("quantize", source, "out", "--scheme", scheme, "--format", layout, "--exclude", excluded, *more)
+    assert ended.code == 0, ended.err
+    assert weights(Path("out")) == weights(recipes)
+    assert quantmint("inspect", "out", "--source", source).code == 0
+
+
+def test_what_it_says(quantmint: Quantmint, source: Path) -> None:
+    planned = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8", *KV, "--dry-run", "--json").json
+    assert not Path("out").exists()
+    ended = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8", *KV)
+    assert ended.code == 0
+    lines = dict(line.split(None, 1) for line in ended.out.splitlines())
+    assert lines["serve"] == "vllm serve out --kv-cache-dtype fp8"
+    assert lines["inspection"].startswith("PASS; least SQNR ")
+    assert lines["modules"] == "14 modules in ptpc_fp8, 1 kept in 16 bit"
+    assert "GB/s" in lines["time"]
+    assert not Path("out/.quantmint").exists()
+    assert not list(Path("out").glob(".*"))
+
+    again = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8", *KV, "--json").json
+    assert (again["made"], again["schemes"], again["kept"]) == (False, {"ptpc_fp8": 14}, 1)
+    assert again["checkpoint"] == str(Path("out").absolute())
+    assert again["inspection"]["verdict"] == "PASS"
+    assert planned["schemes"] == again["schemes"]
+    assert (planned["state"], planned["predicted"]["source"]) == ("nothing is there yet", again["source_bytes"])
+    size = sum(path.stat().st_size for path in Path("out").glob("*.safetensors"))
+    assert planned["predicted"]["checkpoint"] == planned["disk"]["needed"] == again["bytes"] == size
+    record = json.loads(Path("out/quantmint/job.json").read_text())
+    assert {name: fact["size"] for name, fact in record["files"].items()} == {
+        path.name: path.stat().st_size for path in Path("out").iterdir() if path.is_file()
+    }
+    assert str(Path.home()) not in json.dumps(record)
+    assert str(source) not in json.dumps(record)
+
+
+def test_a_plan_for_people(quantmint: Quantmint, source: Path) -> None:
+    ended = quantmint("quantize", source, "out", "--scheme", "mxfp4", "--exclude", "re:.*mlp", "--dry-run")
+    assert ended.code == 0
+    assert "-> out (nothing is there yet)" in ended.out
+    rows = [line.split() for line in ended.out.splitlines()]
+    assert ["mxfp4", "8"] in rows
+    assert ["16", "bit", "7"] in rows
+    assert not Path("out").exists()
+
+
+def test_schemes_can_be_mixed(quantmint: Quantmint, source: Path) -> None:
+    more = ("--override", "re:.*self_attn=ptpc_fp8", "--override", "re:.*layers\\.1.*(gate|up)_proj=mxfp4_weight_only")
+    ended = quantmint("quantize", source, "out", "--scheme", "mxfp4", *more, "--no-inspect", "--json")
+    assert ended.code == 0, ended.err
+    assert ended.json["schemes"] == {"ptpc_fp8": 8, "mxfp4": 4, "mxfp4_weight_only": 2}
+    assert ended.json["inspection"] is None
+
+
+def test_a_finished_folder_is_left_alone(quantmint: Quantmint, source: Path) -> None:
+    command = ("quantize", source, "out", "--scheme", "ptpc_fp8")
+    assert quantmint(*command, "--no-inspect").code == 0
+    before = everything(Path("out"))
+    for more in ((), ("--no-inspect",), ("--device", "cpu")):
+        ended = quantmint(*command, *more)
+        assert ended.code == 0
+        assert ended.out.startswith("finished before, with the same source and options: nothing to do\n")
+        assert everything(Path("out")) == before
+    one = next(Path("out").glob("*.safetensors"))
+    one.write_bytes(one.read_bytes()[:-1])
+    ended = quantmint(*command)
+    assert ended.code == 2
+    assert f"{one} is not what this job wrote" in ended.err
+
+
+def change_a_weight(folder: Path) -> str:
+    path = sorted(folder.glob("*.safetensors"))[1]
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # a clock that was put back
+    return f"the source's {path.name} changed since"
+
+
+def change_the_configuration(folder: Path) -> str:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    return "the source's config.json changed since"
+
+
+def add_a_file(folder: Path) -> str:
+    (folder / "extra.txt").write_text("new")
+    return "the source's extra.txt is new"
+
+
+@pytest.mark.parametrize("change", [change_a_weight, change_the_configuration, add_a_file])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_changed_source_is_never_mixed(
+    quantmint: Quantmint, copied: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], str], finished: bool
+) -> None:
+    command = ("quantize", copied, "out", "--scheme", "ptpc_fp8", "--no-inspect")
+    if not finished:
+        with monkeypatch.context() as patched:
+            patched.setattr("pipeline.stages.quantize.QuantizeStage.run", interrupted)
+            assert quantmint(*command).code == 130
+    else:
+        assert quantmint(*command).code == 0
+    before = everything(Path("out"))
+    words = change(copied)
+    ended = quantmint(*command)
+    assert ended.code == 2
+    assert words in ended.err
+    assert ("another job, unfinished" in ended.err) == (not finished)
+    assert everything(Path("out")) == before
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_other_options_are_refused_with_what_differs(
+    quantmint: Quantmint, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stages.quantize.QuantizeStage.run", interrupted)
+    assert quantmint("quantize", source, "out", "--scheme", "ptpc_fp8", *KV).code == 130
+    assert not Path("out/config.json").exists()
+    ended = quantmint("quantize", source, "out", "--scheme", "fp8", *KV, "--seed", 3)
+    assert ended.code == 2
+    assert 'quantize.settings.scheme: "ptpc_fp8" there, "fp8" now' in ended.err
+    assert "calibrate.settings.seed: 2 there, 3 now" in ended.err
+    state = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8", *KV, "--dry-run", "--json").json["state"]
+    assert state == "goes on where it stopped"
+
+
+def test_what_was_measured_is_not_measured_again(
+    quantmint: Quantmint, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("quantize", source, "out", "--scheme", "ptpc_fp8", *KV)
+    with monkeypatch.context() as patched:
+        patched.setattr("pipeline.stages.quantize.QuantizeStage.run", interrupted)
+        assert quantmint(*command).code == 130
+    monkeypatch.setattr("pipeline.stages.calibrate.CalibrateStage.run", interrupted)
+    ended = quantmint(*command)
+    assert ended.code == 0, ended.err
+    assert "calibrate: cached" in ended.err
+    assert "with an interruption" in ended.out
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "model"])
+def test_what_is_there_is_never_overwritten(quantmint: Quantmint, source: Path, copied: Path, what: str) -> None:
+    out = copied if what == "model" else Path("out")
+    if what == "file":
+        out.write_text("mine")
+    elif what == "folder":
+        (out / "mine").mkdir(parents=True)
+    before = everything(out)
+    ended = quantmint("quantize", source, out, "--scheme", "ptpc_fp8")
+    assert ended.code == 2
+    assert "OUT: found " in ended.err
+    assert everything(out) == before
+
+
+def test_an_unsound_checkpoint_never_gets_its_configuration(
+    quantmint: Quantmint, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.inspection.findings import Finding, Inspection
+
+    found = Inspection("compressed-tensors", (Finding("zero", "a.weight", "is all zero"),), (), {}, 14)
+    monkeypatch.setattr("pipeline.stages.inspect.inspect_checkpoint", lambda *_, **__: found)
+    for _ in range(2):
+        ended = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8")
+        assert ended.code == 1
+        assert "zero: a.weight: is all zero" in ended.err
+        assert not Path("out/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--scheme", "ptcp_fp8"), '--scheme: found "ptcp_fp8", expected one of .* (did you mean "ptpc_fp8"?)'),
+        (("--scheme", "fp8_block", "--format", "quark"), "--scheme: found fp8_block in quark, expected format compr"),
+        (("--scheme", "ptpc_fp8", "--format", "gguf"), '--format: found "gguf", expected one of compressed-tensors'),
+        (("--scheme", "ptpc_fp8", "--engine", "steam"), '(did you mean "stream"?)'),
+        (("--scheme", "fp8"), "--scheme: found fp8 without calibration, expected --calibration SET"),
+        (("--scheme", "ptpc_fp8", "--kv-cache", "fp8"), "--kv-cache: found fp8 without calibration"),
+        (("--scheme", "ptpc_fp8", "--samples", "3"), "--samples: found it without --calibration"),
+        (
+            ("--scheme", "ptpc_fp8", *KV[:2], "--calibration", "tinny"),
+            '--calibration: found no calibration set "tinny"',
+        ),
+        (
+            ("--scheme", "ptpc_fp8", *KV, "--sequence-length", "600"),
+            "--sequence-length: found 600, expected at most 512",
+        ),
+        (("--scheme", "ptpc_fp8", *KV, "--samples", "0"), "--samples: found 0, expected a whole number of at least 1"),
+        (("--scheme", "ptpc_fp8", "--exclude", "*.mlp"), '--exclude: found "*.mlp", expected an exact module name'),
+        (
+            ("--scheme", "ptpc_fp8", "--exclude", "lm_hed"),
+            "--exclude: found 'lm_hed', which matches none of the model's",
+        ),
+        (
+            ("--scheme", "ptpc_fp8", "--exclude", "model.layers.0.self_attn.q_proj"),
+            "--exclude: found 16 bit for model.layers.0.self_attn.q_proj beside ptpc_fp8 for",
+        ),
+        (("--scheme", "ptpc_fp8", "--exclude", "re:.*"), "--exclude: found every one of the model's 14 linear modules"),
+        (("--scheme", "ptpc_fp8", "--override", "lm_head"), "--override: found 'lm_head', expected NAME=SCHEME"),
+        (("--scheme", "ptpc_fp8", "--override", "lm_head=fp9"), '--override: found "fp9", expected one of'),
+        (("--scheme", "ptpc_fp8", "--override", "re:.*mpl.*=mxfp4"), '--override: found "re:.*mpl.*", expected linear'),
+        (("--scheme", "ptpc_fp8", "--device", "cuda:77"), "--device: found 'cuda:77', which PyTorch cannot use here"),
+        ((), "Missing option '--scheme'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_asked_wrongly_is_one_message(
+    quantmint: Quantmint, source: Path, options: tuple[str, ...], words: str
+) -> None:
+    import re
+
+    ended = quantmint("quantize", source, "out", *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert re.search(re.escape(words).replace(r"\.\*\ ", ".* "), ended.err), ended.err
+    assert "Traceback" not in ended.err
+    assert not Path("out").exists()
+    assert quantmint("quantize", source, "out", *options, "--json").json["exit_code"] == 2
+
+
+@pytest.mark.parametrize("given", ["absent", "./org/name", "a/b/c", ""])
+def test_a_source_that_is_neither_a_folder_nor_a_repository(quantmint: Quantmint, given: str) -> None:
+    ended = quantmint("quantize", given, "out", "--scheme", "ptpc_fp8")
+    assert ended.code == 2
+    assert f"SRC: found {given!r}, expected a folder with a model, or organisation/name[@revision]" in ended.err
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cached(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub's cache with org/llama at a commit, as the Hub's client lays it out."""
+    snapshot = tmp_path / "hub" / "models--org--llama" / "snapshots" / COMMIT
+    shutil.copytree(source, snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
+def test_a_repository_at_a_commit_needs_no_network(quantmint: Quantmint, cached: Path, source: Path) -> None:
+    assert quantmint("quantize", source, "one", "--scheme", "mxfp4", "--no-inspect").code == 0
+    planned = quantmint("quantize", f"org/llama@{COMMIT}", "two", "--scheme", "mxfp4", "--dry-run", "--json").json
+    assert planned["source"] == {"repo": "org/llama", "commit": COMMIT}
+    ended = quantmint("quantize", f"org/llama@{COMMIT}", "two", "--scheme", "mxfp4", "--no-inspect", "--json")
+    assert ended.code == 0, ended.err
+    assert weights(Path("two")) == weights(Path("one"))
+    record = json.loads(Path("two/quantmint/job.json").read_text())
+    assert record["payload"]["source"]["settings"] == {"repo": "org/llama", "commit": COMMIT}
+    assert quantmint("quantize", f"org/llama@{COMMIT}", "two", "--scheme", "mxfp4", "--json").json["made"] is False
+
+
+def test_a_branch_becomes_a_commit(quantmint: Quantmint, cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def model_info(_: object, repo: str, *, revision: str) -> SimpleNamespace:
+        asked.append((repo, revision))
+        return SimpleNamespace(sha=COMMIT)
+
+    refused = quantmint("quantize", "org/llama", "out", "--scheme", "ptpc_fp8")
+    assert refused.code == 2
+    assert "org/llama@main: cannot be resolved to a commit" in refused.err
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    for repo in ("org/llama", "org/llama@v1"):
+        assert quantmint("quantize", repo, "out", "--scheme", "ptpc_fp8", "--no-inspect").code == 0
+    assert asked == [("org/llama", "main"), ("org/llama", "v1")]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_full_disk(quantmint: Quantmint, source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = small_disk / "out"
+    command = ("quantize", source, out, "--scheme", "ptpc_fp8", "--no-inspect")
+    refused = quantmint(*command)
+    assert refused.code == 2
+    assert "GB are needed" in refused.err
+    assert not out.exists()
+
+    # A disk that fills up while it is written to, as others may do.
+    monkeypatch.setattr("pipeline.quantization.free_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr("pipeline.stages.quantize.free_bytes", lambda _: 1 << 40)
+    broken = quantmint(*command)
+    assert broken.code == 5
+    assert "the disk is full" in broken.err
+    assert not (out / "config.json").exists()
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    ended = quantmint(*command)
+    assert ended.code == 0, ended.err
+    assert quantmint("quantize", source, "plain", "--scheme", "ptpc_fp8", "--no-inspect").code == 0
+    assert weights(out) == weights(Path("plain"))
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(source: Path) -> None:
+    """Before each of the last renames and some of the first: where files appear under the names they keep."""
+    arguments = ["quantize", "--scheme", "ptpc_fp8", *KV, str(source)]
+
+    def run(folders: dict[str, int | None]) -> list[dict[str, Any]]:
+        Path("job.json").write_text(json.dumps({"arguments": arguments, "folders": folders}))
+        script = [sys.executable, str(Path(__file__).with_name("killed_quantize.py")), "job.json", "ended.json"]
+        done = subprocess.run(
+            script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        ended: list[dict[str, Any]] = json.loads(Path("ended.json").read_text())
+        return ended
+
+    [plain] = run({"plain": None})
+    assert plain["code"] == 0
+    total = int(Path("plain.renames").read_text())
+    moments = sorted({*range(2, total - 8, max(total // 6, 1)), *range(total - 8, total + 1)})
+    ended = run({f"killed-{number}": number for number in moments})
+    expected = weights(Path("plain"))
+    for number, one in zip(moments, ended, strict=True):
+        folder, left = Path(f"killed-{number}"), one["left"]
+        assert (one["killed"], one["code"]) == (-9, 0)
+        assert ("config.json" in left) <= ("quantmint/job.json" in left), "a torn folder looks whole"
+        assert weights(folder) == expected
+        assert {path.name for path in folder.iterdir()} == {path.name for path in Path("plain").iterdir()}
+    # Some were killed between the first and the last file's move, else the test shows nothing.
+    assert any(
+        "config.json" not in one["left"]
+        and any(name.endswith(".safetensors") and "/" not in name for name in one["left"])
+        for one in ended
+    )
