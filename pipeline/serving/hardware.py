@@ -99,6 +99,11 @@ def cautions(
     return tuple(found)
 
 
+def native_on(scheme: str) -> tuple[str, ...]:
+    """Names of the accelerators that multiply a scheme's weights with its activations as they are stored."""
+    return tuple(name for name in table() if any(_holding("native", name, scheme, "auto", "")))
+
+
 def local_cpu_flags() -> frozenset[str] | None:
     """Instruction-set flags of this machine as /proc/cpuinfo names them; None where it has no such list."""
     try:

@@ -14,6 +14,7 @@ import pytest
 
 import recipes
 from pipeline.recipe.load import load_recipe, recipe_names
+from pipeline.scheme_table import REFRESH, refreshed
 from pipeline.schemes import table
 from pipeline.store.gc import plan_gc
 from pipeline.store.runs import RunLog
@@ -54,6 +55,25 @@ def test_schemes(quantmint: Quantmint) -> None:
     assert told.keys() == table().keys()
     assert told["mxfp4"]["bits_per_weight"] == 4.25
     assert "stream" in told["ptpc_fp8"]["engines"]
+    assert (told["fp8"]["calibration"], told["ptpc_fp8"]["calibration"]) == (True, False)
+    assert told["mxfp4"]["native"] == ["mi350x", "mi355x"]
+    assert told["fp8_block"]["formats"] == ["compressed-tensors"]
+
+
+def test_the_readme_has_the_table_of_schemes_as_it_is(quantmint: Quantmint, tmp_path: Path) -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    text = readme.read_text()
+    assert refreshed(text) == text, f"run `{REFRESH}`"
+    copy = tmp_path / "README.md"
+    copy.write_text(text.replace("| `mxfp4` |", "| `mxfp5` |"))
+    assert quantmint("schemes", "--markdown", copy).out == f"{copy}: written\n"
+    assert copy.read_text() == text
+    assert quantmint("schemes", "--markdown", copy).out == f"{copy}: up to date\n"
+    assert quantmint("schemes", "--markdown", "-").out in text + "\n"
+    copy.write_text("no table here")
+    ended = quantmint("schemes", "--markdown", copy)
+    assert (ended.code, copy.read_text()) == (2, "no table here")
+    assert "expected the lines <!-- made by" in ended.err
 
 
 def test_the_schema_is_the_one_beside_the_recipes(quantmint: Quantmint) -> None:

@@ -11,7 +11,7 @@ import yaml
 from pipeline.canonical import canonical_json
 from pipeline.errors import UserError
 from pipeline.serving.diagnosis import diagnose
-from pipeline.serving.hardware import cautions, hardware, local_cpu_flags, refusal, table
+from pipeline.serving.hardware import cautions, hardware, local_cpu_flags, native_on, refusal, table
 from pipeline.serving.logscan import scan_log
 from pipeline.serving.plan import knobs, parse_version, plan_launch
 
@@ -74,9 +74,15 @@ def test_what_loads_with_a_catch_is_cautioned():
     assert cautions("cpu", "fp8_block", "auto", "compressed-tensors", cpu_flags={"amx_tile"}) == ()
 
 
+def test_what_is_multiplied_as_it_is_stored():
+    assert native_on("ptpc_fp8") == ("mi300x", "mi325x", "mi350x", "mi355x", "cuda")
+    assert native_on("mxfp4") == ("mi350x", "mi355x") == tuple(name for name, row in table().items() if row.native_mx)
+    assert native_on("w4a16") == ()
+
+
 def test_rules_name_facts_that_exist():
     document = yaml.safe_load(resources.files("pipeline.serving").joinpath("hardware.yaml").read_text())
-    for rule in document["refusals"] + document["cautions"]:
+    for rule in document["refusals"] + document["cautions"] + document["native"]:
         assert set(rule["when"]) <= {"hardware", "kind", "arch", "scheme", "kv_cache", "format"}
         assert set(rule["when"].get("arch", [])) <= {"gfx942", "gfx950"}
     flags = local_cpu_flags()
