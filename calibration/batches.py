@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
             yield window[int(index)]
 
 
-def batched(samples: torch.Tensor | Sequence[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
+def batched(samples: Iterable[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
     """Stack samples of equal length into batches of at most ``batch_size``: int64 [batch, length].
 
     Samples keep their order within a length, and lengths come as they first appear.
@@ -118,7 +118,7 @@ def batched(samples: torch.Tensor | Sequence[torch.Tensor], batch_size: int) -> 
             yield torch.stack(equal[start : start + batch_size])
 
 
-def samples_digest(samples: torch.Tensor | Sequence[torch.Tensor]) -> str:
+def samples_digest(samples: Iterable[torch.Tensor]) -> str:
     """SHA-256 over the length and the token ids of each sample, little-endian int64: what a report quotes."""
     digest = hashlib.sha256()
     for sample in samples:

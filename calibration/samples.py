@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from calibration.batches import token_blocks, token_texts
@@ -15,17 +14,17 @@ if TYPE_CHECKING:
 
 def read_samples(
     chosen: CalibrationSet, tokenizer: Any, *, samples: int, sequence_length: int, packing: bool, seed: int
-) -> torch.Tensor | Sequence[torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Read as much of a set as it takes, and make samples of it.
 
     Returns:
-        With ``packing``, int64 of [samples, sequence_length]; without, as many tensors of [n], n <= sequence_length.
+        As many int64 tensors of [n]: with ``packing`` n is ``sequence_length``, without it is at most that.
 
     Raises:
         CalibrationError: the set cannot be read, or holds too little.
     """
     make = token_blocks if packing else token_texts
-    return make(
+    made = make(
         read_texts(chosen, tokenizer),
         tokenizer,
         samples=samples,
@@ -33,3 +32,4 @@ def read_samples(
         seed=seed,
         special_tokens=not rendered(chosen, tokenizer),
     )
+    return tuple(made)
