@@ -170,7 +170,7 @@ def _identity(replica: Replica, batches: Sequence[torch.Tensor], observation: Ob
 def _save(folder: Path, identity: str, found: Found) -> None:
     from safetensors.torch import save_file
 
-    save_file({f"{name}.{kind}": amax for (kind, name), amax in found.magnitudes.items()}, folder / _RANGES)
+    save_file({f"{name}.{kind}": amax.clone() for (kind, name), amax in found.magnitudes.items()}, folder / _RANGES)
     facts = {"identity": identity, "starved": found.starved, "routed_only": sorted(found.routed_only)}
     (folder / STATE).write_text(json.dumps(facts), encoding="utf-8")
 

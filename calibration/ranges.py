@@ -32,7 +32,8 @@ class Ranges:
         """Write a safetensors file with the names ``MODULE.input``, ``MODULE.k`` and ``MODULE.v``."""
         from safetensors.torch import save_file
 
-        tensors = {f"{module}.{kind}": amax for kind, table in self._tables() for module, amax in table.items()}
+        # Modules with one input have one tensor here, which the file holds for each of them.
+        tensors = {f"{module}.{kind}": amax.clone() for kind, table in self._tables() for module, amax in table.items()}
         save_file(dict(sorted(tensors.items())), path)
 
     def _tables(self) -> tuple[tuple[str, Mapping[str, torch.Tensor]], ...]:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from eval.verdict import Verdict
-from pipeline.device import device_memory, resolve_device
+from pipeline.device import device_memory, resolve_devices
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.model.structure import Structure, imagine, read_structure
@@ -78,14 +78,14 @@ def _require_packages(missing: Sequence[str]) -> None:
 
 
 def require_memory(prediction: Prediction, setting: Setting) -> None:
-    """Raise `UserError` where the device is too small: calibration holds the whole 16-bit model on it."""
-    device = resolve_device(setting.device)
-    memory = device_memory(device)
-    if prediction.calibration_device > memory:
+    """Raise `UserError` where the device is too small for a recipe that wants the whole 16-bit model on it."""
+    device = resolve_devices(setting.device)[0]
+    memory, calibration = device_memory(device), setting.recipe.calibration
+    if calibration is not None and calibration.mode == "resident" and prediction.calibration_device > memory:
         raise UserError(
-            f"calibration keeps the 16-bit model on one device: {prediction.calibration_device / 1e9:,.1f} GB, "
-            f"{device} has {memory / 1e9:,.1f} GB.",
-            hint="Calibrate on a larger device, or choose ptpc_fp8 with `kv_cache: auto`, which needs no ranges.",
+            "calibration.mode resident keeps the 16-bit model on one device: "
+            f"{prediction.calibration_device / 1e9:,.1f} GB, {device} has {memory / 1e9:,.1f} GB.",
+            hint="Take `mode: auto`, which runs what does not fit layer by layer.",
         )
 
 

@@ -174,7 +174,7 @@ def _make(
     choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, cached)
     plans = plan_shards(source, structure, choice, checkpoint_format)
     static = {} if ranges is None else scale_ranges(ranges, choice, checkpoint_format)
-    expected = {name: float(fp8_scale(torch.tensor(amax, dtype=torch.bfloat16))) for name, amax in static.items()}
+    expected = {name: float(fp8_scale(amax.bfloat16())) for name, amax in static.items()}
     written = write_checkpoint(
         source,
         plans,

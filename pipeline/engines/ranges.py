@@ -13,31 +13,34 @@ from pipeline.formats.layout import Choice, layout
 from pipeline.schemes import scheme
 
 if TYPE_CHECKING:
+    import torch
+
     from calibration.ranges import Ranges
 
 
-def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict[str, float]:
-    """The largest magnitude behind each static scale, by the name of the tensor that holds the scale.
+def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict[str, torch.Tensor]:
+    """The largest magnitudes behind each static scale, by the name of the tensor that holds the scale.
 
-    Inputs of modules with static activations, K and V of every attention layer where the cache is FP8. Raises
-    `StageError` for a module whose inputs were not measured.
+    Inputs of modules with static activations, K and V of every attention layer where the cache is FP8: float32, as
+    many as the stored tensor has scales, [1] or [H_kv]. Raises `StageError` for a module whose inputs were not
+    measured.
     """
-    found: dict[str, float] = {}
+    found: dict[str, torch.Tensor] = {}
     for module, name in choice.schemes.items():
         if scheme(name).needs_ranges:
             if module not in ranges.inputs:
                 raise StageError(
                     f"{module}: {name} needs the range of its inputs, which calibration did not measure.",
-                    hint="Experts that the model holds stacked are not observed yet: exclude them, or take ptpc_fp8.",
+                    hint="It is no part of what the model runs on text: exclude it, or take ptpc_fp8.",
                 )
-            found[f"{module}.input_scale"] = float(ranges.inputs[module])
-    return {**found, **_kv_ranges(ranges, checkpoint_format)} if choice.kv_cache else found
+            found[f"{module}.input_scale"] = ranges.inputs[module].reshape(1)
+    return {**found, **_kv_ranges(ranges, choice, checkpoint_format)} if choice.kv_cache else found
 
 
-def _kv_ranges(ranges: Ranges, checkpoint_format: str) -> Mapping[str, float]:
+def _kv_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> Mapping[str, torch.Tensor]:
     form = layout(checkpoint_format)
     return {
-        name: float(amax.max())
+        name: amax if choice.kv_per_head else amax.max().reshape(1)
         for attention, keys in ranges.keys.items()
         for name, amax in zip(form.kv_scale_names(attention), (keys, ranges.values[attention]), strict=True)
     }

@@ -72,7 +72,7 @@ class CompressedTensors:
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "global_compression_ratio": None,
             "ignore": sorted(choice.kept),
-            "kv_cache_scheme": {**_ARGUMENTS, "observer": "static_minmax"} if choice.kv_cache else None,
+            "kv_cache_scheme": _kv_cache(choice),
             "quant_method": self.name,
             "quantization_status": "compressed",
             "sparsity_config": {},
@@ -101,9 +101,16 @@ class CompressedTensors:
         """See `Layout`."""
         return f"{attention}.k_scale", f"{attention}.v_scale"
 
-    def kv_scale_shape(self) -> tuple[int, ...]:
+    def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
         """See `Layout`."""
-        return (1,)
+        return (1,) if heads is None else (heads, 1, 1)
+
+
+def _kv_cache(choice: Choice) -> dict[str, Any] | None:
+    if not choice.kv_cache:
+        return None
+    strategy = "attn_head" if choice.kv_per_head else "tensor"
+    return {**_ARGUMENTS, "observer": "static_minmax", "strategy": strategy}
 
 
 def _matches(module: str, pattern: str) -> bool:

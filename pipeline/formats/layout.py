@@ -19,12 +19,13 @@ class Choice:
 
     ``schemes`` maps each quantized linear module to its scheme; ``kept`` are the modules with a two-dimensional
     weight that stay in 16 bit, routers included, because vLLM must be told about each of them; ``kv_cache`` is
-    whether static FP8 scales are stored for the attention modules.
+    whether static FP8 scales are stored for the attention modules, ``kv_per_head`` whether there is one a KV head.
     """
 
     schemes: Mapping[str, str]
     kept: tuple[str, ...]
     kv_cache: bool
+    kv_per_head: bool = False
 
     @property
     def default(self) -> str:
@@ -62,8 +63,11 @@ class Layout(Protocol):
         """The names of the K and the V scale of an attention module."""
         ...
 
-    def kv_scale_shape(self) -> tuple[int, ...]:
-        """The shape of a per-tensor KV scale."""
+    def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
+        """The shape of a KV scale: one for a layer, or one for each of its ``heads``.
+
+        Raises `UserError` where the format has no scales by head.
+        """
         ...
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from pipeline.errors import UserError
 from pipeline.formats.layout import Choice, Claims
 
 _VERSION = "0.13"
@@ -114,8 +115,10 @@ class Quark:
         """See `Layout`."""
         return f"{attention}.k_proj.output_scale", f"{attention}.v_proj.output_scale"
 
-    def kv_scale_shape(self) -> tuple[int, ...]:
-        """See `Layout`."""
+    def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
+        """See `Layout`. There are no scales by head."""
+        if heads is not None:
+            raise UserError("the format quark has no KV scales by head; it has one for K and one for V of a layer.")
         return ()
 
 

@@ -26,7 +26,7 @@ def inspect_checkpoint(
     structure: Structure,
     *,
     source: Checkpoint | None = None,
-    expected_scales: Mapping[str, float] | None = None,
+    expected_scales: Mapping[str, float | tuple[float, ...]] | None = None,
     expected_bytes: int | None = None,
     allow_unit_kv_scales: bool = False,
     advance: Callable[[int], None] = lambda _: None,
@@ -40,7 +40,8 @@ def inspect_checkpoint(
         checkpoint: the folder to look at.
         structure: of the same model, from its configuration.
         source: the 16-bit model; with it the error of every layer is measured and untouched tensors are compared.
-        expected_scales: static scales, of inputs and of the KV cache, by tensor name, where the ranges are known.
+        expected_scales: static scales, of inputs and of the KV cache, by tensor name, where the ranges are known; a
+            tuple where there is one a head.
         expected_bytes: the size of all tensors that was predicted, bytes.
         allow_unit_kv_scales: accept KV scales of exactly 1.0, for a checkpoint that asks for them.
         advance: told the bytes of each tensor that was checked.
@@ -56,7 +57,7 @@ def inspect_checkpoint(
     unsound = {finding.where for finding in findings}
     read, read_source = Reader(checkpoint), None if source is None else Reader(source)
     expected = expected_tensors(checkpoint, structure, claims)
-    wanted = expected_scales or {}
+    wanted = {name: found if isinstance(found, tuple) else (found,) for name, found in (expected_scales or {}).items()}
     alters = recorded_alterations(checkpoint)
     layers: list[LayerError] = []
     for module, tensors in expected.items():
@@ -66,7 +67,7 @@ def inspect_checkpoint(
             for result in check_module(read, module, claims.schemes[module] or "", tensors, original, alters):
                 (findings if isinstance(result, Finding) else layers).append(result)  # type: ignore[arg-type]
             for name in wanted.keys() & {stored.name for stored in tensors}:
-                findings += check_static_scale(name, read(name), wanted[name])
+                findings += check_static_scale(name, read(name), wanted[name][0])
         advance(sum(stored.nbytes for stored in tensors))
     scales: dict[str, float] = {}
     cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
@@ -74,8 +75,12 @@ def inspect_checkpoint(
     for name in (name for name in cached if name not in unsound):
         values: list[float] = read(name).float().reshape(-1).tolist()
         scales |= {name: values[0]} if len(values) == 1 else {}
-        for value in values:
-            findings += check_kv_scale(name, value, wanted.get(name), allow_one=allow_unit_kv_scales)
+        measured = wanted.get(name, (None,) * len(values))
+        if len(values) != len(measured):
+            findings.append(Finding("wrong shape", name, f"{len(values)} scales, calibration measured {len(measured)}"))
+            continue
+        for value, expected_value in zip(values, measured, strict=True):
+            findings += check_kv_scale(name, value, expected_value, allow_one=allow_unit_kv_scales)
     quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(cached)
     if source is not None and read_source is not None:
         untouched = _untouched(structure, alters)

@@ -38,7 +38,12 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
             "expected at least one to quantize."
         )
     kept = (*structure.kept, *(module for module in structure.linear if module not in schemes))
-    return Choice(schemes=schemes, kept=tuple(sorted(kept)), kv_cache=quantization.kv_cache == "fp8")
+    return Choice(
+        schemes=schemes,
+        kept=tuple(sorted(kept)),
+        kv_cache=quantization.kv_cache == "fp8",
+        kv_per_head=quantization.kv_cache_granularity == "head",
+    )
 
 
 def _require_match(pattern: str, modules: Sequence[str], field: str) -> None:

@@ -50,11 +50,12 @@ def check(
     will serve, where the target is one (`pipeline.serving.hardware.local_cpu_flags`).
     """
     faults = [*_source(loaded), *_ranges(loaded), *_schemes(loaded, cpu_flags), *_definitions(loaded)]
+    faults += _kv_granularity(loaded)
     faults += _overlaps(loaded, linear)
     names = linear if linear is not None else modules.expected_names(config) if config is not None else ()
     faults += _fused(loaded, names)
     if config is not None:
-        faults += _lengths(loaded, config)
+        faults += [*_lengths(loaded, config), *_latent_cache(loaded, config)]
     if config is not None or linear is not None:
         faults += _groups(loaded, config or {}, linear)
     return faults
@@ -149,6 +150,31 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
             yield loaded.fault(field, f"{reason}, expected {' or '.join(row.makers(layout))}")
         elif (reason := algorithm(quantization.algorithm).refusal(engine, name)) is not None:
             yield loaded.fault(("quantization", "algorithm"), reason)
+
+
+def _kv_granularity(loaded: LoadedRecipe) -> Iterator[Fault]:
+    quantization = loaded.recipe.quantization
+    if quantization.kv_cache_granularity == "tensor":
+        return
+    path = ("quantization", "kv_cache_granularity")
+    if quantization.kv_cache == "auto":
+        yield loaded.fault(path, "found head with a 16-bit cache, expected it with kv_cache: fp8 only")
+    elif quantization.format != "compressed-tensors":
+        found = f"found head in {quantization.format}, which has one scale for K and one for V of a layer"
+        yield loaded.fault(path, f"{found}, expected tensor, or format compressed-tensors")
+    elif quantization.engine != "stream":
+        found = f"found head with engine {quantization.engine}"
+        yield loaded.fault(path, f"{found}, expected tensor, or engine stream, which writes scales by head")
+
+
+def _latent_cache(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
+    rank = modules.text_config(config).get("kv_lora_rank")
+    if loaded.recipe.quantization.kv_cache == "fp8" and rank is not None:
+        yield loaded.fault(
+            ("quantization", "kv_cache"),
+            f"found fp8 for latent attention (kv_lora_rank {rank}), expected auto: its cache holds one latent for all "
+            "heads with one rotated part, and neither layout has scales for these",
+        )
 
 
 def _definitions(loaded: LoadedRecipe) -> Iterator[Fault]:

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from calibration.errors import CalibrationError
+from calibration.observers import ExpertTokens, Observation, ObserverName
 from calibration.sets import load_set
 from pipeline import schemes
 from pipeline.schemes import Engine, Format
@@ -158,6 +159,11 @@ class Quantization(Section):
         default="auto",
         description="fp8: calibrated static scales for K (after RoPE) and V. auto: 16 bit, like the model.",
     )
+    kv_cache_granularity: Literal["tensor", "head"] = Field(
+        default="tensor",
+        description="Scales of an fp8 cache: one for K and one for V of a layer, or one a KV head (compressed-tensors "
+        "only; vLLM reads them with attention backends that scale by head).",
+    )
     format: Format = Field(default="compressed-tensors", description="Layout of the checkpoint; vLLM reads both.")
     engine: Engine = Field(
         default="stream",
@@ -215,6 +221,56 @@ class Calibration(Section):
     )
     batch_size: int = Field(default=8, ge=1, description="Sequences of equal length that are run together.")
     seed: int = Field(default=0, ge=0, description="Seed of the choice of samples (default: the set's, else 0).")
+    observer: ObserverName = Field(
+        default="amax",
+        description="How the inputs of a linear layer become the magnitude that its scale is made from. amax: the "
+        "largest. percentile: the one that `percentile` percent do not exceed. mse: the one that FP8 loses least with.",
+    )
+    kv_observer: ObserverName | None = Field(
+        default=None, description="The same for K and V, head by head (null: like `observer`)."
+    )
+    percentile: float = Field(default=99.99, gt=0, le=100, description="For `percentile` observers, percent.")
+    kv_floor: float | None = Field(
+        default=None,
+        gt=0,
+        description="Least magnitude of K and V that a scale is made from: no scale is smaller than a 448th of it.",
+    )
+    experts: ExpertTokens = Field(
+        default="all",
+        description="Tokens that count for an expert's inputs. all: every token of the layer, as if the router had "
+        "sent it there. routed: those that it does send. What the layer returns is the router's either way.",
+    )
+    min_expert_tokens: int = Field(
+        default=128,
+        ge=1,
+        description="Experts that are sent fewer tokens are named in a warning; with `experts: routed` all tokens "
+        "count for them.",
+    )
+    mode: Literal["auto", "resident", "layer"] = Field(
+        default="auto",
+        description="resident: the whole model on each device. layer: one layer at a time, for models that do not fit. "
+        "auto: resident where it fits. The ranges are the same.",
+    )
+    activation_memory: float | None = Field(
+        default=None,
+        ge=0,
+        description="Gigabytes of host memory for hidden states in layer mode; the rest is spilled to the store "
+        "(null: a quarter of what is free).",
+    )
+
+    @property
+    def observation(self) -> Observation:
+        """What is measured, and how; a parameter of an observer that is not used has its default."""
+        cache = self.kv_observer or self.observer
+        used = {} if "percentile" not in (self.observer, cache) else {"percentile": self.percentile}
+        return Observation(
+            inputs=self.observer,
+            cache=cache,
+            kv_floor=self.kv_floor,
+            experts=self.experts,
+            min_expert_tokens=self.min_expert_tokens,
+            **used,
+        )
 
     @model_validator(mode="before")
     @classmethod

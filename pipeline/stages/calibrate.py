@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from calibration.errors import CalibrationError
 from calibration.hub import at_commit
 from calibration.sets import DEFAULTS, CalibrationSet, load_set
-from pipeline.device import resolve_device
+from pipeline.device import resolve_devices
 from pipeline.errors import StageError, UserError
 from pipeline.recipe.schema import Calibration
 from pipeline.stage import Job, Output, Setting, versions
@@ -17,12 +20,16 @@ from pipeline.stages.source import model_folder
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 
+if TYPE_CHECKING:
+    import torch
+
 RANGES = "ranges.safetensors"
+_LAYERS = "layers"  # what an interrupted run in layer mode is gone on with
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrateStage:
-    """Needs the whole model on one device."""
+    """Resumes at a layer, where the model is run layer by layer."""
 
     key: str = "calibrate"
     family: str = "calibrate"
@@ -33,15 +40,14 @@ class CalibrateStage:
         return {"source": "source"}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The texts, how many, how long, how batched."""
+        """The texts, how many, how long, how batched, and what is made of what is seen.
+
+        Not where: neither the mode nor the devices change a bit.
+        """
         section = _section(setting)
         return {
-            "set": _identity(section),
-            "samples": section.samples,
-            "sequence_length": section.sequence_length,
-            "packing": section.packing,
-            "batch_size": section.batch_size,
-            "seed": section.seed,
+            **data_identity(section),
+            "observation": asdict(section.observation),
             "trust_remote_code": setting.recipe.trust_remote_code,
         }
 
@@ -50,39 +56,47 @@ class CalibrateStage:
         return versions("torch", "transformers", "tokenizers")
 
     def run(self, job: Job) -> Output:
-        """Run every batch through the resident model."""
-        from transformers import AutoTokenizer
-
+        """Run every batch through the model, resident or layer by layer."""
         from calibration.batches import batched, samples_digest
-        from calibration.observe import load_resident, observe
-        from calibration.samples import read_samples
+        from calibration.calibrate import calibrate
 
-        section = _section(job.setting)
+        section, began = _section(job.setting), time.monotonic()
         folder = model_folder(job.inputs["source"])
         trust = job.setting.recipe.trust_remote_code
+        devices = resolve_devices(job.setting.device)
         try:
             job.progress.say("reading the calibration texts")
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-            samples = read_samples(
-                pinned_set(section),
-                tokenizer,
-                samples=section.samples,
-                sequence_length=section.sequence_length,
-                packing=section.packing,
-                seed=section.seed,
+            samples = read_tokens(section, folder, trust_remote_code=trust)
+            outcome = calibrate(
+                folder,
+                list(batched(samples, section.batch_size)),
+                section.observation,
+                devices=devices,
+                work=job.path / _LAYERS,
+                watcher=job.progress,
+                mode=section.mode,
+                activation_bytes=None if section.activation_memory is None else int(section.activation_memory * 1e9),
+                trust_remote_code=trust,
             )
-            device = resolve_device(job.setting.device)
-            job.progress.say(f"loading the model on {device}")
-            model = load_resident(folder, device, trust_remote_code=trust)
-            with job.progress.bar(section.samples, "samples") as advance:
-                ranges = observe(model, batched(samples, section.batch_size), advance=advance)
         except CalibrationError as error:
             raise StageError(f"calibration: {error}") from error
+        ranges = outcome.ranges
         ranges.save(job.path / RANGES)
         tokens = sum(len(sample) for sample in samples)
         return Output(
-            result={"tokens": tokens, "tokens_sha256": samples_digest(samples), "linear": len(ranges.inputs)},
-            summary=f"{len(ranges.keys)} attention layers, {len(ranges.inputs)} linear inputs over {tokens:,} tokens",
+            result={
+                "tokens": tokens,
+                "tokens_sha256": samples_digest(samples),
+                "linear": len(ranges.inputs),
+                "mode": outcome.decision.mode,
+                "mode_reason": outcome.decision.reason,
+                "devices": list(devices),
+                "observation": asdict(section.observation),
+                "warnings": list(outcome.warnings),
+                "seconds": round(time.monotonic() - began, 1),
+            },
+            summary=f"{len(ranges.keys)} attention layers, {len(ranges.inputs)} linear inputs over {tokens:,} tokens, "
+            f"{outcome.decision.mode}",
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
@@ -94,6 +108,39 @@ def _section(setting: Setting) -> Calibration:
     if setting.recipe.calibration is None:
         raise StageError("the recipe has no calibration section.")
     return setting.recipe.calibration
+
+
+def data_identity(section: Calibration) -> Mapping[str, object]:
+    """What decides the tokens of a calibration, and which of them are run together."""
+    return {
+        "set": _identity(section),
+        "samples": section.samples,
+        "sequence_length": section.sequence_length,
+        "packing": section.packing,
+        "batch_size": section.batch_size,
+        "seed": section.seed,
+    }
+
+
+def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) -> Sequence[torch.Tensor]:
+    """The samples of a calibration, int64 [n] each, by the tokenizer of the model in ``folder``.
+
+    Raises `CalibrationError` for texts that cannot be read or are too few.
+    """
+    from transformers import AutoTokenizer
+
+    from calibration.samples import read_samples
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    samples: Sequence[torch.Tensor] = read_samples(  # type: ignore[assignment]  # a tensor is a sequence of its rows
+        pinned_set(section),
+        tokenizer,
+        samples=section.samples,
+        sequence_length=section.sequence_length,
+        packing=section.packing,
+        seed=section.seed,
+    )
+    return samples
 
 
 def pinned_set(section: Calibration) -> CalibrationSet:

@@ -82,7 +82,7 @@ def reasons_of(entry: Entry) -> tuple[str, ...]:
 
 def _expected_scales(
     job: Job, checkpoint: Checkpoint, structure: Structure, quantization: Quantization
-) -> Mapping[str, float]:
+) -> Mapping[str, tuple[float, ...]]:
     """The static scales that the ranges give, by tensor name, rounded to what they are stored in."""
     import torch
 
@@ -94,7 +94,7 @@ def _expected_scales(
     dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
     stored = {name: checkpoint.tensors[name][1].dtype for name in wanted if name in checkpoint.tensors}
     return {
-        name: float(fp8_scale(torch.tensor(wanted[name], dtype=dtypes[dtype])))
+        name: tuple(fp8_scale(wanted[name].to(dtypes[dtype])).float().tolist())
         for name, dtype in stored.items()
         if dtype in dtypes
     }

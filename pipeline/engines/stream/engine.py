@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ def write_checkpoint(
     source: Checkpoint,
     plans: tuple[ShardPlan, ...],
     choice: Choice,
-    ranges: Mapping[str, float],
+    ranges: Mapping[str, torch.Tensor | float],
     destination: Path,
     *,
     checkpoint_format: str,
@@ -70,8 +71,8 @@ def write_checkpoint(
 ) -> Written:
     """Write the quantized checkpoint into ``destination``, going on where an earlier attempt stopped.
 
-    ``ranges`` holds the largest magnitude behind each static scale, by the scale's name. ``manifest`` (JSON lines)
-    lists the files that are committed; those are skipped. Files are spread over ``devices``. Raises `StageError` when
+    ``ranges`` holds the largest magnitudes behind each static scale, one a value, by its name. ``manifest`` (JSON
+    lines) lists the files that are committed; those are skipped. Files are spread over ``devices``. Raises `StageError` when
     the disk is full, a file cannot be read or a weight is not finite.
     """
     begin = time.perf_counter()
@@ -114,7 +115,7 @@ class _Run:
     def __init__(
         self,
         source: Checkpoint,
-        ranges: Mapping[str, float],
+        ranges: Mapping[str, torch.Tensor | float],
         destination: Path,
         manifest: Path,
         advance: Callable[[int], None],
@@ -218,15 +219,18 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _static_scales(plan: ShardPlan, ranges: Mapping[str, float]) -> dict[str, torch.Tensor]:
+def _static_scales(plan: ShardPlan, ranges: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor]:
     """The scales of one file that no weight decides, rounded to the dtype that they are stored in."""
     import torch
 
-    return {
-        stored.name: fp8_scale(torch.tensor(ranges[stored.name], dtype=torch_dtype(stored.dtype)))
-        for stored in plan.deferred
-        if stored.role in STATIC_ROLES
-    }
+    scales: dict[str, torch.Tensor] = {}
+    for stored in plan.deferred:
+        if stored.role in STATIC_ROLES:
+            scale = fp8_scale(torch.as_tensor(ranges[stored.name], dtype=torch_dtype(stored.dtype)))
+            if scale.numel() != prod(stored.shape):
+                raise StageError(f"{stored.name}: {scale.numel()} ranges were measured, expected {list(stored.shape)}.")
+            scales[stored.name] = scale.reshape(stored.shape)
+    return scales
 
 
 def _read_manifest(manifest: Path, destination: Path) -> dict[str, WrittenShard]:

@@ -19,7 +19,7 @@ from pipeline.formats.header import ITEM_BITS, encode_header
 from pipeline.formats.layout import Choice, layout
 from pipeline.formats.tensors import StoredTensor, weight_tensors
 from pipeline.model.structure import Structure
-from pipeline.recipe.modules import scale_group
+from pipeline.recipe.modules import scale_group, text_config
 
 STATIC_ROLES = frozenset({"input_scale", "k_scale", "v_scale"})
 """Roles of tensors that measured ranges decide, and no weight."""
@@ -176,6 +176,7 @@ def _kv_scales(
     if not choice.kv_cache:
         return {}
     form = layout(checkpoint_format)
+    shape = form.kv_scale_shape(_kv_heads(source) if choice.kv_per_head else None)
     result: dict[str, tuple[StoredTensor, ...]] = {}
     for module in structure.attention:
         candidates = (f"{module}.{part}.weight" for part in _KEYS)
@@ -187,7 +188,12 @@ def _kv_scales(
             )
         dtype = copied(source, anchor, structure.encoded).dtype
         result[anchor] = tuple(
-            StoredTensor(name, role, dtype, form.kv_scale_shape())
+            StoredTensor(name, role, dtype, shape)
             for name, role in zip(form.kv_scale_names(module), ("k_scale", "v_scale"), strict=True)
         )
     return result
+
+
+def _kv_heads(source: Checkpoint) -> int:
+    text = text_config(source.config)
+    return int(text.get("num_key_value_heads") or text["num_attention_heads"])
