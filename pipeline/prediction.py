@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipeline.engines.library.size import checkpoint_bytes
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint
@@ -47,8 +48,11 @@ class Prediction:
 def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Prediction:
     """Predict from headers, real or imagined. Raises `UserError` for what the recipe cannot be applied to."""
     choice = select(structure, recipe.quantization)
-    plans = plan_shards(source, structure, choice, recipe.quantization.format)
-    checkpoint = sum(plan.nbytes for plan in plans)
+    layout = recipe.quantization.format
+    if recipe.quantization.engine == "stream":
+        checkpoint = sum(plan.nbytes for plan in plan_shards(source, structure, choice, layout))
+    else:
+        checkpoint = checkpoint_bytes(source, structure, choice, layout)
     return Prediction(
         parameters=structure.parameters,
         source=source.nbytes,

@@ -132,7 +132,7 @@ def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) 
     from calibration.samples import read_samples
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    samples: Sequence[torch.Tensor] = read_samples(  # type: ignore[assignment]  # a tensor is a sequence of its rows
+    samples: Sequence[torch.Tensor] = read_samples(
         pinned_set(section),
         tokenizer,
         samples=section.samples,

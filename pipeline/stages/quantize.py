@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pipeline.device import resolve_devices
 from pipeline.engines.ranges import scale_ranges
@@ -17,10 +18,14 @@ from pipeline.model.select import select
 from pipeline.model.structure import read_structure
 from pipeline.recipe.schema import Quantization
 from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES
 from pipeline.stages.source import model_folder
 from pipeline.store.disk import free_bytes
 from pipeline.store.entries import Entry
+
+if TYPE_CHECKING:
+    import torch
 
 CHECKPOINT = "checkpoint"
 ERRORS = "errors.json"
@@ -41,17 +46,24 @@ class QuantizeStage:
         return {"source": "source", **calibrated}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The whole section."""
+        """The whole section, and the calibration data where a library reads it itself."""
+        own = {} if setting.recipe.quantization.engine == "stream" else by_library.settings(setting)
         return {
             **setting.recipe.quantization.model_dump(mode="json"),
             "trust_remote_code": setting.recipe.trust_remote_code,
+            **own,
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """PyTorch rounds; transformers says what is linear."""
-        return versions("torch", "transformers")
+        own = {} if setting.recipe.quantization.engine == "stream" else by_library.tools(setting)
+        return {**versions("torch", "transformers"), **own}
 
     def run(self, job: Job) -> Output:
+        """Make the checkpoint by the engine that the recipe names."""
+        return self._stream(job) if job.setting.recipe.quantization.engine == "stream" else by_library.run(job)
+
+    def _stream(self, job: Job) -> Output:
         """Stream every shard through the scheme's kernel."""
         quantization = job.setting.recipe.quantization
         trust = job.setting.recipe.trust_remote_code
@@ -104,14 +116,16 @@ def _error(error: Error) -> dict[str, float | int | None]:
 
 
 def needs_ranges(quantization: Quantization) -> bool:
-    """Whether anything in the checkpoint is scaled by a measured range."""
+    """Whether anything in the checkpoint is scaled by a range that we measure; libraries measure their own."""
     from pipeline.schemes import scheme
 
+    if quantization.engine != "stream":
+        return False
     names = {quantization.scheme, *(override.scheme for override in quantization.overrides)}
     return quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in names)
 
 
-def _ranges(job: Job, choice: Choice) -> Mapping[str, float]:
+def _ranges(job: Job, choice: Choice) -> Mapping[str, torch.Tensor]:
     from calibration.ranges import load_ranges
 
     if "calibrate" not in job.inputs:

@@ -1,0 +1,248 @@
+"""quantize by a library: the job is written, run in a process of its own, and its result read back and proven.
+
+The process gets no token and no network, its output goes to ``engine.log``, and it ends when we do. What it made is
+moved to its place by one rename after it was held against the job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from calibration.errors import CalibrationError
+from pipeline.device import device_memory, resolve_devices
+from pipeline.digest import COMPANION_FILES
+from pipeline.engines.algorithms import algorithm
+from pipeline.engines.library.job import job_of, save_samples
+from pipeline.engines.library.result import adopt, differences, names_on_disk
+from pipeline.engines.library.size import require_memory
+from pipeline.errors import StageError, UserError
+from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
+from pipeline.formats.layout import Choice
+from pipeline.model.select import select
+from pipeline.model.structure import Structure, read_structure
+from pipeline.recipe.schema import Quantization
+from pipeline.schemes import scheme
+from pipeline.stage import Job, Output, Setting, versions
+from pipeline.stages.calibrate import data_identity, read_tokens
+from pipeline.stages.commands import run_logged
+from pipeline.stages.source import model_folder
+
+CHECKPOINT = "checkpoint"
+LOG = "engine.log"
+_WORK = "library"
+_SHOWN = 5  # differences that an error names
+_QUIET_S = 30.0
+_PROGRESS = re.compile(r"([^\r\n|%]{1,80}?):?\s+(\d{1,3})%\|")
+_TOOLS = {
+    "llmcompressor": ("llmcompressor", "compressed-tensors", "auto-round"),
+    "quark": ("amd-quark",),
+}
+
+
+def calibrated(quantization: Quantization) -> bool:
+    """Whether the library looks at calibration data."""
+    names = {quantization.scheme, *(override.scheme for override in quantization.overrides)}
+    static = quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in names)
+    return static or algorithm(quantization.algorithm).calibrated
+
+
+def settings(setting: Setting) -> Mapping[str, object]:
+    """What shapes the result beside the section itself: the tokens, which no stage before this one has read."""
+    section = setting.recipe.calibration
+    parameters = {"parameters": setting.recipe.quantization.parameters}
+    if section is None or not calibrated(setting.recipe.quantization):
+        return parameters
+    return {**parameters, "calibration": data_identity(section)}
+
+
+def tools(setting: Setting) -> Mapping[str, str]:
+    """The library's own versions."""
+    return versions(*_TOOLS[setting.recipe.quantization.engine])
+
+
+def run(job: Job) -> Output:
+    """Make the checkpoint.
+
+    Raises `UserError` before any work, `StageError` where the library breaks or its result is not what was asked for.
+    """
+    quantization = job.setting.recipe.quantization
+    trust = job.setting.recipe.trust_remote_code
+    source = open_checkpoint(model_folder(job.inputs["source"]))
+    job.progress.say("asking the model which of its modules are linear")
+    structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
+    choice = select(structure, quantization)
+    device = resolve_devices(job.setting.device)[0]
+    require_library(source, structure, choice, job.setting, device)
+    final = job.path / CHECKPOINT
+    if not final.is_dir():  # it is there where a run was stopped between the rename and the record
+        _make(job, source, structure, choice, device, final)
+    made = open_checkpoint(final)
+    size = sum((final / shard).stat().st_size for shard in made.shards)
+    return Output(
+        result={
+            "bytes": size,
+            # Which type the scales have is the library's affair, so there is nothing to compare this with.
+            "tensor_bytes": None,
+            "modules": len(choice.schemes),
+            "kept": len(choice.kept),
+            "engine": {"name": quantization.engine, **tools(job.setting)},
+        },
+        summary=f"{size / 1e6:,.1f} MB from {source.nbytes / 1e6:,.1f} MB, {len(choice.schemes)} modules, "
+        f"by {quantization.engine}",
+    )
+
+
+def require_library(source: Checkpoint, structure: Structure, choice: Choice, setting: Setting, device: str) -> None:
+    """Raise `UserError` for a model that the library could not be given."""
+    quantization = setting.recipe.quantization
+    engine = quantization.engine
+    if structure.encoded:
+        raise UserError(
+            f"engine {engine} reads 16-bit models only, {next(iter(structure.encoded))} is FP8 in blocks.",
+            hint="The engine stream decodes such a source on the way.",
+        )
+    if choice.kv_cache and quantization.format == "quark":
+        absent = [name for name in structure.attention if f"{name}.k_proj" not in structure.modules]
+        if absent:
+            raise UserError(
+                f"{absent[0]} has no separate K projection, so static FP8 KV scales have no place in the quark layout.",
+                hint="Set `kv_cache: auto`.",
+            )
+    section, window = setting.recipe.calibration, _window(source.config)
+    layer_wise = engine == "llmcompressor" and algorithm(quantization.algorithm).calibrated
+    if layer_wise and section is not None and window is not None and section.sequence_length > window:
+        raise UserError(
+            f"calibration.sequence_length: found {section.sequence_length}, expected at most {window}: llm-compressor "
+            f"runs {quantization.algorithm} layer by layer with one mask for all layers, and this model's attention "
+            f"has windows of {window} tokens."
+        )
+    require_memory(source.nbytes, device_memory(device), device, engine)
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """The window of a model's sliding attention; None where no layer has one."""
+    text = config.get("text_config") or config
+    window = text.get("sliding_window")
+    kinds = text.get("layer_types")
+    slides = "sliding_attention" in kinds if kinds else text.get("use_sliding_window", True)
+    return window if isinstance(window, int) and slides else None
+
+
+def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, device: str, final: Path) -> None:
+    quantization = job.setting.recipe.quantization
+    trust = job.setting.recipe.trust_remote_code
+    work = job.path / _WORK
+    if work.exists():
+        shutil.rmtree(work)  # a library does not go on where it was stopped
+    work.mkdir(parents=True)
+    made, adopted = work / "made", work / CHECKPOINT
+    library_job = job_of(
+        source.folder,
+        made,
+        choice,
+        structure,
+        quantization,
+        samples=_samples(job, work, source.folder),
+        batch_size=1 if job.setting.recipe.calibration is None else job.setting.recipe.calibration.batch_size,
+        device=device,
+        trust_remote_code=trust,
+    )
+    library_job.save(work / "job.json")
+    log = job.path / LOG
+    log.unlink(missing_ok=True)
+    engine = quantization.engine
+    job.progress.say(f"starting {engine}; its output goes to {log}")
+    run_logged(
+        [sys.executable, "-m", f"pipeline.engines.library.with_{engine}", str(work / "job.json")],
+        log,
+        what=f"engine {engine}",
+        env=_environment(device),
+        watch=_narrator(engine, job.progress.say),
+    )
+    job.progress.say(f"reading back what {engine} wrote")
+    names = names_on_disk(source, structure, trust_remote_code=trust)
+    try:
+        adopt(made, adopted, names, source, choice, quantization.format)
+        wrong = differences(
+            open_checkpoint(adopted),
+            source,
+            structure,
+            choice,
+            checkpoint_format=quantization.format,
+            algorithm_name=quantization.algorithm,
+        )
+        first = list(islice(wrong, _SHOWN + 1))
+    except UserError as error:
+        raise StageError(f"engine {engine} left no checkpoint that can be read: {error.message}") from error
+    if first:
+        more = "; …" if len(first) > _SHOWN else ""
+        raise StageError(
+            f"engine {engine} did not make what was asked for: {'; '.join(first[:_SHOWN])}{more}",
+            hint=f"What it wrote is kept in {adopted}, its log is {log}.",
+        )
+    _copy_companions(source.folder, adopted, with_code=trust)
+    adopted.rename(final)
+    shutil.rmtree(work)
+
+
+def _samples(job: Job, work: Path, folder: Path) -> Path | None:
+    section = job.setting.recipe.calibration
+    if section is None or not calibrated(job.setting.recipe.quantization):
+        return None
+    job.progress.say("reading the calibration texts")
+    path = work / "samples.safetensors"
+    try:
+        samples = read_tokens(section, folder, trust_remote_code=job.setting.recipe.trust_remote_code)
+    except CalibrationError as error:
+        raise StageError(f"calibration: {error}") from error
+    save_samples(samples, path)
+    return path
+
+
+def _environment(device: str) -> dict[str, str]:
+    """What the process gets beside our own variables, from which `run_logged` takes the tokens."""
+    root = str(Path(__file__).parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        # amd-quark compiles an extension with the tools beside the interpreter.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "PYTHONPATH": root if not inherited else f"{root}{os.pathsep}{inherited}",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # The libraries take an accelerator wherever they see one.
+        **({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
+    }
+
+
+def _narrator(engine: str, say: Callable[[str], None]) -> Callable[[str], None]:
+    """Tell what the end of a log shows: a new phase at once, else a sign of life now and then."""
+    began = time.monotonic()
+    told: tuple[str, float] = ("", began)
+
+    def watch(end: str) -> None:
+        nonlocal told
+        found = _PROGRESS.findall(end)
+        phase, percent = (found[-1][0].strip(), f" {found[-1][1]} %") if found else ("at work", "")
+        now = time.monotonic()
+        if phase != told[0] or now - told[1] >= _QUIET_S:
+            told = (phase, now)
+            say(f"{engine}: {phase}{percent}, {now - began:.0f} s")
+
+    return watch
+
+
+def _copy_companions(source: Path, destination: Path, *, with_code: bool) -> None:
+    """Tokenizer, chat template, licence: the source's own, whatever a library saved."""
+    for pattern in (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES:
+        for path in source.glob(pattern):
+            if path.is_file() and path.name not in ("config.json", INDEX_NAME):
+                shutil.copyfile(path, destination / path.name)
