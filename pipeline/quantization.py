@@ -18,14 +18,14 @@ from typing import Any
 
 from eval import suites, workloads
 from pipeline.destination import Destination, State
-from pipeline.device import resolve_device
+from pipeline.device import resolve_devices
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint, read_json
 from pipeline.formats.layout import Choice
 from pipeline.locks import Lock
 from pipeline.model.select import select
 from pipeline.model.structure import Structure, imagine, read_structure
-from pipeline.planning import plan_stages
+from pipeline.planning import plan_stages, stages_of
 from pipeline.prediction import Prediction, predict
 from pipeline.preflight import require_memory
 from pipeline.progress import Reporter
@@ -34,10 +34,10 @@ from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.options import option_of, refuse_options
 from pipeline.runner import Outcome, run_plan
 from pipeline.stage import Planned, Setting, SourceIdentity, Stage
-from pipeline.stages.calibrate import CalibrateStage, pinned_set
-from pipeline.stages.inspect import INSPECTION, InspectStage
+from pipeline.stages.calibrate import pinned_set
+from pipeline.stages.inspect import INSPECTION
 from pipeline.stages.located import LocatedSource
-from pipeline.stages.quantize import CHECKPOINT, QuantizeStage
+from pipeline.stages.quantize import CHECKPOINT, ERRORS
 from pipeline.stages.source import config_folder, fetch, identify
 from pipeline.store.disk import disk_errors, free_bytes
 from pipeline.store.tree import Store
@@ -115,14 +115,8 @@ def open_job(
 
 
 def _stages(source: LocatedSource, setting: Setting, *, inspect: bool) -> Sequence[Stage]:
-    quantize = QuantizeStage()
-    calibrated = "calibrate" in quantize.inputs(setting)
-    return (
-        source,
-        *((CalibrateStage(),) if calibrated else ()),
-        quantize,
-        *((InspectStage(),) if inspect else ()),
-    )
+    wanted = {"calibrate", "quantize", *(("inspect",) if inspect else ())}
+    return source, *(stage for stage in stages_of(setting) if stage.key in wanted)
 
 
 def _payload(plan: Sequence[Planned]) -> dict[str, Any]:
@@ -196,7 +190,7 @@ def make(job: QuantizationJob, reporter: Reporter) -> bool:
 
 def _require_means(job: QuantizationJob, reporter: Reporter, *, fresh: bool) -> Forecast:
     """Refuse what could not come to its end, before the first byte is written."""
-    resolve_device(job.setting.device)
+    resolve_devices(job.setting.device)
     if job.calibrated and job.setting.recipe.calibration is not None:
         pinned_set(job.setting.recipe.calibration)
     if job.setting.source.repo is not None:
@@ -216,7 +210,8 @@ def _require_means(job: QuantizationJob, reporter: Reporter, *, fresh: bool) -> 
 
 def _deliver(job: QuantizationJob, outcome: Outcome, expected: Forecast, *, resumed: bool) -> None:
     entries = {step.planned.key: step.entry for step in outcome.steps}
-    evidence = {INSPECTION: entries["inspect"].file(INSPECTION)} if "inspect" in entries else {}
+    proofs = {INSPECTION: entries.get("inspect"), ERRORS: entries["quantize"]}
+    evidence = {name: entry.path / name for name, entry in proofs.items() if entry and name in entry.record.files}
     files = {
         name.removeprefix(f"{CHECKPOINT}/"): fact
         for name, fact in entries["quantize"].record.files.items()
@@ -228,18 +223,27 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Forecast, *, resu
         "schemes": dict(expected.schemes),
         "kept": len(expected.choice.kept),
         "seconds": {key: entry.record.duration_s for key, entry in entries.items()},
+        "engine": entries["quantize"].record.result.get("seconds"),
         "resumed": resumed,
-        "inspection": _inspected(evidence.get(INSPECTION)),
+        "inspection": _verdict(evidence.get(INSPECTION)),
+        "worst": _worst(evidence),
         "files": {name: {"size": fact.size, "sha256": fact.sha256} for name, fact in files.items()},
     }
     job.destination.deliver(entries["quantize"].path / CHECKPOINT, facts, evidence)
 
 
-def _inspected(path: Path | None) -> dict[str, Any] | None:
-    """The verdict of the inspection with the layer that lost most; None where there was none."""
-    if path is None:
-        return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    layers = [layer for layer in found["layers"] if layer["sqnr_db"] is not None]
-    worst = min(layers, key=lambda layer: float(layer["sqnr_db"]), default=None)
-    return {"verdict": found["verdict"], "kv_scales": len(found["kv_scales"]), "worst": worst}
+def _verdict(inspection: Path | None) -> str | None:
+    """What the inspection said; None where there was none."""
+    return None if inspection is None else str(json.loads(inspection.read_text(encoding="utf-8"))["verdict"])
+
+
+def _worst(evidence: Mapping[str, Path]) -> dict[str, Any] | None:
+    """The layer that lost most: by the inspection, which compares whole weights, else by the engine's own count."""
+    found: list[tuple[float, str]] = []
+    if INSPECTION in evidence:
+        layers = json.loads(evidence[INSPECTION].read_text(encoding="utf-8"))["layers"]
+        found = [(layer["sqnr_db"], layer["module"]) for layer in layers if layer["sqnr_db"] is not None]
+    elif ERRORS in evidence:
+        errors = json.loads(evidence[ERRORS].read_text(encoding="utf-8"))
+        found = [(error["sqnr_db"], module) for module, error in errors.items() if error["sqnr_db"] is not None]
+    return {"module": min(found)[1], "sqnr_db": min(found)[0]} if found else None

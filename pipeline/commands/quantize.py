@@ -12,6 +12,9 @@ from pipeline.commands.options import emit, json_option
 if TYPE_CHECKING:
     from pipeline.quantization import Forecast, QuantizationJob
 
+_QUANTIZATION = ("scheme", "kv_cache", "kv_cache_granularity", "engine", "algorithm", "shared_scales")
+_CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "observer", "experts")
+
 
 @click.command(name="quantize")
 @click.argument("src")
@@ -19,7 +22,10 @@ if TYPE_CHECKING:
 @click.option("--scheme", required=True, help="What linear layers become; `quantmint schemes` lists them.")
 @click.option("--format", "layout", help="Layout: compressed-tensors (default) or quark.")
 @click.option("--kv-cache", help="fp8: calibrated static scales. auto (default): 16 bit.")
+@click.option("--kv-cache-granularity", help="tensor (default), or head: a scale for each KV head.")
 @click.option("--engine", help="stream (default), llmcompressor or quark.")
+@click.option("--algorithm", help="gptq, awq, smoothquant, ...: for the engines that are libraries.")
+@click.option("--shared-scales/--no-shared-scales", default=None, help="One FP8 scale for what vLLM fuses (default).")
 @click.option("--exclude", metavar="NAME", multiple=True, help="Module that stays in 16 bit, or re:PATTERN.")
 @click.option("--override", metavar="NAME=SCHEME", multiple=True, help="Module, or re:PATTERN, with another scheme.")
 @click.option("--calibration", metavar="SET", help="Set that ranges are measured on: a name or a YAML file.")
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
 @click.option("--packing/--no-packing", default=None, help="Join texts, or take one a sequence (default: the set's).")
 @click.option("--batch-size", type=int, help="Sequences run together (default: 8).")
 @click.option("--seed", type=int, help="Seed of the choice of samples (default: the set's, else 0).")
+@click.option("--observer", help="amax (default), percentile or mse: from inputs to a scale.")
+@click.option("--experts", help="all (default) or routed: which tokens count for an expert.")
 @click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run the model's own Python code.")
 @click.option("--inspect/--no-inspect", default=True, show_default=True, help="Prove the result before it is whole.")
@@ -65,20 +73,15 @@ def command(
 
 def _sections(given: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[str, Any]:
     """The recipe's sections that the options stand for."""
-    calibration = {
-        "set": given["calibration"],
-        **{name: given[name] for name in ("samples", "sequence_length", "packing", "batch_size", "seed")},
-    }
+    calibration = {"set": given["calibration"], **{name: given[name] for name in _CALIBRATION}}
     useless = next((name for name, value in calibration.items() if value is not None), None)
     if given["calibration"] is None and useless is not None:
         raise click.UsageError(f"--{useless.replace('_', '-')}: found it without --calibration SET")
     return {
         "trust_remote_code": bool(given["trust_remote_code"]),
         "quantization": {
-            "scheme": given["scheme"],
-            "kv_cache": given["kv_cache"],
+            **{name: given[name] for name in _QUANTIZATION},
             "format": given["layout"],
-            "engine": given["engine"],
             "exclude": list(given["exclude"]),
             "overrides": overrides,
         },
@@ -158,13 +161,11 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
     click.echo(f"size        {size(record['bytes'])} from {size(record['source_bytes'])}")
     click.echo(f"modules     {schemes}, {record['kept']:,} kept in 16 bit")
     click.echo(f"time        {_times(record)}")
-    inspection = record["inspection"]
-    if inspection is None:
-        click.echo(f"inspection  none; `quantmint inspect {shlex.quote(str(out))} --source SRC` makes up for it")
-    else:
-        worst = inspection["worst"]
-        loss = "" if worst is None else f"; least SQNR {worst['sqnr_db']:.1f} dB at {worst['module']}"
-        click.echo(f"inspection  {inspection['verdict']}{loss}")
+    worst = record["worst"]
+    if worst is not None:
+        click.echo(f"error       least SQNR {worst['sqnr_db']:.1f} dB, of {worst['module']}")
+    later = f"none; `quantmint inspect {shlex.quote(str(out))} --source SRC` makes up for it"
+    click.echo(f"inspection  {record['inspection'] or later}")
     click.echo(f"serve       {serve}")
 
 

@@ -60,7 +60,9 @@ def test_bytes_are_those_of_the_recipe(
         "calibration: {set: words.yaml}\ntarget: {max_model_len: 512, workload: tiny}\n"
         "evaluation: {suite: tiny}\ngate: {accuracy: {margin: 0.02}}\n"
     )
-    told = quantmint("run", "r.yaml", "--until", "quantize", "--json").json
+    ran = quantmint("run", "r.yaml", "--until", "quantize", "--json")
+    assert ran.code == 0, ran.err
+    told = ran.json
     recipes = Path(told["stages"][-1]["path"]) / "checkpoint"
     ended = quantmint("quantize", source, "out", "--scheme", scheme, "--format", layout, "--exclude", excluded, *more)
     assert ended.code == 0, ended.err
@@ -75,7 +77,8 @@ def test_what_it_says(quantmint: Quantmint, source: Path) -> None:
     assert ended.code == 0
     lines = dict(line.split(None, 1) for line in ended.out.splitlines())
     assert lines["serve"] == "vllm serve out --kv-cache-dtype fp8"
-    assert lines["inspection"].startswith("PASS; least SQNR ")
+    assert lines["inspection"] == "PASS"
+    assert lines["error"].startswith("least SQNR ")
     assert lines["modules"] == "14 modules in ptpc_fp8, 1 kept in 16 bit"
     assert "GB/s" in lines["time"]
     assert not Path("out/.quantmint").exists()
@@ -84,7 +87,8 @@ def test_what_it_says(quantmint: Quantmint, source: Path) -> None:
     again = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8", *KV, "--json").json
     assert (again["made"], again["schemes"], again["kept"]) == (False, {"ptpc_fp8": 14}, 1)
     assert again["checkpoint"] == str(Path("out").absolute())
-    assert again["inspection"]["verdict"] == "PASS"
+    assert again["inspection"] == "PASS"
+    assert again["worst"]["module"].startswith("model.layers.")
     assert planned["schemes"] == again["schemes"]
     assert (planned["state"], planned["predicted"]["source"]) == ("nothing is there yet", again["source_bytes"])
     size = sum(path.stat().st_size for path in Path("out").glob("*.safetensors"))
@@ -113,6 +117,7 @@ def test_schemes_can_be_mixed(quantmint: Quantmint, source: Path) -> None:
     assert ended.code == 0, ended.err
     assert ended.json["schemes"] == {"ptpc_fp8": 8, "mxfp4": 4, "mxfp4_weight_only": 2}
     assert ended.json["inspection"] is None
+    assert ended.json["worst"] is not None, "the engine counts on the way"
 
 
 def test_a_finished_folder_is_left_alone(quantmint: Quantmint, source: Path) -> None:
