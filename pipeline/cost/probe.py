@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline.cost.rates import Rates
 from pipeline.cost.volume import CARRIED
-from pipeline.engines.stream.engine import _CPU_PIECE as CPU_PIECE
+from pipeline.engines.stream.engine import CPU_PIECE
 from pipeline.engines.stream.error import sampled_error
 from pipeline.engines.stream.kernels import KERNELS, amax
 from pipeline.store.disk import fsync

@@ -14,9 +14,7 @@ from calibration.errors import CalibrationError
 from calibration.room import Need, decide
 from pipeline.cost.rates import Rates
 from pipeline.cost.volume import CalibrateVolume, QuantizeVolume
-from pipeline.engines.stream.engine import _CPU_PIECE as CPU_PIECE
-from pipeline.engines.stream.engine import _GPU_PIECE as GPU_PIECE
-from pipeline.engines.stream.engine import _lanes as lanes_of
+from pipeline.engines.stream.engine import CPU_PIECE, GPU_PIECE, lanes_of
 
 _CACHED_SHARE = 0.5
 """Of the machine's memory: a model up to that size is taken to be in the page cache, since it was hashed or fetched."""

@@ -62,7 +62,7 @@ def test_the_size_of_the_pieces_and_the_number_of_workers_change_nothing(
     ranges = {f"{module}.input_scale": 3.0 for module in modules} if scheme == "fp8" else None
     results = []
     for number, (piece, cores) in enumerate([(1 << 30, 1), (1, 1), (700, 2), (100_000, 3), (50_000, 16)]):
-        monkeypatch.setattr(engine, "_CPU_PIECE", piece)
+        monkeypatch.setattr(engine, "CPU_PIECE", piece)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         work = tmp_path / str(number)
         results.append(run(uneven, work, scheme=scheme, ranges=ranges, shared_scales=shared_scales))

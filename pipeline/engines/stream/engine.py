@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
 
 _OURS = ("config.json", INDEX_NAME)
-_CPU_PIECE = 2 << 20  # bytes: with the intermediate results of its parts, a core's second-level cache
-_GPU_PIECE = 32 << 20  # bytes: the bus at its full speed
+CPU_PIECE = 2 << 20  # bytes: with the intermediate results of its parts, a core's second-level cache
+GPU_PIECE = 32 << 20  # bytes: the bus at its full speed
 _WORKERS_PER_FILE = 4  # more would wait for their turn at the file's hash
 _FILES = 4  # at a time on one device
 
@@ -132,7 +132,7 @@ class _Run:
     def write(self, plans: Sequence[ShardPlan], devices: Sequence[str]) -> None:
         """Write and commit files. What was whole is committed also where another file fails."""
         self._waiting = iter(plans)
-        lanes = _lanes(len(plans), devices)
+        lanes = lanes_of(len(plans), devices)
         with ThreadPoolExecutor(1, "commit") as committer, ThreadPoolExecutor(max(len(lanes), 1), "lane") as pool:
             running = [pool.submit(self._lane, device, workers, committer) for device, workers in lanes]
             try:
@@ -153,7 +153,7 @@ class _Run:
                     self._destination,
                     _static_scales(plan, self._ranges),
                     workers=workers,
-                    piece=_CPU_PIECE if workers[0].device.type == "cpu" else _GPU_PIECE,
+                    piece=CPU_PIECE if workers[0].device.type == "cpu" else GPU_PIECE,
                     advance=self._advance,
                     stop=self._stop,
                 )
@@ -189,7 +189,7 @@ class _Run:
             self.seconds["flush"] += time.perf_counter() - start
 
 
-def _lanes(files: int, devices: Sequence[str]) -> list[tuple[str, int]]:
+def lanes_of(files: int, devices: Sequence[str]) -> list[tuple[str, int]]:
     """Device and number of workers of each file that is made at a time.
 
     A CPU gets a worker a core, a few to a file; a GPU as many as keep its bus and the disk busy.
