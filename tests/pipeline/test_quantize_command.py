@@ -120,6 +120,22 @@ def test_schemes_can_be_mixed(quantmint: Quantmint, source: Path) -> None:
     assert ended.json["worst"] is not None, "the engine counts on the way"
 
 
+def test_options_reach_the_engine(quantmint: Quantmint, source: Path) -> None:
+    fp8 = ("quantize", source, "--scheme", "fp8", *KV, "--no-inspect")
+    assert quantmint(*fp8, "shared").code == 0
+    for name, option in (
+        ("apart", ("--no-shared-scales",)),
+        ("heads", ("--kv-cache-granularity", "head")),
+        ("clipped", ("--observer", "percentile")),
+        ("fewer", ("--samples", 1)),
+        ("unpacked", ("--no-packing",)),
+        ("seeded", ("--seed", 9)),
+    ):
+        ended = quantmint(*fp8, name, *option)
+        assert ended.code == 0, ended.err
+        assert weights(Path(name)) != weights(Path("shared")), name
+
+
 def test_a_finished_folder_is_left_alone(quantmint: Quantmint, source: Path) -> None:
     command = ("quantize", source, "out", "--scheme", "ptpc_fp8")
     assert quantmint(*command, "--no-inspect").code == 0
@@ -245,6 +261,8 @@ def test_an_unsound_checkpoint_never_gets_its_configuration(
         (("--scheme", "fp8_block", "--format", "quark"), "--scheme: found fp8_block in quark, expected format compr"),
         (("--scheme", "ptpc_fp8", "--format", "gguf"), '--format: found "gguf", expected one of compressed-tensors'),
         (("--scheme", "ptpc_fp8", "--engine", "steam"), '(did you mean "stream"?)'),
+        (("--scheme", "ptpc_fp8", "--algorithm", "gptq", *KV), "--algorithm: "),
+        (("--scheme", "w4a16"), "expected llmcompressor"),
         (("--scheme", "fp8"), "--scheme: found fp8 without calibration, expected --calibration SET"),
         (("--scheme", "ptpc_fp8", "--kv-cache", "fp8"), "--kv-cache: found fp8 without calibration"),
         (("--scheme", "ptpc_fp8", "--samples", "3"), "--samples: found it without --calibration"),
@@ -368,6 +386,17 @@ def test_a_full_disk(quantmint: Quantmint, source: Path, small_disk: Path, monke
     assert ended.code == 0, ended.err
     assert quantmint("quantize", source, "plain", "--scheme", "ptpc_fp8", "--no-inspect").code == 0
     assert weights(out) == weights(Path("plain"))
+
+
+@pytest.mark.slow
+def test_two_at_once_make_it_once(source: Path) -> None:
+    command = [sys.executable, "-m", "pipeline", "quantize", str(source), "out", "--scheme", "mxfp4", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    told = [json.loads(one.communicate()[0]) for one in both]
+    assert [one.returncode for one in both] == [0, 0], told
+    assert sorted(one["made"] for one in told) == [False, True]
+    assert not list(Path("out").glob(".*"))
 
 
 @pytest.mark.slow
