@@ -45,6 +45,9 @@ def duration(seconds: float) -> str:
 
 def print_costs(console: Console, costs: Forecast) -> None:
     """What the stages that work on weights take, and whose rates that was computed from."""
+    if not costs.stages:
+        console.print("how long a library takes to quantize is not predicted")
+        return
     stages = table("stage", "time", "memory", "device", "disk", "mostly", right=("time", "memory", "device", "disk"))
     for stage, cost in costs.stages.items():
         stages.add_row(

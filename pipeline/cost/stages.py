@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from calibration.errors import CalibrationError
-from calibration.room import Need, decide
+from calibration.room import decide
 from pipeline.cost.rates import Rates
 from pipeline.cost.volume import CalibrateVolume, QuantizeVolume
 from pipeline.engines.stream.engine import CPU_PIECE, GPU_PIECE, lanes_of
@@ -26,11 +26,12 @@ _CPU_PIECES, _PINNED_PIECES, _DEVICE_PIECES = 6, 2, 6
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How fast, and how large: memory in bytes, of the host and of the device that computes."""
+    """How fast, and how large: memory in bytes, of the host and of each of the ``devices`` that compute."""
 
     rates: Rates
     cores: int
     memory: int
+    devices: tuple[str, ...]
     device_memory: int
 
 
@@ -59,7 +60,7 @@ class Cost:
 def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
     """The stream engine: read, compute, hash and write overlap over all files; what is finished is synced meanwhile."""
     rates = machine.rates
-    lanes = lanes_of(volume.files, [rates.device_kind])
+    lanes = lanes_of(volume.files, machine.devices)
     workers = min(sum(count for _, count in lanes), machine.cores)
     computed = sum(count / rates.kernel(name) for name, count in volume.kernels.items())
     parts = {
@@ -77,8 +78,9 @@ def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
         "hash": parts["hash"] / len(lanes),
     }
     if rates.link is not None:
-        busy["device"] = computed
-        busy["link"] = parts["link"] = max(volume.read, volume.written) / rates.link
+        busy["device"] = computed / len(machine.devices)
+        parts["link"] = max(volume.read, volume.written) / rates.link
+        busy["link"] = parts["link"] / len(machine.devices)
     if volume.distinct > _CACHED_SHARE * machine.memory:
         busy["disk"] = parts["disk"] = volume.distinct / rates.disk
     bound = max(busy, key=lambda name: busy[name])
@@ -94,7 +96,7 @@ def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
         seconds=durable,
         written=busy[bound],
         memory=rates.resident + count * held * piece,
-        device_memory=0 if on_cpu else count * _DEVICE_PIECES * piece,
+        device_memory=0 if on_cpu else -(-count // len(machine.devices)) * _DEVICE_PIECES * piece,
         disk=volume.written,
         bound=bound,
         parts=parts,
@@ -109,7 +111,7 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
     """
     rates, need = machine.rates, volume.need
     on_cpu = rates.link is None
-    mode = _mode(volume.need, machine)
+    mode = _mode(volume, machine)
     parts = {
         "load": need.weights / (rates.disk if need.weights > _CACHED_SHARE * machine.memory else rates.read),
         "products": volume.flops / rates.flops,
@@ -117,16 +119,17 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
     }
     if rates.link is not None:
         parts["load"] = max(parts["load"], need.weights / rates.link)
-    forward = parts["products"] + parts["scores"]
+    forward = (parts["products"] + parts["scores"]) / len(machine.devices)
     if mode == "resident":
         held, kept, spilled = need.weights + need.forward, 0, 0
         seconds = parts["load"] + forward
     else:
         running = 2 * need.layer + need.forward
         free = min(machine.device_memory // 2, machine.device_memory - running)
-        on_device = not on_cpu and volume.states <= free
-        kept = volume.states if on_device else min(volume.states, machine.memory // 4)
-        held, spilled = running + (kept if on_device else 0), volume.states - kept
+        on_device = not on_cpu and volume.states <= free * len(machine.devices)
+        budget = machine.memory // 4 if volume.memory is None else volume.memory
+        kept = volume.states if on_device else min(volume.states, budget)
+        held, spilled = running + (kept // len(machine.devices) if on_device else 0), volume.states - kept
         kept = 0 if on_device else kept
         layers = need.weights / need.layer
         parts["spill"] = layers * spilled * (1 / rates.sync + 1 / rates.disk)
@@ -143,8 +146,8 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
     )
 
 
-def _mode(need: Need, machine: Machine) -> str:
+def _mode(volume: CalibrateVolume, machine: Machine) -> str:
     try:
-        return decide("auto", need, ["it"], {"it": machine.device_memory}, None).mode
+        return decide(volume.mode, volume.need, ["it"], {"it": machine.device_memory}, None).mode
     except CalibrationError:  # fits in neither way, which a run says before it starts
         return "layer"

@@ -10,8 +10,7 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-from calibration.observers import Observation
-from calibration.room import Need, forward_bytes
+from calibration.room import Mode, Need, forward_bytes
 from pipeline.engines.stream.origin import Origin
 from pipeline.engines.stream.plan import ShardPlan
 from pipeline.formats.checkpoint import Checkpoint
@@ -47,13 +46,16 @@ class CalibrateVolume:
     """What one pass over the calibration set takes.
 
     ``need`` are the bytes on a device, ``flops`` the operations of all matrix products, ``scores`` the attention
-    weights that are computed. ``states`` are the bytes of the whole set's hidden states, which layer mode keeps.
+    weights that are computed. ``states`` are the bytes of the whole set's hidden states, which layer mode keeps, in
+    ``memory`` bytes of the host's where the recipe says so. ``mode`` is what the recipe asks for.
     """
 
     need: Need
     flops: float
     scores: float
     states: int
+    mode: Mode
+    memory: int | None
 
 
 def quantize_volume(plans: Iterable[ShardPlan]) -> QuantizeVolume:
@@ -87,11 +89,11 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
 
     A product of [t, i] and [i, o] takes 2 t i o operations. Eager attention computes all L x L scores of a head, with
     4 D operations each for a head of D elements, in the product with the keys and that with the values. An expert gets
-    every token once, besides those that the router sends.
+    every token once, besides those that the router sends, unless the recipe asks for the router's only.
     """
     text: Mapping[str, Any] = source.config.get("text_config") or source.config
     tokens, length = calibration.samples * calibration.sequence_length, calibration.sequence_length
-    share = routed_share(text) + (1.0 if Observation().experts == "all" else 0.0)
+    share = routed_share(text) + (1.0 if calibration.experts == "all" else 0.0)
     products = sum(
         (share if _EXPERT.search(name) else 1.0) * rows * columns for name, (rows, columns) in structure.linear.items()
     )
@@ -110,6 +112,8 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
         flops=2.0 * tokens * products + 4.0 * scores * width,
         scores=scores,
         states=2 * tokens * hidden,
+        mode=calibration.mode,
+        memory=None if calibration.activation_memory is None else int(calibration.activation_memory * 1e9),
     )
 
 

@@ -1,8 +1,8 @@
 """The process that one measurement is made in: `python -m tests.bench.child ORDER RESULT`, both of them JSON files.
 
 Times count from a clock that starts when the libraries are imported and a model of one layer was made once, so that
-compilers and device contexts are ready. *Written* is when the last byte was given to the system: where a contender
-syncs, that is when its last sync of weights begins; else when it returns. *Durable* is when every file is on the disk.
+compilers and device contexts are ready. *Written* is when the last byte was given to the system, which a contender that
+syncs says itself; for the others it is when they return. *Durable* is when every file is on the disk.
 """
 
 from __future__ import annotations
@@ -12,32 +12,10 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.bench.contenders import CONTENDERS, Task
-
-
-@dataclass
-class Syncs:
-    """Every sync that this process asks for, seen at `os.fsync`: (start, end, path)."""
-
-    real: Callable[[Any], None] = os.fsync
-    spans: list[tuple[float, float, str]] = field(default_factory=list)
-
-    def __call__(self, file: Any) -> None:
-        number = file if isinstance(file, int) else file.fileno()
-        path = str(Path(f"/proc/self/fd/{number}").readlink())
-        started = time.perf_counter()
-        self.real(file)
-        self.spans.append((started, time.perf_counter(), path))
-
-    def of_weights(self) -> list[tuple[float, float]]:
-        return [
-            (started, ended) for started, ended, path in self.spans if ".safetensors" in path and ".json" not in path
-        ]
 
 
 def measure(contender: str, task: Task, source: Path, destination: Path, warm: Path | None) -> dict[str, Any]:
@@ -47,30 +25,27 @@ def measure(contender: str, task: Task, source: Path, destination: Path, warm: P
     imported = time.perf_counter()
     if warm is not None:
         work(warm, destination.with_name(f"{destination.name}-warm"))
-    syncs = Syncs()
-    os.fsync = syncs  # type: ignore[assignment]
     cpu = _cpu_seconds()
     warmed = time.perf_counter()
-    phases = work(source, destination)
+    done = work(source, destination)
     returned = time.perf_counter()
     cpu = _cpu_seconds() - cpu
     for path in sorted(destination.rglob("*")):
         handle = os.open(path, os.O_RDONLY)
-        syncs.real(handle)
+        os.fsync(handle)
         os.close(handle)
     durable = time.perf_counter()
-    weights = syncs.of_weights()
     return {
         "import": imported - started,
         "warm_up": warmed - imported,
-        "written": max((began for began, _ in weights), default=returned) - warmed,
+        "written": returned - warmed - done.tail,
         "returned": returned - warmed,
         "durable": durable - warmed,
-        "sync": sum(ended - began for began, ended in weights),
         "cpu": cpu,
         "peak_rss": None if contender == "cp" else peak_memory(),
         "peak_device": peak_device_memory(task.device),
-        "phases": dict(phases),
+        "phases": dict(done.phases),
+        "threads": dict(done.threads),
     }
 
 

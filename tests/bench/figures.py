@@ -12,7 +12,7 @@ import yaml
 from tests.bench.contenders import CASES
 
 GOALS = Path(__file__).with_name("goals.yaml")
-_SPREAD = ("written", "returned", "durable", "cpu", "import", "warm_up", "sync")
+_SPREAD = ("written", "returned", "durable", "cpu", "import", "warm_up")
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -28,8 +28,9 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in ("peak_rss", "peak_device"):
         sizes = [run[name] for run in runs if run[name] is not None]
         found[name] = max(sizes) if sizes else None
-    phases = {name for run in runs for name in run["phases"]}
-    found["phases"] = {name: statistics.median(run["phases"][name] for run in runs) for name in sorted(phases)}
+    for name in ("phases", "threads"):
+        parts = dict.fromkeys(part for run in runs for part in run[name])
+        found[name] = {part: statistics.median(run[name].get(part, 0.0) for run in runs) for part in parts}
     return found
 
 
@@ -112,14 +113,19 @@ def table(result: Mapping[str, Any]) -> str:
         lines += [_line(row, rows) for row in rows.values()]
         ours = rows.get("quantmint")
         if measured(ours):
-            parts = [f"{name} {seconds:.2f}" for name, seconds in ours["phases"].items()]
-            lines.append(f"  ours, s: {', '.join(parts)}; in syncs {ours['sync']['median']:.2f}, warm-up "
-                         f"{ours['warm_up']['median']:.2f}")  # fmt: skip
+            lines += [
+                f"  ours, s: {_parts(ours['phases'])}; warm-up {ours['warm_up']['median']:.2f}",
+                f"  its threads, s: {_parts(ours['threads'])}",
+            ]
         if (predicted := result["predicted"].get(case)) and measured(ours):
-            off = predicted["seconds"] / ours["written"]["median"] - 1
+            pairs = (
+                ("written", predicted["written"], ours["written"]["median"], "{:.2f} s"),
+                ("durable", predicted["durable"], ours["durable"]["median"], "{:.2f} s"),
+                ("resident", predicted["memory"] / 1e6, ours["peak_rss"] / 1e6, "{:.0f} MB"),
+            )
             lines.append(
-                f"  predicted by `quantmint plan` ({predicted['rates']}): {predicted['seconds']:.2f} s ({off:+.0%}), "
-                f"{predicted['memory'] / 1e6:.0f} MB resident ({predicted['memory'] / ours['peak_rss'] - 1:+.0%})"
+                "  predicted as by `quantmint plan --probe`: "
+                + ", ".join(f"{name} {form.format(said)} ({said / was - 1:+.0%})" for name, said, was, form in pairs)
             )
         if (same := result["same_bytes"].get(case)) is not None:
             lines.append(f"  {same['same']} of {same['of']} tensors are those of {same['than']}, bit for bit")
@@ -133,6 +139,10 @@ def table(result: Mapping[str, Any]) -> str:
             if goal["case"] == case
         ]
     return "\n".join(lines)
+
+
+def _parts(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
 
 
 def _line(row: Mapping[str, Any], rows: Mapping[str, Any]) -> str:

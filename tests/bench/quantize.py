@@ -25,8 +25,10 @@ from typing import Any
 
 import click
 
+from pipeline.cost.forecast import machine_here
+from pipeline.cost.stages import Machine
 from tests.bench import figures
-from tests.bench.contenders import CASES, CONTENDERS, Task, absent, how
+from tests.bench.contenders import BATCH, CASES, CONTENDERS, Task, absent, how
 from tests.bench.machine import describe
 from tests.bench.model import SHAPES, write_model
 
@@ -107,6 +109,32 @@ class Bench:
         return rows, same
 
 
+def predict(task: Task, source: Path, machine: Machine) -> dict[str, float]:
+    """What `quantmint plan` would say of a case: seconds until written and durable, and resident bytes."""
+    from pipeline.cost.stages import calibrate_cost, quantize_cost
+    from pipeline.cost.volume import calibrate_volume, quantize_volume
+    from pipeline.engines.stream.plan import plan_shards
+    from pipeline.formats.checkpoint import open_checkpoint
+    from pipeline.formats.layout import Choice
+    from pipeline.model.structure import read_structure
+    from pipeline.recipe.schema import Calibration
+
+    checkpoint = open_checkpoint(source)
+    structure = read_structure(source, checkpoint.tensors)
+    scheme = "fp8" if task.calibrated else task.case
+    choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, task.calibrated)
+    costs = [quantize_cost(quantize_volume(plan_shards(checkpoint, structure, choice, "compressed-tensors")), machine)]
+    if task.calibrated:
+        sizes = {"samples": task.samples, "sequence_length": task.length, "batch_size": BATCH}
+        section = Calibration(set="tiny", mode=task.mode, **sizes)
+        costs.insert(0, calibrate_cost(calibrate_volume(checkpoint, structure, section), machine))
+    return {
+        "written": sum(cost.seconds for cost in costs[:-1]) + costs[-1].written,
+        "durable": sum(cost.seconds for cost in costs),
+        "memory": max(cost.memory for cost in costs),
+    }
+
+
 def _into_page_cache(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         with path.open("rb", buffering=0) as stream:
@@ -151,6 +179,7 @@ def _listed(known: Any, value: str | None, option: str) -> list[str]:
 @click.option("--device", default="cpu", show_default=True, help="cpu, or cuda:0.")
 @click.option("--samples", type=int, help="Calibration blocks (default: 64 on a GPU, 16 on a CPU).")
 @click.option("--length", type=int, help="Tokens of a calibration block (default: 1024 on a GPU, 128 on a CPU).")
+@click.option("--mode", type=click.Choice(["auto", "resident", "layer"]), default="auto", help="How ours calibrates.")
 @click.option("--double", is_flag=True, help="Run ours on twice the layers too, for its memory.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where to work; five times the size must be free.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result there.")
@@ -166,6 +195,7 @@ def main(
     device: str,
     samples: int | None,
     length: int | None,
+    mode: str,
     double: bool,
     folder: Path | None,
     json_path: Path | None,
@@ -190,14 +220,19 @@ def main(
             "rounds": rounds,
             "samples": samples,
             "length": length,
+            "mode": mode,
             "cases": {},
             "same_bytes": {},
             "doubled": {},
             "predicted": {},
         }
+        # Asked of this machine while it is as quiet as it will be; the store is the folder that all of them write to.
+        rates, _ = machine_here(device, work, probing=True)
+        result["rates"] = asdict(rates.rates)
         for case in cases:
-            task = Task(case, device, samples, length)
+            task = Task(case, device, samples, length, mode)
             result["cases"][case], result["same_bytes"][case] = bench.case(task, chosen, rounds)
+            result["predicted"][case] = predict(task, bench.source, rates)
             if double and "quantmint" in chosen:
                 found = bench.measure("quantmint", task, bench.doubled())
                 result["doubled"][case] = {key: found[key] for key in ("written", "peak_rss")}

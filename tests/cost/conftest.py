@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def quantized() -> Callable[[str, str], QuantizeVolume]:
 
 @pytest.fixture(scope="session")
 def calibrated() -> Callable[..., CalibrateVolume]:
-    def count(name: str, **options: int) -> CalibrateVolume:
+    def count(name: str, **options: Any) -> CalibrateVolume:
         return calibrate_volume(*_imagined(name), Calibration(set="tiny", **options))
 
     return count

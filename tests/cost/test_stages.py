@@ -14,8 +14,8 @@ from pipeline.cost.volume import CalibrateVolume, QuantizeVolume
 Quantized = Callable[[str, str], QuantizeVolume]
 Calibrated = Callable[..., CalibrateVolume]
 
-CPU = Machine(known("two-cores"), 2, 24 << 30, 24 << 30)
-GPU = Machine(known("h100"), 16, 128 << 30, 80 << 30)
+CPU = Machine(known("two-cores"), 2, 24 << 30, ("cpu",), 24 << 30)
+GPU = Machine(known("h100"), 16, 128 << 30, ("cuda:0",), 80 << 30)
 MACHINES = pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
 
 
@@ -95,3 +95,21 @@ def test_hidden_states_that_memory_cannot_hold_go_to_the_disk(calibrated: Calibr
     assert large.disk == 0
     assert small.seconds > large.seconds
     assert small.memory < large.memory
+
+
+def test_devices_share_the_work(quantized: Quantized, calibrated: Calibrated) -> None:
+    two = replace(GPU, devices=("cuda:0", "cuda:1"), rates=replace(GPU.rates, kernels={"ptpc_fp8": 1e9}))
+    one = replace(two, devices=("cuda:0",))
+    volume = quantized("8b", "ptpc_fp8")
+    assert quantize_cost(volume, two).written == pytest.approx(quantize_cost(volume, one).written / 2)
+    batches = calibrated("8b", samples=64, sequence_length=512)
+    assert calibrate_cost(batches, two).seconds < calibrate_cost(batches, one).seconds
+
+
+def test_a_recipe_may_ask_for_a_mode_and_for_memory(calibrated: Calibrated) -> None:
+    room = replace(GPU, memory=1 << 40, device_memory=1 << 40)
+    volume = calibrated("8b", samples=512, sequence_length=2048)
+    assert calibrate_cost(replace(volume, mode="layer"), room).mode == "layer"
+    tight = replace(GPU, device_memory=20 << 30)
+    assert calibrate_cost(volume, tight).disk == 0
+    assert calibrate_cost(replace(volume, memory=0), tight).disk > 0

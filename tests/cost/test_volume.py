@@ -72,3 +72,5 @@ def test_every_expert_is_given_every_token_besides_its_own(calibrated: Calibrate
     attention = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096)
     experts = 32 * 8 * 3 * 14336 * 4096
     assert volume.flops == 2 * 8 * (attention + 1.25 * experts) + 4 * volume.scores * 128
+    routed = calibrated("mixtral", samples=1, sequence_length=8, experts="routed")
+    assert routed.flops == 2 * 8 * (attention + 0.25 * experts) + 4 * volume.scores * 128
