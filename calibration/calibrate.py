@@ -96,13 +96,9 @@ def calibrate(
 
     try:
         with without_bars():
-            first = replica(folder, devices[0], trust_remote_code=trust_remote_code)
-            decision = _decision(first, batches, devices, mode)
+            replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices]
+            decision = _decision(replicas[0], batches, devices, mode)
             watcher.say(f"{decision.mode} mode on {', '.join(devices)}: {decision.reason}")
-            copied = decision.mode == "layer"
-            replicas = [
-                replica(folder, device, copied=copied, trust_remote_code=trust_remote_code) for device in devices
-            ]
             if decision.mode == "resident":
                 found = _resident(replicas, batches, observation, watcher)
             else:

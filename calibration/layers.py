@@ -136,7 +136,8 @@ class _Part:
         return measurement
 
     def _read(self, layer: int) -> Future[None]:
-        return self._reader.submit(self._replica.weights.load, held(self._replica.model, self._layers[layer]))
+        wanted = held(self._replica.model, self._layers[layer])
+        return self._reader.submit(self._replica.weights.load, wanted, copied=True)
 
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)

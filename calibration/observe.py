@@ -59,9 +59,10 @@ def require_sound(replica: Replica, found: Mapping[Key, torch.Tensor], part: str
     broken = first_not_finite(found)
     if broken is not None:
         kind, name = broken
+        named = {own: disk for disk, own in sources(replica.model, replica.owned).items()}
+        stored = named.get(name, name) if kind == "input" else on_disk(name, replica.owned)
         raise CalibrationError(
-            f"the {_KINDS[kind]} of {on_disk(name, replica.owned)} is not finite on the calibration data: "
-            f"{found[broken].tolist()}"
+            f"the {_KINDS[kind]} of {stored} is not finite on the calibration data: {found[broken].tolist()}"
         )
     for name in replica.attention.values():
         if name.startswith(part) and ("k", name) not in found:

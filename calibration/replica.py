@@ -9,7 +9,7 @@ from typing import Any
 
 from calibration.cache import attention_by_layer
 from calibration.names import owners
-from calibration.weights import Shards, Weights, build, held, nbytes, settle_buffers
+from calibration.weights import Shards, Weights, build, held, nbytes, settle_buffers, without_bars
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Replica:
         return nbytes(self.model, self.body)
 
 
-def replica(folder: Path, device: str, *, copied: bool = False, trust_remote_code: bool = False) -> Replica:
+def replica(folder: Path, device: str, *, trust_remote_code: bool = False) -> Replica:
     """Build a model on the meta device and find its weights; nothing is read yet.
 
     Raises `CalibrationError` for a folder that holds no model that transformers knows, in safetensors.
@@ -46,14 +46,11 @@ def replica(folder: Path, device: str, *, copied: bool = False, trust_remote_cod
     model = build(folder, trust_remote_code=trust_remote_code)
     settle_buffers(model, device)
     owned = owners(model, shards.names)
-    weights = Weights(model, shards, owned, device, copied=copied)
-    return Replica(model, weights, owned, device, attention_by_layer(model))
+    return Replica(model, Weights(model, shards, owned, device), owned, device, attention_by_layer(model))
 
 
 def load_resident(folder: Path, device: str, *, trust_remote_code: bool = False) -> Replica:
     """A model with all that calibration needs of it on one device."""
-    from calibration.weights import without_bars
-
     made = replica(folder, device, trust_remote_code=trust_remote_code)
     with without_bars():
         made.weights.load(made.body)

@@ -135,18 +135,12 @@ def _files(folder: Path) -> list[str]:
 
 
 class Weights:
-    """The weights of one model that was built on the meta device, put on one device part by part.
+    """The weights of one model that was built on the meta device, put on one device part by part."""
 
-    With ``copied`` a weight on a CPU is read when it is loaded; without, when it is used, from the mapped file.
-    """
-
-    def __init__(
-        self, model: Any, shards: Shards, owned: Mapping[str, str], device: str, *, copied: bool = False
-    ) -> None:
+    def __init__(self, model: Any, shards: Shards, owned: Mapping[str, str], device: str) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self._model, self._shards, self._device = model, shards, device
-        self._copied = copied and device.startswith("cpu")
         self._rules = get_model_conversion_mapping(model)
         self._by_owner: dict[str, list[str]] = {}
         for name, own in owned.items():
@@ -154,8 +148,10 @@ class Weights:
         ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._ties = {**{source: target for target, source in ties.items()}, **ties}
 
-    def load(self, wanted: Iterable[str]) -> None:
+    def load(self, wanted: Iterable[str], *, copied: bool = False) -> None:
         """Put parameters and persistent buffers of the model, by their own names, onto the device.
+
+        With ``copied`` a weight on a CPU is read now; without, when it is used, from the mapped file.
 
         Raises:
             CalibrationError: one is not in the checkpoint, or has another shape there.
@@ -163,19 +159,20 @@ class Weights:
         wanted = list(wanted)
         present = {own for own in wanted if own in self._by_owner}
         tied = {own: self._ties[own] for own in wanted if own not in present and own in self._ties}
-        self._convert(present | {partner for partner in tied.values() if partner in self._by_owner})
+        self._convert(present | {partner for partner in tied.values() if partner in self._by_owner}, copied)
         for own, partner in tied.items():
             _assign(self._model, own, _get(self._model, partner))
         absent = [own for own in wanted if _get(self._model, own).is_meta]
         if absent:
             raise CalibrationError(f"{self._shards.folder}: {absent[0]} is not in the checkpoint")
 
-    def _convert(self, wanted: Iterable[str]) -> None:
+    def _convert(self, wanted: Iterable[str], copied: bool) -> None:
         from safetensors import SafetensorError
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        state = {name: self._shards.tensor(name, copied=self._copied) for own in wanted for name in self._by_owner[own]}
+        copied = copied and self._device.startswith("cpu")
+        state = {name: self._shards.tensor(name, copied=copied) for own in wanted for name in self._by_owner[own]}
         dtype = self._model.dtype
         setting = LoadStateDictConfig(
             device_map={"": self._device},

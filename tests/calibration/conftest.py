@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from calibration.ranges import Ranges
 
 
 class Letters:
@@ -17,3 +23,67 @@ class Letters:
 @pytest.fixture
 def letters() -> Any:
     return Letters()
+
+
+class Listener:
+    """Remembers what a calibration tells."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.warned: list[str] = []
+        self.done, self.total, self.unit = 0, 0, ""
+
+    @contextmanager
+    def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        self.total, self.unit = total, unit
+        yield self.advance
+
+    def advance(self, count: int) -> None:
+        self.done += count
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+    def warn(self, message: str) -> None:
+        self.warned.append(message)
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture(scope="session")
+def same() -> Callable[[Ranges, Ranges], None]:
+    """``same(one, other)``: equal to the last bit, in the same order."""
+
+    def check(one: Ranges, other: Ranges) -> None:
+        for mine, theirs in ((one.inputs, other.inputs), (one.keys, other.keys), (one.values, other.values)):
+            assert list(mine) == list(theirs)
+            for name, amax in mine.items():
+                assert torch.equal(amax, theirs[name]), f"{name}: {amax} is not {theirs[name]}"
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of six layers, in one file."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = LlamaForCausalLM(config).bfloat16()
+    folder = tmp_path_factory.mktemp("deep")
+    model.save_pretrained(folder)
+    return folder
