@@ -31,7 +31,7 @@ _COMMANDS = {
 
 # What is imported only where it is needed, by the extra that brings it.
 _EXTRAS = {
-    **dict.fromkeys(("torch", "transformers", "datasets", "huggingface_hub", "httpx"), "quantize"),
+    **dict.fromkeys(("torch", "transformers", "datasets", "pyarrow", "huggingface_hub", "httpx"), "quantize"),
     "lm_eval": "evaluate",
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "report"),
 }

@@ -20,14 +20,14 @@ from eval import suites, workloads
 from pipeline.destination import Destination, State
 from pipeline.device import resolve_devices
 from pipeline.errors import UserError
-from pipeline.formats.checkpoint import Checkpoint, open_checkpoint, read_json
+from pipeline.formats.checkpoint import Checkpoint, read_json
 from pipeline.formats.layout import Choice
 from pipeline.locks import Lock
 from pipeline.model.select import select
-from pipeline.model.structure import Structure, imagine, read_structure
+from pipeline.model.structure import Structure
 from pipeline.planning import plan_stages, stages_of
 from pipeline.prediction import Prediction, predict
-from pipeline.preflight import require_memory
+from pipeline.preflight import model_for, require_memory
 from pipeline.progress import Reporter
 from pipeline.recipe.checks import check, check_run
 from pipeline.recipe.load import LoadedRecipe
@@ -61,9 +61,11 @@ class QuantizationJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class Outlook:
     """What a job will make, from the model's headers; ``schemes`` counts modules."""
 
+    source: Checkpoint
+    structure: Structure
     choice: Choice
     schemes: Mapping[str, int]
     prediction: Prediction
@@ -128,32 +130,22 @@ def _payload(plan: Sequence[Planned]) -> dict[str, Any]:
     }
 
 
-def forecast(job: QuantizationJob) -> Forecast:
+def look_ahead(job: QuantizationJob) -> Outlook:
     """Ask the model what its modules are, and what becomes of each.
 
     Raises `UserError` for names that match nothing, and for modules that vLLM fuses and that do not agree.
     """
-    recipe, trust = job.setting.recipe, job.setting.recipe.trust_remote_code
-    checkpoint, structure = _model(job.source.folder, job.setting.source.repo is not None, trust)
-    refuse_options(check(job.setting.loaded, config=job.setting.config, linear=structure.linear))
+    setting = job.setting
+    source, structure = model_for(setting, job.source.folder)
+    refuse_options(check(setting.loaded, config=setting.config, linear=structure.linear))
     try:
-        choice = select(structure, recipe.quantization)
+        choice = select(structure, setting.recipe.quantization)
     except UserError as error:
         field, _, message = error.message.partition(": ")
         raise UserError(f"{option_of(tuple(field.split('.')))}: {message}", hint=error.hint) from None
-    prediction = predict(checkpoint, structure, recipe)
     schemes = Counter(choice.schemes.values())
-    return Forecast(choice, dict(schemes.most_common()), prediction)
-
-
-def _model(folder: Path, is_cache: bool, trust: bool) -> tuple[Checkpoint, Structure]:
-    try:
-        checkpoint = open_checkpoint(folder)
-    except UserError:
-        if not is_cache:
-            raise
-        return imagine(folder, trust_remote_code=trust)  # of a repository, only its configuration is here yet
-    return checkpoint, read_structure(folder, checkpoint.tensors, trust_remote_code=trust)
+    prediction = predict(source, structure, setting.recipe)
+    return Outlook(source, structure, choice, dict(schemes.most_common()), prediction)
 
 
 def make(job: QuantizationJob, reporter: Reporter) -> bool:
@@ -188,7 +180,7 @@ def make(job: QuantizationJob, reporter: Reporter) -> bool:
             destination.folder.rmdir()
 
 
-def _require_means(job: QuantizationJob, reporter: Reporter, *, fresh: bool) -> Forecast:
+def _require_means(job: QuantizationJob, reporter: Reporter, *, fresh: bool) -> Outlook:
     """Refuse what could not come to its end, before the first byte is written."""
     resolve_devices(job.setting.device)
     if job.calibrated and job.setting.recipe.calibration is not None:
@@ -196,7 +188,7 @@ def _require_means(job: QuantizationJob, reporter: Reporter, *, fresh: bool) -> 
     if job.setting.source.repo is not None:
         fetch(job.setting.source, with_code=job.setting.recipe.trust_remote_code, progress=reporter)
     reporter.say("asking the model which of its modules are linear")
-    expected = forecast(job)
+    expected = look_ahead(job)
     needed, free = expected.prediction.checkpoint, free_bytes(job.destination.folder)
     if fresh and needed > free:  # later, the stage knows what of it is there already
         raise UserError(
@@ -208,7 +200,7 @@ def _require_means(job: QuantizationJob, reporter: Reporter, *, fresh: bool) -> 
     return expected
 
 
-def _deliver(job: QuantizationJob, outcome: Outcome, expected: Forecast, *, resumed: bool) -> None:
+def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, resumed: bool) -> None:
     entries = {step.planned.key: step.entry for step in outcome.steps}
     proofs = {INSPECTION: entries.get("inspect"), ERRORS: entries["quantize"]}
     evidence = {name: entry.path / name for name, entry in proofs.items() if entry and name in entry.record.files}
@@ -223,7 +215,7 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Forecast, *, resu
         "schemes": dict(expected.schemes),
         "kept": len(expected.choice.kept),
         "seconds": {key: entry.record.duration_s for key, entry in entries.items()},
-        "engine": entries["quantize"].record.result.get("seconds"),
+        "engine_seconds": entries["quantize"].record.result.get("seconds"),
         "resumed": resumed,
         "inspection": _verdict(evidence.get(INSPECTION)),
         "worst": _worst(evidence),

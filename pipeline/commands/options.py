@@ -15,13 +15,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 STORE_VARIABLE = "QUANTMINT_STORE"
 
 
+def default_store() -> Path:
+    """The folder of finished stages where nothing else is said."""
+    return Path(os.environ.get(STORE_VARIABLE, "store"))
+
+
 def store_option(function: F) -> F:
     """``--store``: the folder of finished stages."""
     return click.option(
         "--store",
         "store_path",
         type=click.Path(path_type=Path, file_okay=False),
-        default=lambda: Path(os.environ.get(STORE_VARIABLE, "store")),
+        default=default_store,
         help=f"Folder of finished stages (default: ${STORE_VARIABLE}, or ./store).",
     )(function)
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import emit, json_option
+from pipeline.commands.options import default_store, emit, json_option
 
 if TYPE_CHECKING:
-    from pipeline.quantization import Forecast, QuantizationJob
+    from pipeline.quantization import Outlook, QuantizationJob
 
 _QUANTIZATION = ("scheme", "kv_cache", "kv_cache_granularity", "engine", "algorithm", "shared_scales")
 _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "observer", "experts")
@@ -57,14 +57,14 @@ def command(
     sound. The same command goes on with what was interrupted, and does nothing where OUT is finished.
     """
     from pipeline.progress import reporter_for
-    from pipeline.quantization import forecast, make, open_job, source_section
+    from pipeline.quantization import look_ahead, make, open_job, source_section
     from pipeline.recipe.options import recipe_of
 
     sections = {**_sections(given, _overrides(override)), "source": source_section(src)}
     job = open_job(recipe_of(sections), out, device=device, inspect=inspect, to_run=not dry_run)
     if dry_run:
         state = job.destination.state()
-        _show_plan(job, forecast(job), state.value, as_json=as_json)
+        _show_plan(job, look_ahead(job), state.value, as_json=as_json)
         return 0
     made = make(job, reporter_for(json=as_json))
     _show_result(job, job.destination.record(), made=made, as_json=as_json)
@@ -100,9 +100,12 @@ def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:
     return found
 
 
-def _show_plan(job: QuantizationJob, expected: Forecast, state: str, *, as_json: bool) -> None:
+def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: bool) -> None:
+    from pipeline.cost.forecast import forecast
     from pipeline.store.disk import free_bytes
 
+    recipe, store = job.setting.recipe, default_store()  # where `quantmint plan --probe` has measured this machine
+    costs = forecast(expected.source, expected.structure, recipe, job.setting.device, store)
     prediction, free = expected.prediction, free_bytes(job.destination.folder)
     if as_json:
         emit(
@@ -113,6 +116,7 @@ def _show_plan(job: QuantizationJob, expected: Forecast, state: str, *, as_json:
                 "schemes": dict(expected.schemes),
                 "kept": len(expected.choice.kept),
                 "predicted": prediction.to_json(),
+                "costs": costs.to_json(),
                 "disk": {"needed": prediction.checkpoint, "free": free},
             }
         )
@@ -120,9 +124,9 @@ def _show_plan(job: QuantizationJob, expected: Forecast, state: str, *, as_json:
     from rich.console import Console
     from rich.markup import escape
 
-    from pipeline.commands.tables import size, table
+    from pipeline.commands.tables import print_costs, size, table
 
-    quantization = job.setting.recipe.quantization
+    quantization = recipe.quantization
     console = Console(highlight=False)
     source = str(job.setting.source.repo or job.source.folder)
     console.print(f"{escape(source)} -> {escape(str(job.destination.folder))} ({state})")
@@ -136,11 +140,9 @@ def _show_plan(job: QuantizationJob, expected: Forecast, state: str, *, as_json:
     sizes.add_row(
         f"checkpoint ({prediction.source / prediction.checkpoint:.2f} x smaller)", size(prediction.checkpoint)
     )
-    if job.calibrated:
-        sizes.add_row("device memory for calibration (weights)", size(prediction.calibration_device))
-    sizes.add_row("engine memory (largest tensor, a few of which are held)", size(prediction.largest_tensor))
     sizes.add_row("disk: free", size(free))
     console.print(sizes)
+    print_costs(console, costs)
 
 
 def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as_json: bool) -> None:
@@ -173,6 +175,8 @@ def _times(record: dict[str, Any]) -> str:
     """Seconds of each stage; a speed only where nothing had been done before."""
     seconds = record["seconds"]
     shown = ", ".join(f"{key} {value:.1f} s" for key, value in seconds.items() if key != "source")
-    if record["resumed"] or not seconds["quantize"]:
-        return f"{shown} (with an interruption)" if record["resumed"] else shown
-    return f"{shown} ({record['source_bytes'] / seconds['quantize'] / 1e9:.2f} GB/s read)"
+    if record["resumed"]:
+        return f"{shown} (with an interruption)"
+    if record["engine_seconds"] is None or not seconds["quantize"]:  # a library's time is mostly not reading
+        return shown
+    return f"{shown} ({record['source_bytes'] / seconds['quantize'] / 1e9:.2g} GB/s read)"
