@@ -30,7 +30,8 @@ def dequantize(scheme: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         numbers, scale = (_words(stored), scale) if "weight_packed" in parts else (_transposed_words(stored), scale.t())
         return numbers * scale.float().repeat_interleave(128, dim=1)
     if row.scale == "e8m0":
-        values = stored.float() if row.dtype == "e4m3" else _minifloats(row.dtype)[_codes(row.bits, stored).int()]
+        table = None if row.dtype == "e4m3" else _minifloats(row.dtype).to(stored.device)
+        values = stored.float() if table is None else table[_codes(row.bits, stored).int()]
         # ldexp and not exp2: the latter is not exact for every integer everywhere.
         exponents = scale.int() - 127
         powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
