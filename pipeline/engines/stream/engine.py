@@ -72,8 +72,8 @@ def write_checkpoint(
     """Write the quantized checkpoint into ``destination``, going on where an earlier attempt stopped.
 
     ``ranges`` holds the largest magnitudes behind each static scale, one a value, by its name. ``manifest`` (JSON
-    lines) lists the files that are committed; those are skipped. Files are spread over ``devices``. Raises `StageError` when
-    the disk is full, a file cannot be read or a weight is not finite.
+    lines) lists the files that are committed; those are skipped. Files are spread over ``devices``. Raises
+    `StageError` when the disk is full, a file cannot be read or a weight is not finite.
     """
     begin = time.perf_counter()
     destination.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,13 @@
 """One output file, made by several workers at once.
 
-Each takes the next piece, reads it, computes it and writes it at the place that the header promised. Then it waits for
-its turn: the file's SHA-256 takes the bytes in their order, and so do the few results that are written when a weight is
-whole. Nothing is held but each worker's piece.
+Each takes the next piece, reads it and computes it; where its result belongs was promised by the header. Then it waits
+for its turn: the file's SHA-256 takes the bytes in their order, and so do the few results that are written when a
+weight is whole. Nothing is held but each worker's piece.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from pipeline.engines.stream.kernels import KERNELS, amax
 from pipeline.engines.stream.origin import Origin
 from pipeline.engines.stream.pieces import Piece, Scan, cut
 from pipeline.engines.stream.plan import NUMBERS, STATIC_ROLES, ShardPlan, Step, is_deferred
+from pipeline.engines.stream.sink import Sink, open_sink
 from pipeline.engines.stream.worker import Files, Worker, torch_dtype
 from pipeline.errors import StageError
 from pipeline.formats.tensors import StoredTensor
@@ -67,18 +67,18 @@ def write_shard(
     finite, `OSError` for a file that cannot be written, and `Stopped` soon after ``stop`` is set.
     """
     partial = destination / (plan.name + PARTIAL_SUFFIX)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    # With a GPU at work the cores have time to copy; see `sink`.
+    sink = open_sink(partial, plan.nbytes, direct=workers[0].device.type == "cpu")
     try:
-        os.truncate(descriptor, plan.nbytes)
         with Files(source) as files, ThreadPoolExecutor(len(workers), "shard") as pool:
-            making = _Making(plan, source, descriptor, files, scalars, piece, advance, stop)
+            making = _Making(plan, source, sink, files, scalars, piece, advance, stop)
             futures = [pool.submit(making.work, worker) for worker in workers]
             faults = [fault for future in futures if (fault := future.exception()) is not None]
             for fault in sorted(faults, key=lambda fault: isinstance(fault, Stopped)):
                 raise fault
             making.finish()
     finally:
-        os.close(descriptor)
+        sink.close()
     return WrittenShard(plan.name, plan.nbytes, making.digest.hexdigest(), dict(making.errors))
 
 
@@ -89,14 +89,14 @@ class _Making:
         self,
         plan: ShardPlan,
         source: Path,
-        descriptor: int,
+        sink: Sink,
         files: Files,
         scalars: Mapping[str, torch.Tensor],
         piece: int,
         advance: Callable[[int], None],
         stop: Event,
     ) -> None:
-        self._plan, self._source, self._descriptor, self._files = plan, source, descriptor, files
+        self._plan, self._source, self._sink, self._files = plan, source, sink, files
         self._advance, self._stop_all = advance, stop
         pieces = cut(plan, piece)
         self._pieces: Iterator[Scan | Piece] = iter(pieces)
@@ -138,6 +138,7 @@ class _Making:
         """Write what comes last."""
         for stored in self._plan.deferred:
             self._append(self._plan.offsets[stored.name], _bytes(self._held[stored.name]))
+        self._sink.finish()
 
     def _next(self) -> Scan | Piece | None:
         with self._changed:
@@ -212,7 +213,7 @@ class _Making:
         """Write ``main`` at its offset at once; hash it, and keep or write the rest, when all earlier pieces have."""
         if main is not None:
             with worker.clock("write"):
-                _write(self._descriptor, _bytes(main[1]), main[0])
+                self._sink.early(main[0], _bytes(main[1]))
         with self._changed, worker.clock("wait"):
             self._changed.wait_for(lambda: self._stopped or self._turn == piece.number)
             if self._stopped:
@@ -221,6 +222,8 @@ class _Making:
         if main is not None:
             with worker.clock("hash"):
                 self.digest.update(_bytes(main[1]))
+            with worker.clock("write"):
+                self._sink.append(main[0], _bytes(main[1]))
         for stored, part in smalls:
             self._collect(piece, stored, part)
         if error is not None and piece.step.kernel is not None:
@@ -247,7 +250,7 @@ class _Making:
             self._append(self._plan.offsets[stored.name], _bytes(whole))
 
     def _append(self, offset: int, data: memoryview) -> None:
-        _write(self._descriptor, data, offset)
+        self._sink.append(offset, data)
         self.digest.update(data)
 
     def _require_finite(self, origin: Origin, largest: torch.Tensor) -> None:
@@ -264,10 +267,3 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
     view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return view
-
-
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    while data.nbytes:
-        count = os.pwrite(descriptor, data, offset)
-        offset += count
-        data = data[count:]

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.engines.stream import shard, sink
+from pipeline.engines.stream.sink import Buffered, Direct, open_sink
+from pipeline.errors import StageError
+from pipeline.formats.checkpoint import Checkpoint
+
+BLOCK = 4096
+Run = Callable[..., dict[str, bytes]]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a few kilobytes get what large ones do."""
+    monkeypatch.setattr(sink, "_BLOCK", BLOCK)
+
+
+@pytest.fixture
+def where_direct_writes_work(tmp_path: Path) -> Path:
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"no direct writes in {tmp_path}: {error}")
+    return tmp_path
+
+
+def parts(size: int, width: int) -> Iterator[tuple[int, bytes]]:
+    data = os.urandom(size)
+    yield from ((start, data[start : start + width]) for start in range(0, size, width))
+
+
+@pytest.mark.parametrize("size", [BLOCK, BLOCK + 1, 3 * BLOCK, 17 * BLOCK - 5])
+@pytest.mark.parametrize("width", [1000, BLOCK, 3 * BLOCK + 7])
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_file_is_what_was_appended(
+    where_direct_writes_work: Path, small_blocks: None, size: int, width: int, direct: bool
+) -> None:
+    path = where_direct_writes_work / "file"
+    made = open_sink(path, size, direct=direct)
+    assert type(made) is (Direct if direct else Buffered)
+    expected = b""
+    for offset, data in parts(size, width):
+        made.early(offset, memoryview(data))
+        made.append(offset, memoryview(data))
+        expected += data
+    made.finish()
+    made.close()
+    assert path.read_bytes() == expected
+
+
+def test_small_files_and_filesystems_without_direct_writes_go_through_the_cache(
+    tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert type(open_sink(tmp_path / "small", BLOCK - 1, direct=True)) is Buffered
+    original = os.open
+
+    def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return original(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert type(open_sink(tmp_path / "large", 10 * BLOCK, direct=True)) is Buffered
+
+
+def test_a_filesystem_that_cannot_reserve_is_written_all_the_same(
+    where_direct_writes_work: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    path = where_direct_writes_work / "file"
+    made = open_sink(path, 2 * BLOCK, direct=True)
+    made.append(0, memoryview(bytes(range(256)) * 32))
+    made.finish()
+    made.close()
+    assert path.read_bytes() == bytes(range(256)) * 32
+
+
+def test_a_full_disk_is_noticed_when_the_room_is_reserved(
+    run: Run, small: Checkpoint, where_direct_writes_work: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StageError, match="the disk is full"):
+        run(small, where_direct_writes_work / "work")
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
+
+
+def test_the_engine_writes_the_same_bytes_either_way(
+    run: Run, small: Checkpoint, where_direct_writes_work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffered = run(small, where_direct_writes_work / "buffered")
+    monkeypatch.setattr(sink, "_BLOCK", BLOCK)
+    kinds = []
+    monkeypatch.setattr(shard, "open_sink", lambda *a, **k: kinds.append(open_sink(*a, **k)) or kinds[-1])
+    assert run(small, where_direct_writes_work / "direct") == buffered
+    assert {type(kind) for kind in kinds} == {Direct}
+
+
+def test_a_failing_direct_write_leaves_nothing_half_committed(
+    run: Run, small: Checkpoint, where_direct_writes_work: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = run(small, where_direct_writes_work / "undisturbed")
+    original = os.pwrite
+    for fatal in range(1, 40, 5):
+        work, count = where_direct_writes_work / str(fatal), 0
+
+        def write(descriptor: int, data: Any, offset: int, fatal: int = fatal) -> int:
+            nonlocal count
+            count += 1
+            if count == fatal:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return original(descriptor, data, offset)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", write)
+            with pytest.raises(StageError, match="Input/output error"):
+                run(small, work)
+        assert run(small, work) == undisturbed
+
+
+def test_on_a_filesystem_in_memory_the_engine_works(run: Run, small: Checkpoint, tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"cannot mount a filesystem: {mount.stderr.strip()}")
+    try:
+        assert run(small, folder / "work") == run(small, tmp_path / "work")
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
