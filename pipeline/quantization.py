@@ -187,7 +187,7 @@ def _require_means(job: QuantizationJob, reporter: Reporter, *, fresh: bool) -> 
         pinned_set(job.setting.recipe.calibration)
     if job.setting.source.repo is not None:
         fetch(job.setting.source, with_code=job.setting.recipe.trust_remote_code, progress=reporter)
-    reporter.say("asking the model which of its modules are linear")
+    reporter.say("holding the options against the model")
     expected = look_ahead(job)
     needed, free = expected.prediction.checkpoint, free_bytes(job.destination.folder)
     if fresh and needed > free:  # later, the stage knows what of it is there already
