@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.engines.library.job import LibraryJob
 from pipeline.model.meta import meta_model
+
+
+class UnfitError(Exception):
+    """The library cannot do the job with this model: said in one line, without a traceback."""
 
 
 def load_model(job: LibraryJob, device: str) -> Any:
@@ -37,10 +43,18 @@ def linear_names(model: Any) -> tuple[str, ...]:
 
 
 def require_modules(model: Any, job: LibraryJob, library: str) -> None:
-    """Raise `ValueError` where a module that is to be quantized is no linear module of the model at hand."""
+    """Raise `UnfitError` where a module that is to be quantized is no linear module of the model at hand."""
     missing = sorted(job.schemes.keys() - set(linear_names(model)))
     if missing:
-        raise ValueError(
+        raise UnfitError(
             f"{library} has no linear module {missing[0]} in this model"
             + (f", nor {len(missing) - 1} others: it does not take its experts apart" if missing[1:] else "")
         )
+
+
+def run_main(main: Callable[[LibraryJob], None]) -> None:
+    """Run the job that the command line names; end with 1 and one line where the library is not fit for it."""
+    try:
+        main(LibraryJob.load(Path(sys.argv[1])))
+    except UnfitError as error:
+        sys.exit(str(error))

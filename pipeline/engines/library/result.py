@@ -24,6 +24,8 @@ from pipeline.inspection.structure import check_structure
 from pipeline.model.structure import Structure
 
 _COPY = 16 << 20  # bytes at a time
+# What an algorithm alters: where that must show in tensors that stay in 16 bit, and how many dimensions those have.
+_TRACES: Mapping[str, tuple[str, int]] = {"channels": ("norm and bias", 1), "everything": ("embedding", 2)}
 
 
 class Names:
@@ -154,17 +156,18 @@ def _algorithm(checkpoint: Checkpoint, source: Checkpoint, wanted: str) -> Itera
     if recorded != (() if wanted == "none" else (wanted,)):
         yield f"it records {' and '.join(recorded) or 'no algorithm'}, asked for was {wanted}"
         return
-    alters = strongest(recorded)
-    if alters not in ("channels", "everything"):
+    traces = _TRACES.get(strongest(recorded))
+    if traces is None:
         return
+    what, dimensions = traces
     read, read_source = Reader(checkpoint), Reader(source)
-    changed = False
     for name, (_, info) in source.tensors.items():
-        if name.endswith("norm.weight") and len(info.shape) == 1 and name in checkpoint.tensors:
+        carried = checkpoint.tensors.get(name)
+        if len(info.shape) == dimensions and carried is not None and carried[1].dtype == info.dtype:
             found, original = read(name), read_source(name)
-            changed |= found.shape != original.shape or not bool((found == original).all())
-    if not changed:
-        yield f"it records {wanted}, but every norm is the source's: {wanted} was not run"
+            if found.shape != original.shape or not bool((found == original).all()):
+                return
+    yield f"it records {wanted}, but every {what} is the source's: {wanted} was not run"
 
 
 def _carried(checkpoint: Checkpoint, source: Checkpoint, structure: Structure, choice: Choice) -> Iterator[str]:

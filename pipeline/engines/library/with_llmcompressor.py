@@ -12,12 +12,10 @@ What it does not do by itself, or not rightly:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.engines.library.job import LibraryJob, load_batches
-from pipeline.engines.library.model import linear_names, load_model, require_modules
+from pipeline.engines.library.model import linear_names, load_model, require_modules, run_main
 
 if TYPE_CHECKING:
     import torch
@@ -126,4 +124,4 @@ def _leave_memory_unpinned() -> None:
 
 
 if __name__ == "__main__":
-    main(LibraryJob.load(Path(sys.argv[1])))
+    run_main(main)

@@ -11,14 +11,12 @@ What it does not do by itself, or not rightly:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from pipeline.engines.library.job import LibraryJob, load_batches
-from pipeline.engines.library.model import linear_names, load_model, require_modules
+from pipeline.engines.library.model import UnfitError, linear_names, load_model, require_modules, run_main
 
 #: Their names here and there; the settings that each needs are Quark's own for the kind of model.
 ALGORITHMS = {"gptq": "gptq", "awq": "awq", "smoothquant": "smoothquant", "rotation": "rotation"}
@@ -78,8 +76,15 @@ def _algorithm(job: LibraryJob, model_type: str) -> list[Any] | None:
         return None
     found: Any = get_algo_config(ALGORITHMS[job.algorithm], model_type)
     if found is None:
-        raise ValueError(f"Quark has no settings of {job.algorithm} for models of type {model_type}")
+        raise UnfitError(f"Quark has no settings of {job.algorithm} for models of type {model_type}")
     if job.algorithm == "gptq":
+        # It rounds to the nearest what its settings leave out, and records the algorithm all the same.
+        left = [name for name in job.schemes if not name.endswith(tuple(found.inside_layer_modules))]
+        if left:
+            raise UnfitError(
+                f"Quark's gptq leaves out {len(left)} modules of a {model_type} model, {left[0]} is the first; "
+                "llm-compressor's does not"
+            )
         ordered = bool(job.parameters["activation_order"])
         own = {"block_size": job.parameters["block_size"], "damp_percent": job.parameters["dampening"]}
         return [replace(found, desc_act=ordered, static_groups=True, **own)]
@@ -128,4 +133,4 @@ def _tensor(spec: Spec) -> Any:
 
 
 if __name__ == "__main__":
-    main(LibraryJob.load(Path(sys.argv[1])))
+    run_main(main)

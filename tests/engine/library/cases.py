@@ -1,0 +1,92 @@
+"""Checkpoints for the libraries to make through our workers: all of a library's in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.engines.library.result import adopt, differences, names_on_disk
+from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.formats.layout import Choice
+from pipeline.model.structure import Structure
+from pipeline.recipe.schema import Quantization
+
+if TYPE_CHECKING:
+    pass
+
+ROOT = Path(__file__).parents[3]
+FORMATS = {"llmcompressor": "compressed-tensors", "quark": "quark"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint to make; ``section`` is what the recipe says beside scheme, engine and format."""
+
+    model: str
+    scheme: str
+    section: Mapping[str, Any] = field(default_factory=dict)
+    calibrated: bool = True
+
+    def quantization(self, engine: str) -> Quantization:
+        values = {"scheme": self.scheme, "engine": engine, "format": FORMATS[engine], **self.section}
+        return Quantization.model_validate(values)
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What became of a case: the checkpoint under the source's names, and where it is not what was asked for."""
+
+    source: Checkpoint
+    structure: Structure
+    choice: Choice
+    folder: Path
+    wrong: tuple[str, ...]
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self.folder)
+
+
+Make = Callable[[str, Mapping[str, Case]], Mapping[str, Adopted]]
+
+
+def run_jobs(engine: str, jobs: Iterable[Path]) -> None:
+    jobs = list(jobs)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    ended = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests" / "reference" / "library_jobs.py"),
+            f"pipeline.engines.library.with_{engine}",
+            *map(str, jobs),
+        ],
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    failed = {job.stem: job.with_suffix(".failed").read_text() for job in jobs if job.with_suffix(".failed").exists()}
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    assert not failed, failed
+
+
+def adopted(
+    root: Path, name: str, engine: str, case: Case, source: Checkpoint, structure: Structure, choice: Choice
+) -> Adopted:
+    folder = root / f"{name}-adopted"
+    adopt(root / f"{name}-made", folder, names_on_disk(source, structure), source, choice, FORMATS[engine])
+    wrong = differences(
+        open_checkpoint(folder),
+        source,
+        structure,
+        choice,
+        checkpoint_format=FORMATS[engine],
+        algorithm_name=case.quantization(engine).algorithm,
+    )
+    return Adopted(source, structure, choice, folder, tuple(wrong))

@@ -1,0 +1,121 @@
+"""llm-compressor through our worker: what it writes is what was asked for, and where ours makes the same, the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.engines.records import recorded_algorithms
+from pipeline.formats.checkpoint import Checkpoint
+from pipeline.inspection.inspect import inspect_checkpoint
+from tests.engine.library.cases import Adopted, Case, Make
+
+pytestmark = pytest.mark.slow
+
+KV = {"kv_cache": "fp8"}
+CASES: Mapping[str, Case] = {
+    "ptpc_fp8-kv": Case("llama", "ptpc_fp8", KV),
+    "fp8-kv": Case("llama", "fp8", KV),
+    "fp8-kv-mixtral": Case("mixtral", "fp8", KV),
+    "fp8-kv-qwen3-moe": Case("qwen3-moe", "fp8", KV),
+    "fp8-kv-phi3": Case("phi3", "fp8", KV),
+    "mxfp4": Case("llama", "mxfp4", calibrated=False),
+    "mxfp8": Case("llama", "mxfp8", calibrated=False),
+    "int8_w8a8": Case("llama", "int8_w8a8", calibrated=False),
+    "w4a16": Case("llama", "w4a16", calibrated=False),
+    "gptq": Case("llama", "w4a16", {"algorithm": "gptq"}),
+    "gptq-unordered": Case("llama", "w4a16", {"algorithm": "gptq", "gptq": {"activation_order": False}}),
+    "gptq-moe": Case("mixtral", "int8_w8a8", {"algorithm": "gptq", **KV}),
+    "awq": Case("llama", "w4a16", {"algorithm": "awq", **KV}),
+    "smoothquant": Case("llama", "int8_w8a8", {"algorithm": "smoothquant"}),
+    "smoothquant-strong": Case("llama", "int8_w8a8", {"algorithm": "smoothquant", "smoothquant": {"strength": 0.9}}),
+    "rotation-tied": Case("qwen3", "mxfp4", {"algorithm": "rotation"}, calibrated=False),
+    "mixed": Case(
+        "llama",
+        "mxfp4",
+        {
+            **KV,
+            "overrides": [{"modules": [r"re:.*self_attn\..*"], "scheme": "fp8"}],
+            "exclude": [r"re:.*layers\.1\.mlp\..*"],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def made(by_library: Make) -> Mapping[str, Adopted]:
+    return by_library("llmcompressor", CASES)
+
+
+def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return {name: t for shard in checkpoint.shards for name, t in load_file(checkpoint.folder / shard).items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_made_what_was_asked_for(made: Mapping[str, Adopted], name: str) -> None:
+    case, adopted = CASES[name], made[name]
+    assert adopted.wrong == ()
+    wanted = case.section.get("algorithm", "none")
+    assert recorded_algorithms(adopted.checkpoint) == (() if wanted == "none" else (wanted,))
+    inspection = inspect_checkpoint(adopted.checkpoint, adopted.structure, source=adopted.source)
+    assert inspection.findings == ()
+    assert inspection.quantized_modules == len(adopted.choice.schemes)
+    assert len(inspection.kv_scales) == (4 if "kv_cache" in case.section else 0)
+    compared = wanted in ("none", "gptq")
+    assert {layer.scheme for layer in inspection.layers} == (
+        set(adopted.choice.schemes.values()) if compared else set()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "scheme", "kv_cache"),
+    [
+        ("ptpc_fp8-kv", "llama", "ptpc_fp8", True),
+        ("fp8-kv", "llama", "fp8", True),
+        ("fp8-kv-qwen3-moe", "qwen3-moe", "fp8", True),
+        ("fp8-kv-phi3", "phi3", "fp8", True),
+        ("mxfp4", "llama", "mxfp4", False),
+    ],
+)
+def test_it_equals_our_own_engine(
+    made: Mapping[str, Adopted], quantize: Callable[..., Any], name: str, model: str, scheme: str, kv_cache: bool
+) -> None:
+    ours = quantize(model, "compressed-tensors", scheme=scheme, kv_cache=kv_cache).checkpoint
+    theirs = made[name].checkpoint
+    mine, other = tensors(ours), tensors(theirs)
+    assert set(mine) == set(other)
+    for tensor_name, tensor in mine.items():
+        assert tensor.dtype == other[tensor_name].dtype, tensor_name
+        same = tensor.reshape(-1).view(torch.uint8), other[tensor_name].reshape(-1).view(torch.uint8)
+        assert torch.equal(*same), tensor_name
+    assert ours.config["quantization_config"] == theirs.config["quantization_config"]
+
+
+def test_a_parameter_changes_what_it_should(made: Mapping[str, Adopted]) -> None:
+    for one, other, weight in (
+        ("gptq", "gptq-unordered", "model.layers.0.mlp.down_proj.weight_packed"),
+        ("smoothquant", "smoothquant-strong", "model.layers.0.self_attn.q_proj.weight"),
+    ):
+        assert not torch.equal(tensors(made[one].checkpoint)[weight], tensors(made[other].checkpoint)[weight])
+    for name, order in (("gptq", "static"), ("gptq-unordered", None)):
+        group = made[name].checkpoint.config["quantization_config"]["config_groups"]["group_0"]
+        assert group["weights"]["actorder"] == order
+
+
+def test_an_embedding_and_a_head_that_were_rotated_apart_are_no_longer_tied(made: Mapping[str, Adopted]) -> None:
+    adopted = made["rotation-tied"]
+    assert adopted.source.config["tie_word_embeddings"] is True
+    assert adopted.checkpoint.config["tie_word_embeddings"] is False
+    assert "lm_head.weight" not in adopted.source.tensors
+    assert "lm_head.weight" in adopted.checkpoint.tensors
+
+
+def test_mixed_schemes_are_named_module_by_module(made: Mapping[str, Adopted]) -> None:
+    declared = made["mixed"].checkpoint.config["quantization_config"]
+    targets = [target for group in declared["config_groups"].values() for target in group["targets"]]
+    assert sorted(targets) == sorted(made["mixed"].choice.schemes)
+    assert declared["ignore"] == sorted(made["mixed"].choice.kept)

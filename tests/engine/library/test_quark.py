@@ -1,0 +1,97 @@
+"""amd-quark through our worker: what it writes is what was asked for, and where ours makes the same, the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.engines.records import recorded_algorithms
+from pipeline.formats.checkpoint import Checkpoint
+from pipeline.inspection.inspect import inspect_checkpoint
+from tests.engine.library.cases import Adopted, Case, Make
+
+pytestmark = pytest.mark.slow
+
+KV = {"kv_cache": "fp8"}
+CASES: Mapping[str, Case] = {
+    "ptpc_fp8-kv": Case("llama", "ptpc_fp8", KV),
+    "fp8-kv": Case("llama", "fp8", KV),
+    "fp8-kv-mixtral": Case("mixtral", "fp8", KV),
+    "mxfp4": Case("llama", "mxfp4", calibrated=False),
+    "mxfp6_e2m3": Case("llama", "mxfp6_e2m3", calibrated=False),
+    "mxfp6_e3m2": Case("llama", "mxfp6_e3m2", KV),
+    "int8_w8a8-qwen3": Case("qwen3", "int8_w8a8", KV),
+    "w4a16": Case("llama", "w4a16", calibrated=False),
+    "gptq": Case("llama", "w4a16", {"algorithm": "gptq", "gptq": {"dampening": 0.05}}),
+    "gptq-fp8": Case("llama", "fp8", {"algorithm": "gptq", **KV}),
+    "awq": Case("llama", "w4a16", {"algorithm": "awq"}),
+    "smoothquant": Case("llama", "int8_w8a8", {"algorithm": "smoothquant"}),
+    "rotation": Case("llama", "mxfp4", {"algorithm": "rotation", **KV}),
+    "mixed": Case(
+        "llama",
+        "mxfp4",
+        {
+            **KV,
+            "overrides": [{"modules": [r"re:.*self_attn\..*"], "scheme": "fp8"}],
+            "exclude": [r"re:.*layers\.1\.mlp\..*"],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def made(by_library: Make) -> Mapping[str, Adopted]:
+    return by_library("quark", CASES)
+
+
+def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return {name: t for shard in checkpoint.shards for name, t in load_file(checkpoint.folder / shard).items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_made_what_was_asked_for(made: Mapping[str, Adopted], name: str) -> None:
+    case, adopted = CASES[name], made[name]
+    assert adopted.wrong == ()
+    wanted = case.section.get("algorithm", "none")
+    assert recorded_algorithms(adopted.checkpoint) == (() if wanted == "none" else (wanted,))
+    inspection = inspect_checkpoint(adopted.checkpoint, adopted.structure, source=adopted.source)
+    assert inspection.findings == ()
+    assert inspection.quantized_modules == len(adopted.choice.schemes)
+    assert len(inspection.kv_scales) == (4 if "kv_cache" in case.section else 0)
+    compared = wanted in ("none", "gptq")
+    assert {layer.scheme for layer in inspection.layers} == (
+        set(adopted.choice.schemes.values()) if compared else set()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "kv_cache"),
+    [("ptpc_fp8-kv", "ptpc_fp8", True), ("fp8-kv", "fp8", True), ("mxfp4", "mxfp4", False)],
+)
+def test_it_equals_our_own_engine(
+    made: Mapping[str, Adopted], quantize: Callable[..., Any], name: str, scheme: str, kv_cache: bool
+) -> None:
+    ours = quantize("llama", "quark", scheme=scheme, kv_cache=kv_cache).checkpoint
+    theirs = made[name].checkpoint
+    mine, other = tensors(ours), tensors(theirs)
+    assert set(mine) == set(other)
+    for tensor_name, tensor in mine.items():
+        same = tensor.reshape(-1).view(torch.uint8), other[tensor_name].reshape(-1).view(torch.uint8)
+        assert torch.equal(*same), tensor_name
+    assert ours.config["quantization_config"] == theirs.config["quantization_config"]
+
+
+def test_its_parameters_are_in_its_record(made: Mapping[str, Adopted]) -> None:
+    [record] = made["gptq"].checkpoint.config["quantization_config"]["algo_config"]
+    assert (record["damp_percent"], record["desc_act"], record["block_size"]) == (0.05, True, 128)
+
+
+def test_what_stays_is_named_one_by_one(made: Mapping[str, Adopted]) -> None:
+    for name in ("mixed", "fp8-kv-mixtral"):
+        declared = made[name].checkpoint.config["quantization_config"]
+        assert declared["exclude"] == sorted(made[name].choice.kept)
+        assert not any("*" in excluded for excluded in declared["exclude"])
