@@ -37,6 +37,9 @@ from calibration.weights import held, nbytes, without_bars
 if TYPE_CHECKING:
     import torch
 
+COMMIT_SECONDS = 60.0
+"""Work in layer mode after which it is made resumable."""
+
 
 class Watcher(Protocol):
     """Who is told how far it is."""
@@ -177,6 +180,7 @@ def _by_layers(
             observation,
             Activations(work, budget, on_device=on_device),
             advance=_one_at_a_time(advance),
+            commit_seconds=COMMIT_SECONDS,
         )
 
 

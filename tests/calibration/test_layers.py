@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from calibration.activations import Activations, committed_layers
+from calibration.errors import CalibrationError
+from calibration.layers import run_layers
+from calibration.observe import load_resident, observe, ranges_of
+from calibration.observers import Observation
+from calibration.ranges import Ranges, load_ranges
+from calibration.replica import replica
+from calibration.weights import Weights, held
+
+Same = Callable[[Ranges, Ranges], None]
+
+
+class Interrupted(Exception):  # noqa: N818
+    pass
+
+
+def measure(folder: Path, batches: list[torch.Tensor], work: Path, *, budget: int = 10**9, **more: Any) -> Ranges:
+    one = replica(folder, "cpu")
+    found = run_layers([one], batches, Observation(), Activations(work, budget), **more)
+    return ranges_of(one, found.magnitudes)
+
+
+def interrupt_at(step: int) -> Callable[[int], None]:
+    seen = 0
+
+    def advance(_: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == step:
+            raise Interrupted
+
+    return advance
+
+
+@pytest.mark.parametrize("budget", [0, 20_000, 10**9])
+@pytest.mark.parametrize("step", [1, 5, 9, 21])
+def test_an_interrupted_run_goes_on_at_the_first_layer_that_is_not_committed(
+    deep: Path, blocks: torch.Tensor, tmp_path: Path, same: Same, step: int, budget: int
+) -> None:
+    batches, work = list(blocks[:, :16].split(4)), tmp_path / "work"  # four steps a layer
+    reference = observe(load_resident(deep, "cpu"), batches)
+    with pytest.raises(Interrupted):
+        # The first call tells what was done before.
+        measure(deep, batches, work, budget=budget, commit_seconds=0, advance=interrupt_at(step + 1))
+    finished = (step - 1) // 4
+    assert committed_layers(work) == ([finished] if finished else [])
+    told: list[int] = []
+    same(reference, measure(deep, batches, work, budget=budget, commit_seconds=0, advance=told.append))
+    assert told == [16 * finished] + [4] * (4 * (6 - finished))
+
+
+@pytest.mark.parametrize("changed", ["tokens", "observation", "order"])
+def test_another_run_is_not_gone_on_with(
+    deep: Path, blocks: torch.Tensor, tmp_path: Path, same: Same, changed: str
+) -> None:
+    batches, work = list(blocks[:, :16].split(4)), tmp_path / "work"
+    with pytest.raises(Interrupted):
+        measure(deep, batches, work, commit_seconds=0, advance=interrupt_at(12))
+    assert committed_layers(work)
+    observation = Observation(cache="percentile", percentile=50.0) if changed == "observation" else Observation()
+    other = {"tokens": [*batches[:3], batches[3] + 1], "observation": batches, "order": batches[::-1]}[changed]
+    one, told = replica(deep, "cpu"), []
+    found = run_layers([one], other, observation, Activations(work, 10**9), advance=told.append)  # type: ignore[func-returns-value]
+    assert told[0] == 0
+    same(observe(load_resident(deep, "cpu"), other, observation), ranges_of(one, found.magnitudes))
+
+
+def test_nothing_is_committed_before_it_is_worth_it(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
+    measure(deep, list(blocks[:, :16].split(4)), tmp_path / "work")
+    assert committed_layers(tmp_path / "work") == []
+    assert not list((tmp_path / "work").glob("*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [2, 7, 14, 23])
+def test_a_killed_run_finds_the_ranges_of_an_undisturbed_one(
+    deep: Path, blocks: torch.Tensor, tmp_path: Path, same: Same, steps: int
+) -> None:
+    tokens, out, work = tmp_path / "tokens.pt", tmp_path / "ranges.safetensors", tmp_path / "work"
+    torch.save(blocks[:, :16].clone(), tokens)
+    command = [sys.executable, str(Path(__file__).parent / "killed_layers.py"), *map(str, (deep, work, tokens, out))]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    killed = subprocess.run([*command, str(steps + 1)], env=environment, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not out.exists()
+    resumed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert resumed.stdout.splitlines()[0] == f"advance {16 * ((steps - 1) // 4)}"
+    same(observe(load_resident(deep, "cpu"), list(blocks[:, :16].split(4))), load_ranges(out))
+    assert not work.exists()
+
+
+def test_never_more_than_two_layers_are_there(
+    deep: Path, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = replica(deep, "cpu")
+    layers = [f"model.layers.{number}" for number in range(6)]
+    state: dict[str, torch.nn.Parameter] = dict(one.model.named_parameters())
+    assert all(parameter.is_meta for parameter in state.values())
+    most, outside, threads = 0, set(), set()
+    load = Weights.load
+
+    def counting(self: Weights, wanted: Any, *, copied: bool = False) -> None:
+        nonlocal most
+        load(self, wanted, copied=copied)
+        there = {name for name, parameter in one.model.named_parameters() if not parameter.is_meta}
+        most = max(most, sum(any(name.startswith(f"{layer}.") for name in there) for layer in layers))
+        if most:
+            outside.update(name for name in there if not name.startswith("model.layers."))
+            threads.add(threading.current_thread().name)
+
+    monkeypatch.setattr(Weights, "load", counting)
+    run_layers([one], list(blocks[:, :16].split(4)), Observation(), Activations(tmp_path, 10**9))
+    assert most == 2
+    assert not outside
+    assert threading.current_thread().name not in threads
+    assert all(parameter.is_meta for parameter in one.model.parameters())
+
+
+def test_what_is_freed_is_gone(deep: Path) -> None:
+    """Not kept by the module, nor by transformers' bookkeeping."""
+    import weakref
+
+    one = replica(deep, "cpu")
+    names = held(one.model, "model.layers.0")
+    one.weights.load(names, copied=True)
+    watched = [weakref.ref(one.model.get_parameter(name)) for name in names]
+    one.weights.free(names)
+    assert [found for watch in watched if (found := watch()) is not None] == []
+
+
+def test_a_weight_that_is_not_there_is_named(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(deep, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CalibrationError, match=r"model\.layers\.3\.mlp\.up_proj\.weight is not in the checkpoint"):
+        measure(folder, [blocks[:2, :16]], tmp_path / "work")
+
+
+def test_a_disk_that_takes_nothing(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CalibrationError, match="the hidden states cannot be kept there"):
+        measure(deep, [blocks[:2, :16]], tmp_path / "file", budget=0)
