@@ -100,8 +100,14 @@ def _config(job: LibraryJob, model: Any, algorithm: list[Any] | None) -> Any:
     cache: dict[str, Any] = {}
     if job.kv_cache:
         output = _tensor(_FP8_UNTYPED)
-        cached = {name: specs[scheme] for name, scheme in job.schemes.items() if name.endswith(_KV)}
-        if layers.keys().isdisjoint(cached):
+        plain = QLayerConfig()
+        cached = {
+            name: specs[job.schemes[name]] if name in job.schemes else plain
+            for name in linear_names(model)
+            if name.endswith(_KV)
+        }
+        # Quark takes what it finds for one module behind a pattern for what holds for all.
+        if all(job.schemes.get(name) == job.default for name in cached):
             cached = {f"*{suffix}": specs[job.default] for suffix in _KV}
         cache = {
             name: QLayerConfig(weight=spec.weight, input_tensors=spec.input_tensors, output_tensors=output)

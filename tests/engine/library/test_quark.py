@@ -31,6 +31,7 @@ CASES: Mapping[str, Case] = {
     "awq": Case("llama", "w4a16", {"algorithm": "awq"}),
     "smoothquant": Case("llama", "int8_w8a8", {"algorithm": "smoothquant"}),
     "rotation": Case("llama", "mxfp4", {"algorithm": "rotation", **KV}),
+    "kv-kept": Case("llama", "mxfp4", {**KV, "exclude": [r"re:.*layers\.1\.self_attn\..*"]}),
     "mixed": Case(
         "llama",
         "mxfp4",
