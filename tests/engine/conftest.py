@@ -90,6 +90,7 @@ def run() -> Run:
         advance: Callable[[int], None] = lambda _: None,
         scheme: str = "ptpc_fp8",
         shared_scales: bool = False,
+        devices: tuple[str, ...] = ("cpu",),
     ) -> dict[str, bytes]:
         modules = [name.removesuffix(".weight") for name in source.tensors if name.endswith("_proj.weight")]
         kv_cache = any("k_scale" in name or "output_scale" in name for name in ranges or {})
@@ -105,6 +106,7 @@ def run() -> Run:
             checkpoint_format=checkpoint_format,
             manifest=work / "manifest.jsonl",
             advance=advance,
+            devices=devices,
         )
         made = {path.name: path.read_bytes() for path in sorted((work / "checkpoint").iterdir())}
         assert {shard.name: shard.size for shard in written.shards} == {plan.name: plan.nbytes for plan in plans}

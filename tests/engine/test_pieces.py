@@ -50,7 +50,7 @@ def uneven(tmp_path: Path, write_model: Callable[..., Checkpoint]) -> Checkpoint
 
 @pytest.mark.parametrize("shared_scales", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_size_of_the_pieces_and_the_number_of_workers_change_nothing(
+def test_sizes_of_pieces_workers_and_devices_change_nothing(
     run: Callable[..., dict[str, bytes]],
     uneven: Checkpoint,
     tmp_path: Path,
@@ -61,9 +61,11 @@ def test_the_size_of_the_pieces_and_the_number_of_workers_change_nothing(
     modules = [name.removesuffix(".weight") for name in uneven.tensors if name.endswith("_proj.weight")]
     ranges = {f"{module}.input_scale": 3.0 for module in modules} if scheme == "fp8" else None
     results = []
-    for number, (piece, cores) in enumerate([(1 << 30, 1), (1, 1), (700, 2), (100_000, 3), (50_000, 16)]):
+    ways = [(1 << 30, 1, 1), (1, 1, 1), (700, 2, 1), (100_000, 3, 2), (50_000, 16, 1), (50_000, 4, 3)]
+    for number, (piece, cores, devices) in enumerate(ways):
         monkeypatch.setattr(engine, "CPU_PIECE", piece)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         work = tmp_path / str(number)
-        results.append(run(uneven, work, scheme=scheme, ranges=ranges, shared_scales=shared_scales))
+        options = {"scheme": scheme, "ranges": ranges, "shared_scales": shared_scales, "devices": ("cpu",) * devices}
+        results.append(run(uneven, work, **options))
     assert all(result == results[0] for result in results)
