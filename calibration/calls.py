@@ -138,7 +138,7 @@ def _play(
     first: list[torch.Tensor] = []
     cache = recording_cache(Measurement(Observation()), replica.attention)
     with _recorders(replica.model, layers, calls, first, pool, cache, wrapped=wrapped):
-        replica.model.base_model(input_ids=batch.to(replica.device), past_key_values=cache, use_cache=True)
+        replica.trunk(input_ids=batch.to(replica.device), past_key_values=cache, use_cache=True)
     if len(calls) != len(layers):
         raise NotReplayableError(f"it ran {len(calls)} of its {len(layers)} layers")
     return first[0], calls

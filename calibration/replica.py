@@ -26,10 +26,17 @@ class Replica:
     attention: Mapping[int, str] = field(repr=False)
 
     @property
+    def trunk(self) -> Any:
+        """The model without its output head, whose product, the largest tensor of a forward, nobody needs."""
+        base = self.model.base_model
+        # Llama 4's text has the base's name of the model that also sees.
+        return self.model.model if base is self.model and hasattr(self.model, "model") else base
+
+    @property
     def body(self) -> list[str]:
-        """Parameters and persistent buffers of all but the output head, whose product is never computed."""
-        prefix = self.model.base_model_prefix
-        return held(self.model, prefix if hasattr(self.model, prefix) else "")
+        """Parameters and persistent buffers of `trunk`."""
+        trunk = self.trunk
+        return held(self.model, next(name for name, module in self.model.named_modules() if module is trunk))
 
     @property
     def nbytes(self) -> int:

@@ -17,16 +17,12 @@ if TYPE_CHECKING:
 def run_resident(
     replica: Replica, batches: Iterable[torch.Tensor], measurement: Measurement, advance: Callable[[int], None]
 ) -> None:
-    """Measure a loaded model; ``advance`` is told the number of samples after each batch.
-
-    Only what is cached and what enters the linear modules matters: the output head's product, the largest tensor of
-    the forward, is left out.
-    """
+    """Measure a loaded model; ``advance`` is told the number of samples after each batch."""
     import torch
 
     with watching(replica.model, "", measurement), torch.inference_mode():
         for batch in batches:
-            replica.model.base_model(
+            replica.trunk(
                 input_ids=batch.to(replica.device),
                 past_key_values=recording_cache(measurement, replica.attention),
                 use_cache=True,
