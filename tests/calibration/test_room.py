@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from calibration import room
+from calibration.errors import CalibrationError
+from calibration.room import Need, decide, forward_bytes, free_bytes
+
+GB = 10**9
+NEED = Need(weights=100 * GB, layer=3 * GB, forward=5 * GB)
+
+
+def chosen(mode: Any, free: int, devices: tuple[str, ...] = ("cuda:0",), reason: str | None = None) -> tuple[str, str]:
+    decision = decide(mode, NEED, devices, dict.fromkeys(devices, free * GB), reason)
+    return decision.mode, decision.reason
+
+
+@pytest.mark.parametrize(("free", "mode"), [(200, "resident"), (124, "resident"), (123, "layer"), (20, "layer")])
+def test_resident_where_the_weights_and_a_forward_fit_with_a_share_to_spare(free: int, mode: str) -> None:
+    found, reason = chosen("auto", free)
+    assert found == mode
+    assert reason == f"the model takes 105.0 GB to run, and cuda:0 has room for {free * 0.85:,.1f} GB"
+
+
+@pytest.mark.parametrize(("count", "mode"), [(1, "resident"), (2, "layer")])
+def test_copies_share_a_device(count: int, mode: str) -> None:
+    assert chosen("auto", 200, ("cpu",) * count)[0] == mode
+
+
+def test_the_smallest_device_decides() -> None:
+    decision = decide("auto", NEED, ("cuda:0", "cuda:1"), {"cuda:0": 200 * GB, "cuda:1": 90 * GB}, None)
+    assert decision.mode == "layer"
+    assert "cuda:1" in decision.reason
+
+
+@pytest.mark.parametrize("free", [20, 200])
+@pytest.mark.parametrize("mode", ["resident", "layer"])
+def test_what_is_asked_for_is_taken(mode: str, free: int) -> None:
+    assert chosen(mode, free) == (mode, "as the recipe asks")
+
+
+def test_layers_that_cannot_be_replayed_need_a_device_that_holds_all() -> None:
+    assert chosen("auto", 200, reason="they share")[0] == "resident"
+    with pytest.raises(CalibrationError, match=r"105\.0 GB .* they share\. Calibrate on a larger device.*llmcompressor"):
+        chosen("auto", 50, reason="they share")
+    with pytest.raises(CalibrationError, match=r"they share\. Take mode: resident"):
+        chosen("layer", 200, reason="they share")
+
+
+@pytest.mark.parametrize("mode", ["auto", "layer"])
+def test_two_layers_must_fit(mode: str) -> None:
+    assert chosen(mode, 13)[0] == "layer"
+    with pytest.raises(CalibrationError, match=r"two layers .* take 11\.0 GB, .* smaller calibration\.batch_size"):
+        chosen(mode, 12)
+
+
+def test_a_forward_grows_with_the_square_of_the_length() -> None:
+    config = SimpleNamespace(hidden_size=4096, num_attention_heads=32, intermediate_size=14336)
+    short, long = forward_bytes(config, 8, 1024), forward_bytes(config, 8, 4096)
+    assert long > 8 * short
+    assert forward_bytes(config, 16, 1024) == 2 * short
+    assert short > 8 * 32 * 1024 * 1024 * (2 + 4 + 2), "the scores of all heads, thrice"
+
+
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    available = free_bytes("cpu")
+    assert available > 0
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("2500000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
+    monkeypatch.setattr(room, "_CGROUP", tmp_path)
+    assert free_bytes("cpu") == 700_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes("cpu") > 700_000
