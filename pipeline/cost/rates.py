@@ -33,11 +33,11 @@ class Rates:
     """Bytes or operations a second, of all cores together; sizes in bytes.
 
     ``read``: from the page cache into memory. ``disk``: from the disk. ``write``: into the page cache. ``sync``: from
-    there to the disk. ``hash``: SHA-256 of one thread, because a file's bytes are hashed one after the other.
-    ``kernels``: bytes of 16-bit weight, by kernel. ``link``: between memory and device, one way while the other is busy
-    too; None where they are one. ``flops``: operations of bfloat16 products on the
-    device. ``scores``: attention weights through a softmax there. ``resident``: memory of an interpreter that has
-    imported what the stages need.
+    there to the disk. ``hash``: SHA-256 of one thread, because a file's bytes are hashed one after the other. ``load``:
+    from a mapped file to the device, by one thread. ``kernels``: bytes of 16-bit weight, by kernel. ``link``: between
+    memory and device, one way while the other is busy too; None where they are one. ``flops``: operations of bfloat16
+    products on the device. ``scores``: attention weights through a softmax there. ``resident``: memory of an
+    interpreter that has imported what the stages need.
     """
 
     machine: str
@@ -47,6 +47,7 @@ class Rates:
     write: float
     sync: float
     hash: float
+    load: float
     kernels: Mapping[str, float]
     link: float | None
     flops: float

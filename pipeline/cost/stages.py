@@ -84,7 +84,7 @@ def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
     if volume.distinct > _CACHED_SHARE * machine.memory:
         busy["disk"] = parts["disk"] = volume.distinct / rates.disk
     bound = max(busy, key=lambda name: busy[name])
-    tail = volume.largest / rates.sync
+    tail = min(volume.largest * len(lanes), volume.written) / rates.sync  # of the files that end together
     # The page cache takes what the disk does not take at once, but not for ever.
     synced = parts["sync"] - tail
     durable = max(busy[bound], synced) + tail
@@ -113,15 +113,16 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
     on_cpu = rates.link is None
     mode = _mode(volume, machine)
     parts = {
-        "load": need.weights / (rates.disk if need.weights > _CACHED_SHARE * machine.memory else rates.read),
+        "load": need.weights / rates.load,
         "products": volume.flops / rates.flops,
         "scores": volume.scores / rates.scores,
     }
-    if rates.link is not None:
-        parts["load"] = max(parts["load"], need.weights / rates.link)
+    if need.weights > _CACHED_SHARE * machine.memory:
+        parts["load"] = max(parts["load"], need.weights / rates.disk)
     forward = (parts["products"] + parts["scores"]) / len(machine.devices)
     if mode == "resident":
-        held, kept, spilled = need.weights + need.forward, 0, 0
+        # The files stay mapped while they are copied to a GPU, and count as memory although the system can drop them.
+        held, kept, spilled = need.weights + need.forward, 0 if on_cpu else need.weights, 0
         seconds = parts["load"] + forward
     else:
         running = 2 * need.layer + need.forward

@@ -43,6 +43,7 @@ def measure(contender: str, task: Task, source: Path, destination: Path, warm: P
         "durable": durable - warmed,
         "cpu": cpu,
         "peak_rss": None if contender == "cp" else peak_memory(),
+        "mapped": None if contender == "cp" else mapped_memory(),
         "peak_device": peak_device_memory(task.device),
         "phases": dict(done.phases),
         "threads": dict(done.threads),
@@ -51,7 +52,16 @@ def measure(contender: str, task: Task, source: Path, destination: Path, warm: P
 
 def peak_memory() -> int:
     """Largest resident size of this process, bytes; `ru_maxrss` would count its parent's before the exec as well."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return _status("VmHWM")
+
+
+def mapped_memory() -> int:
+    """Bytes of files that are mapped and resident now: the page cache's, which the system takes back when it must."""
+    return _status("RssFile")
+
+
+def _status(key: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
     return int(line.split()[1]) * 1024
 
 

@@ -25,7 +25,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         for name in _SPREAD
     }
-    for name in ("peak_rss", "peak_device"):
+    for name in ("peak_rss", "mapped", "peak_device"):
         sizes = [run[name] for run in runs if run[name] is not None]
         found[name] = max(sizes) if sizes else None
     for name in ("phases", "threads"):
@@ -115,7 +115,7 @@ def table(result: Mapping[str, Any]) -> str:
         if measured(ours):
             lines += [
                 f"  ours, s: {_parts(ours['phases'])}; warm-up {ours['warm_up']['median']:.2f}",
-                f"  its threads, s: {_parts(ours['threads'])}",
+                f"  its threads, s: {_parts(ours['threads'])}; files mapped in the end {ours['mapped'] / 1e6:.0f} MB",
             ]
         if (predicted := result["predicted"].get(case)) and measured(ours):
             pairs = (

@@ -70,7 +70,14 @@ def test_the_model_is_the_same_each_time_and_comes_in_as_many_files(tmp_path: Pa
 def row(seconds: float, memory: float | None = 500e6) -> dict[str, Any]:
     spread = {"median": seconds, "min": seconds, "max": seconds}
     times = dict.fromkeys(("written", "returned", "durable", "cpu", "import", "warm_up"), spread)
-    return {"name": "x", **times, "peak_rss": memory, "phases": {"write": seconds}, "threads": {"read": seconds}}
+    return {
+        "name": "x",
+        **times,
+        "peak_rss": memory,
+        "mapped": 1e6,
+        "phases": {"write": seconds},
+        "threads": {"read": seconds},
+    }
 
 
 def result(rows: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
@@ -132,7 +139,15 @@ def test_prediction_beside_measurement() -> None:
 def test_medians_of_rounds() -> None:
     once = {"written": 1.0, "returned": 1.0, "durable": 1.0, "cpu": 1.0, "import": 1.0, "warm_up": 1.0}
     runs = [
-        once | {"written": seconds, "peak_rss": memory, "peak_device": None, "phases": {"a": seconds}, "threads": {}}
+        once
+        | {
+            "written": seconds,
+            "peak_rss": memory,
+            "mapped": 1,
+            "peak_device": None,
+            "phases": {"a": seconds},
+            "threads": {},
+        }
         for seconds, memory in ((1.0, 5), (9.0, 7), (2.0, 6))
     ]
     found = figures.summary(runs)
