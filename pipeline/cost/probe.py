@@ -21,9 +21,9 @@ from typing import Any
 
 from pipeline.cost.rates import Rates
 from pipeline.cost.volume import CARRIED
-from pipeline.engines.stream.engine import CPU_PIECE, GPU_PIECE, lanes_of
 from pipeline.engines.stream.error import sampled_error
 from pipeline.engines.stream.kernels import KERNELS, amax
+from pipeline.engines.stream.schedule import CPU_PIECE, GPU_PIECE, workers_of
 from pipeline.engines.stream.worker import Worker
 from pipeline.store.disk import fsync
 
@@ -156,7 +156,7 @@ def _kernel(name: str, device: str) -> float:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(piece // (2 * _COLUMNS), _COLUMNS, generator=generator).bfloat16().to(device)
     largest = amax(weight)
-    workers = [Worker(device) for _, count in lanes_of(_FILES, [device]) for _ in range(count)]
+    workers = [Worker(each) for each in workers_of([device])]
 
     def compute() -> None:
         if name == CARRIED:

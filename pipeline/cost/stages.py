@@ -14,7 +14,7 @@ from calibration.errors import CalibrationError
 from calibration.room import decide
 from pipeline.cost.rates import Rates
 from pipeline.cost.volume import CalibrateVolume, QuantizeVolume
-from pipeline.engines.stream.engine import CPU_PIECE, GPU_PIECE, lanes_of
+from pipeline.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
 
 _CACHED_SHARE = 0.5
 """Of the machine's memory: a model up to that size is taken to be in the page cache, since it was hashed or fetched."""
@@ -60,8 +60,9 @@ class Cost:
 def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
     """The stream engine: read, compute, hash and write overlap over all files; what is finished is synced meanwhile."""
     rates = machine.rates
-    lanes = lanes_of(volume.files, machine.devices)
-    workers = min(sum(count for _, count in lanes), machine.cores)
+    started = len(workers_of(machine.devices))
+    lanes = open_files(volume.files, started)
+    workers = min(started, machine.cores)
     computed = sum(count / rates.kernel(name) for name, count in volume.kernels.items())
     parts = {
         "read": volume.read / rates.read,
@@ -75,7 +76,7 @@ def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
     busy = {
         "cores": (parts["read"] + parts["write"] + (computed if on_cpu else 0.0)) * machine.cores / workers
         + parts["hash"] / workers,
-        "hash": parts["hash"] / len(lanes),
+        "hash": parts["hash"] / lanes,
     }
     if rates.link is not None:
         busy["device"] = computed / len(machine.devices)
@@ -84,14 +85,14 @@ def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
     if volume.distinct > _CACHED_SHARE * machine.memory:
         busy["disk"] = parts["disk"] = volume.distinct / rates.disk
     bound = max(busy, key=lambda name: busy[name])
-    tail = min(volume.largest * len(lanes), volume.written) / rates.sync  # of the files that end together
+    tail = min(volume.largest * lanes, volume.written) / rates.sync  # of the files that end together
     # The page cache takes what the disk does not take at once, but not for ever.
     synced = parts["sync"] - tail
     durable = max(busy[bound], synced) + tail
     if volume.written > _DIRTY_SHARE * machine.memory and synced > busy[bound]:
         bound, busy["sync"] = "sync", synced
     piece, held = (CPU_PIECE, _CPU_PIECES) if on_cpu else (GPU_PIECE, _PINNED_PIECES)
-    count = sum(count for _, count in lanes)
+    count = started
     return Cost(
         seconds=durable,
         written=busy[bound],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.engines.stream import engine
+from pipeline.engines.stream import schedule
 from pipeline.engines.stream.kernels import KERNELS, amax
 from pipeline.formats.checkpoint import Checkpoint
 
@@ -63,7 +63,7 @@ def test_sizes_of_pieces_workers_and_devices_change_nothing(
     results = []
     ways = [(1 << 30, 1, 1), (1, 1, 1), (700, 2, 1), (100_000, 3, 2), (50_000, 16, 1), (50_000, 4, 3)]
     for number, (piece, cores, devices) in enumerate(ways):
-        monkeypatch.setattr(engine, "CPU_PIECE", piece)
+        monkeypatch.setattr(schedule, "CPU_PIECE", piece)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         work = tmp_path / str(number)
         options = {"scheme": scheme, "ranges": ranges, "shared_scales": shared_scales, "devices": ("cpu",) * devices}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.engines.stream import engine
+from pipeline.engines.stream import schedule
 from pipeline.engines.stream.shard import PARTIAL_SUFFIX
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import Checkpoint
@@ -68,12 +68,12 @@ def test_killed_after_any_tensor_it_redoes_only_what_was_not_committed(
     committed = set()
     for number, result in enumerate(killed(jobs, tmp_path)):
         assert result["killed"] == [-9]
-        # Files are flushed and committed in their order, behind the workers; tensor 4 of a file is its last, and the
-        # file is not whole when its bytes have been read.
+        # Files are flushed and committed behind the workers, several of which are at work on files of their own.
         count = len(result["before"])
-        assert sorted(result["before"]) == list(small.shards)[:count]
+        assert set(result["before"]) <= set(small.shards)
         assert count <= number // 5
-        assert small.shards[number // 5] + PARTIAL_SUFFIX in result["partial"]
+        assert result["partial"]
+        assert all(name.endswith(PARTIAL_SUFFIX) for name in result["partial"])
         assert result["code"] == 0
         assert sorted(result["after"]) == list(small.shards)
         assert {name: result["after"][name] for name in result["before"]} == result["before"]
@@ -101,7 +101,7 @@ def test_a_second_run_reads_no_weight(
 ) -> None:
     first = run(small, tmp_path / "work")
     before = inodes(tmp_path / "work" / "checkpoint")
-    monkeypatch.setattr(engine, "write_shard", lambda *_, **__: pytest.fail("a committed file was made again"))
+    monkeypatch.setattr(schedule, "OpenShard", lambda *_, **__: pytest.fail("a committed file was made again"))
     seen: list[int] = []
     assert run(small, tmp_path / "work", advance=seen.append) == first
     assert inodes(tmp_path / "work" / "checkpoint") == before
@@ -116,8 +116,9 @@ def test_a_manifest_line_that_was_cut_short_costs_one_file(
 ) -> None:
     work = tmp_path / "work"
     run(small, work)
-    lines = (work / "manifest.jsonl").read_text().splitlines()
-    (work / "manifest.jsonl").write_text("\n".join([*lines[:3], tail]), encoding="utf-8")
+    lines = [line for line in (work / "manifest.jsonl").read_text().splitlines() if LAST not in line]
+    assert len(lines) == 3
+    (work / "manifest.jsonl").write_text("\n".join([*lines, tail]), encoding="utf-8")
     before = inodes(work / "checkpoint")
     assert run(small, work) == undisturbed
     after = inodes(work / "checkpoint")
@@ -192,7 +193,8 @@ def test_a_source_file_that_shrank_is_named_and_the_rest_is_kept(
     with pytest.raises(StageError) as broken:
         run(small, work)
     assert str(victim) in str(broken.value)
-    assert sorted(path.name for path in (work / "checkpoint").glob("*.safetensors")) == list(small.shards)[:2]
+    done = {name: data for name, data in contents(work / "checkpoint").items() if name in small.shards}
+    assert done == {name: undisturbed[name] for name in set(done) - {THIRD}}
     victim.write_bytes(whole)
     assert run(small, work) == undisturbed
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.engines.stream import engine
+from pipeline.engines.stream import schedule
 from pipeline.engines.stream.engine import Written, write_checkpoint
 from pipeline.engines.stream.kernels import KERNELS, kernel_name
 from pipeline.engines.stream.plan import plan_shards
@@ -68,7 +68,7 @@ def assert_made_of(found: Mapping[str, torch.Tensor], module: str, scheme: str, 
 def test_stacked_experts_come_out_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, transposed: bool, piece: int
 ) -> None:
-    monkeypatch.setattr(engine, "CPU_PIECE", piece)
+    monkeypatch.setattr(schedule, "CPU_PIECE", piece)
     gate_up, down = numbers(EXPERTS, 2 * INNER, HIDDEN), numbers(EXPERTS, HIDDEN, INNER, seed=1)
     stored = {"e.gate_up_proj": gate_up, "e.down_proj": down, "router.weight": numbers(EXPERTS, HIDDEN)}
     if transposed:
@@ -113,7 +113,7 @@ def test_a_stack_of_which_nothing_is_quantized_stays_a_stack(tmp_path: Path) -> 
 def test_fp8_in_blocks_is_decoded_to_bfloat16_and_then_quantized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
-    monkeypatch.setattr(engine, "CPU_PIECE", 30_000)
+    monkeypatch.setattr(schedule, "CPU_PIECE", 30_000)
     stored = numbers(300, 416).to(torch.float8_e4m3fn)
     scale = torch.rand(3, 4, generator=torch.Generator().manual_seed(2)) * 0.01
     wide = scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :416]
@@ -195,7 +195,7 @@ def test_the_error_that_is_taken_on_the_way_is_that_of_its_rows(
     parts = structure({"o_proj": WeightSource("o_proj.weight")})
     errors = []
     for piece in (1 << 30, 128 * 512 * 2):
-        monkeypatch.setattr(engine, "CPU_PIECE", piece)
+        monkeypatch.setattr(schedule, "CPU_PIECE", piece)
         out = tmp_path / f"out-{piece}"
         errors.append(quantize(folder, parts, {"o_proj": scheme}, out).errors["o_proj"])
     found = load_file(out / "model.safetensors")

@@ -7,23 +7,19 @@ import json
 import os
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 from pipeline.digest import COMPANION_FILES
 from pipeline.engines.stream.error import Error
 from pipeline.engines.stream.kernels import fp8_scale
 from pipeline.engines.stream.plan import STATIC_ROLES, ShardPlan
-from pipeline.engines.stream.shard import PARTIAL_SUFFIX, Stopped, WrittenShard, write_shard
-from pipeline.engines.stream.worker import Worker, torch_dtype
+from pipeline.engines.stream.schedule import write_shards
+from pipeline.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
+from pipeline.engines.stream.worker import torch_dtype
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from pipeline.formats.layout import Choice, layout
@@ -33,12 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 _OURS = ("config.json", INDEX_NAME)
-CPU_PIECE = 1 << 20  # bytes: with the intermediate results of its parts, a core's second-level cache
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_KEPT = 64 << 20  # bytes; several times a piece
-GPU_PIECE = 32 << 20  # bytes: the bus at its full speed
-_WORKERS_PER_FILE = 4  # more would wait for their turn at the file's hash
-_FILES = 4  # at a time on one device
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +73,23 @@ def write_checkpoint(
     for stale in destination.glob(f"*{PARTIAL_SUFFIX}"):
         stale.unlink()
     try:
-        with _many_small_workers():
-            missing = [plan for plan in plans if plan.name not in done]
-            for plan in plans:
-                if plan.name in done:
-                    advance(plan.read_bytes)
-            run = _Run(source, ranges, destination, manifest, advance)
-            try:
-                run.write(missing, devices)
-            finally:
-                done |= run.done
-            seconds = run.seconds
-            seconds["written"] = max(run.last_byte - begin, 0.0)
+        for plan in plans:
+            if plan.name in done:
+                advance(plan.read_bytes)
+        missing = [plan for plan in plans if plan.name not in done]
+
+        def commit(shard: WrittenShard) -> None:
+            partial = destination / (shard.name + PARTIAL_SUFFIX)
+            if partial.exists():  # else an earlier try came as far as the manifest
+                fsync(partial)
+                partial.replace(destination / shard.name)
+            fsync(destination)
+            _append_manifest(manifest, shard)
+            done[shard.name] = shard
+
+        seconds = write_shards(
+            missing, source.folder, destination, lambda plan: _static_scales(plan, ranges), devices, advance, commit
+        )
         _write_companions(source, destination, with_code=with_code)
         _write_config(source, choice, destination, checkpoint_format)
         if plans[0].name != SINGLE_NAME or (source.folder / INDEX_NAME).is_file():
@@ -109,129 +104,6 @@ def write_checkpoint(
         raise StageError(f"{destination}: {error}.") from error
     seconds["durable"] = time.perf_counter() - begin
     return Written(tuple(done[plan.name] for plan in plans), dict(seconds))
-
-
-class _Run:
-    """The files of one call: lanes of workers make one each, a committer behind them flushes what is whole."""
-
-    def __init__(
-        self,
-        source: Checkpoint,
-        ranges: Mapping[str, torch.Tensor | float],
-        destination: Path,
-        manifest: Path,
-        advance: Callable[[int], None],
-    ) -> None:
-        self._source, self._ranges = source, ranges
-        self._destination, self._manifest = destination, manifest
-        self._tell, self._lock, self._stop = advance, Lock(), Event()
-        self._commits: list[Future[None]] = []
-        self._waiting: Iterator[ShardPlan] = iter(())
-        self.done: dict[str, WrittenShard] = {}
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.last_byte = 0.0
-
-    def write(self, plans: Sequence[ShardPlan], devices: Sequence[str]) -> None:
-        """Write and commit files. What was whole is committed also where another file fails."""
-        self._waiting = iter(plans)
-        lanes = lanes_of(len(plans), devices)
-        with ThreadPoolExecutor(1, "commit") as committer, ThreadPoolExecutor(max(len(lanes), 1), "lane") as pool:
-            running = [pool.submit(self._lane, device, workers, committer) for device, workers in lanes]
-            try:
-                wait_for(running)
-            finally:
-                self._stop.set()  # an interrupt reaches this thread only
-        faults = [fault for each in (*running, *self._commits) if (fault := each.exception()) is not None]
-        for fault in sorted(faults, key=lambda fault: isinstance(fault, Stopped)):
-            raise fault
-
-    def _lane(self, device: str, count: int, committer: ThreadPoolExecutor) -> None:
-        workers = [Worker(device) for _ in range(count)]
-        try:
-            while (plan := self._next()) is not None:
-                shard = write_shard(
-                    plan,
-                    self._source.folder,
-                    self._destination,
-                    _static_scales(plan, self._ranges),
-                    workers=workers,
-                    piece=CPU_PIECE if workers[0].device.type == "cpu" else GPU_PIECE,
-                    advance=self._advance,
-                    stop=self._stop,
-                )
-                with self._lock:
-                    self.last_byte = time.perf_counter()
-                    self._commits.append(committer.submit(self._commit, shard))
-        except BaseException:
-            self._stop.set()
-            raise
-        finally:
-            with self._lock:
-                for worker in workers:
-                    for kind, spent in worker.seconds.items():
-                        self.seconds[kind] += spent
-
-    def _next(self) -> ShardPlan | None:
-        with self._lock:
-            return None if self._stop.is_set() else next(self._waiting, None)
-
-    def _advance(self, count: int) -> None:
-        with self._lock:
-            self._tell(count)
-
-    def _commit(self, shard: WrittenShard) -> None:
-        start = time.perf_counter()
-        partial = self._destination / (shard.name + PARTIAL_SUFFIX)
-        fsync(partial)
-        partial.replace(self._destination / shard.name)
-        fsync(self._destination)
-        _append_manifest(self._manifest, shard)
-        self.done[shard.name] = shard
-        with self._lock:
-            self.seconds["flush"] += time.perf_counter() - start
-
-
-def lanes_of(files: int, devices: Sequence[str]) -> list[tuple[str, int]]:
-    """Device and number of workers of each file that is made at a time.
-
-    A CPU gets a worker a core, a few to a file; a GPU as many as keep its bus and the disk busy.
-    """
-    lanes: list[tuple[str, int]] = []
-    for number, device in enumerate(devices):
-        share = len(range(number, files, len(devices)))
-        if device.startswith("cpu"):
-            cores = max(len(os.sched_getaffinity(0)) // devices.count(device), 1)
-            count = min(share, -(-cores // _WORKERS_PER_FILE))
-            lanes += [(device, -(-cores // count))] * count if count else []
-        else:
-            lanes += [(device, _WORKERS_PER_FILE)] * min(share, _FILES)
-    return lanes
-
-
-@contextmanager
-def _many_small_workers() -> Iterator[None]:
-    """Set PyTorch up for threads that each compute little at a time, over and over.
-
-    Workers are threads already: PyTorch starts none of its own below them. And the C library keeps what intermediate
-    results gave back: by default it returns such sizes to the system, and taking them again costs a page fault every
-    4 KiB, which is twice the time of MXFP4.
-    """
-    import ctypes
-
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # glibc
-        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            library.mallopt(option, _KEPT)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        if hasattr(library, "malloc_trim"):
-            library.malloc_trim(0)
 
 
 def _static_scales(plan: ShardPlan, ranges: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor]:

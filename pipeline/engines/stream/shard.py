@@ -1,4 +1,4 @@
-"""One output file, made by several workers at once.
+"""One output file, made by any number of workers at once.
 
 Each takes the next piece, reads it and computes it; where its result belongs was promised by the header. Then it waits
 for its turn: the file's SHA-256 takes the bytes in their order, and so do the few results that are written when a
@@ -8,13 +8,12 @@ weight is whole. Nothing is held but each worker's piece.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from threading import Condition, Event
+from threading import Condition
 from typing import TYPE_CHECKING
 
 from pipeline.engines.stream.error import Error, sampled_error
@@ -22,7 +21,7 @@ from pipeline.engines.stream.kernels import KERNELS, amax
 from pipeline.engines.stream.origin import Origin
 from pipeline.engines.stream.pieces import Piece, Scan, cut
 from pipeline.engines.stream.plan import NUMBERS, STATIC_ROLES, ShardPlan, Step, is_deferred
-from pipeline.engines.stream.sink import Sink, open_sink
+from pipeline.engines.stream.sink import open_sink
 from pipeline.engines.stream.worker import Files, Worker, torch_dtype
 from pipeline.errors import StageError
 from pipeline.formats.tensors import StoredTensor
@@ -49,57 +48,32 @@ class Stopped(Exception):  # noqa: N818 - not a failure of the worker that meets
     """Something else failed, or a person wants no more."""
 
 
-def write_shard(
-    plan: ShardPlan,
-    source: Path,
-    destination: Path,
-    scalars: Mapping[str, torch.Tensor],
-    *,
-    workers: Sequence[Worker],
-    piece: int,
-    advance: Callable[[int], None],
-    stop: Event,
-) -> WrittenShard:
-    """Quantize one file of ``source`` into ``destination``, under its partial name and not yet on the disk for good.
+class OpenShard:
+    """A file that is being made, and what its workers share.
 
     ``scalars`` holds the tensors that no kernel makes, static scales, by name. ``piece`` is the bytes that a worker
-    takes at a time. ``advance`` is told the bytes read. Raises `StageError` for a weight that cannot be read or is not
-    finite, `OSError` for a file that cannot be written, and `Stopped` soon after ``stop`` is set.
+    takes at a time; ``direct`` the way of writing, see `sink`. ``advance`` is told the bytes read. The file has its
+    partial name, and is not yet on the disk for good when it is whole. Raises `OSError` where it cannot be made.
     """
-    partial = destination / (plan.name + PARTIAL_SUFFIX)
-    # With a GPU at work the cores have time to copy; see `sink`.
-    sink = open_sink(partial, plan.nbytes, direct=workers[0].device.type == "cpu")
-    try:
-        with Files(source) as files, ThreadPoolExecutor(len(workers), "shard") as pool:
-            making = _Making(plan, source, sink, files, scalars, piece, advance, stop)
-            futures = [pool.submit(making.work, worker) for worker in workers]
-            faults = [fault for future in futures if (fault := future.exception()) is not None]
-            for fault in sorted(faults, key=lambda fault: isinstance(fault, Stopped)):
-                raise fault
-            making.finish()
-    finally:
-        sink.close()
-    return WrittenShard(plan.name, plan.nbytes, making.digest.hexdigest(), dict(making.errors))
-
-
-class _Making:
-    """The state that the workers of a file share."""
 
     def __init__(
         self,
         plan: ShardPlan,
         source: Path,
-        sink: Sink,
-        files: Files,
+        destination: Path,
         scalars: Mapping[str, torch.Tensor],
+        *,
         piece: int,
+        direct: bool,
         advance: Callable[[int], None],
-        stop: Event,
     ) -> None:
-        self._plan, self._source, self._sink, self._files = plan, source, sink, files
-        self._advance, self._stop_all = advance, stop
+        self._plan, self._source, self._advance = plan, source, advance
+        self._files = Files(source)
+        self._path = destination / (plan.name + PARTIAL_SUFFIX)
+        self._sink = open_sink(self._path, plan.nbytes, direct=direct)
         pieces = cut(plan, piece)
-        self._pieces: Iterator[Scan | Piece] = iter(pieces)
+        self._pieces: deque[Scan | Piece] = deque(pieces)
+        self._left = len(pieces)
         self._changed = Condition()
         self._turn = 0
         self._stopped = False
@@ -110,41 +84,50 @@ class _Making:
         self._largest: dict[tuple[Origin, ...], torch.Tensor] = {}
         self._collected: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         self._held: dict[str, torch.Tensor] = dict(scalars)
-        self.errors: defaultdict[str, Error] = defaultdict(Error)
-        self.digest = hashlib.sha256()
+        self._errors: defaultdict[str, Error] = defaultdict(Error)
+        self._digest = hashlib.sha256()
         self._append(0, memoryview(plan.header))
 
-    def work(self, worker: Worker) -> None:
-        """Take pieces until there are none."""
-        try:
-            while (piece := self._next()) is not None:
-                if isinstance(piece, Scan):
-                    self._scan(worker, piece)
-                elif piece.raw:
-                    self._carry(worker, piece)
-                else:
-                    self._make(worker, piece)
-        except BaseException:
-            self.stop()
-            raise
+    def take(self) -> Scan | Piece | None:
+        """The next piece, which must be made; None where all are taken. Not for two threads at once."""
+        return self._pieces.popleft() if self._pieces else None
+
+    def make(self, worker: Worker, piece: Scan | Piece) -> WrittenShard | None:
+        """Make a piece; the file's facts with the one that makes it whole.
+
+        Raises `StageError` for a weight that cannot be read or is not finite, `OSError` for a file that cannot be
+        written, and `Stopped` soon after `stop`.
+        """
+        if isinstance(piece, Scan):
+            self._scan(worker, piece)
+        elif piece.raw:
+            self._carry(worker, piece)
+        else:
+            self._quantize(worker, piece)
+        with self._changed:
+            self._left -= 1
+            if self._left:
+                return None
+        for stored in self._plan.deferred:
+            self._append(self._plan.offsets[stored.name], _bytes(self._held[stored.name]))
+        self._sink.finish()
+        return WrittenShard(self._plan.name, self._plan.nbytes, self._digest.hexdigest(), dict(self._errors))
 
     def stop(self) -> None:
-        """Let every worker end at its next step."""
+        """Let every worker that waits here end."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
-    def finish(self) -> None:
-        """Write what comes last."""
-        for stored in self._plan.deferred:
-            self._append(self._plan.offsets[stored.name], _bytes(self._held[stored.name]))
-        self._sink.finish()
+    def close(self) -> None:
+        """Let go of all files."""
+        self._sink.close()
+        self._files.close()
 
-    def _next(self) -> Scan | Piece | None:
-        with self._changed:
-            if self._stopped or self._stop_all.is_set():
-                raise Stopped
-            return next(self._pieces, None)
+    def discard(self) -> None:
+        """Let go of all files and of what was made: no other attempt goes on from the middle of a file."""
+        self.close()
+        self._path.unlink(missing_ok=True)
 
     def _scan(self, worker: Worker, scan: Scan) -> None:
         weight = worker.rows(self._files, scan.origin, scan.first, scan.last)
@@ -168,7 +151,7 @@ class _Making:
         else:
             self._hand_over(worker, piece, main=(self._plan.offsets[stored.name] + piece.first, data))
 
-    def _make(self, worker: Worker, piece: Piece) -> None:
+    def _quantize(self, worker: Worker, piece: Piece) -> None:
         step = piece.step
         weight = worker.rows(self._files, step.origin, piece.first, piece.last)
         largest = self._largest_of(worker, step) if step.group else None
@@ -221,13 +204,13 @@ class _Making:
         # From here to the end only this thread has the turn.
         if main is not None:
             with worker.clock("hash"):
-                self.digest.update(_bytes(main[1]))
+                self._digest.update(_bytes(main[1]))
             with worker.clock("write"):
                 self._sink.append(main[0], _bytes(main[1]))
         for stored, part in smalls:
             self._collect(piece, stored, part)
         if error is not None and piece.step.kernel is not None:
-            self.errors[piece.step.name] += error
+            self._errors[piece.step.name] += error
         self._advance(piece.nbytes)
         with self._changed:
             self._turn += 1
@@ -251,7 +234,7 @@ class _Making:
 
     def _append(self, offset: int, data: memoryview) -> None:
         self._sink.append(offset, data)
-        self.digest.update(data)
+        self._digest.update(data)
 
     def _require_finite(self, origin: Origin, largest: torch.Tensor) -> None:
         if not bool(largest.isfinite().all()):

@@ -31,10 +31,8 @@ class Files:
         self._folder = folder
         self._open: dict[str, int] = {}
 
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close them all."""
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
