@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pipeline.schemes import scheme as row_of
@@ -30,7 +31,7 @@ def dequantize(scheme: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         numbers, scale = (_words(stored), scale) if "weight_packed" in parts else (_transposed_words(stored), scale.t())
         return numbers * scale.float().repeat_interleave(128, dim=1)
     if row.scale == "e8m0":
-        table = None if row.dtype == "e4m3" else _minifloats(row.dtype).to(stored.device)
+        table = None if row.dtype == "e4m3" else _minifloats(row.dtype, stored.device)
         values = stored.float() if table is None else table[_codes(row.bits, stored).int()]
         # ldexp and not exp2: the latter is not exact for every integer everywhere.
         exponents = scale.int() - 127
@@ -43,7 +44,8 @@ def dequantize(scheme: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return weight * (scale.reshape(-1, 1) if scale.numel() == weight.shape[0] else scale.reshape(()))
 
 
-def _minifloats(dtype: str) -> torch.Tensor:
+@cache
+def _minifloats(dtype: str, device: torch.device) -> torch.Tensor:
     """Every value of an element type in float32, in the order of its codes: sign, exponent, mantissa."""
     import torch
 
@@ -54,7 +56,7 @@ def _minifloats(dtype: str) -> torch.Tensor:
         exponent, mantissa = divmod(code, 2**mantissa_bits)
         fraction = mantissa / 2**mantissa_bits
         values.append(fraction * 2 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2 ** (exponent - bias))
-    return torch.tensor([*values, *(-value for value in values)])
+    return torch.tensor([*values, *(-value for value in values)], device=device)
 
 
 def _codes(bits: int, packed: torch.Tensor) -> torch.Tensor:

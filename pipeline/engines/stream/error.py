@@ -54,7 +54,9 @@ def sampled_error(weight: torch.Tensor, made: dict[str, torch.Tensor], limit: fl
         packed = "weight_packed" if "weight_packed" in made else "weight"
         parts = {"weight_packed": made[packed][::_STRIDE], "weight_scale": scale[::_STRIDE]}
         restored = dequantize("mxfp4", parts)
-        step = torch.exp2(scale[::_STRIDE].float() - 127).repeat_interleave(MX_GROUP, dim=1)
+        step = torch.ldexp(torch.ones((), device=scale.device), scale[::_STRIDE].int() - 127).repeat_interleave(
+            MX_GROUP, dim=1
+        )
     else:
         if scale.ndim == 2:  # of blocks
             step = scale.repeat_interleave(BLOCK // _STRIDE, 0)[: source.shape[0]].repeat_interleave(BLOCK, 1)
@@ -62,6 +64,7 @@ def sampled_error(weight: torch.Tensor, made: dict[str, torch.Tensor], limit: fl
         else:
             step = (scale[::_STRIDE].unsqueeze(1) if scale.ndim else scale).float()
         restored = made["weight"][::_STRIDE].float() * step
-    clipped = int((source.abs() > _CLIPPED[limit] * step).sum())
-    signal, noise = (float(sums) for sums in (source.square().sum(), (source - restored).square().sum()))
-    return Error(signal, noise, clipped, source.numel())
+    clipped = source.abs() > _CLIPPED[limit] * step
+    sums = (source.square().sum(), (source - restored).square().sum(), clipped.sum())
+    signal, noise, count = torch.stack([each.double() for each in sums]).tolist()  # one wait for a GPU, not three
+    return Error(signal, noise, int(count), source.numel())

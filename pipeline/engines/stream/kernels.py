@@ -189,7 +189,8 @@ def _mxfp4_of_numbers(weight: torch.Tensor, signed_zero: bool) -> Parts:
     # float32's exponent field is E8M0 already: adding a quarter of the mantissa's range carries 1.75 into the next one.
     bits = groups.abs().amax(dim=-1).view(torch.int32)
     exponent = (((bits + (1 << 21)) >> 23) - _E2M1_MAX_EXPONENT).clamp_(min=0)
-    scaled = groups * torch.exp2(127 - exponent.float()).unsqueeze(-1)
+    # 2 ** (127 - exponent), by its bits: exp2 is not exact everywhere.
+    scaled = groups * ((254 - exponent) << 23).view(torch.float32).unsqueeze(-1)
     magnitude = scaled.abs().clamp_(max=E2M1_MAX)
     # E2M1 counts in halves below 2, in ones below 4, in twos up to 6: 0 .5 1 1.5 | 2 3 | 4 6 are the codes 0 to 7.
     above_two, above_four = (magnitude >= 2).float(), (magnitude >= 4).float()
