@@ -33,14 +33,16 @@ def main(owner: int, grace: float, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _order_to_stop)
     # PDEATHSIG: should the supervisor itself be killed, the server still hears of it.
-    server = subprocess.Popen(
+    # Kept until the end: an object that is dropped asks for the status of a command that has ended, and eats it.
+    process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
         stderr=sys.stderr,
         start_new_session=True,
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
-    ).pid
+    )
+    server = process.pid
     sys.stdout.write(f"{server}\n")
     sys.stdout.flush()
     status: int | None = None
@@ -48,6 +50,7 @@ def main(owner: int, grace: float, command: list[str]) -> int:
         status = _reap().get(server)
     ended = _sweep(server, grace if status is None else 0.0)
     code = os.waitstatus_to_exitcode(ended.get(server, 0) if status is None else status)
+    process.returncode = code  # it was reaped here, and not by its object
     return code if code >= 0 else 128 - code
 
 

@@ -52,6 +52,14 @@ def test_a_failure_quotes_its_last_words_and_names_the_log(tmp_path: Path) -> No
     assert str(tmp_path / "log") in caught.value.hint
 
 
+def test_a_program_that_ends_at_once_is_not_waited_for(tmp_path: Path) -> None:
+    """Its status was lost where it ended before the supervisor looked: some in a hundred."""
+    for _ in range(40):
+        run_logged(["true"], tmp_path / "log", what="it", env={})
+    with pytest.raises(StageError, match="exit code 1"):
+        run_logged(["false"], tmp_path / "log", what="it", env={})
+
+
 def test_it_gets_no_token_but_those_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "MY_PASSWORD"):
         monkeypatch.setenv(name, "hidden")
