@@ -161,7 +161,7 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
     engine = quantization.engine
     job.progress.say(f"starting {engine}; its output goes to {log}")
     run_logged(
-        [sys.executable, "-m", f"pipeline.engines.library.with_{engine}", str(work / "job.json")],
+        _command(engine, work / "job.json"),
         log,
         what=f"engine {engine}",
         env=_environment(device),
@@ -191,6 +191,11 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
     _copy_companions(source.folder, adopted, with_code=trust)
     adopted.rename(final)
     shutil.rmtree(work)
+
+
+def _command(engine: str, job: Path) -> list[str]:
+    """The program that imports the library, and nobody else's."""
+    return [sys.executable, "-m", f"pipeline.engines.library.with_{engine}", str(job)]
 
 
 def _samples(job: Job, work: Path, folder: Path) -> Path | None:

@@ -34,6 +34,7 @@ CASES: Mapping[str, Case] = {
     "smoothquant": Case("llama", "int8_w8a8", {"algorithm": "smoothquant"}),
     "smoothquant-strong": Case("llama", "int8_w8a8", {"algorithm": "smoothquant", "smoothquant": {"strength": 0.9}}),
     "rotation-tied": Case("qwen3", "mxfp4", {"algorithm": "rotation"}, calibrated=False),
+    "autoround": Case("llama", "w4a16", {"algorithm": "autoround", "autoround": {"iterations": 2}}),
     "mixed": Case(
         "llama",
         "mxfp4",
@@ -65,7 +66,7 @@ def test_it_made_what_was_asked_for(made: Mapping[str, Adopted], name: str) -> N
     assert inspection.findings == ()
     assert inspection.quantized_modules == len(adopted.choice.schemes)
     assert len(inspection.kv_scales) == (4 if "kv_cache" in case.section else 0)
-    compared = wanted in ("none", "gptq")
+    compared = wanted in ("none", "gptq", "autoround")
     assert {layer.scheme for layer in inspection.layers} == (
         set(adopted.choice.schemes.values()) if compared else set()
     )
