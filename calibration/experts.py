@@ -111,10 +111,10 @@ class _Stack:
         key, one = owner
         for number, tokens in enumerate(entering) if one is None else ((one, entering),):
             expert = f"{self.name}.{number}"
+            if one is None:  # an expert that gets all rows gets zeros for those that the router sent elsewhere
+                tokens = tokens[(tokens != 0).any(dim=-1)]
             if self.measurement.is_routed and key == next(iter(self.parameters)):
-                # Experts that get all rows get zeros for what the router sent elsewhere.
-                rows = int((tokens != 0).any(dim=-1).sum()) if one is None else tokens.numel() // tokens.shape[-1]
-                self.measurement.routed(expert, rows)
+                self.measurement.routed(expert, tokens.numel() // tokens.shape[-1])
             self.measurement.input(f"{self.name}.{key}.{number}", tokens, expert=expert)
 
     def show_every_token(self, module: Any, given: tuple[Any, ...]) -> None:

@@ -50,7 +50,7 @@ def replica(folder: Path, device: str, *, trust_remote_code: bool = False) -> Re
     Raises `CalibrationError` for a folder that holds no model that transformers knows, in safetensors.
     """
     shards = Shards(folder)
-    model = build(folder, trust_remote_code=trust_remote_code)
+    model = build(folder, stored=shards.dtype, trust_remote_code=trust_remote_code)
     settle_buffers(model, device)
     owned = owners(model, shards.names)
     return Replica(model, Weights(model, shards, owned, device), owned, device, attention_by_layer(model))

@@ -23,8 +23,10 @@ _SINGLE = "model.safetensors"
 _SCALE = "_scale_inv"
 
 
-def build(folder: Path, *, trust_remote_code: bool = False) -> Any:
+def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
     """The causal language model of a folder, on the meta device, in the dtype that its configuration names.
+
+    ``stored`` is the dtype of a model whose configuration names none.
 
     Attention and experts are computed step by step ("eager"), which is what llm-compressor calibrates with; fused
     attention differs in the last bit of bfloat16 from the second layer on.
@@ -45,7 +47,7 @@ def build(folder: Path, *, trust_remote_code: bool = False) -> Any:
         with torch.device("meta"):
             model = kind.from_config(
                 config,
-                dtype=config.dtype or torch.bfloat16,
+                dtype=config.dtype or config.get_text_config().dtype or stored or torch.bfloat16,
                 attn_implementation="eager",
                 experts_implementation="eager",
                 trust_remote_code=trust_remote_code,
@@ -90,6 +92,15 @@ class Shards:
     def names(self) -> tuple[str, ...]:
         """Names of the weights, without the scales that some are decoded with."""
         return tuple(name for name in self._place if not (self._block and name.endswith(_SCALE)))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the first tensor that is no integer and not encoded; None where there is none."""
+        import torch
+
+        known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+        kinds = (self._open[file].get_slice(name).get_dtype() for name, file in self._place.items())
+        return next((known[kind] for kind in kinds if kind in known), None)
 
     def tensor(self, name: str, *, copied: bool) -> _Tensor:
         """A tensor that is read when it is indexed, whole; a view of the mapped file where it is not ``copied``."""

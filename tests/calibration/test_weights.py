@@ -146,3 +146,17 @@ def test_weights_that_are_quantized_otherwise(models: Models, tmp_path: Path) ->
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CalibrationError, match=r"quantized already \(gptq\), expected 16 bit"):
         load_resident(folder, "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize("named", [True, False])
+def test_the_dtype_is_the_configurations_else_the_files(
+    models: Models, tmp_path: Path, dtype: str, named: bool
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models("llama", dtype=dtype), folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float16"} if named else config))
+    found = {str(value.dtype) for value in load_resident(folder, "cpu").model.model.parameters()}
+    assert found == {"torch.float16" if named else f"torch.{dtype}"}
