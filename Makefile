@@ -15,7 +15,7 @@ RUN_ENV   := $(VENV)/.quantmint-run
 TEST_ENV  := $(VENV)/.quantmint-test
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan test lint format bench-quantize report clean distclean serving browser
+.PHONY: help quantize plan test lint format bench-quantize bench-kernels report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -42,6 +42,9 @@ lint: $(TEST_ENV)  ## ruff and mypy --strict
 format: $(TEST_ENV)  ## rewrite the sources in the house's style
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+bench-kernels: $(TEST_ENV)  ## each scheme's kernel, eager and compiled
+	@$(BIN)/python -m tests.bench.kernels $(ARGS)
 
 bench-quantize: $(TEST_ENV)  ## how fast the stream engine is beside cp, llm-compressor and Quark
 	@$(BIN)/python -m tests.bench.quantize --double --json docs/bench-quantize.json --plot docs/bench-quantize.svg $(ARGS)
