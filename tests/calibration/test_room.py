@@ -45,7 +45,9 @@ def test_what_is_asked_for_is_taken(mode: str, free: int) -> None:
 
 def test_layers_that_cannot_be_replayed_need_a_device_that_holds_all() -> None:
     assert chosen("auto", 200, reason="they share")[0] == "resident"
-    with pytest.raises(CalibrationError, match=r"105\.0 GB .* they share\. Calibrate on a larger device.*llmcompressor"):
+    with pytest.raises(
+        CalibrationError, match=r"105\.0 GB .* they share\. Calibrate on a larger device.*llmcompressor"
+    ):
         chosen("auto", 50, reason="they share")
     with pytest.raises(CalibrationError, match=r"they share\. Take mode: resident"):
         chosen("layer", 200, reason="they share")
