@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eval.verdict import Verdict
 from pipeline.device import device_memory, resolve_devices
+from pipeline.engines.library.size import require_memory as require_library_memory
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.model.structure import Structure, imagine, read_structure
@@ -64,6 +65,9 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
         require_disk(disk_needed(prediction, missing, download=download), free_bytes(where), str(where))
         if "calibrate" in missing:
             require_memory(prediction, setting)
+        engine, device = setting.recipe.quantization.engine, resolve_devices(setting.device)[0]
+        if engine != "stream":
+            require_library_memory(prediction.source, device_memory(device), device, engine)
 
 
 def _require_packages(missing: Sequence[str]) -> None:
