@@ -212,6 +212,17 @@ def test_a_model_that_does_not_fit_is_refused_before_any_work(
     assert jobs == []
 
 
+def test_memory_is_looked_at_before_the_run_starts(
+    opened: Open, quantmint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.preflight.device_memory", lambda _: 500_000)
+    opened("mxfp4", "quark")
+    ended = quantmint("run", "r.yaml", "--until", "inspect", "--device", "cpu")
+    assert ended.code == 2
+    assert "engine quark holds the whole 16-bit model" in ended.err
+    assert not list(Path("store").rglob("record.json"))
+
+
 def test_a_quark_cache_needs_a_k_projection_of_its_own(opened: Open, library: Callable[..., list[LibraryJob]]) -> None:
     jobs = library(code="")
     with pytest.raises(UserError, match=r"layers\.0\.self_attn has no separate K projection"):

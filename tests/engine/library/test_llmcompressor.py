@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.engines.library.size import checkpoint_bytes
 from pipeline.engines.records import recorded_algorithms
 from pipeline.formats.checkpoint import Checkpoint
 from pipeline.inspection.inspect import inspect_checkpoint
@@ -120,3 +121,10 @@ def test_mixed_schemes_are_named_module_by_module(made: Mapping[str, Adopted]) -
     targets = [target for group in declared["config_groups"].values() for target in group["targets"]]
     assert sorted(targets) == sorted(made["mixed"].choice.schemes)
     assert declared["ignore"] == sorted(made["mixed"].choice.kept)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("rotation-tied",)])
+def test_its_size_was_known_beforehand(made: Mapping[str, Adopted], name: str) -> None:
+    """But for those whose head got a tensor of its own."""
+    source, structure, choice = made[name].source, made[name].structure, made[name].choice
+    assert checkpoint_bytes(source, structure, choice, "compressed-tensors") == made[name].checkpoint.nbytes

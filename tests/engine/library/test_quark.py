@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.engines.library.size import checkpoint_bytes
 from pipeline.engines.records import recorded_algorithms
 from pipeline.formats.checkpoint import Checkpoint
 from pipeline.inspection.inspect import inspect_checkpoint
@@ -96,3 +97,21 @@ def test_what_stays_is_named_one_by_one(made: Mapping[str, Adopted]) -> None:
         declared = made[name].checkpoint.config["quantization_config"]
         assert declared["exclude"] == sorted(made[name].choice.kept)
         assert not any("*" in excluded for excluded in declared["exclude"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in CASES
+        if name
+        not in (
+            "gptq",
+            "gptq-fp8",
+        )
+    ],
+)
+def test_its_size_was_known_beforehand(made: Mapping[str, Adopted], name: str) -> None:
+    """But for those whose scales are float32 after GPTQ."""
+    source, structure, choice = made[name].source, made[name].structure, made[name].choice
+    assert checkpoint_bytes(source, structure, choice, "quark") == made[name].checkpoint.nbytes
