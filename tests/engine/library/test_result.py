@@ -97,6 +97,25 @@ def test_names_of_the_model_become_those_of_the_source(output: Callable[..., Out
     assert json.loads((tmp_path / "adopted" / "config.json").read_text()) == library.made.checkpoint.config
 
 
+def test_several_files_keep_their_index(output: Callable[..., Output], tmp_path: Path) -> None:
+    library = output("compressed-tensors", model="mixtral")
+    names = sorted(library.tensors)
+    shards = {f"model-{n}.safetensors": names[n::2] for n in range(2)}
+    inside = {name: name.replace("block_sparse_moe.gate", "mlp.gate") for name in names}
+    for shard, held in shards.items():
+        save_file({inside[name]: library.tensors[name] for name in held}, library.folder / shard)
+    (library.folder / "model.safetensors").unlink()
+    weight_map = {inside[name]: shard for shard, held in shards.items() for name in held}
+    (library.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    made = library.made
+    on_disk = names_on_disk(made.source, made.structure)
+    adopt(library.folder, tmp_path / "adopted", on_disk, made.source, made.choice, "compressed-tensors")
+    adopted = open_checkpoint(tmp_path / "adopted")  # proves that index and files agree
+    assert {name: shard for name, (shard, _) in adopted.tensors.items()} == {
+        name: shard for shard, held in shards.items() for name in held
+    }
+
+
 def test_exact_names_are_translated_and_patterns_are_not() -> None:
     names = Names({"in.a": "on.a"}, {"in.norm.weight": "on.norm.weight"})
     assert names.tensor("in.a.weight_scale") == "on.a.weight_scale"
