@@ -100,12 +100,13 @@ def calibrate(
     try:
         with without_bars():
             replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices]
-            decision = _decision(replicas[0], batches, devices, mode)
+            need, obstacle = _need(replicas[0], batches)
+            decision = decide(mode, need, devices, {device: free_bytes(device) for device in devices}, obstacle)
             watcher.say(f"{decision.mode} mode on {', '.join(devices)}: {decision.reason}")
             if decision.mode == "resident":
                 found = _resident(replicas, batches, observation, watcher)
             else:
-                found = _by_layers(replicas, batches, observation, watcher, work, activation_bytes)
+                found = _by_layers(replicas, batches, observation, watcher, work, activation_bytes, need)
     except NotReplayableError as error:
         raise CalibrationError(
             f"{folder}: its layers cannot be run one at a time: {error}; "
@@ -122,7 +123,8 @@ def calibrate(
     return Outcome(ranges_of(replicas[0], found.magnitudes), decision, warnings)
 
 
-def _decision(first: Replica, batches: Sequence[torch.Tensor], devices: Sequence[str], mode: Mode) -> Decision:
+def _need(first: Replica, batches: Sequence[torch.Tensor]) -> tuple[Need, str | None]:
+    """What a copy takes, and why its layers cannot be run one at a time; None where they can."""
     reason: str | None = None
     largest = 0
     try:
@@ -131,8 +133,7 @@ def _decision(first: Replica, batches: Sequence[torch.Tensor], devices: Sequence
     except NotReplayableError as error:
         reason = str(error)
     batch, length = (max(sizes) for sizes in zip(*(batch.shape for batch in batches), strict=True))
-    need = Need(first.nbytes, largest, forward_bytes(first.model.config.get_text_config(), batch, length))
-    return decide(mode, need, devices, {device: free_bytes(device) for device in devices}, reason)
+    return Need(first.nbytes, largest, forward_bytes(first.model.config.get_text_config(), batch, length)), reason
 
 
 def _resident(
@@ -162,6 +163,7 @@ def _by_layers(
     watcher: Watcher,
     work: Path,
     activation_bytes: int | None,
+    need: Need,
 ) -> Found:
     import torch
 
@@ -169,8 +171,9 @@ def _by_layers(
     width = config.hidden_size * torch.finfo(replicas[0].model.dtype).bits // 8
     states = sum(batch.numel() for batch in batches) * width
     gpus = [one.device for one in replicas if not one.device.startswith("cpu")]
-    # Half of what a GPU has free: weights and the forward have been promised the rest.
-    on_device = bool(gpus) and states <= sum(free_bytes(device) for device in gpus) // 2
+    # A GPU keeps the states of its batches beside two layers and a forward, and leaves half of the rest free.
+    room = min((free_bytes(device) - 2 * need.layer - need.forward for device in gpus), default=0)
+    on_device = bool(gpus) and states <= len(gpus) * room // 2
     budget = states if on_device else activation_bytes if activation_bytes is not None else free_bytes("cpu") // 4
     layers = len(layer_names(replicas[0].model, replicas[0].attention.values()))
     with watcher.bar(layers * sum(batch.shape[0] for batch in batches), "layer samples") as advance:

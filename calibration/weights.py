@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SCALE = "_scale_inv"
+_PART = 1 << 30  # bytes that are put on a GPU at a time
 
 
 def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
@@ -77,13 +78,14 @@ class Shards:
     """
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         self.folder = folder
         try:
             self._block = _block_size(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder)
-            files = _files(folder)
-            self._open: dict[str, Any] = {file: safe_open(folder / file, framework="pt") for file in files}
+            self._files = _files(folder)
+            self._open: dict[str, Any] = {}
+            self.unmap()
         except (OSError, ValueError, SafetensorError) as error:
             raise CalibrationError(f"{folder}: the weights cannot be read: {error}") from error
         self._place = {name: file for file, handle in self._open.items() for name in handle.keys()}  # noqa: SIM118
@@ -101,6 +103,15 @@ class Shards:
         known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
         kinds = (self._open[file].get_slice(name).get_dtype() for name, file in self._place.items())
         return next((known[kind] for kind in kinds if kind in known), None)
+
+    def unmap(self) -> None:
+        """Let go of what was mapped, and map the files anew: nothing of them is in memory until it is read again.
+
+        What was read and not copied keeps its file mapped.
+        """
+        from safetensors import safe_open
+
+        self._open = {file: safe_open(self.folder / file, framework="pt") for file in self._files}
 
     def tensor(self, name: str, *, copied: bool) -> _Tensor:
         """A tensor that is read when it is indexed, whole; a view of the mapped file where it is not ``copied``."""
@@ -170,12 +181,29 @@ class Weights:
         wanted = list(wanted)
         present = {own for own in wanted if own in self._by_owner}
         tied = {own: self._ties[own] for own in wanted if own not in present and own in self._ties}
-        self._convert(present | {partner for partner in tied.values() if partner in self._by_owner}, copied)
+        for part in self._parts(present | {partner for partner in tied.values() if partner in self._by_owner}):
+            self._convert(part, copied)
+            if not self._device.startswith("cpu"):
+                self._shards.unmap()
         for own, partner in tied.items():
             _assign(self._model, own, _get(self._model, partner))
         absent = [own for own in wanted if _get(self._model, own).is_meta]
         if absent:
             raise CalibrationError(f"{self._shards.folder}: {absent[0]} is not in the checkpoint")
+
+    def _parts(self, wanted: Iterable[str]) -> Iterator[list[str]]:
+        """Cut names into parts of about a gigabyte: what of the files is mapped counts as memory of this process."""
+        state = self._model.state_dict()
+        part: list[str] = []
+        size = 0
+        for own in sorted(wanted):
+            part.append(own)
+            size += state[own].numel() * state[own].element_size()
+            if size > _PART:
+                yield part
+                part, size = [], 0
+        if part:
+            yield part
 
     def _convert(self, wanted: Iterable[str], copied: bool) -> None:
         from safetensors import SafetensorError

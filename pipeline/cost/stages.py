@@ -20,6 +20,7 @@ _CACHED_SHARE = 0.5
 """Of the machine's memory: a model up to that size is taken to be in the page cache, since it was hashed or fetched."""
 _DIRTY_SHARE = 0.1
 """Of the machine's memory: what Linux lets a program write before it must wait for the disk (vm.dirty_ratio is 0.2)."""
+_MAPPED = 1 << 30  # bytes of the files that are mapped while they are put on a GPU
 _CPU_PIECES, _PINNED_PIECES, _DEVICE_PIECES = 6, 2, 6
 """What a worker holds, in pieces of its weight: what was read, what becomes of it, and the steps in between."""
 
@@ -107,7 +108,7 @@ def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
 def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
     """One forward over the set: with the whole model on the device, or layer by layer while the next one is read.
 
-    In layer mode hidden states stay on the device where they fit beside all else and take half of it at most, else in
+    In layer mode hidden states stay on the device where they take half of what is free beside two layers, else in
     a quarter of the host's memory; the rest of them goes to the disk and back in every layer.
     """
     rates, need = machine.rates, volume.need
@@ -122,13 +123,12 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
         parts["load"] = max(parts["load"], need.weights / rates.disk)
     forward = (parts["products"] + parts["scores"]) / len(machine.devices)
     if mode == "resident":
-        # The files stay mapped while they are copied to a GPU, and count as memory although the system can drop them.
-        held, kept, spilled = need.weights + need.forward, 0 if on_cpu else need.weights, 0
+        held, kept, spilled = need.weights + need.forward, 0 if on_cpu else _MAPPED, 0
         seconds = parts["load"] + forward
     else:
         running = 2 * need.layer + need.forward
-        free = min(machine.device_memory // 2, machine.device_memory - running)
-        on_device = not on_cpu and volume.states <= free * len(machine.devices)
+        free = machine.device_memory - running
+        on_device = not on_cpu and volume.states <= len(machine.devices) * free // 2
         budget = machine.memory // 4 if volume.memory is None else volume.memory
         kept = volume.states if on_device else min(volume.states, budget)
         held, spilled = running + (kept // len(machine.devices) if on_device else 0), volume.states - kept
