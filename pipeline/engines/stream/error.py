@@ -54,9 +54,9 @@ def sampled_error(weight: torch.Tensor, made: dict[str, torch.Tensor], limit: fl
         packed = "weight_packed" if "weight_packed" in made else "weight"
         parts = {"weight_packed": made[packed][::_STRIDE], "weight_scale": scale[::_STRIDE]}
         restored = dequantize("mxfp4", parts)
-        step = torch.ldexp(torch.ones((), device=scale.device), scale[::_STRIDE].int() - 127).repeat_interleave(
-            MX_GROUP, dim=1
-        )
+        exponents = scale[::_STRIDE].int() - 127
+        powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+        step = powers.repeat_interleave(MX_GROUP, dim=1)
     else:
         if scale.ndim == 2:  # of blocks
             step = scale.repeat_interleave(BLOCK // _STRIDE, 0)[: source.shape[0]].repeat_interleave(BLOCK, 1)

@@ -1,0 +1,74 @@
+"""What a GPU computes is what a CPU computes, byte for byte: a store may be filled by either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.engines.stream.engine import write_checkpoint
+from pipeline.engines.stream.kernels import KERNELS, amax, fp8_scale
+from pipeline.engines.stream.plan import plan_shards
+from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.formats.layout import Choice
+from pipeline.model.structure import read_structure
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_gives_the_same_bytes_on_both(name: str, dtype: torch.dtype) -> None:
+    kernel, generator = KERNELS[name], torch.Generator().manual_seed(0)
+    for power in range(-12, 13, 3):
+        weight = (torch.randn(2048, 1024, generator=generator) * 2.0**power).to(dtype)
+        on_cpu = kernel.compute(weight, amax(weight) if kernel.whole else None)
+        there = weight.cuda()
+        on_gpu = kernel.compute(there, amax(there) if kernel.whole else None)
+        for role, expected in on_cpu.items():
+            assert torch.equal(raw(expected), raw(on_gpu[role])), (role, power)
+
+
+def test_every_bfloat16_magnitude_gets_the_same_scale_on_both() -> None:
+    every = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    assert torch.equal(raw(fp8_scale(every)), raw(fp8_scale(every.cuda())))
+
+
+def test_libraries_divide_otherwise_on_a_gpu() -> None:
+    """Why llm-compressor's scales made on a GPU are not those that it makes on a CPU.
+
+    A tensor divided by a plain number is multiplied by the number's reciprocal there. Ours divide by a tensor, which
+    every device does alike.
+    """
+    every = torch.arange(0x0080, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    assert not torch.equal(every / 448.0, (every.cuda() / 448.0).cpu())
+
+
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "fp8", "fp8_block", "mxfp4"])
+def test_a_checkpoint_has_the_same_bytes_on_both(models: Callable[..., Path], scheme: str, tmp_path: Path) -> None:
+    source = open_checkpoint(models("llama", sharded=True))
+    structure = read_structure(source.folder, source.tensors)
+    choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, False)
+    plans = plan_shards(source, structure, choice, "compressed-tensors", shared_scales=True)
+    ranges = {f"{module}.input_scale": 3.0 for module in structure.linear} if scheme == "fp8" else {}
+    files = []
+    for device in ("cpu", "cuda:0"):
+        folder = tmp_path / device.partition(":")[0]
+        write_checkpoint(
+            source,
+            plans,
+            choice,
+            ranges,
+            folder,
+            checkpoint_format="compressed-tensors",
+            manifest=tmp_path / f"{folder.name}.jsonl",
+            devices=(device,),
+        )
+        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert files[0] == files[1]
