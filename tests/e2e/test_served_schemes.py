@@ -1,0 +1,26 @@
+"""Every scheme in every layout that vLLM's CPU build is said to load: it loads, and answers as the bytes mean.
+
+The pairs are those that the table of hardware does not refuse on this CPU, so that none is forgotten, and none claimed
+that does not answer. An FP8 cache is the attention's affair: it is proven in both layouts with one scheme.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.serving.environment import find_vllm
+from pipeline.serving.hardware import local_cpu_flags
+from tests.served.cases import Case, loaded, with_fp8_cache
+from tests.served.proof import prove
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+FLAGS = local_cpu_flags() or frozenset()
+CASES = (*loaded("cpu", cpu_flags=FLAGS), *with_fp8_cache("cpu", ["ptpc_fp8"], cpu_flags=FLAGS))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_answers_as_its_bytes_mean(case: Case, vllm: Path, tmp_path: Path) -> None:
+    prove(case, tmp_path, find_vllm(vllm), "cpu")
