@@ -20,8 +20,8 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
     """
     if structure.quantized_by is not None:
         raise UserError(
-            f"the source is quantized already (quant_method {structure.quantized_by}), expected 16-bit weights, or FP8 "
-            "in blocks of 128x128.",
+            f"source: found a model that is quantized already (quant_method {structure.quantized_by}), expected 16-bit "
+            "weights, or FP8 in blocks of 128x128.",
             hint="Start from the 16-bit release of the model.",
         )
     everything = (*structure.linear, *structure.kept)
@@ -29,7 +29,8 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
         _require_match(pattern, everything, "exclude")
     for override in quantization.overrides:
         for pattern in override.modules:
-            _require_match(pattern, tuple(structure.linear), "overrides")  # what is kept anyway gets no scheme
+            _refuse_kept(pattern, structure)
+            _require_match(pattern, tuple(structure.linear), "overrides")
     wanted = {module: assigned(quantization, module) for module in structure.linear}
     schemes = {module: scheme for module, scheme in wanted.items() if scheme is not None}
     if not schemes:
@@ -44,6 +45,21 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
         kv_cache=quantization.kv_cache == "fp8",
         kv_per_head=quantization.kv_cache_granularity == "head",
     )
+
+
+def _refuse_kept(pattern: str, structure: Structure) -> None:
+    """A pattern may sweep over what is kept; a name, or a pattern that means nothing else, is a wish that fails.
+
+    vLLM 0.32 has no quantized output head in Quark's layout: its loader gives schemes to linear layers alone, and the
+    head is none there.
+    """
+    kept = [module for module in structure.kept if matches(pattern, module)]
+    if kept and not any(matches(pattern, module) for module in structure.linear):
+        raise UserError(
+            f"quantization.overrides: found {pattern!r}, which means {kept[0]} and nothing that is quantized; the "
+            "output head, routers, vision towers and the layers of a multi-token predictor stay in 16 bit.",
+            hint="Take it out of `overrides`.",
+        )
 
 
 def _require_match(pattern: str, modules: Sequence[str], field: str) -> None:

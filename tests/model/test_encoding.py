@@ -113,6 +113,8 @@ def test_any_other_quantized_source_is_refused_by_its_method(
     named: str,
 ) -> None:
     structure = structure_of(rewritten(models("llama"), lambda _: None, quantization_config=declared))
-    with pytest.raises(UserError, match=f"quantized already .quant_method {named}.") as refused:
+    with pytest.raises(
+        UserError, match=f"^source: found a model that is quantized already .quant_method {named}."
+    ) as refused:
         select(structure, Quantization.model_validate({"scheme": "ptpc_fp8"}))
     assert "16-bit release" in str(refused.value.hint)

@@ -42,3 +42,15 @@ def test_a_name_that_matches_nothing_is_refused_with_the_nearest() -> None:
 def test_excluding_everything_is_refused() -> None:
     with pytest.raises(UserError, match="every one of the model's 4 linear modules"):
         select(STRUCTURE, wish(exclude=["re:.*"]))
+
+
+@pytest.mark.parametrize("pattern", ["lm_head", "re:lm_.*"])
+def test_a_scheme_for_what_is_kept_is_refused_and_not_called_a_typo(pattern: str) -> None:
+    with pytest.raises(UserError, match=r"overrides: found '.*', which means lm_head and nothing that is quantized"):
+        select(STRUCTURE, wish(overrides=[{"scheme": "fp8_block", "modules": [pattern]}]))
+
+
+def test_a_pattern_may_sweep_over_what_is_kept() -> None:
+    choice = select(STRUCTURE, wish(overrides=[{"scheme": "mxfp4", "modules": ["re:.*"]}]))
+    assert choice.schemes == dict.fromkeys(LINEAR, "mxfp4")
+    assert choice.kept == ("lm_head",)

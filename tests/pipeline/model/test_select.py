@@ -89,5 +89,5 @@ def test_a_typo_is_refused_with_the_nearest_name(field: str, typo: str, near: st
 
 def test_a_scheme_for_what_is_never_quantized_is_refused() -> None:
     """An override that only means modules which stay in 16 bit would be ignored without a word."""
-    with pytest.raises(UserError, match="found 'lm_head', which matches none"):
+    with pytest.raises(UserError, match="found 'lm_head', which means lm_head and nothing that is quantized"):
         select(STRUCTURE, wish(overrides=[override("fp8", "lm_head")]))
