@@ -68,6 +68,9 @@ def _build(name: str, folder: Path, shard: str, dtype: str) -> None:
                 # Wider than the usual initialisation, and no two rows alike: scales must differ to be told apart.
                 if parameter.ndim >= 2:
                     parameter.mul_(3 * torch.rand(parameter.shape[:-1]).add_(0.5).unsqueeze(-1))
+        for name, kept in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                kept.data = kept.data.float()  # as in DeepSeek's releases
     model.save_pretrained(folder, max_shard_size=shard)
     _tokenizer().save_pretrained(folder)
 
@@ -158,7 +161,6 @@ def _make(
     scheme: str = "ptpc_fp8",
     kv_cache: bool | None = None,
 ) -> Made:
-    import torch
 
     from pipeline.engines.ranges import scale_ranges
     from pipeline.engines.stream.engine import write_checkpoint
