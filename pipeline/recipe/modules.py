@@ -53,7 +53,7 @@ def fused_with(name: str) -> str | None:
 
 
 def scale_group(name: str) -> str:
-    """Name of the modules that vLLM runs with one scale per tensor: those of its layer, or of its expert, that it fuses."""
+    """Name of the modules that vLLM runs with one scale per tensor: those that it fuses within a layer or an expert."""
     parent, _, last = name.rpartition(".")
     group = next((group for group in FUSED if last in group), (last,))
     return f"{parent}.{{{', '.join(group)}}}"

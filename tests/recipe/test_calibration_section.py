@@ -20,9 +20,7 @@ DATA = "calibration: {set: ultrachat}\n"
 
 
 def observation(load: Load, fields: str) -> Observation:
-    section = load(
-        f"{HEAD}quantization: {{scheme: fp8}}\ncalibration: {{set: ultrachat{fields}}}\n"
-    ).recipe.calibration
+    section = load(f"{HEAD}quantization: {{scheme: fp8}}\ncalibration: {{set: ultrachat{fields}}}\n").recipe.calibration
     assert section is not None
     return section.observation
 
