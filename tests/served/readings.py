@@ -30,14 +30,16 @@ class Reading:
     """One way to read a checkpoint, and to compute with it.
 
     ``change`` maps the stored parts of all modules to what is read of them. ``quantized`` is False for the source's
-    own weights, ``activations`` and ``cache`` for inputs and a KV cache that nothing rounds. ``truncated`` cuts K and V
-    off where FP8 ends and does not round them. ``kv_scales`` maps K's and V's scale to what they are taken for.
+    own weights, ``activations`` and ``cache`` for inputs and a KV cache that nothing rounds; ``mx_activations`` is
+    False where only the inputs of MX modules are left in 16 bit, beside modules of another scheme. ``truncated`` cuts K
+    and V off where FP8 ends and does not round them. ``kv_scales`` maps K's and V's scale to what they are taken for.
     """
 
     name: str
     change: Callable[[Modules], Modules] = _as_stored
     quantized: bool = True
     activations: bool = True
+    mx_activations: bool = True
     cache: bool = True
     truncated: bool = False
     kv_scales: Callable[[float, float], tuple[float, float]] = lambda key, value: (key, value)
@@ -60,6 +62,9 @@ def plausible(case: Case) -> Iterator[Reading]:
         if rounds:
             name = " and ".join(part for part in ("activations in 16 bit", cut) if part)
             yield Reading(name, activations=False, truncated=truncated)
+        if len({row_of(scheme).is_mx for scheme in case.schemes}) > 1:
+            name = " and ".join(part for part in ("activations of MX modules in 16 bit", cut) if part)
+            yield Reading(name, mx_activations=False, truncated=truncated)
 
 
 def faults(case: Case, right: Reading) -> Iterator[Reading]:

@@ -63,7 +63,7 @@ class Reference:
             module = model.get_submodule(name)
             if reading.quantized:
                 module.weight.data = dequantize(scheme, parts[name])
-            if reading.activations:
+            if reading.activations and (reading.mx_activations or not row_of(scheme).is_mx):
                 module.register_forward_pre_hook(_rounds(row_of(scheme).activations, parts[name]))
         model = model.to(dtype or torch.float32)
         cache = self._rounding_cache(reading) if reading.cache and self._kv_cache else None
