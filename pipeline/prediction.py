@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.engines.library.size import checkpoint_bytes
+from pipeline.engines.libraries.size import checkpoint_bytes
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eval.verdict import Verdict
 from pipeline.device import device_memory, resolve_devices
-from pipeline.engines.library.size import require_memory as require_library_memory
+from pipeline.engines.libraries.size import require_memory as require_library_memory
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.model.structure import Structure, imagine, read_structure

@@ -20,9 +20,9 @@ from calibration.errors import CalibrationError
 from pipeline.device import device_memory, resolve_devices
 from pipeline.digest import COMPANION_FILES
 from pipeline.engines.algorithms import algorithm
-from pipeline.engines.library.job import job_of, save_samples
-from pipeline.engines.library.result import adopt, differences, names_on_disk
-from pipeline.engines.library.size import require_memory
+from pipeline.engines.libraries.job import job_of, save_samples
+from pipeline.engines.libraries.result import adopt, differences, names_on_disk
+from pipeline.engines.libraries.size import require_memory
 from pipeline.errors import StageError, UserError
 from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from pipeline.formats.layout import Choice
@@ -195,7 +195,7 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
 
 def _command(engine: str, job: Path) -> list[str]:
     """The program that imports the library, and nobody else's."""
-    return [sys.executable, "-m", f"pipeline.engines.library.with_{engine}", str(job)]
+    return [sys.executable, "-m", f"pipeline.engines.libraries.with_{engine}", str(job)]
 
 
 def _samples(job: Job, work: Path, folder: Path) -> Path | None:

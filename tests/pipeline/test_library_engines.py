@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.engines.library.job import LibraryJob, load_batches
+from pipeline.engines.libraries.job import LibraryJob, load_batches
 from pipeline.errors import StageError, UserError
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.inspection.inspect import inspect_checkpoint

@@ -1,6 +1,6 @@
 """Run several jobs of one library in one process, because importing it takes longer than a tiny model.
 
-    python library_jobs.py pipeline.engines.library.with_quark JOB.json...
+    python library_jobs.py pipeline.engines.libraries.with_quark JOB.json...
 
 Says ``failed NAME: reason`` for a job that ends with an exception, and goes on.
 """
@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from pipeline.engines.library.job import LibraryJob
+from pipeline.engines.libraries.job import LibraryJob
 
 if __name__ == "__main__":
     worker = importlib.import_module(sys.argv[1])

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeline.engines.library.job import job_of, save_samples
+from pipeline.engines.libraries.job import job_of, save_samples
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.formats.layout import Choice
 from pipeline.model.select import select
 from pipeline.model.structure import Structure, read_structure
-from tests.engine.library.cases import Adopted, Case, Make, adopted, run_jobs
+from tests.engine.libraries.cases import Adopted, Case, Make, adopted, run_jobs
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from pipeline.formats.checkpoint import Checkpoint
 from pipeline.formats.layout import layout
-from tests.engine.library.cases import Adopted, Case, Make
+from tests.engine.libraries.cases import Adopted, Case, Make
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -1,4 +1,4 @@
-"""Run one job with amd-quark 0.13: ``python -m pipeline.engines.library.with_quark JOB.json``.
+"""Run one job with amd-quark 0.13: ``python -m pipeline.engines.libraries.with_quark JOB.json``.
 
 What it does not do by itself, or not rightly:
 
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline.engines.library.job import LibraryJob, load_batches
-from pipeline.engines.library.model import UnfitError, linear_names, load_model, require_modules, run_main
+from pipeline.engines.libraries.job import LibraryJob, load_batches
+from pipeline.engines.libraries.model import UnfitError, linear_names, load_model, require_modules, run_main
 
 #: Their names here and there; the settings that each needs are Quark's own for the kind of model.
 ALGORITHMS = {"gptq": "gptq", "awq": "awq", "smoothquant": "smoothquant", "rotation": "rotation"}

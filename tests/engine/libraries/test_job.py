@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeline.engines import algorithms
-from pipeline.engines.library import with_llmcompressor, with_quark
-from pipeline.engines.library.job import LibraryJob, job_of, load_batches, save_samples
+from pipeline.engines.libraries import with_llmcompressor, with_quark
+from pipeline.engines.libraries.job import LibraryJob, job_of, load_batches, save_samples
 from pipeline.formats.layout import Choice
 from pipeline.model.structure import Structure
 from pipeline.recipe.schema import Quantization

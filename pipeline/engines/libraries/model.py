@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.engines.library.job import LibraryJob
+from pipeline.engines.libraries.job import LibraryJob
 from pipeline.model.meta import meta_model
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.engines.library.result import adopt, differences, names_on_disk
+from pipeline.engines.libraries.result import adopt, differences, names_on_disk
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.formats.layout import Choice
 from pipeline.model.structure import Structure
@@ -62,7 +62,7 @@ def run_jobs(engine: str, jobs: Iterable[Path]) -> None:
         [
             sys.executable,
             str(ROOT / "tests" / "reference" / "library_jobs.py"),
-            f"pipeline.engines.library.with_{engine}",
+            f"pipeline.engines.libraries.with_{engine}",
             *map(str, jobs),
         ],
         env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.engines.library.size import checkpoint_bytes
+from pipeline.engines.libraries.size import checkpoint_bytes
 from pipeline.engines.records import recorded_algorithms
 from pipeline.formats.checkpoint import Checkpoint
 from pipeline.inspection.inspect import inspect_checkpoint
-from tests.engine.library.cases import Adopted, Case, Make
+from tests.engine.libraries.cases import Adopted, Case, Make
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.engines.library.result import Names, adopt, differences, names_on_disk
+from pipeline.engines.libraries.result import Names, adopt, differences, names_on_disk
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import open_checkpoint
 

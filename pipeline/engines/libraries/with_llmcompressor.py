@@ -1,4 +1,4 @@
-"""Run one job with llm-compressor 0.14: ``python -m pipeline.engines.library.with_llmcompressor JOB.json``.
+"""Run one job with llm-compressor 0.14: ``python -m pipeline.engines.libraries.with_llmcompressor JOB.json``.
 
 What it does not do by itself, or not rightly:
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.engines.library.job import LibraryJob, load_batches
-from pipeline.engines.library.model import linear_names, load_model, require_modules, run_main
+from pipeline.engines.libraries.job import LibraryJob, load_batches
+from pipeline.engines.libraries.model import linear_names, load_model, require_modules, run_main
 
 if TYPE_CHECKING:
     import torch
