@@ -183,7 +183,7 @@ class Weights:
         tied = {own: self._ties[own] for own in wanted if own not in present and own in self._ties}
         for part in self._parts(present | {partner for partner in tied.values() if partner in self._by_owner}):
             self._convert(part, copied)
-            if not self._device.startswith("cpu"):
+            if copied or not self._device.startswith("cpu"):
                 self._shards.unmap()
         for own, partner in tied.items():
             _assign(self._model, own, _get(self._model, partner))

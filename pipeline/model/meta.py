@@ -59,10 +59,17 @@ class Renaming:
         return own, () if pattern is None else tuple(self._by_pattern[pattern].operations)
 
 
-def stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Name on disk and shape of each tensor that transformers would save, tied ones once."""
+def stored_tensors(model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name on disk, dtype and shape of each tensor that transformers would save in bfloat16, tied ones once.
+
+    What a model insists on having in float32, DeepSeek's correction of its router, is that.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
+    wide = frozenset(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return {
+        name: ("BF16" if wide.isdisjoint(name.split(".")) else "F32", tuple(tensor.shape))
+        for name, tensor in revert_weight_conversion(model, state).items()
+    }

@@ -17,7 +17,7 @@ from pipeline.formats.checkpoint import SINGLE_NAME, Checkpoint, read_json
 from pipeline.formats.header import TensorInfo, tensor_bytes
 from pipeline.model.encoding import encoded_weights, quantized_by
 from pipeline.model.experts import expert_shape, part_of, split, stacked_name, stacks_experts
-from pipeline.model.meta import Renaming, meta_model, stored_shapes
+from pipeline.model.meta import Renaming, meta_model, stored_tensors
 from pipeline.model.weights import WeightSource
 
 __all__ = ["Structure", "WeightSource", "imagine", "meta_model", "read_structure"]
@@ -69,9 +69,9 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
     model = meta_model(folder, trust_remote_code=trust_remote_code)
     tensors: dict[str, tuple[str, TensorInfo]] = {}
     position = 0
-    for name, shape in stored_shapes(model).items():
-        end = position + tensor_bytes("BF16", shape)
-        tensors[name] = (SINGLE_NAME, TensorInfo(name, "BF16", shape, position, end))
+    for name, (dtype, shape) in stored_tensors(model).items():
+        end = position + tensor_bytes(dtype, shape)
+        tensors[name] = (SINGLE_NAME, TensorInfo(name, dtype, shape, position, end))
         position = end
     config = read_json(folder / "config.json")
     return Checkpoint(folder, config, (SINGLE_NAME,), tensors), _Reading(model, config, tensors).structure()

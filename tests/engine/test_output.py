@@ -176,7 +176,7 @@ print(json.dumps([before, peak()]))
 
 
 @pytest.mark.slow
-def test_memory_is_a_few_tensors_and_not_a_file(tmp_path: Path) -> None:
+def test_memory_is_a_few_pieces_and_not_a_file(tmp_path: Path) -> None:
     def write(folder: Path, name: str, count: int, width: int) -> None:
         folder.mkdir(exist_ok=True)
         weight = torch.randn(width, width, generator=torch.Generator().manual_seed(3)).bfloat16().view(torch.uint8)
@@ -201,5 +201,5 @@ def test_memory_is_a_few_tensors_and_not_a_file(tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     before, after = json.loads(finished.stdout)
-    # Held at once: this weight, the next one, its magnitudes, the quotient, and a few results of half the size; not 16.
-    assert 2 * largest < after - before < 8 * largest
+    # Held at once: a few pieces a worker and the blocks of two files, 44 MB as seen; not a file of 680.
+    assert 0 < after - before < 3 * largest
