@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -38,6 +38,74 @@ class Reason(NamedTuple):
     source: str
 
 
+class HostCheck(NamedTuple):
+    """Something that the machine must offer for this launch; `name` is the knob's, `quantmint doctor` looks at it."""
+
+    name: str
+    expected: str
+    why: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How accelerators share the work.
+
+    One server holds ``data`` engines of ``tensor`` x ``pipeline`` accelerators and spans ``nodes``; ``replicas`` servers
+    are independent of each other. ``packed`` servers share one accelerator. ``expert`` spreads whole experts over an
+    engine's (with ``data``: a server's) accelerators instead of slices of each.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: bool = False
+    replicas: int = 1
+    packed: int = 1
+    nodes: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """Accelerators of one server."""
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the fullest accelerator of a server, by part; on a CPU those of the process.
+
+    ``total`` is the accelerator's, ``budget`` the share that vLLM may take, ``kv_cache`` what of it is left for keys and
+    values, ``kv_tokens`` how many tokens that holds in one engine, ``concurrency`` requests of full length among them.
+    """
+
+    total: int
+    budget: int
+    weights: int
+    activations: int
+    graphs: int
+    kv_cache: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    concurrency: float
+
+    def to_json(self) -> dict[str, int | float]:
+        """A plain mapping of the fields."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of a launch. ``port`` is None where nothing is served (a headless engine, a Ray worker)."""
+
+    node: int
+    role: Literal["server", "headless", "ray-head", "ray-worker"]
+    replica: int
+    gpus: tuple[int, ...]
+    port: int | None
+    env: Mapping[str, str]
+    argv: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """What `vllm serve` gets. `argv` starts with ("vllm", "serve", MODEL) and names neither host nor port."""
@@ -47,6 +115,16 @@ class LaunchPlan:
     served_model_name: str
     tensor_parallel_size: int
     reasons: tuple[Reason, ...]
+    layout: Layout = Layout()
+    memory: Memory | None = None
+    host: tuple[HostCheck, ...] = ()
+    warnings: tuple[str, ...] = ()
+    docker: tuple[str, ...] = ()
+    image: str | None = None
+    attention_backend: str | None = None
+    target: str = ""
+    profile: str = ""
+    vllm_version: str = ""
 
     @property
     def model(self) -> str:
@@ -60,11 +138,26 @@ class LaunchPlan:
     def to_json(self) -> dict[str, Any]:
         """The whole plan as JSON values."""
         return {
+            "target": self.target,
+            "profile": self.profile,
+            "vllm_version": self.vllm_version,
             "env": dict(self.env),
             "argv": list(self.argv),
             "served_model_name": self.served_model_name,
+            "replicas": self.layout.replicas,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.layout.pipeline,
+            "data_parallel_size": self.layout.data,
+            "expert_parallel": self.layout.expert,
+            "nodes": self.layout.nodes,
+            "servers_per_gpu": self.layout.packed,
+            "attention_backend": self.attention_backend,
+            "memory": None if self.memory is None else self.memory.to_json(),
+            "host": [check._asdict() for check in self.host],
+            "image": self.image,
+            "docker": list(self.docker),
             "reasons": [reason._asdict() for reason in self.reasons],
+            "warnings": list(self.warnings),
         }
 
 
