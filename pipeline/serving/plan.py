@@ -51,9 +51,9 @@ class HostCheck(NamedTuple):
 class Layout:
     """How accelerators share the work.
 
-    One server holds ``data`` engines of ``tensor`` x ``pipeline`` accelerators and spans ``nodes``; ``replicas`` servers
-    are independent of each other. ``packed`` servers share one accelerator. ``expert`` spreads whole experts over an
-    engine's (with ``data``: a server's) accelerators instead of slices of each.
+    One server holds ``data`` engines of ``tensor`` x ``pipeline`` accelerators and spans ``nodes``; ``replicas``
+    servers are independent of each other. ``packed`` servers share one accelerator. ``expert`` spreads whole experts
+    over an engine's (with ``data``: a server's) accelerators instead of slices of each.
     """
 
     tensor: int = 1
@@ -74,8 +74,8 @@ class Layout:
 class Memory:
     """Bytes of the fullest accelerator of a server, by part; on a CPU those of the process.
 
-    ``total`` is the accelerator's, ``budget`` the share that vLLM may take, ``kv_cache`` what of it is left for keys and
-    values, ``kv_tokens`` how many tokens that holds in one engine, ``concurrency`` requests of full length among them.
+    ``total`` is the accelerator's, ``budget`` the share that vLLM may take, ``kv_cache`` what of it is left for keys
+    and values, ``kv_tokens`` how many tokens that holds in one engine, ``concurrency`` requests of full length in it.
     """
 
     total: int
