@@ -122,11 +122,14 @@ class Shards:
         scale = f"{name}{_SCALE}"
         if self._block is None or scale not in self._place:
             return found.clone() if copied else found
-        return _decoded(found, self._open[self._place[scale]].get_tensor(scale), self._block)
+        return decode_blocks(found, self._open[self._place[scale]].get_tensor(scale), self._block)
 
 
-def _decoded(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """FP8 [O, I] times the scale of its block, [ceil(O / rows), ceil(I / columns)]: bfloat16."""
+def decode_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """FP8 [O, I] times the scale of its block, [ceil(O / rows), ceil(I / columns)].
+
+    Computed in float32 and rounded once, to bfloat16.
+    """
     import torch
 
     rows, columns = weight.shape

@@ -123,8 +123,10 @@ class Worker:
             return numbers if origin.scale is None else self._decoded(files, origin, numbers, first)
 
     def _decoded(self, files: Files, origin: Origin, numbers: torch.Tensor, first: int) -> torch.Tensor:
-        """FP8 times its block's scale, computed in float32 and rounded once, to bfloat16."""
+        """Rows from ``first`` on, which begins a block, times their blocks' scales, which are read for them."""
         import torch
+
+        from calibration.weights import decode_blocks
 
         assert origin.scale is not None  # noqa: S101
         rows, columns = numbers.shape
@@ -134,9 +136,7 @@ class Worker:
         raw = torch.empty(blocks(rows) * across * dtype.itemsize, dtype=torch.uint8)
         place = info.start + first // BLOCK * across * dtype.itemsize
         files.read(origin.scale.shard, info.name, place, raw.numpy().data)
-        scale = raw.view(dtype).view(-1, across).float().to(self.device)
-        wide = scale.repeat_interleave(BLOCK, 1)[:, :columns].repeat_interleave(BLOCK, 0)[:rows]
-        return (numbers.float() * wide).to(torch.bfloat16)
+        return decode_blocks(numbers, raw.view(dtype).view(-1, across).to(self.device), (BLOCK, BLOCK))
 
     def host(self, tensor: torch.Tensor, use: str) -> torch.Tensor:
         """The bytes of a result on the host: uint8, valid until the same use comes again."""
