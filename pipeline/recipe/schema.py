@@ -295,6 +295,52 @@ class Target(Section):
     max_model_len: int = Field(default=8192, ge=16, description="Longest prompt with its answer, in tokens.")
 
 
+class Speculative(Section):
+    """Tokens that a small model proposes and the served one checks, several in one step."""
+
+    method: str = Field(
+        min_length=1,
+        pattern=_PRINTABLE,
+        description="vLLM's name of the method: eagle3, draft_model, mtp, ngram, ...",
+    )
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        pattern=_PRINTABLE,
+        description="Folder of the model that proposes; null where the served one does it by itself (mtp, ngram).",
+    )
+    tokens: int = Field(
+        default=2, ge=1, description="Tokens proposed at a time. More than 2 were seen to be accepted less and to slow."
+    )
+
+
+class Serve(Section):
+    """What the launch plan is told beside the target; `quantmint tune` prints such a section."""
+
+    profile: Literal["latency", "throughput", "offline", "streaming"] | None = Field(
+        default=None, description="What the server is for (null: what the target's workload asks for)."
+    )
+    knobs: dict[Annotated[str, Field(min_length=1)], str | bool | int | float] = Field(
+        default_factory=dict,
+        description="Values that replace the plan's, by the knob's name: --max-num-seqs: 256 or a variable of the "
+        "environment. true is a flag without a value, false leaves the knob out.",
+    )
+    speculative: Speculative | None = Field(default=None, description="Speculative decoding (null: none).")
+    tunableop: str | None = Field(
+        default=None,
+        min_length=1,
+        pattern=_PRINTABLE,
+        description="CSV file with the matrix kernels that TunableOp found; relative to this file. It is read, and "
+        "nothing is tuned while serving.",
+    )
+    pack: int = Field(default=1, ge=1, le=8, description="Servers that share one accelerator; for small models.")
+
+    @property
+    def overrides(self) -> dict[str, str | bool]:
+        """The knobs as a launch plan takes them: text as on a command line, or a switch."""
+        return {name: value if isinstance(value, bool) else str(value) for name, value in self.knobs.items()}
+
+
 class Evaluation(Section):
     """How good the checkpoint is: the tasks that the baseline and the candidate both answer."""
 
@@ -374,6 +420,7 @@ class Recipe(Section):
         description="Data that ranges are measured on; needed for static activation scales or an fp8 KV cache.",
     )
     target: Target = Field(default_factory=Target, description="Where the checkpoint will be served.")
+    serve: Serve = Field(default_factory=Serve, description="How it is served there, where the plan is overruled.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="How its accuracy is measured.")
     gate: Gate = Field(default_factory=Gate, description="What it must show.")
     publish: Publish = Field(default_factory=Publish, description="Where it goes after a PASS.")
