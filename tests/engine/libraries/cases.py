@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from pipeline.engines.libraries.result import adopt, differences, names_on_disk
+from pipeline.engines.records import recorded_algorithms
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.formats.layout import Choice
+from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.model.structure import Structure
 from pipeline.recipe.schema import Quantization
-
-if TYPE_CHECKING:
-    pass
 
 ROOT = Path(__file__).parents[3]
 FORMATS = {"llmcompressor": "compressed-tensors", "quark": "quark"}
@@ -90,3 +92,20 @@ def adopted(
         algorithm_name=case.quantization(engine).algorithm,
     )
     return Adopted(source, structure, choice, folder, tuple(wrong))
+
+
+def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return {name: t for shard in checkpoint.shards for name, t in load_file(checkpoint.folder / shard).items()}
+
+
+def assert_as_asked(case: Case, adopted: Adopted, compared: Sequence[str]) -> None:
+    """What a library left is what the case asked for; ``compared`` are the algorithms whose error can be measured."""
+    assert adopted.wrong == ()
+    wanted = case.section.get("algorithm", "none")
+    assert recorded_algorithms(adopted.checkpoint) == (() if wanted == "none" else (wanted,))
+    inspection = inspect_checkpoint(adopted.checkpoint, adopted.structure, source=adopted.source)
+    assert inspection.findings == ()
+    assert inspection.quantized_modules == len(adopted.choice.schemes)
+    assert len(inspection.kv_scales) == (4 if "kv_cache" in case.section else 0)
+    schemes = set(adopted.choice.schemes.values()) if wanted in compared else set()
+    assert {layer.scheme for layer in inspection.layers} == schemes

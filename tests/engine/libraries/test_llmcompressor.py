@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from pipeline.engines.libraries.size import checkpoint_bytes
-from pipeline.engines.records import recorded_algorithms
-from pipeline.formats.checkpoint import Checkpoint
-from pipeline.inspection.inspect import inspect_checkpoint
-from tests.engine.libraries.cases import Adopted, Case, Make
+from tests.engine.libraries.cases import Adopted, Case, Make, assert_as_asked, tensors
 
 pytestmark = pytest.mark.slow
 
@@ -53,24 +49,9 @@ def made(by_library: Make) -> Mapping[str, Adopted]:
     return by_library("llmcompressor", CASES)
 
 
-def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return {name: t for shard in checkpoint.shards for name, t in load_file(checkpoint.folder / shard).items()}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_it_made_what_was_asked_for(made: Mapping[str, Adopted], name: str) -> None:
-    case, adopted = CASES[name], made[name]
-    assert adopted.wrong == ()
-    wanted = case.section.get("algorithm", "none")
-    assert recorded_algorithms(adopted.checkpoint) == (() if wanted == "none" else (wanted,))
-    inspection = inspect_checkpoint(adopted.checkpoint, adopted.structure, source=adopted.source)
-    assert inspection.findings == ()
-    assert inspection.quantized_modules == len(adopted.choice.schemes)
-    assert len(inspection.kv_scales) == (4 if "kv_cache" in case.section else 0)
-    compared = wanted in ("none", "gptq", "autoround")
-    assert {layer.scheme for layer in inspection.layers} == (
-        set(adopted.choice.schemes.values()) if compared else set()
-    )
+    assert_as_asked(CASES[name], made[name], compared=("none", "gptq", "autoround"))
 
 
 @pytest.mark.parametrize(
