@@ -56,9 +56,18 @@ def _module_name(name: str) -> str:
     return name
 
 
+def _knob_value(value: object) -> str | bool | int | float:
+    if not isinstance(value, str | bool | int | float):
+        raise wrong("text, a number, true or false")
+    return value
+
+
 SchemeName = Annotated[str, _row_of(schemes.table()), Field(json_schema_extra={"enum": list(schemes.table())})]
 HardwareName = Annotated[str, _row_of(hardware.table()), Field(json_schema_extra={"enum": list(hardware.table())})]
 ModuleName = Annotated[str, Field(min_length=1), AfterValidator(_module_name)]
+KnobValue = Annotated[
+    Any, AfterValidator(_knob_value), Field(json_schema_extra={"type": ["string", "number", "boolean"]})
+]
 
 
 class Section(BaseModel):
@@ -320,7 +329,7 @@ class Serve(Section):
     profile: Literal["latency", "throughput", "offline", "streaming"] | None = Field(
         default=None, description="What the server is for (null: what the target's workload asks for)."
     )
-    knobs: dict[Annotated[str, Field(min_length=1)], str | bool | int | float] = Field(
+    knobs: dict[str, KnobValue] = Field(
         default_factory=dict,
         description="Values that replace the plan's, by the knob's name: --max-num-seqs: 256 or a variable of the "
         "environment. true is a flag without a value, false leaves the knob out.",

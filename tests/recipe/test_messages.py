@@ -35,7 +35,7 @@ CASES = {
     "key in the wrong section": (
         OK + "kv_cache: fp8\n",
         "r.yaml:4:1: kv_cache: found an unknown key, expected one of calibration, description, evaluation, extends, "
-        "gate, name, publish, quantization, source, target, trust_remote_code "
+        "gate, name, publish, quantization, serve, source, target, trust_remote_code "
         '(did you mean "quantization.kv_cache"?)',
     ),
     "missing key": (
@@ -128,6 +128,14 @@ CASES = {
         "name: r\nsource: {repo: https://hub/org/model}\nquantization: {scheme: fp8}\n",
         'r.yaml:2:16: source.repo: found "https://hub/org/model", '
         "expected text that matches [A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?",
+    ),
+    "list for a knob": (
+        OK + "serve: {knobs: {--max-num-seqs: [256]}}\n",
+        "r.yaml:4:33: serve.knobs.--max-num-seqs: found a list, expected text, a number, true or false",
+    ),
+    "speculation without a method": (
+        OK + "serve: {speculative: {model: draft}}\n",
+        "r.yaml:4:9: serve.speculative.method: found nothing, expected text that matches [^\\x00-\\x1f]+",
     ),
     "name of another file": (
         OK.replace("name: r", "name: other"),
