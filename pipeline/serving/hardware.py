@@ -11,7 +11,7 @@ The table is `hardware.yaml`; it is read before hours of quantization are spent 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,7 +25,13 @@ from pipeline.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator. `hbm_gib` and `arch` are None where they depend on the machine at hand."""
+    """One accelerator; what is None, empty or 0 depends on the machine at hand.
+
+    ``compute_units`` are streaming multiprocessors on CUDA. ``memory_tb_s`` is in 10^12 bytes a second; ``tflops`` the
+    dense peak by the type of both operands ("bf16", "fp8", "mxfp4"). ``links`` go to the other accelerators of a node
+    (XGMI, NVLink), each with ``link_gb_s`` 10^9 bytes a second, both directions together. ``pci`` are device ids
+    ("0x74a1"), ``names`` what a driver calls it besides ``title``.
+    """
 
     name: str
     title: str
@@ -35,6 +41,13 @@ class Hardware:
     fp8: Literal["fn", "fnuz"]
     native_mx: bool
     gpus_per_node: int
+    compute_units: int | None = None
+    memory_tb_s: float | None = None
+    tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    links: int = 0
+    link_gb_s: float | None = None
+    pci: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def hbm_bytes(self) -> int | None:
@@ -46,12 +59,18 @@ class Hardware:
         """Largest finite E4M3 value that the matrix units multiply."""
         return {"fn": 448.0, "fnuz": 240.0}[self.fp8]
 
+    @property
+    def links_gb_s(self) -> float | None:
+        """10^9 bytes a second between an accelerator and all others of its node, both directions; None if unknown."""
+        return None if self.link_gb_s is None else self.links * self.link_gb_s
+
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
     when: Mapping[str, tuple[str, ...]]
     why: str
     unless_cpu_has: tuple[str, ...]
+    needs: tuple[str, ...]
 
     def holds(self, facts: Mapping[str, str | None]) -> bool:
         return all(facts[field] in values for field, values in self.when.items())
@@ -68,7 +87,25 @@ def hardware(name: str) -> Hardware:
 @cache
 def table() -> Mapping[str, Hardware]:
     """Every accelerator by name, in the order of the file."""
-    return MappingProxyType({name: Hardware(name=name, **row) for name, row in _document()["hardware"].items()})
+    return MappingProxyType({name: _row(name, row) for name, row in _document()["hardware"].items()})
+
+
+def by_pci(device_id: int) -> Hardware | None:
+    """The accelerator of AMD (vendor 0x1002) with that PCI device id; None for one that the table does not know."""
+    return next((row for row in table().values() if f"0x{device_id:04x}" in row.pci), None)
+
+
+def by_name(reported: str) -> Hardware | None:
+    """The accelerator that a driver calls so; None for one that the table does not know.
+
+    A title that the driver's name goes on after counts too: "NVIDIA H200 NVL" is an H200.
+    """
+    words = reported.split()
+    for row in table().values():
+        title = row.title.split()
+        if row.arch and (reported in row.names or words[: len(title)] == title):
+            return row
+    return None
 
 
 def refusal(
@@ -99,9 +136,19 @@ def cautions(
     return tuple(found)
 
 
+def needs(name: str, scheme: str, kv_cache: str, checkpoint_format: str) -> tuple[str, ...]:
+    """Distributions that the serving environment must have beside vLLM. Arguments as for `refusal`."""
+    found = [rule.needs for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format)]
+    return tuple(dict.fromkeys(distribution for some in found for distribution in some))
+
+
 def native_on(scheme: str) -> tuple[str, ...]:
-    """Names of the accelerators that multiply a scheme's weights with its activations as they are stored."""
-    return tuple(name for name in table() if any(_holding("native", name, scheme, "auto", "")))
+    """Names of the accelerators that multiply a scheme's weights with its activations as they are stored.
+
+    "cuda" speaks for the GPUs of its kind that have a row of their own.
+    """
+    general = [name for name, row in table().items() if row.kind != "cuda" or row.arch is None]
+    return tuple(name for name in general if any(_holding("native", name, scheme, "auto", "")))
 
 
 def local_cpu_flags() -> frozenset[str] | None:
@@ -130,6 +177,11 @@ def _holding(section: str, name: str, scheme: str, kv_cache: str, checkpoint_for
     return (rule for rule in _rules(section) if rule.holds(facts))
 
 
+def _row(name: str, row: dict[str, Any]) -> Hardware:
+    frozen = {"tflops": MappingProxyType(row.get("tflops", {})), **{k: tuple(row.get(k, ())) for k in ("pci", "names")}}
+    return Hardware(name=name, **(row | frozen))
+
+
 @cache
 def _rules(section: str) -> tuple[_Rule, ...]:
     return tuple(
@@ -137,6 +189,7 @@ def _rules(section: str) -> tuple[_Rule, ...]:
             when=MappingProxyType({field: tuple(values) for field, values in row["when"].items()}),
             why=": ".join(row[part] for part in ("why", "instead") if part in row),
             unless_cpu_has=tuple(row.get("unless_cpu_has", ())),
+            needs=tuple(row.get("needs", ())),
         )
         for row in _document()[section]
     )

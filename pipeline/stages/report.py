@@ -12,6 +12,7 @@ from typing import Any
 from eval.report.model import LaunchPlan, LayerError, Report, Size, Stage
 from pipeline import __version__
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.serving import hardware
 from pipeline.stage import Job, Output, Setting, versions
 from pipeline.stages.gate import GATE
 from pipeline.stages.inspect import INSPECTION
@@ -91,13 +92,13 @@ def _scheme(setting: Setting) -> str:
 
 
 def _notes(setting: Setting) -> list[str]:
-    hardware = setting.recipe.target.hardware
-    if hardware == "cpu":
+    kind = hardware.hardware(setting.recipe.target.hardware).kind
+    if kind == "cpu":
         return [
             "Both sides were served on a CPU. Accuracy carries over to other hardware as far as the kernels round "
             "alike; throughput and latency say nothing of AMD Instinct."
         ]
-    if hardware == "cuda":
+    if kind == "cuda":
         return ["Both sides were served on an NVIDIA GPU: the format and the gate are proven, AMD's kernels are not."]
     return []
 
@@ -134,10 +135,10 @@ def _stage(name: str, entry: Entry) -> Stage:
     return Stage(name=name, seconds=entry.record.duration_s, cached=False, fingerprint=entry.fingerprint)
 
 
-def _server(entry: Entry, side: str, hardware: str) -> LaunchPlan:
+def _server(entry: Entry, side: str, device: str) -> LaunchPlan:
     plan = json.loads(entry.file(LAUNCH).read_text(encoding="utf-8"))["plan"]
     version = entry.record.tools["vllm"]
-    return LaunchPlan(side=side, version=version, device=hardware, image=None, env=plan["env"], argv=plan["argv"])
+    return LaunchPlan(side=side, version=version, device=device, image=None, env=plan["env"], argv=plan["argv"])
 
 
 def _tools(inputs: Mapping[str, Entry]) -> dict[str, str]:

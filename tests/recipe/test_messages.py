@@ -154,8 +154,8 @@ CASES = {
         "source: {repo: org/model}\nquantization: {scheme: fp9}\ntarget: {hardware: mi300}\n",
         "r.yaml:1:1: name: found nothing, expected text that matches [a-z0-9][a-z0-9.-]*\n"
         f'r.yaml:2:24: quantization.scheme: found "fp9", expected one of {SCHEMES} (did you mean "fp8"?)\n'
-        'r.yaml:3:20: target.hardware: found "mi300", expected one of mi300x, mi325x, mi350x, mi355x, cpu, cuda '
-        '(did you mean "mi300x"?)',
+        'r.yaml:3:20: target.hardware: found "mi300", expected one of mi300x, mi325x, mi350x, mi355x, cpu, cuda, h100, '
+        'h200 (did you mean "mi300x"?)',
     ),
 }
 

@@ -33,7 +33,7 @@ def plan(**changes: object):
 
 
 def test_hardware_facts():
-    assert set(table()) == {"mi300x", "mi325x", "mi350x", "mi355x", "cpu", "cuda"}
+    assert set(table()) == {"mi300x", "mi325x", "mi350x", "mi355x", "cpu", "cuda", "h100", "h200"}
     assert hardware("mi300x").hbm_bytes == 192 << 30
     assert (hardware("mi325x").fp8_max, hardware("mi355x").fp8_max) == (240.0, 448.0)
     assert hardware("mi350x").native_mx
@@ -67,6 +67,7 @@ def test_what_loads_with_a_catch_is_cautioned():
     assert "may clip" in cautions("mi300x", "ptpc_fp8", "fp8", "compressed-tensors")[0]
     assert cautions("mi300x", "ptpc_fp8", "fp8", "quark") == ()
     assert cautions("mi355x", "ptpc_fp8", "fp8", "compressed-tensors") == ()
+    assert "truncate" in cautions("cpu", "ptpc_fp8", "fp8", "quark", cpu_flags={"avx512f"})[0]
     assert "amd-quark" in cautions("mi325x", "mxfp4", "auto", "quark")[0]
     assert cautions("mi355x", "mxfp4", "auto", "quark") == ()
     assert "emulates" in cautions("mi355x", "mxfp4_fp8", "auto", "quark")[0]
@@ -85,6 +86,7 @@ def test_rules_name_facts_that_exist():
     for rule in document["refusals"] + document["cautions"] + document["native"]:
         assert set(rule["when"]) <= {"hardware", "kind", "arch", "scheme", "kv_cache", "format"}
         assert set(rule["when"].get("arch", [])) <= {"gfx942", "gfx950"}
+        assert set(rule.get("needs", [])) <= {"amd-quark"}
     flags = local_cpu_flags()
     assert flags is None or len(flags) > 5
 
@@ -176,7 +178,7 @@ def test_rows_have_the_fields_of_their_reader():
     assert all(set(row) <= fields and None not in row.values() for row in rows("knobs.yaml"))
     assert all(set(row) == {"name", "pattern", "message", "fix"} for row in rows("failures.yaml"))
     assert all(set(row) == {"pattern", "level", "why"} for row in rows("log_patterns.yaml", "findings"))
-    fields = {"when", "why", "instead", "unless_cpu_has"}
+    fields = {"when", "why", "instead", "unless_cpu_has", "needs"}
     assert all(set(row) <= fields for row in rows("hardware.yaml", "refusals", "cautions"))
 
 
