@@ -1,0 +1,24 @@
+"""What a manifest says of itself at its top: the plan in a few lines, and why each knob has its value."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.render.invocation import title
+
+_WIDTH = 116
+
+
+def comments(plan: LaunchPlan) -> str:
+    """Lines that begin with ``#``, each ended by a newline."""
+    lines = [title(plan), "made by `quantmint serve`; make it again rather than edit it: the knobs belong together", ""]
+    lines += [line for warning in plan.warnings for line in _wrapped(f"warning: {warning}")]
+    lines += [line for reason in plan.reasons for line in _wrapped(f"{reason.knob}: {reason.why} [{reason.source}]")]
+    lines += [line for check in plan.host for line in _wrapped(f"host: {check.name} {check.expected}: {check.why}")]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    yield from textwrap.wrap(text, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)

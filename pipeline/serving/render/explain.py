@@ -1,0 +1,123 @@
+"""A launch plan for people: what runs, how it is laid out, what memory it takes, and each knob with its reason."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from pipeline.serving.facts import ModelFacts
+from pipeline.serving.plan import LaunchPlan, Layout, Memory, Process
+from pipeline.serving.render.invocation import accelerator, servers
+
+_FAMILIES = {
+    "gpt-oss": "gpt-oss",
+    "dsa": "sparse latent attention (DSA)",
+    "mla": "latent attention (MLA)",
+    "moe": "mixture of experts",
+    "dense": "dense",
+}
+
+
+def explain(
+    plan: LaunchPlan,
+    facts: ModelFacts,
+    processes: Sequence[Process],
+    *,
+    installed: str | None = None,
+    reasons: bool = True,
+    width: int = 100,
+) -> str:
+    """The plan as text of ``width`` columns, ending with a newline; without ``reasons`` knobs are left out.
+
+    ``installed`` is the version of the vLLM that is here, None where there is none.
+    """
+    lines = [*_model(plan, facts), *_target(plan, installed), *_layout(plan.layout, processes)]
+    if plan.memory is not None:
+        lines += ["", *_memory(plan, plan.memory)]
+    if reasons:
+        lines += ["", "knobs", *_knobs(plan, width)]
+    if plan.host:
+        lines += ["", "the machine must have (`quantmint doctor` looks)"]
+        for check in plan.host:
+            lines += [f"  {check.name} {check.expected}", *_prose(f"{check.why} [{check.source}]", 6, width)]
+    for warning in plan.warnings:
+        lines += _prose(f"warning: {warning}", 0, width, hanging=9)
+    return "\n".join(lines) + "\n"
+
+
+def _model(plan: LaunchPlan, facts: ModelFacts) -> Iterator[str]:
+    yield _row("model", plan.model)
+    about = [_FAMILIES[facts.family]]
+    if facts.experts:
+        about[0] += f", {facts.experts_per_token} of {facts.experts} experts a token ({facts.density:.2g} %)"
+    about += [word for word, holds in (("multimodal", facts.multimodal), ("hybrid", facts.hybrid)) if holds]
+    stored = "16 bit" if facts.quantization == "none" else facts.quantization
+    about += [f"{facts.parameters / 1e9:,.3g} B parameters", stored]
+    if facts.kv_cache_scheme:
+        about.append(f"{facts.kv_cache_scheme} KV cache")
+    yield _row("", f"{facts.architecture}: {', '.join(about)}")
+    weights = f"{facts.weights / 1e9:,.1f} GB of weights" if facts.weights >= 1e8 else f"{facts.weights / 1e6:,.1f} MB"
+    yield _row("", weights + (", counted from config.json" if facts.counted else ""))
+
+
+def _target(plan: LaunchPlan, installed: str | None) -> Iterator[str]:
+    yield _row("target", f"{plan.target} ({accelerator(plan).title}), {plan.profile}")
+    if installed == plan.vllm_version:
+        note = ", the one installed"
+    else:
+        note = f"; installed is {installed}" if installed else "; none is installed here"
+    yield _row("vllm", f"planned for {plan.vllm_version}{note}")
+    if plan.attention_backend is not None:
+        yield _row("attention", plan.attention_backend)
+
+
+def _layout(layout: Layout, processes: Sequence[Process]) -> Iterator[str]:
+    parts = [f"tensor parallel {layout.tensor}"] if layout.tensor > 1 else []
+    parts += [f"pipeline parallel {layout.pipeline}"] if layout.pipeline > 1 else []
+    parts += [f"data parallel {layout.data}"] if layout.data > 1 else []
+    parts += ["experts spread"] if layout.expert else []
+    each = " x ".join(parts[:3]) if len(parts) > 1 else "".join(parts) or "one device"
+    count = layout.replicas * layout.packed
+    text = each if count == 1 else f"{count} independent servers, each on {each}"
+    text += f", {layout.packed} on a GPU" if layout.packed > 1 else ""
+    text += f", over {layout.nodes} nodes" if layout.nodes > 1 else ""
+    yield _row("layout", text)
+    ports = [str(process.port) for process in servers(processes)]
+    if len(ports) > 1:
+        yield _row("ports", f"{ports[0]} to {ports[-1]}")
+
+
+def _memory(plan: LaunchPlan, memory: Memory) -> Iterator[str]:
+    where = "the process" if accelerator(plan).kind == "cpu" else "each GPU"
+    yield f"memory of {where}, GB"
+    parts = {"weights": memory.weights, "activations": memory.activations, "graphs": memory.graphs}
+    parts |= {"KV cache": memory.kv_cache, "what vLLM may take": memory.budget, "all there is": memory.total}
+    for name, count in parts.items():
+        yield f"  {name:<20}{count / 1e9:>10,.2f}"
+    yield (
+        f"  room for {memory.kv_tokens:,} tokens ({memory.kv_bytes_per_token:,} B each): "
+        f"{memory.concurrency:,.1f} requests of full length at a time"
+    )
+
+
+def _knobs(plan: LaunchPlan, width: int) -> Iterator[str]:
+    for reason in plan.reasons:
+        value = "" if reason.value == "on" and reason.knob.startswith("--") else _assigned(reason.knob, reason.value)
+        yield f"  {reason.knob}{value}"
+        yield from _prose(f"{reason.why} [{reason.source}]", 6, width)
+
+
+def _assigned(knob: str, value: str) -> str:
+    return f" {shlex.quote(value)}" if knob.startswith("--") else f"={shlex.quote(value)}"
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<11}{value}"
+
+
+def _prose(text: str, indent: int, width: int, *, hanging: int = 0) -> list[str]:
+    first, later = " " * indent, " " * (indent + hanging)
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )

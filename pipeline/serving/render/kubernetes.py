@@ -1,0 +1,225 @@
+"""A launch as Kubernetes manifests: a Deployment of replicas, or a LeaderWorkerSet for a server on several nodes.
+
+The device plugin hands GPUs out and numbers them from 0, so no process selects its own. A pod has its own network:
+the server listens on all of its interfaces, behind a Service that only the cluster reaches. No variables of Services
+are injected: one that is called `vllm` would set VLLM_PORT. A LeaderWorkerSet
+(https://lws.sigs.k8s.io) tells its pods the leader's address; their own comes from the pod.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from pipeline.errors import UserError
+from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.render.comments import comments
+from pipeline.serving.render.compose import START_PERIOD_S
+from pipeline.serving.render.docker import mounted
+from pipeline.serving.render.invocation import accelerator, arguments, contained, image_of, variables
+
+PORT = 8000
+_ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, which nothing outside the cluster reaches
+_SHARED_MEMORY = "16Gi"
+_OWN, _LEADER, _RANK = "$(VLLM_HOST_IP)", "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"
+_RESOURCES = {"rocm": "amd.com/gpu", "cuda": "nvidia.com/gpu"}
+_SELECTING = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}
+
+
+def manifests(
+    plan: LaunchPlan, processes: Sequence[Process], *, image: str | None = None, claim: str | None = None
+) -> str:
+    """The YAML documents, with the reasons of the plan as comments at their top.
+
+    The model comes from the nodes' own disks, or with ``claim`` from a PersistentVolumeClaim of that name whose root
+    is the model's folder. UserError for servers that share one GPU, which device plugins do not hand out.
+    """
+    if plan.layout.packed > 1:
+        raise UserError(
+            f"{plan.layout.packed} servers on one GPU: Kubernetes gives a GPU to one container",
+            hint="Plan with --pack 1, or use --compose.",
+        )
+    first = min(process.replica for process in processes)
+    group = [process for process in processes if process.replica == first]
+    several = plan.layout.nodes > 1
+    workload = _group(plan, group, image, claim) if several else _deployment(plan, group[0], image, claim)
+    text = yaml.safe_dump_all([workload, _service(plan, several)], sort_keys=False, allow_unicode=True, width=1000)
+    note = "# RDMA: add the resource of your cluster's device plugin to both templates, such as rdma/hca: 1\n"
+    return comments(plan) + (note if several else "") + text
+
+
+def _deployment(plan: LaunchPlan, process: Process, image: str | None, claim: str | None) -> dict[str, Any]:
+    labels = _labels(plan)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": _name(plan), "labels": labels},
+        "spec": {
+            "replicas": plan.layout.replicas,
+            # No GPU is free for a second pod beside the one that it replaces.
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            "selector": {"matchLabels": labels},
+            "template": _pod(plan, [process], labels, {}, plan.layout.gpus, image, claim),
+        },
+    }
+
+
+def _group(plan: LaunchPlan, group: Sequence[Process], image: str | None, claim: str | None) -> dict[str, Any]:
+    nodes = sorted({process.node for process in group})
+    addresses = {process.node: process.env.get("VLLM_HOST_IP", "") for process in group}
+    head, *others = nodes
+    workers = {
+        tuple(arguments(_placed(process, {addresses[head]: _LEADER, addresses[node]: _OWN})))
+        for node in others
+        for process in group
+        if process.node == node
+    }
+    if len(workers) != 1:
+        raise UserError(
+            f"the {len(others)} worker nodes run different commands, and a LeaderWorkerSet has one template for them",
+            hint="Use --shell or --compose, which have a section for each node.",
+        )
+    leader = [_placed(process, {addresses[head]: _OWN}) for process in group if process.node == head]
+    worker = next(process for process in group if process.node == others[0])
+    worker = _placed(worker, {addresses[head]: _LEADER, addresses[others[0]]: _OWN})
+    labels, gpus = _labels(plan), plan.layout.gpus // plan.layout.nodes
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": _name(plan), "labels": labels},
+        "spec": {
+            "replicas": plan.layout.replicas,
+            "leaderWorkerTemplate": {
+                "size": len(nodes),
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": _pod(plan, leader, labels, {"role": "leader"}, gpus, image, claim),
+                "workerTemplate": _pod(plan, [worker], labels, {"role": "worker"}, gpus, image, claim),
+            },
+        },
+    }
+
+
+def _placed(process: Process, addresses: Mapping[str, str]) -> Process:
+    """The process with addresses, and its rank among the nodes, as the cluster fills them in."""
+    argv = list(process.argv)
+    for known, variable in addresses.items():
+        if known:
+            argv = [re.sub(rf"(?<![\w.]){re.escape(known)}(?![\w.])", lambda _, v=variable: v, word) for word in argv]
+    if "--node-rank" in argv and process.role == "headless":
+        argv[argv.index("--node-rank") + 1] = _RANK
+    return Process(process.node, process.role, process.replica, process.gpus, process.port, process.env, tuple(argv))
+
+
+def _pod(
+    plan: LaunchPlan,
+    processes: Sequence[Process],
+    labels: Mapping[str, str],
+    role: Mapping[str, str],
+    gpus: int,
+    image: str | None,
+    claim: str | None,
+) -> dict[str, Any]:
+    kind, several = accelerator(plan).kind, plan.layout.nodes > 1
+    last = processes[-1]
+    # shlex quotes references within a shell's script; Kubernetes resolves them before there is a shell.
+    argv = contained([*processes[:-1], _at_port(last)], host=_ANYWHERE)
+    capabilities = (["SYS_PTRACE"] if kind == "rocm" else []) + (["IPC_LOCK"] if several else [])
+    container: dict[str, Any] = {
+        "name": "vllm",
+        "image": image_of(plan, image),
+        "command": list(argv[:1]),
+        "args": list(argv[1:]),
+        "env": _env(variables(plan, last), several=several),
+    }
+    if kind != "cpu":
+        count = {_RESOURCES[kind]: str(gpus)}
+        container["resources"] = {"requests": count, "limits": dict(count)}
+    if capabilities:
+        container["securityContext"] = {"capabilities": {"add": capabilities}}
+    if kind == "rocm":
+        container["securityContext"]["seccompProfile"] = {"type": "Unconfined"}
+    if last.port is not None:
+        container["ports"] = [{"name": "http", "containerPort": PORT}]
+        container |= _probes()
+    volumes, mounts = _volumes(plan, claim)
+    return {
+        "metadata": {"labels": {**labels, **role}},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": 60,
+            "containers": [{**container, "volumeMounts": mounts}],
+            "volumes": volumes,
+        },
+    }
+
+
+def _at_port(process: Process) -> Process:
+    """The process with the one port of its pod."""
+    argv = list(process.argv)
+    for option in ("--port", "--host"):
+        if option in argv:
+            at = argv.index(option)
+            del argv[at : at + 2]
+    port = None if process.port is None else PORT
+    return Process(process.node, process.role, process.replica, process.gpus, port, process.env, tuple(argv))
+
+
+def _env(values: Mapping[str, str], *, several: bool) -> list[dict[str, Any]]:
+    own = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    plain = [
+        {"name": name, "value": value.replace("$(", "$$(")}
+        for name, value in values.items()
+        if name not in _SELECTING and name != "VLLM_HOST_IP"
+    ]
+    return [*([own] if several else []), *plain]
+
+
+def _probes() -> dict[str, Any]:
+    ask = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "timeoutSeconds": 5}
+    return {
+        "startupProbe": {**ask, "failureThreshold": START_PERIOD_S // 10},
+        "readinessProbe": {**ask, "failureThreshold": 1},
+        "livenessProbe": {**ask, "failureThreshold": 6},
+    }
+
+
+def _volumes(plan: LaunchPlan, claim: str | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    volumes: list[dict[str, Any]] = [
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}}
+    ]
+    mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # noqa: S108
+    for number, path in enumerate(mounted(plan)):
+        name = f"model-{number}" if number else "model"
+        if claim is not None and not number:
+            volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
+        else:
+            volumes.append({"name": name, "hostPath": {"path": path}})
+        mounts.append({"name": name, "mountPath": path, "readOnly": True})
+    return volumes, mounts
+
+
+def _service(plan: LaunchPlan, several: bool) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": _name(plan), "labels": _labels(plan)},
+        "spec": {
+            "selector": {**_labels(plan), **({"role": "leader"} if several else {})},
+            "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
+        },
+    }
+
+
+def _name(plan: LaunchPlan) -> str:
+    """A name that Kubernetes takes: at most 63 lower-case letters, digits and dashes."""
+    base = plan.served_model_name.rstrip("/").rpartition("/")[2]
+    word = re.sub(r"[^a-z0-9]+", "-", base.lower()).strip("-")
+    return f"serve-{word}"[:52].rstrip("-")
+
+
+def _labels(plan: LaunchPlan) -> dict[str, str]:
+    return {"app.kubernetes.io/name": _name(plan)}
