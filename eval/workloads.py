@@ -11,7 +11,9 @@ from eval.errors import DefinitionError
 
 FOLDER = Path(__file__).parent / "workloads"
 
-_WORKLOAD_KEYS = ("name", "description", "cells")
+_WORKLOAD_KEYS = ("name", "description", "profile", "cells")
+PROFILES = ("latency", "streaming", "throughput", "offline")
+"""What a server may be for. Whoever plans one has a row for each of these names."""
 _CELL_KEYS = ("name", "input_len", "output_len", "concurrency", "num_prompts", "warmups")
 
 
@@ -32,10 +34,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A named list of cells."""
+    """A named list of cells; `profile` is what a server that meets such a load is for."""
 
     name: str
     description: str
+    profile: str
     cells: tuple[Cell, ...]
 
     @property
@@ -73,7 +76,12 @@ def parse(path: Path) -> Workload:
         if cell.name in cells:
             raise section.error(f"cell {cell.name!r} appears twice", "name")
         cells[cell.name] = cell
-    return Workload(root.need("name", str), root.need("description", str), tuple(cells.values()))
+    profile = root.need("profile", str)
+    if profile not in PROFILES:
+        near = difflib.get_close_matches(profile, PROFILES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise root.error(f"no profile {profile!r}: expected one of {', '.join(PROFILES)}{hint}", "profile")
+    return Workload(root.need("name", str), root.need("description", str), profile, tuple(cells.values()))
 
 
 def _cell(section: Section) -> Cell:

@@ -23,6 +23,7 @@ tasks:
 WORKLOAD = """\
 name: small
 description: One cell.
+profile: latency
 cells:
   - name: a
     input_len: 64
@@ -104,6 +105,7 @@ def test_a_broken_suite_is_refused_where_it_is_broken(
     [
         ("warmups", "warmup", "unknown key 'warmup'; did you mean 'warmups'"),
         ("num_prompts: 32", "num_prompts: 3", "3 prompts never reach a concurrency of 4"),
+        ("profile: latency", "profile: latnecy", "no profile 'latnecy': expected one of latency, streaming"),
         ("cells:", "cells: 5\nbells:", "unknown key 'bells'; did you mean 'cells'"),
     ],
 )

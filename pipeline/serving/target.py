@@ -1,0 +1,71 @@
+"""The machines of a launch, as a user names them.
+
+    >>> parse_target("mi300x:16")
+    Target(hardware='mi300x', gpus=8, nodes=2, hbm_bytes=None)
+
+``NAME:GPUS`` fills nodes one after the other; ``NAME:GPUSxNODES`` says how they are shared out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pipeline.errors import UserError
+from pipeline.serving import hardware as accelerators
+
+_FORM = re.compile(r"(?P<name>[a-z0-9_.-]+)(?::(?P<gpus>\d+)(?:x(?P<nodes>\d+))?)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """``nodes`` machines with ``gpus`` accelerators each. ``hbm_bytes`` is measured, or None for the table's."""
+
+    hardware: str
+    gpus: int = 1
+    nodes: int = 1
+    hbm_bytes: int | None = None
+
+    @property
+    def accelerator(self) -> accelerators.Hardware:
+        """The table's row."""
+        return accelerators.hardware(self.hardware)
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of one accelerator's memory; None where only the machine knows."""
+        return self.hbm_bytes if self.hbm_bytes is not None else self.accelerator.hbm_bytes
+
+    def __str__(self) -> str:
+        return f"{self.hardware}:{self.gpus}" + (f"x{self.nodes}" if self.nodes > 1 else "")
+
+
+def parse_target(text: str, *, hbm_bytes: int | None = None) -> Target:
+    """Read ``mi300x:8``, ``mi300x:16`` (two nodes), ``mi300x:4x2``, ``cpu``. UserError says what is wrong with it."""
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        hint = "NAME:GPUS, as in mi300x:8, or NAME:GPUSxNODES, as in mi300x:8x2"
+        raise UserError(f"{text!r} is not a target", hint=hint)
+    name = found["name"].lower()
+    most = accelerators.hardware(name).gpus_per_node
+    gpus, nodes = int(found["gpus"] or 1), int(found["nodes"] or 1)
+    if found["nodes"] is None and gpus > most and most > 1:
+        if gpus % most:
+            raise UserError(
+                f"{text}: {gpus} accelerators are no whole number of nodes with {most}",
+                hint=f"{name}:GPUSxNODES says how many each node has",
+            )
+        gpus, nodes = most, gpus // most
+    return checked(Target(name, gpus, nodes, hbm_bytes))
+
+
+def checked(target: Target) -> Target:
+    """The same target; UserError for more accelerators than a node has, or for none."""
+    row = target.accelerator
+    if row.kind == "cpu" and (target.gpus, target.nodes) != (1, 1):
+        raise UserError(f"hardware cpu serves with one device, not {target.gpus * target.nodes}")
+    if not 1 <= target.gpus <= row.gpus_per_node:
+        raise UserError(f"gpus is {target.gpus}: {row.title} has 1 to {row.gpus_per_node} in a node")
+    if target.nodes < 1:
+        raise UserError(f"nodes is {target.nodes}: expected 1 or more")
+    return target
