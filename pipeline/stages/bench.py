@@ -62,7 +62,7 @@ class BenchStage:
                     result=path,
                 )
                 try:
-                    run_logged(argv, job.path / f"{cell.name}.log", what=f"vllm bench serve on {cell.name}", env=_ENV)
+                    run_logged(argv, job.path / f"{cell.name}.log", what=f"vllm bench serve on {cell.name}", env=CLIENT_ENV)
                 except StageError:
                     server.get("/health")
                     raise
@@ -81,7 +81,8 @@ class BenchStage:
         return True
 
 
-_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+CLIENT_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+"""The variables of `vllm bench serve`: no network, and output that is seen at once."""
 
 
 def result_file(folder: Path, cell: Cell) -> Path:
