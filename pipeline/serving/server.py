@@ -1,20 +1,23 @@
-"""A running vLLM server, as seen over HTTP on the loopback interface.
+"""A running vLLM server, as seen over HTTP.
 
-Plain `http.client`: a proxy that the environment names must not see, or answer, what we ask our own machine.
+Plain `http.client`: a proxy that the environment names must not see, or answer, what we ask our own machine, and no
+redirection carries a key to another.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from pipeline.errors import ServingError
-from pipeline.serving.logscan import LogScan, scan_log
+from pipeline.serving.logscan import Finding, LogScan, scan_log
 
 HOST = "127.0.0.1"
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
@@ -31,18 +34,31 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answered. `started_seconds` is the time from its start to the first healthy answer."""
+    """A server that answered. `started_seconds` is the time from its start to the first healthy answer.
+
+    `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``. A server that somebody else started
+    has no log and no process here. `api_key_variable` names the variable that holds its key, which is kept nowhere.
+    """
 
     model_name: str
-    port: int
-    pid: int
-    log_path: Path
+    base_url: str
+    log_path: Path | None
     started_seconds: float
+    pid: int | None = None
+    api_key_variable: str | None = None
 
     @property
-    def base_url(self) -> str:
-        """Address without a path: ``http://127.0.0.1:PORT``."""
-        return f"http://{HOST}:{self.port}"
+    def port(self) -> int:
+        """Where it listens."""
+        address = urlsplit(self.base_url)
+        return address.port or (443 if address.scheme == "https" else 80)
+
+    def client_environment(self) -> dict[str, str]:
+        """The key as OpenAI's clients read it; lm-eval's insists on one also where the server asks for none."""
+        return {"OPENAI_API_KEY": self._key() or "unused"}
+
+    def _key(self) -> str | None:
+        return None if self.api_key_variable is None else os.environ.get(self.api_key_variable)
 
     def version(self) -> str:
         """vLLM's version as the server tells it."""
@@ -63,27 +79,56 @@ class Server:
         return {}
 
     def scan_log(self) -> LogScan:
-        """What the log says up to now: KV tokens, backend, kernels, and what makes a measurement void."""
-        return scan_log(self.log_path.read_text(encoding="utf-8", errors="replace"))
+        """What the log says up to now: KV tokens, backend, kernels, and what makes a measurement void.
+
+        Without a log it is known only what the server tells over HTTP, and that is a caution.
+        """
+        if self.log_path is not None:
+            return scan_log(self.log_path.read_text(encoding="utf-8", errors="replace"))
+        tokens = self.cache_config().get("kv_cache_size_tokens", "")
+        return replace(
+            scan_log(""),
+            vllm_version=self.version(),
+            kv_tokens=int(tokens) if tokens.isdigit() else None,
+            findings=(Finding("caution", _NO_LOG, self.base_url),),
+        )
 
     def get(self, path: str, *, timeout: float = 30.0) -> str:
         """Body of a GET; ServingError unless the answer is 200 within ``timeout`` seconds."""
+        return self._answer(path, None, timeout)
+
+    def post(self, path: str, body: Mapping[str, object], *, timeout: float = 30.0) -> str:
+        """Body of the answer to a POST of JSON; ServingError unless it is 200 within ``timeout`` seconds."""
+        return self._answer(path, body, timeout)
+
+    def _answer(self, path: str, body: Mapping[str, object] | None, timeout: float) -> str:
+        where = f"its log: {self.log_path}" if self.log_path is not None else f"it was asked at {self.base_url}"
         try:
-            status, body = fetch(self.port, path, timeout=timeout)
+            status, answer = fetch(self.base_url, path, body=body, key=self._key(), timeout=timeout)
         except (OSError, http.client.HTTPException) as error:
-            raise ServingError(
-                f"the server does not answer {path}: {error}", hint=f"its log: {self.log_path}"
-            ) from error
+            raise ServingError(f"the server does not answer {path}: {error}", hint=where) from error
         if status != 200:
-            raise ServingError(f"the server answers {path} with {status}", hint=f"its log: {self.log_path}")
-        return body
+            raise ServingError(f"the server answers {path} with {status}", hint=where)
+        return answer
 
 
-def fetch(port: int, path: str, *, timeout: float) -> tuple[int, str]:
-    """Status and body of one GET on the loopback interface."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=timeout)
+_NO_LOG = "somebody else started the server, so its log was not read: default scales or another backend would go unseen"
+
+
+def fetch(
+    base_url: str, path: str, *, timeout: float, body: Mapping[str, object] | None = None, key: str | None = None
+) -> tuple[int, str]:
+    """Status and body of one request: a GET, or a POST of ``body`` as JSON. ``key`` goes into its header alone."""
+    address = urlsplit(base_url)
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    method, content = "GET", None
+    if body is not None:
+        method, content = "POST", json.dumps(body)
+        headers["Content-Type"] = "application/json"
+    connection = kind(address.hostname or HOST, address.port, timeout=timeout)
     try:
-        connection.request("GET", path)
+        connection.request(method, address.path + path, content, headers)
         response = connection.getresponse()
         return response.status, response.read().decode("utf-8", errors="replace")
     finally:

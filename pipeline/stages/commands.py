@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.errors import StageError
-from pipeline.serving.launcher import SUPERVISOR
+from pipeline.serving.launchers.child import SUPERVISOR
 
 _TAIL = 3  # lines of the log that an error quotes
 _SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)

@@ -133,8 +133,7 @@ def _ask(job: Job, task: SuiteTask, server: Server, tokenizer: Path, watch: Call
         max_length=setting.recipe.target.max_model_len,
     )
     local = (job.path / "tasks" / f"{task.task}.yaml").is_file()
-    # The completions client insists on a key and sends it to the server, which listens on loopback and asks for none.
-    env = {"OPENAI_API_KEY": "unused", "TOKENIZERS_PARALLELISM": "false"}
+    env = {**server.client_environment(), "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1"} if local else {}
     log = job.path / f"{task.task}.log"
     try:

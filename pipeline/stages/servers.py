@@ -51,7 +51,7 @@ class Servers:
                 "no vLLM was found to serve with.",
                 hint="`make serving` builds one for a CPU; or set QUANTMINT_VLLM to a `vllm` executable.",
             )
-        from pipeline.serving.launcher import LocalLauncher
+        from pipeline.serving.launchers.local import LocalLauncher
 
         log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-{side}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,16 @@ class Servers:
 
 
 def keep_log(server: Server, destination: Path) -> LogScan:
-    """Copy what the server has logged so far; returns what it says."""
+    """Copy what the server has logged so far; returns what it says.
+
+    Of a server that somebody else started there is only what it tells over HTTP.
+    """
+    if server.log_path is None:
+        scan = server.scan_log()
+        destination.write_text(
+            "".join(f"{finding.why}: {finding.line}\n" for finding in scan.findings), encoding="utf-8"
+        )
+        return scan
     text = server.log_path.read_text(encoding="utf-8", errors="replace")
     destination.write_text(text, encoding="utf-8")
     return scan_log(text)

@@ -17,7 +17,7 @@ from pipeline.errors import InspectionError
 from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
 from pipeline.runner import Outcome, run_plan
-from pipeline.serving.launcher import LocalLauncher
+from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.plan import LaunchPlan, plan_launch
 from pipeline.session import open_setting
 from pipeline.stage import Job, Output, Planned, Setting, write_json

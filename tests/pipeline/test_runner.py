@@ -290,7 +290,7 @@ class FakeLauncher:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     FakeLauncher.running = []
-    monkeypatch.setattr("pipeline.serving.launcher.LocalLauncher", FakeLauncher)
+    monkeypatch.setattr("pipeline.serving.launchers.local.LocalLauncher", FakeLauncher)
     return FakeLauncher.running
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.serving.launcher import LocalLauncher
+from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.logscan import LogScan
 from pipeline.serving.plan import plan_launch
 from pipeline.serving.server import HOST, Server

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ServingError, UserError
-from pipeline.serving.launcher import LocalLauncher
+from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.plan import LaunchPlan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OWNER = """
 import signal, sys, time
 from pathlib import Path
-from pipeline.serving.launcher import LocalLauncher
+from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.plan import LaunchPlan
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits it ignored
 command, model, log = sys.argv[1:]

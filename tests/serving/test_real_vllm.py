@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.errors import ServingError, UserError
 from pipeline.serving.environment import VllmEnvironment, find_vllm
-from pipeline.serving.launcher import LocalLauncher
+from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.plan import LaunchPlan, plan_launch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

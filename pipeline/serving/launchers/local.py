@@ -1,0 +1,105 @@
+"""Starts vLLM from a plan on this machine, and leaves no process behind.
+
+::
+
+    with LocalLauncher(find_vllm().executable).launch(plan, log_path, startup_timeout=600) as server:
+        print(server.base_url, server.scan_log().kv_tokens)
+
+Servers listen on 127.0.0.1 only. What tells replicas apart (port, devices) comes with each process of the plan.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.serving.child_environment import child_environment
+from pipeline.serving.launchers.child import Child
+from pipeline.serving.launchers.deployment import Deployment, Say, deployed, log_of
+from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.server import HOST, Server
+
+BALANCER = "nothing spreads requests over the replicas yet: put a balancer (nginx, a Kubernetes Service) before them"
+"""What to say of several servers."""
+
+
+class LocalLauncher:
+    """Launches ``vllm serve`` with one executable on this machine.
+
+    ``node_rank`` says which machine of the plan this one is. ``stop_grace`` is how many seconds a server gets between
+    SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, vllm_executable: Path | str, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
+        self.executable = Path(vllm_executable)
+        self.node_rank = node_rank
+        self.stop_grace = stop_grace
+
+    @contextmanager
+    def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[Server]:
+        """One server of the plan on any free port while the block runs; the log goes to ``log_path``.
+
+        Raises ServingError, with the cause that the log names, when the server ends or does not answer within
+        ``startup_timeout`` seconds; UserError when the model's folder is not there.
+        """
+        require_model(plan)
+        process = Process(0, "server", 0, (), None, {}, plan.argv)
+
+        def start(process: Process, port: int | None) -> Child:
+            return self._start(plan, process, port, log_path)
+
+        with deployed(plan, [process], start, startup_timeout=startup_timeout, say=_quiet) as running:
+            yield running.servers[0]
+
+    @contextmanager
+    def deploy(
+        self,
+        plan: LaunchPlan,
+        processes: Sequence[Process],
+        logs: Path,
+        *,
+        startup_timeout: float = 3600.0,
+        say: Say = print,
+    ) -> Iterator[Deployment]:
+        """Every process of this machine while the block runs, each with a log of its own in ``logs``.
+
+        Raises as `launch` does, and UserError where a port that the plan asks for is not free.
+        """
+        require_model(plan)
+        here = [process for process in processes if process.node == self.node_rank and process.role in _ROLES]
+        if not here:
+            raise UserError(f"this launch has nothing to run on node {self.node_rank}")
+
+        def start(process: Process, port: int | None) -> Child:
+            return self._start(plan, process, port, log_of(process, logs))
+
+        with deployed(plan, here, start, startup_timeout=startup_timeout, say=say) as running:
+            if len(running.servers) > 1:
+                say(BALANCER)
+            yield running
+
+    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path) -> Child:
+        command = [str(self.executable), *process.argv[1:], *([] if port is None else listening(process, port))]
+        environment = child_environment(os.environ, {**plan.env, **process.env})
+        return Child(command, environment, log_path, grace=self.stop_grace)
+
+
+_ROLES = ("server", "headless")
+
+
+def require_model(plan: LaunchPlan) -> None:
+    """Raise UserError where the checkpoint's folder is not here."""
+    if not Path(plan.model).is_dir():
+        raise UserError(f"{plan.model} is not a folder with a model")
+
+
+def listening(process: Process, port: int) -> list[str]:
+    """The arguments that say where a server listens: on the loopback interface, unless its own say otherwise."""
+    return [*([] if "--host" in process.argv else ["--host", HOST]), "--port", str(port)]
+
+
+def _quiet(_: str) -> None:
+    return
