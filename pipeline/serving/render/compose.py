@@ -28,7 +28,7 @@ def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None
     for group in groups:
         last = group[-1]
         name = f"node-{last.node}" if several else "vllm"
-        name += "" if len(groups) == 1 or (several and last.role != "server") else f"-{last.replica}"
+        name += "" if sum(other[-1].node == last.node for other in groups) == 1 else f"-{last.replica}"
         services[name] = _service(plan, group, image, host)
         if several:
             services[name]["profiles"] = [f"node-{last.node}"]

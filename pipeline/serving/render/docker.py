@@ -80,9 +80,10 @@ def docker_run(
     host: str = LOOPBACK,
     more_env: tuple[tuple[str, str], ...] = (),
 ) -> tuple[str, ...]:
-    """The whole command for one container of `containers`. The model is mounted read-only where it lies, so that the plan's paths hold inside.
+    """The whole command for one container of `invocation.containers`.
 
-    ``more_env`` are variables beside the plan's, such as those that keep the server offline.
+    The model is mounted read-only where it lies, so that the plan's paths hold inside. ``more_env`` are variables
+    beside the plan's, such as those that keep the server offline.
     """
     program, *rest = contained(processes, host=host)
     env = {**variables(plan, processes[-1]), **dict(more_env)}

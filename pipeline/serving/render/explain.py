@@ -34,7 +34,7 @@ def explain(
     """
     lines = [*_model(plan, facts), *_target(plan, installed), *_layout(plan.layout, processes)]
     if plan.memory is not None:
-        lines += ["", *_memory(plan, plan.memory)]
+        lines += ["", *_memory(plan, plan.memory, width)]
     if reasons:
         lines += ["", "knobs", *_knobs(plan, width)]
     if plan.host:
@@ -52,13 +52,12 @@ def _model(plan: LaunchPlan, facts: ModelFacts) -> Iterator[str]:
     if facts.experts:
         about[0] += f", {facts.experts_per_token} of {facts.experts} experts a token ({facts.density:.2g} %)"
     about += [word for word, holds in (("multimodal", facts.multimodal), ("hybrid", facts.hybrid)) if holds]
+    yield _row("", facts.architecture)
+    yield _row("", ", ".join([*about, f"{facts.parameters / 1e9:,.3g} B parameters"]))
     stored = "16 bit" if facts.quantization == "none" else facts.quantization
-    about += [f"{facts.parameters / 1e9:,.3g} B parameters", stored]
-    if facts.kv_cache_scheme:
-        about.append(f"{facts.kv_cache_scheme} KV cache")
-    yield _row("", f"{facts.architecture}: {', '.join(about)}")
-    weights = f"{facts.weights / 1e9:,.1f} GB of weights" if facts.weights >= 1e8 else f"{facts.weights / 1e6:,.1f} MB"
-    yield _row("", weights + (", counted from config.json" if facts.counted else ""))
+    stored += f" with {facts.kv_cache_scheme} KV scales" if facts.kv_cache_scheme else ""
+    weights = f"{facts.weights / 1e9:,.1f} GB" if facts.weights >= 1e8 else f"{facts.weights / 1e6:,.1f} MB"
+    yield _row("", f"{stored}, {weights} of weights" + (", counted from config.json" if facts.counted else ""))
 
 
 def _target(plan: LaunchPlan, installed: str | None) -> Iterator[str]:
@@ -88,17 +87,15 @@ def _layout(layout: Layout, processes: Sequence[Process]) -> Iterator[str]:
         yield _row("ports", f"{ports[0]} to {ports[-1]}")
 
 
-def _memory(plan: LaunchPlan, memory: Memory) -> Iterator[str]:
+def _memory(plan: LaunchPlan, memory: Memory, width: int) -> Iterator[str]:
     where = "the process" if accelerator(plan).kind == "cpu" else "each GPU"
     yield f"memory of {where}, GB"
     parts = {"weights": memory.weights, "activations": memory.activations, "graphs": memory.graphs}
     parts |= {"KV cache": memory.kv_cache, "what vLLM may take": memory.budget, "all there is": memory.total}
     for name, count in parts.items():
         yield f"  {name:<20}{count / 1e9:>10,.2f}"
-    yield (
-        f"  room for {memory.kv_tokens:,} tokens ({memory.kv_bytes_per_token:,} B each): "
-        f"{memory.concurrency:,.1f} requests of full length at a time"
-    )
+    room = f"room for {memory.kv_tokens:,} tokens ({memory.kv_bytes_per_token:,} B each)"
+    yield from _prose(f"{room}: {memory.concurrency:,.1f} requests of full length at a time", 2, width)
 
 
 def _knobs(plan: LaunchPlan, width: int) -> Iterator[str]:

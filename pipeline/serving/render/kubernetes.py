@@ -107,7 +107,8 @@ def _placed(process: Process, addresses: Mapping[str, str]) -> Process:
     argv = list(process.argv)
     for known, variable in addresses.items():
         if known:
-            argv = [re.sub(rf"(?<![\w.]){re.escape(known)}(?![\w.])", lambda _, v=variable: v, word) for word in argv]
+            address = re.compile(rf"(?<![\w.]){re.escape(known)}(?![\w.])")
+            argv = [variable.join(address.split(word)) for word in argv]
     if "--node-rank" in argv and process.role == "headless":
         argv[argv.index("--node-rank") + 1] = _RANK
     return Process(process.node, process.role, process.replica, process.gpus, process.port, process.env, tuple(argv))

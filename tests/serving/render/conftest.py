@@ -1,0 +1,127 @@
+"""Plans made by hand, so that what is rendered is tested without what is planned."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.serving.facts import ModelFacts
+from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory, Process, Reason
+
+SPECULATION = '{"method": "eagle3", "model": "/models/draft $1", "num_speculative_tokens": 2}'
+MODEL = "/models/it's a model"
+_GB = 10**9
+
+
+def _plan(target: str, layout: Layout, *more: str, version: str = "0.33.0") -> LaunchPlan:
+    """A plan with everything that quoting could break: an apostrophe, blanks, a dollar sign, JSON."""
+    return LaunchPlan(
+        env={"VLLM_ROCM_USE_AITER": "1", "PYTORCH_TUNABLEOP_FILENAME": "/models/tuned %d.csv"},
+        argv=("vllm", "serve", MODEL, "--served-model-name", "mine", "--max-num-seqs", "512", *more),
+        served_model_name="org/Mine_8B",
+        tensor_parallel_size=layout.tensor,
+        reasons=(
+            Reason("VLLM_ROCM_USE_AITER", "1", "AITER holds the fast kernels of CDNA3 and CDNA4", "ROCm 2026: AITER"),
+            Reason("--max-num-seqs", "512", "the load of the profile", "quantmint"),
+            Reason("--async-scheduling", "on", "hides the scheduler", "ROCm 2026: Scheduling"),
+        ),
+        layout=layout,
+        memory=Memory(206 * _GB, 190 * _GB, 16 * _GB, 3 * _GB, 1 * _GB, 170 * _GB, 131072, 1297000, 158.3),
+        host=(HostCheck("numa_balancing", "0", "pages must not wander", "ROCm 2026: NUMA"),),
+        warnings=("nobody has run this yet",),
+        attention_backend="ROCM_AITER_FA",
+        target=target,
+        profile="throughput",
+        vllm_version=version,
+    )
+
+
+@pytest.fixture
+def one() -> tuple[LaunchPlan, tuple[Process, ...]]:
+    """One server on four GPUs."""
+    plan = _plan("mi300x:4", Layout(tensor=4), "--tensor-parallel-size", "4", "--speculative-config", SPECULATION)
+    env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    return plan, (Process(0, "server", 0, (0, 1, 2, 3), 8000, env, plan.argv),)
+
+
+@pytest.fixture
+def replicas() -> tuple[LaunchPlan, tuple[Process, ...]]:
+    """Three servers with a GPU each."""
+    plan = _plan("mi300x:3", Layout(replicas=3))
+    return plan, tuple(
+        Process(0, "server", rank, (rank,), 8000 + rank, {"CUDA_VISIBLE_DEVICES": str(rank)}, plan.argv)
+        for rank in range(3)
+    )
+
+
+@pytest.fixture
+def ray() -> tuple[LaunchPlan, tuple[Process, ...]]:
+    """One server over two nodes through Ray."""
+    layout = Layout(tensor=8, pipeline=2, nodes=2)
+    plan = _plan("mi300x:8x2", layout, "--distributed-executor-backend", "ray")
+    gpus = tuple(range(8))
+    head, worker = ({"VLLM_HOST_IP": f"10.0.0.{last}"} for last in (1, 12))
+    start = ("ray", "start", "--head", "--node-ip-address=10.0.0.1", "--port=6379")
+    join = ("ray", "start", "--address=10.0.0.1:6379", "--node-ip-address=10.0.0.12")
+    return plan, (
+        Process(0, "ray-head", 0, gpus, None, head, start),
+        Process(0, "server", 0, gpus, 8000, head, plan.argv),
+        Process(1, "ray-worker", 0, gpus, None, worker, join),
+    )
+
+
+@pytest.fixture
+def headless() -> tuple[LaunchPlan, tuple[Process, ...]]:
+    """One server over three nodes, each with processes of its own."""
+    plan = _plan("mi300x:8x3", Layout(tensor=8, pipeline=3, nodes=3), "--nnodes", "3", "--master-addr", "10.0.0.1")
+    made = []
+    for node in range(3):
+        env = {"VLLM_HOST_IP": f"10.0.0.{node + 1}"}
+        argv = (*plan.argv, "--node-rank", str(node), *(("--headless",) if node else ()))
+        role, port = ("headless", None) if node else ("server", 8000)
+        made.append(Process(node, role, 0, tuple(range(8)), port, env, argv))  # type: ignore[arg-type]
+    return plan, tuple(made)
+
+
+@pytest.fixture
+def on_cpu() -> tuple[LaunchPlan, tuple[Process, ...]]:
+    """The CPU has none of it."""
+    plan = _plan("cpu:1", Layout(), version="0.32.0+cpu")
+    return plan, (Process(0, "server", 0, (), 8000, {}, plan.argv),)
+
+
+@pytest.fixture
+def facts() -> ModelFacts:
+    """A mixture of experts in FP8."""
+    return ModelFacts(
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        attention="mha",
+        experts=8,
+        experts_per_token=2,
+        shared_experts=0,
+        gpt_oss=False,
+        multimodal=False,
+        hybrid=False,
+        mtp_layers=0,
+        parameters=46_700_000_000,
+        encoder_parameters=0,
+        layers=32,
+        attention_layers=32,
+        sliding_layers=0,
+        sliding_window=None,
+        linear_layers=0,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocabulary=32000,
+        context=32768,
+        intermediate=14336,
+        expert_intermediate=14336,
+        quantization="ptpc_fp8",
+        checkpoint_format="quark",
+        group=None,
+        kv_cache_scheme="fp8",
+        weights=47_000_000_000,
+        counted=True,
+    )

@@ -1,0 +1,133 @@
+"""The manifests: every field is one that the Kubernetes API has, of the type that it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.errors import UserError
+from pipeline.serving.plan import LaunchPlan, Layout, Process
+from pipeline.serving.render.kubernetes import manifests
+
+client = pytest.importorskip("kubernetes.client", reason="the API's own models are the oracle")
+Launch = tuple[LaunchPlan, tuple[Process, ...]]
+_KINDS = {"Deployment": "V1Deployment", "Service": "V1Service"}
+
+
+def held_against_the_api(value: Any, kind: str) -> None:
+    """The API's own models refuse unknown fields, what is missing, wrong types and values out of range."""
+    getattr(client, kind).model_validate(value, strict=True)
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    found = list(yaml.safe_load_all(text))
+    for document in found:
+        if document["kind"] in _KINDS:
+            held_against_the_api(document, _KINDS[document["kind"]])
+    return found
+
+
+def container(template: dict[str, Any]) -> dict[str, Any]:
+    (only,) = template["spec"]["containers"]
+    return dict(only)
+
+
+def test_the_oracle_sees_a_wrong_field(one: Launch) -> None:
+    deployment = documents(manifests(*one))[0]
+    deployment["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capability"] = {}
+    with pytest.raises(ValueError, match="capability"):
+        held_against_the_api(deployment, "V1Deployment")
+
+
+def test_replicas_are_pods(replicas: Launch) -> None:
+    plan, processes = replicas
+    deployment, service = documents(manifests(plan, processes))
+    assert deployment["spec"]["replicas"] == 3
+    template = deployment["spec"]["template"]
+    pod = container(template)
+    assert pod["resources"]["limits"] == {"amd.com/gpu": "1"}
+    assert [*pod["command"], *pod["args"]] == [*plan.argv, "--host", "0.0.0.0", "--port", "8000"]  # noqa: S104
+    environment = {entry["name"]: entry["value"] for entry in pod["env"]}
+    assert environment == plan.env, "the device plugin chooses the GPUs"
+    labels = template["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert service["metadata"]["name"] == "serve-mine-8b"
+    assert template["spec"]["enableServiceLinks"] is False, "a Service may not set VLLM_PORT"
+    assert pod["startupProbe"]["httpGet"]["path"] == "/health"
+    assert pod["startupProbe"]["periodSeconds"] * pod["startupProbe"]["failureThreshold"] >= 3600
+    assert {"name": "shared-memory", "mountPath": "/dev/shm"} in pod["volumeMounts"]
+    memory = next(volume for volume in template["spec"]["volumes"] if volume["name"] == "shared-memory")
+    assert memory["emptyDir"]["medium"] == "Memory"
+    assert pod["securityContext"]["seccompProfile"] == {"type": "Unconfined"}
+
+
+def test_the_model_comes_from_a_claim(one: Launch) -> None:
+    volumes = documents(manifests(*one, claim="models", image="ours:1"))[0]["spec"]["template"]["spec"]["volumes"]
+    assert {"claimName": "models", "readOnly": True} in [volume.get("persistentVolumeClaim") for volume in volumes]
+    assert "/models/draft $1" in [volume.get("hostPath", {}).get("path") for volume in volumes]
+
+
+def test_a_group_of_pods_with_ray(ray: Launch) -> None:
+    group, service = documents(manifests(*ray))
+    assert (group["apiVersion"], group["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    inner = group["spec"]["leaderWorkerTemplate"]
+    assert set(group["spec"]) == {"replicas", "leaderWorkerTemplate"}
+    assert set(inner) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    for template in (inner["leaderTemplate"], inner["workerTemplate"]):
+        held_against_the_api(template, "V1PodTemplateSpec")
+    leader, worker = (container(inner[name]) for name in ("leaderTemplate", "workerTemplate"))
+    assert inner["size"] == 2
+    assert leader["resources"]["limits"] == {"amd.com/gpu": "8"}, "of one node"
+    script, *argv = leader["args"][1:]
+    assert script == """ray start --head '--node-ip-address=$(VLLM_HOST_IP)' --port=6379 && exec "$@\""""
+    assert argv[1:4] == list(ray[0].argv[:3])
+    assert [*worker["command"], *worker["args"]] == [
+        "ray", "start", "--address=$(LWS_LEADER_ADDRESS):6379", "--node-ip-address=$(VLLM_HOST_IP)", "--block",
+    ]  # fmt: skip
+    for pod in (leader, worker):
+        assert pod["env"][0] == {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        assert "IPC_LOCK" in pod["securityContext"]["capabilities"]["add"]
+        assert "10.0.0.1" not in str(pod)
+    assert "startupProbe" not in worker
+    assert service["spec"]["selector"]["role"] == "leader"
+    assert service["spec"]["selector"].items() <= inner["leaderTemplate"]["metadata"]["labels"].items()
+
+
+def test_a_group_of_pods_by_rank(headless: Launch) -> None:
+    inner = documents(manifests(*headless))[0]["spec"]["leaderWorkerTemplate"]
+    leader, worker = (container(inner[name]) for name in ("leaderTemplate", "workerTemplate"))
+    assert inner["size"] == 3
+    rank, address = worker["args"].index("--node-rank"), worker["args"].index("--master-addr")
+    assert worker["args"][rank + 1] == "$(LWS_WORKER_INDEX)"
+    assert worker["args"][address + 1] == "$(LWS_LEADER_ADDRESS)"
+    assert leader["args"][leader["args"].index("--node-rank") + 1] == "0"
+    assert leader["args"][leader["args"].index("--master-addr") + 1] == "$(VLLM_HOST_IP)"
+
+
+def test_workers_that_are_not_alike_have_no_template(headless: Launch) -> None:
+    plan, (head, second, third) = headless
+    third = replace(third, argv=(*third.argv, "--data-parallel-start-rank", "16"))
+    with pytest.raises(UserError, match="one template"):
+        manifests(plan, (head, second, third))
+
+
+def test_what_kubernetes_does_not_share(one: Launch) -> None:
+    plan, processes = one
+    with pytest.raises(UserError, match="gives a GPU to one container"):
+        manifests(replace(plan, layout=Layout(packed=2)), processes)
+
+
+def test_a_cpu_asks_for_no_device(on_cpu: Launch) -> None:
+    pod = container(documents(manifests(*on_cpu))[0]["spec"]["template"])
+    assert "resources" not in pod
+    assert "securityContext" not in pod
+
+
+def test_references_of_kubernetes_are_not_made_by_values(one: Launch) -> None:
+    plan, processes = one
+    text = manifests(replace(plan, env={"NAME": "$(HOME)"}), processes)
+    assert container(documents(text)[0]["spec"]["template"])["env"] == [{"name": "NAME", "value": "$$(HOME)"}]
