@@ -1,0 +1,1 @@
+"""The machine that serves: what it is, and whether it is ready."""

@@ -1,0 +1,122 @@
+"""The checks of a machine as a table, and what they find.
+
+    >>> [finding.name for finding in examine(look(Machine())) if finding.status == "fail"]
+    ['vllm']
+
+The texts are `checks.yaml`; the functions that look are in `look/`. Nothing is ever changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+
+import yaml
+
+from pipeline.serving.host.finding import Finding, Outcome
+from pipeline.serving.host.look import devices, gpus, kernel, network, processor, software
+from pipeline.serving.host.machine import Machine
+from pipeline.serving.host.subject import Subject, Wanted, look, target_of
+from pipeline.serving.plan import LaunchPlan
+
+LOOKS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
+    {
+        "accelerators": gpus.accelerators,
+        "partition": gpus.partition,
+        "xgmi": gpus.xgmi,
+        "gpu_memory": gpus.memory_in_use,
+        "/dev/kfd": devices.kfd,
+        "/dev/dri": devices.dri,
+        "groups": devices.groups,
+        "HIP_VISIBLE_DEVICES": devices.visible_devices,
+        "numa_balancing": kernel.numa_balancing,
+        "iommu": kernel.iommu,
+        "/dev/shm": kernel.shared_memory,  # noqa: S108 - the name of a check
+        "memlock": kernel.locked_memory,
+        "nofile": kernel.open_files,
+        "compile_cache": kernel.compile_cache,
+        "rdma": network.rdma,
+        "port": network.port,
+        "vllm": software.vllm,
+        "vllm_build": software.build,
+        "amd-quark": software.quark,
+        "checkpoint": software.checkpoint,
+        "cpu_flags": processor.flags,
+        "memory": processor.memory,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of `checks.yaml`; its texts have {values} that the look fills."""
+
+    name: str
+    kinds: tuple[str, ...]
+    expected: str
+    why: str
+    fix: str
+    source: str
+    as_root: tuple[str, ...] = ()
+
+    def finding(self, subject: Subject) -> Finding:
+        """Look, and say what was seen; a fix only where something is wrong."""
+        seen = LOOKS[self.name](subject)
+        values = dict(seen.values or {})
+        wrong = seen.status in ("warn", "fail")
+        commands = tuple(text.format_map(values) for text in self.as_root) if wrong else ()
+        return Finding(
+            name=self.name,
+            status=seen.status,
+            found=seen.found,
+            expected=self.expected.format_map(values),
+            why=self.why,
+            fix=self.fix.format_map(values) if wrong else "",
+            as_root=commands,
+            source=self.source,
+        )
+
+
+@cache
+def checks() -> Mapping[str, Check]:
+    """Every check by name, in the order of the file."""
+    text = resources.files("pipeline.serving.host").joinpath("checks.yaml").read_text(encoding="utf-8")
+    rows = (row | {key: tuple(row.get(key, ())) for key in ("kinds", "as_root")} for row in yaml.safe_load(text))
+    return MappingProxyType({row["name"]: Check(**row) for row in rows})
+
+
+def examine(subject: Subject, names: Collection[str] | None = None) -> tuple[Finding, ...]:
+    """Run the checks that are a question for the subject's hardware; of these only ``names`` where they are given."""
+    asked = (check for check in checks().values() if names is None or check.name in names)
+    return tuple(check.finding(subject) for check in asked if subject.kind in check.kinds)
+
+
+def preflight(
+    plan: LaunchPlan,
+    machine: Machine,
+    *,
+    port: int | None = None,
+    vllm: str | Path | None = None,
+    wanted: Wanted | None = None,
+) -> tuple[Finding, ...]:
+    """Run the checks that a plan names, in its order, with what it expects and why.
+
+    A name without a check, or with one that is no question for the plan's hardware, gives a finding that was skipped.
+    """
+    subject = look(machine, target=target_of(plan), vllm=vllm, port=port, wanted=wanted, utilization=_utilization(plan))
+    found = {finding.name: finding for finding in examine(subject, {check.name for check in plan.host})}
+    return tuple(
+        replace(found[check.name], expected=check.expected, why=check.why, source=check.source)
+        if check.name in found
+        else Finding(check.name, "skipped", "nothing here looks at it", check.expected, check.why, "", (), check.source)
+        for check in plan.host
+    )
+
+
+def _utilization(plan: LaunchPlan) -> float:
+    flag = "--gpu-memory-utilization"
+    return float(plan.argv[plan.argv.index(flag) + 1]) if flag in plan.argv else 0.92

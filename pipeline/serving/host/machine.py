@@ -1,0 +1,117 @@
+"""What can be asked of a machine: its files, variables, devices, ports, file systems and commands.
+
+    >>> Machine(root=tmp).text("proc/sys/kernel/numa_balancing")
+    '1'
+
+Everything that looks at a host takes one of these, so that a test hands it a folder that looks like another machine.
+Nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+_TIMEOUT = 60
+
+
+class Space(NamedTuple):
+    """Bytes of a file system: all of them, and those that this user may still fill."""
+
+    total: int
+    free: int
+
+
+def run_command(argv: Sequence[str]) -> str | None:
+    """Standard output of a command; None where it is absent, fails or does not end within a minute."""
+    try:
+        done = subprocess.run(list(argv), check=False, capture_output=True, text=True, timeout=_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def open_device(path: Path) -> str | None:
+    """Why a device cannot be opened for reading and writing; None where it can.
+
+    It is opened, not asked with access(2): a container's device rules are seen by open(2) only.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def bind_port(port: int) -> str | None:
+    """Why a server could not listen on a TCP port of all addresses; None where it could."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        # What vLLM sets before it binds: connections that still linger do not count.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+            listener.listen(1)
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def file_system(path: Path) -> Space | None:
+    """The file system that holds a path, or will hold it once it is made; None where none can be asked."""
+    for place in (path, *path.parents):
+        try:
+            usage = shutil.disk_usage(place)
+        except OSError:
+            continue
+        return Space(usage.total, usage.free)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A host. Paths are relative to ``root``; ``run``, ``opens``, ``binds`` and ``space`` ask the kernel."""
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    run: Callable[[Sequence[str]], str | None] = run_command
+    opens: Callable[[Path], str | None] = open_device
+    binds: Callable[[int], str | None] = bind_port
+    space: Callable[[Path], Space | None] = file_system
+
+    def path(self, at: str) -> Path:
+        """A path below the root; a leading slash is its root's."""
+        return self.root / at.lstrip("/")
+
+    def text(self, at: str | Path) -> str | None:
+        """A file's text without the white space around it; None where it cannot be read."""
+        try:
+            return (self.root / at).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return None
+
+    def number(self, at: str | Path) -> int | None:
+        """A file's integer, decimal or with 0x; None where there is none."""
+        try:
+            return int(self.text(at) or "", 0)
+        except ValueError:
+            return None
+
+    def table(self, at: str | Path) -> dict[str, str]:
+        """Lines of a name and a value, a blank or a colon between them; empty where the file cannot be read."""
+        rows = (line.replace(":", " ", 1).split(maxsplit=1) for line in (self.text(at) or "").splitlines())
+        return {row[0]: row[1] if len(row) > 1 else "" for row in rows if row}
+
+    def glob(self, pattern: str) -> list[Path]:
+        """Paths below the root that match, those of numbered names in the order of their numbers."""
+        return sorted(self.root.glob(pattern), key=_natural)
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    digits = "".join(c if c.isdigit() else " " for c in path.as_posix()).split()
+    return [*((int(number), "") for number in digits), (0, path.as_posix())]
