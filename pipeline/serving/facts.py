@@ -10,11 +10,30 @@ says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pipeline.errors import UserError
+from pipeline.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
+from pipeline.schemes import table
+from pipeline.serving.architecture import Shape, read_shape, text_config
+from pipeline.serving.counting import count_pieces
+from pipeline.serving.declared import Declared, read_declared
+from pipeline.serving.measuring import measure_pieces
+from pipeline.serving.parts import Piece
 
 Attention = Literal["mha", "mla", "dsa", "none"]
+
+
+_ENCODERS = ("vision_config", "audio_config", "thinker_config")
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+_DEFAULT_LENGTH = 2048  # vLLM's own where a configuration says nothing
+_SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +45,8 @@ class ModelFacts:
     a state of constant size. ``context`` counts tokens as vLLM derives it. ``quantization`` is a scheme of
     schemes.yaml where it is one of ours, else the method's own name, "none" for 16 bit. ``group`` is how many elements
     of a quantized weight's input share a scale: what tensor parallelism must not cut. ``weights`` are bytes, measured
-    from headers or, with ``counted``, computed from the configuration.
+    from headers or, with ``counted``, computed from the configuration. ``parameters`` and ``weights`` leave out a
+    predictor of further tokens, which vLLM loads for speculative decoding only; ``pieces`` has it.
     """
 
     architecture: str
@@ -60,6 +80,8 @@ class ModelFacts:
     kv_cache_scheme: Literal["fp8"] | None
     weights: int
     counted: bool
+    shape: Shape = field(repr=False, compare=False)
+    pieces: tuple[Piece, ...] = field(repr=False, compare=False)
 
     @property
     def family(self) -> Literal["gpt-oss", "dsa", "mla", "moe", "dense"]:
@@ -86,9 +108,72 @@ class ModelFacts:
 def model_facts(folder: Path) -> ModelFacts:
     """Read a model's folder: config.json, and the headers of the shards where there are any.
 
-    UserError for a folder without config.json, or with one that names no layers.
+    UserError for a folder without config.json, with one that names no layers, or with shards that are damaged.
     """
-    raise NotImplementedError
+    config = read_json(folder / "config.json")
+    counted = facts_of_config(config)
+    if not any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):
+        return counted
+    tensors = (info for _, info in open_checkpoint(folder).tensors.values())
+    pieces = measure_pieces(tensors, layers=counted.layers)
+    return replace(counted, pieces=pieces, weights=_bytes(pieces), counted=False)
+
+
+def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts of a parsed config.json alone: sizes are counted. UserError where it names no layers."""
+    shape = read_shape(config)
+    pieces = count_pieces(config)
+    linear = {piece.name: piece.parameters for piece in pieces if piece.linear}
+    declared = read_declared(_quantization(config), tuple(linear))
+    # A checkpoint of a whole model is declared by names of its own; the predictor is stored as its layers are.
+    pieces = tuple(piece.stored(declared.schemes[piece.name]) if piece.linear else piece for piece in pieces)
+    return _facts(config, shape, pieces, declared, declared.most(linear))
+
+
+def _facts(
+    config: Mapping[str, Any], shape: Shape, pieces: tuple[Piece, ...], declared: Declared, quantization: str
+) -> ModelFacts:
+    kinds = shape.kinds
+    attends = {"full", "sliding", "chunked"} & set(kinds)
+    attention: Attention = "mha" if attends else "none"
+    if shape.latent:
+        attention = "dsa" if shape.indexer else "mla"
+    linear = sum(kind in ("delta", "mamba1", "mamba2") for kind in kinds)
+    return ModelFacts(
+        architecture=str((config.get("architectures") or [""])[0]),
+        model_type=str(config.get("model_type") or shape.model_type),
+        attention=attention,
+        experts=shape.experts,
+        experts_per_token=shape.experts_per_token,
+        shared_experts=shape.shared_experts if shape.experts else 0,
+        gpt_oss=shape.model_type == "gpt_oss",
+        multimodal=any(isinstance(config.get(key), Mapping) for key in _ENCODERS),
+        hybrid=linear > 0,
+        mtp_layers=shape.mtp_layers,
+        parameters=sum(piece.parameters for piece in pieces if piece.role != "mtp"),
+        encoder_parameters=sum(piece.parameters for piece in pieces if piece.role == "encoder"),
+        layers=len(kinds),
+        attention_layers=kinds.count("full") + kinds.count("chunked"),
+        sliding_layers=kinds.count("sliding"),
+        sliding_window=shape.window,
+        linear_layers=linear,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocabulary=shape.vocabulary,
+        context=_context(shape),
+        intermediate=shape.intermediate if "dense" in shape.feeds else 0,
+        expert_intermediate=shape.expert_intermediate,
+        quantization=quantization,
+        checkpoint_format=declared.method,
+        group=declared.group,
+        kv_cache_scheme=declared.kv_cache,
+        weights=_bytes(pieces),
+        counted=True,
+        shape=shape,
+        pieces=pieces,
+    )
 
 
 def as_quantized(
@@ -98,5 +183,56 @@ def as_quantized(
     kv_cache: Literal["auto", "fp8"] = "auto",
     format: str = "quark",  # noqa: A002 - the recipe's own word
 ) -> ModelFacts:
-    """The facts of what a recipe makes of a 16-bit model: every decoder linear in ``scheme``, the rest as it was."""
-    raise NotImplementedError
+    """The facts of what a recipe makes of a 16-bit model: every linear layer of the decoder in ``scheme``.
+
+    Embeddings, output head, routers, norms, the vision tower and a predictor stay as they are, as `quantmint quantize`
+    leaves them. UserError for a scheme that is not in schemes.yaml, and for a model that is quantized already.
+    """
+    if scheme not in table():
+        raise UserError(f"found scheme {scheme!r}, expected one of {', '.join(table())}.")
+    if facts.quantization != "none":
+        raise UserError(f"the model is in {facts.quantization} already, expected 16-bit weights.")
+    pieces = tuple(piece.stored(scheme) if piece.linear and piece.role != "mtp" else piece for piece in facts.pieces)
+    divisor = table()[scheme].input_divisor
+    return replace(
+        facts,
+        quantization=scheme,
+        checkpoint_format=format,
+        group=divisor if divisor > 1 else None,
+        kv_cache_scheme="fp8" if kv_cache == "fp8" else None,
+        pieces=pieces,
+        weights=_bytes(pieces),
+        counted=True,
+    )
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found = config.get("quantization_config") or text_config(config).get("quantization_config")
+    return found if isinstance(found, Mapping) else None
+
+
+def _bytes(pieces: tuple[Piece, ...]) -> int:
+    return sum(piece.nbytes for piece in pieces if piece.role != "mtp")
+
+
+def _context(shape: Shape) -> int:
+    """Tokens of the longest request, by vLLM's rule (0.32 vllm/config/model.py, _get_and_verify_max_len).
+
+    The smallest of the fields that say it, times the rope factor, except for YaRN, Llama-3's and long rope, whose
+    configurations say the scaled length already. A tokenizer's model_max_length counts for pooling models only.
+    """
+    text = shape.fields
+    lengths = [value for name in _LENGTHS if isinstance(value := text.get(name), int) and value > 0]
+    length = float(text.get("model_max_length") or min(lengths, default=_DEFAULT_LENGTH))
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    # One set for all layers, or one for each type of layer.
+    scalings = [rope] if "rope_type" in rope or "type" in rope else [part for part in rope.values() if part]
+    for scaling in scalings:
+        if not isinstance(scaling, Mapping) or "gemma3" in shape.model_type:
+            continue
+        kind = scaling.get("rope_type") or scaling.get("type")
+        if kind == "longrope":
+            return int(text.get("original_max_position_embeddings") or length)
+        if kind not in _SCALED_ALREADY:
+            return int(length * float(scaling.get("factor") or 1.0))
+    return int(length)

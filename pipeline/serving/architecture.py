@@ -1,0 +1,276 @@
+"""The shape of a language model, read from its config.json: one vocabulary for the many names of the same thing.
+
+    >>> shape = read_shape({"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, ...})
+    >>> shape.kinds[0], shape.head_dim
+    ('full', 128)
+
+Where a configuration leaves out what its class in transformers has a default for, that default is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.errors import UserError
+
+Kind = Literal["full", "sliding", "chunked", "delta", "mamba1", "mamba2", "none"]
+"""What mixes the tokens of a layer: attention to all, to a window, to a chunk; a gated delta net; Mamba; nothing."""
+
+Feed = Literal["dense", "experts", "none"]
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+        "tie_word_embeddings": True, "max_position_embeddings": 131072, "sliding_window_pattern": 6,
+    },
+    "gemma2": {"head_dim": 256, "tie_word_embeddings": True, "sliding_window_pattern": 2},
+    "gemma": {"head_dim": 256, "tie_word_embeddings": True},
+    "cohere2": {"tie_word_embeddings": True, "sliding_window_pattern": 4},
+    "qwen3": {"head_dim": 128},
+    "nemotron_h": {"mamba_expand": 2},
+}  # fmt: skip
+"""Fields that configurations of these models often leave out; from transformers 5.17's configuration classes."""
+
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "top_k")
+_ATTENTION_KINDS: Mapping[str, Kind] = {
+    "full_attention": "full", "attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked",
+    "linear_attention": "delta", "mamba": "mamba2", "mamba2": "mamba2", "mlp": "none", "moe": "none",
+}  # fmt: skip
+
+_MARKS: Mapping[str, Kind] = {"M": "mamba2", "*": "full", "J": "mamba1"}
+"""Marks of Nemotron-H's pattern, in which - and E are feed-forward layers alone; J stands for Jamba's Mamba."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Sizes of a multi-head latent attention (MLA), elements."""
+
+    query_rank: int | None
+    rank: int
+    rope: int
+    nope: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Sizes of a linear-attention layer: heads and elements of a head; Mamba has no heads of keys but groups."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int
+    time_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The language model. ``kinds`` and ``feeds`` have one entry a layer; sizes are elements."""
+
+    model_type: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    kinds: tuple[Kind, ...]
+    feeds: tuple[Feed, ...]
+    window: int | None
+    chunk: int | None
+    intermediate: int
+    experts: int
+    experts_per_token: int
+    expert_intermediate: int
+    shared_intermediate: int
+    shared_experts: int
+    latent: Latent | None
+    indexer: tuple[int, int] | None
+    recurrent: Delta | None
+    mtp_layers: int
+    tied: bool
+    fields: Mapping[str, Any]
+
+    @property
+    def gated(self) -> bool:
+        """Whether a feed-forward layer has a gate beside up and down; Nemotron's squared ReLU has none."""
+        return self.model_type not in ("nemotron", "nemotron_h")
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a configuration."""
+    thinker = config.get("thinker_config")
+    if isinstance(thinker, Mapping):
+        return text_config(thinker)
+    for key in ("text_config", "llm_config", "language_config"):
+        part = config.get(key)
+        if isinstance(part, Mapping):
+            return part
+    return config
+
+
+def read_shape(config: Mapping[str, Any]) -> Shape:
+    """Read a parsed config.json. UserError where it names no layers or no hidden size."""
+    found = dict(text_config(config))
+    model_type = str(found.get("model_type") or config.get("model_type") or "")
+    defaults = _DEFAULTS.get(model_type, {})
+    text = {**defaults, **{key: value for key, value in found.items() if value is not None}}
+    if "tie_word_embeddings" in config and "tie_word_embeddings" not in found:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    layers, hidden = _number(text, "num_hidden_layers", "n_layer"), _number(text, "hidden_size", "n_embd")
+    if layers < 1 or hidden < 1:
+        raise UserError(
+            f"config.json of a {model_type or 'nameless'} model: found num_hidden_layers {layers} and hidden_size "
+            f"{hidden}, expected both above zero."
+        )
+    heads = _number(text, "num_attention_heads", "n_head")
+    experts, moe_size = _number(text, *_EXPERTS), _number(text, "moe_intermediate_size", "intermediate_size")
+    shared_experts, shared = _shared(text, model_type, moe_size, experts)
+    kinds = _kinds(text, model_type, layers)
+    return Shape(
+        model_type=model_type,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_number(text, "num_key_value_heads") or heads,
+        head_dim=_number(text, "head_dim", "attention_head_dim") or (hidden // heads if heads else 0),
+        vocabulary=_number(text, "vocab_size"),
+        kinds=kinds,
+        feeds=_feeds(text, model_type, layers, experts),
+        window=_number(text, "sliding_window") or None if "sliding" in kinds else None,
+        chunk=_number(text, "attention_chunk_size") or None if "chunked" in kinds else None,
+        intermediate=_number(text, "intermediate_size_mlp", "intermediate_size", "n_inner") or 4 * hidden,
+        experts=experts,
+        experts_per_token=_number(text, *_TOP_K) if experts else 0,
+        expert_intermediate=moe_size if experts else 0,
+        shared_intermediate=shared,
+        shared_experts=shared_experts,
+        latent=_latent(text),
+        indexer=(_number(text, "index_n_heads"), _number(text, "index_head_dim")) if text.get("index_topk") else None,
+        recurrent=_recurrent(text, hidden) if {"delta", "mamba1", "mamba2"} & set(kinds) else None,
+        mtp_layers=_number(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
+        tied=bool(text.get("tie_word_embeddings", False)),
+        fields=text,
+    )
+
+
+def _number(text: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        value = text.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return int(value)
+    return 0
+
+
+def _shared(text: Mapping[str, Any], model_type: str, moe_size: int, experts: int) -> tuple[int, int]:
+    """Shared experts that a token always visits, and their width together."""
+    if model_type.startswith("llama4"):
+        return (1, moe_size) if experts else (0, 0)
+    width = _number(text, "shared_expert_intermediate_size", "shared_intermediate_size")
+    width = width or _number(text, "moe_shared_expert_intermediate_size")
+    count = _number(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    return (count or int(width > 0), width or count * moe_size)
+
+
+def _latent(text: Mapping[str, Any]) -> Latent | None:
+    rank = _number(text, "kv_lora_rank")
+    if not rank:
+        return None
+    sizes = [_number(text, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
+    return Latent(_number(text, "q_lora_rank") or None, rank, *sizes)
+
+
+def _recurrent(text: Mapping[str, Any], hidden: int) -> Delta:
+    if "linear_num_value_heads" in text:
+        return Delta(
+            heads=_number(text, "linear_num_value_heads"),
+            head_dim=_number(text, "linear_value_head_dim"),
+            groups=_number(text, "linear_num_key_heads"),
+            state=_number(text, "linear_key_head_dim"),
+            kernel=_number(text, "linear_conv_kernel_dim"),
+        )
+    inner = int(hidden * float(text.get("mamba_expand") or text.get("expand") or 2))
+    heads = _number(text, "mamba_n_heads", "mamba_num_heads")
+    head_dim = _number(text, "mamba_d_head", "mamba_head_dim") or (inner // heads if heads else 1)
+    rank = _number(text, "mamba_dt_rank", "time_step_rank") or -(-hidden // 16)
+    return Delta(
+        heads=heads or inner,
+        head_dim=head_dim,
+        groups=_number(text, "mamba_n_groups", "n_groups") or 1,
+        state=_number(text, "mamba_d_state", "ssm_state_size", "state_size") or 16,
+        kernel=_number(text, "mamba_d_conv", "conv_kernel") or 4,
+        time_rank=0 if heads else rank,
+    )
+
+
+def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind, ...]:
+    pattern = text.get("hybrid_override_pattern")
+    if isinstance(pattern, str):  # Nemotron-H
+        return _translate(pattern, _MARKS, "none")[:layers]
+    named = text.get("layer_types") or text.get("layers_block_type")
+    if isinstance(named, list):
+        return _translate(named, _ATTENTION_KINDS, "full")[:layers]
+    numbers = range(layers)
+    if every := _number(text, "full_attention_interval"):
+        return _alternate("delta", "full", every, layers)
+    if period := _number(text, "attn_layer_period"):  # Jamba
+        offset = _number(text, "attn_layer_offset")
+        marks = ("*" if number % period == offset else "J" for number in numbers)
+        return _translate(marks, _MARKS, "none")
+    if model_type.startswith("llama4"):
+        # A layer without rotary embedding (0) attends to everything; every fourth where nothing is listed.
+        rope = text.get("no_rope_layers") or [int((number + 1) % 4 != 0) for number in numbers]
+        names = ("chunked_attention" if rope[number] else "full_attention" for number in numbers)
+        return _translate(names, _ATTENTION_KINDS, "full")
+    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
+        return _alternate("full", "full", 1, layers)
+    if model_type == "gpt_oss":
+        return _alternate("sliding", "full", 2, layers)
+    if every := _number(text, "sliding_window_pattern", "_sliding_window_pattern"):
+        return _alternate("sliding", "full", every, layers)
+    return _alternate("sliding", "sliding", 1, layers)
+
+
+def _translate(names: Iterable[Any], kinds: Mapping[str, Kind], otherwise: Kind) -> tuple[Kind, ...]:
+    return tuple(kinds.get(name, otherwise) for name in map(str, names))
+
+
+def _alternate(usual: Kind, last: Kind, every: int, layers: int) -> tuple[Kind, ...]:
+    kinds: tuple[Kind, Kind] = (last, usual)
+    return tuple(kinds[(number + 1) % every > 0] for number in range(layers))
+
+
+def _feeds(text: Mapping[str, Any], model_type: str, layers: int, experts: int) -> tuple[Feed, ...]:
+    pattern = text.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        return tuple(_feed_of_mark(mark) for mark in pattern)[:layers]
+    routed = (experts > 0 and _routed(text, model_type, number) for number in range(layers))
+    return tuple(_feed_of_mark("E" if has_experts else "-") for has_experts in routed)
+
+
+def _feed_of_mark(mark: str) -> Feed:
+    if mark == "E":
+        return "experts"
+    return "dense" if mark == "-" else "none"
+
+
+def _routed(text: Mapping[str, Any], model_type: str, number: int) -> bool:
+    """Whether a layer of a mixture has experts."""
+    if model_type.startswith("llama4"):
+        listed = text.get("moe_layers")
+        step = _number(text, "interleave_moe_layer_step") or 1
+        return number in listed if isinstance(listed, list) else (number + 1) % step == 0
+    if number in (text.get("mlp_only_layers") or ()):
+        return False
+    if period := _number(text, "expert_layer_period"):  # Jamba
+        return number % period == _number(text, "expert_layer_offset")
+    if number < _number(text, "first_k_dense_replace", "moe_layer_start_index"):
+        return False
+    frequency = text.get("moe_layer_freq")
+    if isinstance(frequency, list):
+        return bool(frequency[number])
+    if isinstance(frequency, int):
+        return number % max(1, frequency) == 0
+    return (number + 1) % (_number(text, "decoder_sparse_step") or 1) == 0
