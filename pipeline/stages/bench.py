@@ -62,7 +62,9 @@ class BenchStage:
                     result=path,
                 )
                 try:
-                    run_logged(argv, job.path / f"{cell.name}.log", what=f"vllm bench serve on {cell.name}", env=CLIENT_ENV)
+                    run_logged(
+                        argv, job.path / f"{cell.name}.log", what=f"vllm bench serve on {cell.name}", env=CLIENT_ENV
+                    )
                 except StageError:
                     server.get("/health")
                     raise
