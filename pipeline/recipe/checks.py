@@ -27,6 +27,7 @@ from pipeline.recipe.faults import Fault, YamlPath, did_you_mean
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.widths import InputWidth, input_widths, misfit
 from pipeline.schemes import scheme
+from pipeline.serving import knobs
 from pipeline.serving.hardware import refusal
 
 #: What an engine imports beside PyTorch and transformers, and what that is called when it is installed.
@@ -50,7 +51,7 @@ def check(
     will serve, where the target is one (`pipeline.serving.hardware.local_cpu_flags`).
     """
     faults = [*_source(loaded), *_ranges(loaded), *_schemes(loaded, cpu_flags), *_definitions(loaded)]
-    faults += _kv_granularity(loaded)
+    faults += [*_kv_granularity(loaded), *_serve(loaded)]
     faults += _overlaps(loaded, linear)
     names = linear if linear is not None else modules.expected_names(config) if config is not None else ()
     faults += _fused(loaded, names)
@@ -175,6 +176,24 @@ def _latent_cache(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[F
             f"found fp8 for latent attention (kv_lora_rank {rank}), expected auto: its cache holds one latent for all "
             "heads with one rotated part, and neither layout has scales for these",
         )
+
+
+def _serve(loaded: LoadedRecipe) -> Iterator[Fault]:
+    serve = loaded.recipe.serve
+    known = knobs.table() if serve.knobs else {}
+    for name in serve.knobs:
+        at: YamlPath = ("serve", "knobs", name)
+        knob = known.get(name)
+        if knob is None:
+            hint = did_you_mean(name, known)
+            message = f"found no such knob, expected one of docs/serving-knobs.md{hint}"
+            yield Fault(loaded.place(*at, key=True), at, message)
+        elif knob.kind not in ("flag", "env"):
+            message = f"found a setting of the {knob.kind}, expected an argument of `vllm serve` or a variable"
+            yield Fault(loaded.place(*at, key=True), at, message)
+    table = loaded.tunableop
+    if table is not None and not table.is_file():
+        yield loaded.fault(("serve", "tunableop"), f"found no file {table}, expected a CSV of TunableOp")
 
 
 def _definitions(loaded: LoadedRecipe) -> Iterator[Fault]:

@@ -44,6 +44,12 @@ class LoadedRecipe:
     text_resolved: str
     source_folder: Path | None
 
+    @property
+    def tunableop(self) -> Path | None:
+        """The absolute path of TunableOp's CSV, beside the file that names it; None where there is none."""
+        given = self.recipe.serve.tunableop
+        return None if given is None else _beside(("serve", "tunableop"), given, self.positions)
+
     def place(self, *path: str | int, key: bool = False) -> Place:
         """Where a value stands; for a default, the mapping that could hold it."""
         return place_of(path, self.positions, key=key)
@@ -67,10 +73,13 @@ def load_recipe(name_or_path: str | Path) -> LoadedRecipe:
         raise  # refuse() always raises here: there is at least one error
     refuse(_name_faults(document, path))
     folder = recipe.source.folder
-    if folder is not None:
-        home = Path(place_of(("source", "folder"), document).file).absolute().parent
-        return LoadedRecipe(recipe, path, document, resolved_yaml(recipe), (home / folder).resolve())
-    return LoadedRecipe(recipe, path, document, resolved_yaml(recipe), None)
+    source = None if folder is None else _beside(("source", "folder"), folder, document)
+    return LoadedRecipe(recipe, path, document, resolved_yaml(recipe), source)
+
+
+def _beside(at: YamlPath, relative: str, document: Document) -> Path:
+    """A path that a file names, which may be an extended one, relative to where that file lies."""
+    return (Path(place_of(at, document).file).absolute().parent / relative).resolve()
 
 
 def resolved_yaml(recipe: Recipe) -> str:

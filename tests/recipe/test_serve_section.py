@@ -1,0 +1,63 @@
+"""The section `serve`: what overrules a launch plan, named as the table of knobs names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RecipeError
+from pipeline.recipe.checks import check
+from pipeline.recipe.faults import refuse
+from pipeline.recipe.load import LoadedRecipe, load_recipe
+
+HEAD = "name: r\nsource: {repo: org/model}\nquantization: {scheme: fp8_block}\n"
+
+
+def load(text: str, folder: Path) -> LoadedRecipe:
+    path = folder / "r.yaml"
+    path.write_text(HEAD + text)
+    return load_recipe(path)
+
+
+def faults(text: str, folder: Path) -> str:
+    with pytest.raises(RecipeError) as error:
+        refuse(check(load(text, folder)))
+    return str(error.value)
+
+
+def test_what_a_sweep_prints_is_read(tmp_path: Path) -> None:
+    (tmp_path / "tuned.csv").write_text("Validator,PT_VERSION,2.9.0\n")
+    serve = load(
+        "serve:\n  profile: offline\n  knobs: {--max-num-seqs: 512, --enforce-eager: true, VLLM_ROCM_USE_AITER: false}\n"
+        "  speculative: {method: eagle3, model: draft}\n  tunableop: tuned.csv\n  pack: 2\n",
+        tmp_path,
+    )
+    assert not check(serve)
+    section = serve.recipe.serve
+    assert section.overrides == {"--max-num-seqs": "512", "--enforce-eager": True, "VLLM_ROCM_USE_AITER": False}
+    assert section.speculative is not None
+    assert (section.speculative.model, section.speculative.tokens) == ("draft", 2)
+    assert serve.tunableop == tmp_path / "tuned.csv"
+    assert (section.profile, section.pack) == ("offline", 2)
+
+
+def test_nothing_is_overruled_by_default(tmp_path: Path) -> None:
+    serve = load("", tmp_path).recipe.serve
+    assert (serve.profile, serve.overrides, serve.speculative, serve.pack) == (None, {}, None, 1)
+
+
+def test_a_misspelt_knob(tmp_path: Path) -> None:
+    assert faults("serve:\n  knobs:\n    --max-num-sqs: 512\n", tmp_path) == (
+        f"{tmp_path}/r.yaml:6:5: serve.knobs.--max-num-sqs: found no such knob, expected one of docs/serving-knobs.md "
+        '(did you mean "--max-num-seqs"?)'
+    )
+
+
+def test_a_knob_of_the_machine(tmp_path: Path) -> None:
+    message = faults("serve: {knobs: {numa_balancing: 1}}\n", tmp_path)
+    assert "serve.knobs.numa_balancing: found a setting of the host" in message
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert f"found no file {tmp_path}/tuned.csv" in faults("serve: {tunableop: tuned.csv}\n", tmp_path)
