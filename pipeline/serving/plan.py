@@ -131,6 +131,16 @@ class LaunchPlan:
         """The checkpoint's folder."""
         return self.argv[2]
 
+    def option(self, name: str) -> str | None:
+        """The value of an argument, the last where it is repeated; "" for a flag that takes none, None where absent."""
+        value = None
+        for word, following in zip(self.argv, (*self.argv[1:], "--"), strict=True):
+            if word == name:
+                value = "" if following.startswith("--") else following
+            elif word.startswith(f"{name}="):
+                value = word.partition("=")[2]
+        return value
+
     def canonical(self) -> dict[str, Any]:
         """The part that shapes a measurement, for a fingerprint: no model path, no prose."""
         return {"env": dict(sorted(self.env.items())), "arguments": list(self.argv[3:])}
