@@ -29,7 +29,8 @@ def faults(text: str, folder: Path) -> str:
 def test_what_a_sweep_prints_is_read(tmp_path: Path) -> None:
     (tmp_path / "tuned.csv").write_text("Validator,PT_VERSION,2.9.0\n")
     serve = load(
-        "serve:\n  profile: offline\n  knobs: {--max-num-seqs: 512, --enforce-eager: true, VLLM_ROCM_USE_AITER: false}\n"
+        "serve:\n  profile: offline\n"
+        "  knobs: {--max-num-seqs: 512, --enforce-eager: true, VLLM_ROCM_USE_AITER: false}\n"
         "  speculative: {method: eagle3, model: draft}\n  tunableop: tuned.csv\n  pack: 2\n",
         tmp_path,
     )
