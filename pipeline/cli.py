@@ -19,6 +19,7 @@ _COMMANDS = {
     "quantize": ("quantize", "Quantize one model without a recipe."),
     "explain": ("explain", "Say why each stage would run again."),
     "inspect": ("inspect", "Prove a quantized checkpoint's structure, anybody's."),
+    "serve": ("serve", "Serve a model with the knobs that its hardware calls for, or print the launch."),
     "report": ("report", "Print where a recipe's report is."),
     "judge": ("judge", "Judge again from a published gate.json."),
     "recipes": ("recipes", "List the recipes, or print one resolved."),

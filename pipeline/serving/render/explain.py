@@ -7,9 +7,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from pipeline.serving.facts import ModelFacts
-from pipeline.serving.plan import LaunchPlan, Layout, Memory, Process
+from pipeline.serving.plan import LaunchPlan, Memory, Process
 from pipeline.serving.render.invocation import accelerator, servers
 
+LAYOUT = "layout"
+"""The reason of a plan that is no knob's."""
 _FAMILIES = {
     "gpt-oss": "gpt-oss",
     "dsa": "sparse latent attention (DSA)",
@@ -32,7 +34,7 @@ def explain(
 
     ``installed`` is the version of the vLLM that is here, None where there is none.
     """
-    lines = [*_model(plan, facts), *_target(plan, installed), *_layout(plan.layout, processes)]
+    lines = [*_model(plan, facts), *_target(plan, installed), *_layout(plan, processes, width)]
     if plan.memory is not None:
         lines += ["", *_memory(plan, plan.memory, width)]
     if reasons:
@@ -71,17 +73,11 @@ def _target(plan: LaunchPlan, installed: str | None) -> Iterator[str]:
         yield _row("attention", plan.attention_backend)
 
 
-def _layout(layout: Layout, processes: Sequence[Process]) -> Iterator[str]:
-    parts = [f"tensor parallel {layout.tensor}"] if layout.tensor > 1 else []
-    parts += [f"pipeline parallel {layout.pipeline}"] if layout.pipeline > 1 else []
-    parts += [f"data parallel {layout.data}"] if layout.data > 1 else []
-    parts += ["experts spread"] if layout.expert else []
-    each = " x ".join(parts[:3]) if len(parts) > 1 else "".join(parts) or "one device"
-    count = layout.replicas * layout.packed
-    text = each if count == 1 else f"{count} independent servers, each on {each}"
-    text += f", {layout.packed} on a GPU" if layout.packed > 1 else ""
-    text += f", over {layout.nodes} nodes" if layout.nodes > 1 else ""
-    yield _row("layout", text)
+def _layout(plan: LaunchPlan, processes: Sequence[Process], width: int) -> Iterator[str]:
+    for reason in plan.reasons:
+        if reason.knob == LAYOUT:
+            yield _row("layout", reason.value)
+            yield from _prose(f"{reason.why} [{reason.source}]", 11, width)
     ports = [str(process.port) for process in servers(processes)]
     if len(ports) > 1:
         yield _row("ports", f"{ports[0]} to {ports[-1]}")
@@ -100,6 +96,8 @@ def _memory(plan: LaunchPlan, memory: Memory, width: int) -> Iterator[str]:
 
 def _knobs(plan: LaunchPlan, width: int) -> Iterator[str]:
     for reason in plan.reasons:
+        if reason.knob == LAYOUT:
+            continue
         value = "" if reason.value == "on" and reason.knob.startswith("--") else _assigned(reason.knob, reason.value)
         yield f"  {reason.knob}{value}"
         yield from _prose(f"{reason.why} [{reason.source}]", 6, width)

@@ -61,8 +61,18 @@ def contained(processes: Sequence[Process], *, host: str = LOOPBACK) -> tuple[st
         argv = (*argv, _BLOCK)
     if not before:
         return argv
-    started = " && ".join(shlex.join(word for word in process.argv if word != _BLOCK) for process in before)
+    started = " && ".join(shlex.join(returning(process)) for process in before)
     return ("/bin/sh", "-c", f'{started} && exec "$@"', "sh", *argv)
+
+
+def returning(process: Process) -> tuple[str, ...]:
+    """`ray start` as it comes back when Ray is up, for a server that is started after it and must not race it."""
+    return tuple(word for word in process.argv if word != _BLOCK)
+
+
+def is_ray(process: Process) -> bool:
+    """Whether the process is a node of a Ray cluster."""
+    return process.role in _RAY
 
 
 def servers(processes: Sequence[Process]) -> tuple[Process, ...]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.invocation import LOOPBACK, accelerator, arguments, servers, title
+from pipeline.serving.render.invocation import LOOPBACK, accelerator, arguments, is_ray, returning, title
 
 _WIDTH = 100
 _TRAP = "trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null; wait' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM"
@@ -47,20 +48,18 @@ def command(process: Process, *, host: str = LOOPBACK) -> str:
 
 def _node(processes: Sequence[Process], host: str) -> Iterator[str]:
     """What one node runs, in order."""
-    lasting = [process for process in processes if not _returns(process)]
+    serving = [process for process in processes if not is_ray(process)]
     for process in processes:
-        if _returns(process):
-            yield from command(process, host=host).splitlines()
+        if is_ray(process) and serving:
+            yield "# It stays when the server has ended: `ray stop`"
+            yield from command(replace(process, argv=returning(process)), host=host).splitlines()
+    lasting = serving or list(processes)
     if len(lasting) == 1:
         yield from f"exec {_as_program(lasting[0], host)}".splitlines()
         return
-    if not lasting:
-        return
     yield _TRAP
-    several = len(servers(lasting)) > 1
     for process in lasting:
-        if several:
-            yield f"# replica {process.replica}, GPUs {', '.join(map(str, process.gpus)) or 'none'}"
+        yield f"# replica {process.replica}, GPUs {', '.join(map(str, process.gpus)) or 'none'}"
         yield from f"{command(process, host=host)} &".splitlines()
     yield "wait -n  # the first that ends, ends the script, and the script the others"
 
@@ -69,11 +68,6 @@ def _as_program(process: Process, host: str) -> str:
     """The same for `exec`, which takes a program and no assignments."""
     text = command(process, host=host)
     return f"env {text}" if process.env else text
-
-
-def _returns(process: Process) -> bool:
-    """Whether the command comes back while what it started stays: `ray start` without --block."""
-    return process.role in {"ray-head", "ray-worker"} and "--block" not in process.argv
 
 
 def _lines(words: Iterable[str]) -> list[str]:

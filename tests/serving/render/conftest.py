@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from pipeline.serving.facts import ModelFacts
+from pipeline.serving.facts import ModelFacts, as_quantized, facts_of_config
 from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory, Process, Reason
 
 SPECULATION = '{"method": "eagle3", "model": "/models/draft $1", "num_speculative_tokens": 2}'
+CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 MODEL = "/models/it's a model"
 _GB = 10**9
 
@@ -20,6 +25,7 @@ def _plan(target: str, layout: Layout, *more: str, version: str = "0.33.0") -> L
         served_model_name="org/Mine_8B",
         tensor_parallel_size=layout.tensor,
         reasons=(
+            Reason("layout", "4 x (TP 2)", "the smallest that fits", "ROCm 2026: Parallelism"),
             Reason("VLLM_ROCM_USE_AITER", "1", "AITER holds the fast kernels of CDNA3 and CDNA4", "ROCm 2026: AITER"),
             Reason("--max-num-seqs", "512", "the load of the profile", "quantmint"),
             Reason("--async-scheduling", "on", "hides the scheduler", "ROCm 2026: Scheduling"),
@@ -60,8 +66,8 @@ def ray() -> tuple[LaunchPlan, tuple[Process, ...]]:
     plan = _plan("mi300x:8x2", layout, "--distributed-executor-backend", "ray")
     gpus = tuple(range(8))
     head, worker = ({"VLLM_HOST_IP": f"10.0.0.{last}"} for last in (1, 12))
-    start = ("ray", "start", "--head", "--node-ip-address=10.0.0.1", "--port=6379")
-    join = ("ray", "start", "--address=10.0.0.1:6379", "--node-ip-address=10.0.0.12")
+    start = ("ray", "start", "--head", "--node-ip-address=10.0.0.1", "--port=6379", "--block")
+    join = ("ray", "start", "--address=10.0.0.1:6379", "--node-ip-address=10.0.0.12", "--block")
     return plan, (
         Process(0, "ray-head", 0, gpus, None, head, start),
         Process(0, "server", 0, gpus, 8000, head, plan.argv),
@@ -92,36 +98,5 @@ def on_cpu() -> tuple[LaunchPlan, tuple[Process, ...]]:
 @pytest.fixture
 def facts() -> ModelFacts:
     """A mixture of experts in FP8."""
-    return ModelFacts(
-        architecture="MixtralForCausalLM",
-        model_type="mixtral",
-        attention="mha",
-        experts=8,
-        experts_per_token=2,
-        shared_experts=0,
-        gpt_oss=False,
-        multimodal=False,
-        hybrid=False,
-        mtp_layers=0,
-        parameters=46_700_000_000,
-        encoder_parameters=0,
-        layers=32,
-        attention_layers=32,
-        sliding_layers=0,
-        sliding_window=None,
-        linear_layers=0,
-        hidden=4096,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        vocabulary=32000,
-        context=32768,
-        intermediate=14336,
-        expert_intermediate=14336,
-        quantization="ptpc_fp8",
-        checkpoint_format="quark",
-        group=None,
-        kv_cache_scheme="fp8",
-        weights=47_000_000_000,
-        counted=True,
-    )
+    config = json.loads((CONFIGS / "Mixtral-8x7B-Instruct-v0.1" / "config.json").read_text())
+    return replace(as_quantized(facts_of_config(config), scheme="ptpc_fp8", format="quark"), kv_cache_scheme="fp8")

@@ -31,19 +31,18 @@ def test_everything_is_said(one: Launch, facts: ModelFacts) -> None:
 
 
 def test_without_reasons(one: Launch, facts: ModelFacts) -> None:
-    text = explain(*one[:1], facts, one[1], installed="0.19.0", reasons=False)
+    text = explain(one[0], facts, one[1], installed="0.19.0", reasons=False)
     assert "AITER holds" not in text
     assert "planned for 0.33.0; installed is 0.19.0" in text
 
 
-def test_layouts(replicas: Launch, ray: Launch, on_cpu: Launch, facts: ModelFacts) -> None:
+def test_rows(replicas: Launch, on_cpu: Launch, facts: ModelFacts) -> None:
     def row(launch: Launch, name: str) -> str:
         lines = explain(launch[0], facts, launch[1]).splitlines()
         return next(line[11:] for line in lines if line.startswith(name))
 
-    assert row(replicas, "layout") == "3 independent servers, each on one device"
+    assert row(replicas, "layout") == "4 x (TP 2)"
+    assert "           the smallest that fits [ROCm 2026: Parallelism]" in explain(replicas[0], facts, replicas[1])
     assert row(replicas, "ports") == "8000 to 8002"
-    assert row(ray, "layout") == "tensor parallel 8 x pipeline parallel 2, over 2 nodes"
-    assert row(on_cpu, "layout") == "one device"
     assert row(on_cpu, "vllm") == "planned for 0.32.0+cpu; none is installed here"
     assert "memory of the process, GB" in explain(on_cpu[0], facts, on_cpu[1])

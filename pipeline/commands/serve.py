@@ -1,0 +1,198 @@
+"""quantmint serve MODEL_OR_RECIPE"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.options import emit, store_option
+
+if TYPE_CHECKING:
+    from pipeline.launching.request import Request
+    from pipeline.serving.environment import VllmEnvironment
+    from pipeline.serving.facts import ModelFacts
+    from pipeline.serving.plan import Process
+
+_FORMS = ("explain", "json", "shell", "compose", "kubernetes")
+
+
+@click.command(name="serve")
+@click.argument("model")
+@click.option("--target", help="mi300x:8, mi355x:16 (two nodes), cpu, auto (default: the recipe's, else auto).")
+@click.option("--workload", help="latency, streaming, throughput, offline, or one of eval/workloads.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Requests in flight (default: the workload's).")
+@click.option("--max-model-len", type=click.IntRange(min=16), help="Longest prompt with its answer, in tokens.")
+@click.option(
+    "--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), help="Default: what the checkpoint has scales for."
+)
+@click.option("--set", "settings", metavar="NAME=VALUE", multiple=True, help="Overrule a knob; =false leaves it out.")
+@click.option("--speculative", metavar="METHOD[:MODEL]:TOKENS", help="Speculative decoding; also vLLM's JSON object.")
+@click.option("--pack", type=click.IntRange(1, 8), help="Servers that share one GPU.")
+@click.option("--baseline", is_flag=True, help="The 16-bit model of a recipe.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="config.json of a recipe's model, to plan without a network.",
+)
+@click.option("--served-model-name", help="What clients call it (default: the folder's or recipe's name).")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Of the first server.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["local", "docker", "endpoint", "ray"]),
+    help="Default: local; ray for several nodes.",
+)
+@click.option("--endpoint", metavar="URL", help="A server that runs already, for --launcher endpoint.")
+@click.option("--image", help="Container image (default: vLLM's own of the version).")
+@click.option("--volume-claim", metavar="NAME", help="PersistentVolumeClaim with the model, for --kubernetes.")
+@click.option("--host-ip", metavar="A,B,...", help="Addresses of several nodes on their private network, in order.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the model's own Python code.")
+@click.option("--startup-timeout", type=click.FloatRange(min=1), default=3600, show_default=True, help="Seconds.")
+@click.option(
+    "--vllm", metavar="PATH|VERSION", help="`vllm` executable or its environment; a version is only planned for."
+)
+@click.option("--dry-run", is_flag=True, help="Print what would run. So do, in their own form, the five below.")
+@click.option("--explain", is_flag=True, help="... with the reason and source of every knob.")
+@click.option("--json", "json", is_flag=True, help="... as one JSON object.")
+@click.option("--shell", is_flag=True, help="... as a script.")
+@click.option("--compose", is_flag=True, help="... as a docker compose file.")
+@click.option("--kubernetes", is_flag=True, help="... as manifests.")
+@store_option
+def command(model: str, port: int, startup_timeout: float, dry_run: bool, **given: Any) -> int:
+    """Serve MODEL with vLLM, with the knobs that its hardware and load call for, until Ctrl-C.
+
+    MODEL is a folder, organisation/name[@revision] of the Hub, or a recipe: what it has made, or its --baseline.
+    Servers listen on the loopback interface. To plan, a config.json is enough.
+    """
+    from pipeline.launching.foreground import serve
+
+    forms = [form for form in _FORMS if given[form]]
+    if len(forms) > 1:
+        raise click.UsageError(f"found --{' and --'.join(forms)}, expected one of them")
+    request = _request(model, port, given, planning=dry_run or bool(forms))
+    if dry_run or forms:
+        _show(request, forms[0] if forms else "", given)
+        return 0
+    launcher = given["launcher"] or ("ray" if request.target.nodes > 1 else "local")
+    return serve(
+        request,
+        launcher,
+        logs=given["store_path"] / "logs",
+        startup_timeout=startup_timeout,
+        image=given["image"],
+        endpoint=given["endpoint"],
+    )
+
+
+def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
+    """The options as one request; nothing is fetched for a plan but small files."""
+    from pipeline.launching.model import fetched, find_model
+    from pipeline.launching.options import overrides_of, speculation_of
+    from pipeline.launching.request import Request, profile_for, target_for
+    from pipeline.progress import reporter_for
+
+    version, environment = _serving(given["vllm"], given["launcher"], given["endpoint"], planning=planning)
+    found = find_model(
+        model,
+        store=given["store_path"],
+        baseline=given["baseline"],
+        config=given["config"],
+        vllm=None if environment is None else str(environment.executable),
+    )
+    recipe = found.recipe
+    target = target_for(given["target"], recipe)
+    profile = profile_for(
+        given["workload"], recipe, concurrency=given["concurrency"], max_model_len=given["max_model_len"]
+    )
+    trusted = given["trust_remote_code"] or (recipe is not None and recipe.trust_remote_code)
+    speculative = speculation_of(given["speculative"]) if given["speculative"] else None
+    if not planning and given["launcher"] != "endpoint":
+        found = fetched(found, with_code=trusted, progress=reporter_for(json=False))
+    return Request(
+        model=found,
+        target=target,
+        profile=profile,
+        version=version,
+        environment=environment,
+        overrides={**({} if recipe is None else recipe.serve.overrides), **overrides_of(given["settings"])},
+        kv_cache_dtype=given["kv_cache_dtype"],
+        speculative=speculative or (None if recipe is None else recipe.serve.speculative),
+        tunableop=found.tunableop,
+        pack=given["pack"] or (1 if recipe is None else recipe.serve.pack),
+        served_model_name=given["served_model_name"] or found.name,
+        trust_remote_code=trusted,
+        hosts=tuple(given["host_ip"].split(",")) if given["host_ip"] else (),
+        port=port,
+    )
+
+
+def _serving(
+    text: str | None, launcher: str | None, endpoint: str | None, *, planning: bool
+) -> tuple[str, VllmEnvironment | None]:
+    """The version to plan for, and the environment that would serve."""
+    from pipeline.errors import UserError
+    from pipeline.launching.options import version_of
+    from pipeline.serving.environment import find_vllm
+    from pipeline.stages.serve import NEWEST_READ
+
+    version = version_of(text)
+    elsewhere = planning or launcher in ("docker", "endpoint")
+    if version is not None:
+        if not elsewhere:
+            raise UserError(
+                f"--vllm: {text} is a version, expected the `vllm` command to run",
+                hint="A version is planned for with --dry-run, and run with --launcher docker.",
+            )
+        return version, None
+    try:
+        environment = find_vllm(text)
+    except UserError:
+        if text is not None or not elsewhere:
+            raise
+        return NEWEST_READ, None
+    return environment.version, environment
+
+
+def _show(request: Request, form: str, given: dict[str, Any]) -> None:
+    plan, processes = request.plan()
+    if form == "json":
+        emit({**plan.to_json(), "processes": [_plain(one) for one in processes], "facts": _facts(request.model.facts)})
+    elif form == "shell":
+        from pipeline.serving.render.shell import script
+
+        click.echo(script(plan, processes), nl=False)
+    elif form == "compose":
+        from pipeline.serving.render.compose import compose
+
+        click.echo(compose(plan, processes, image=given["image"]), nl=False)
+    elif form == "kubernetes":
+        from pipeline.serving.render.kubernetes import manifests
+
+        click.echo(manifests(plan, processes, image=given["image"], claim=given["volume_claim"]), nl=False)
+    else:
+        from pipeline.serving.render.explain import explain
+        from pipeline.serving.render.shell import script
+
+        installed = None if request.environment is None else request.environment.version
+        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+        click.echo(
+            explain(plan, request.model.facts, processes, installed=installed, reasons=bool(form), width=width),
+            nl=False,
+        )
+        if not form:
+            click.echo("\n" + script(plan, processes), nl=False)
+
+
+def _facts(facts: ModelFacts) -> dict[str, Any]:
+    """Numbers and names; the single pieces of a model would be pages."""
+    said = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts) if field.compare}
+    return {"family": facts.family, "density": facts.density, **said}
+
+
+def _plain(process: Process) -> dict[str, Any]:
+    return {field.name: getattr(process, field.name) for field in dataclasses.fields(process)} | {
+        "env": dict(process.env)
+    }

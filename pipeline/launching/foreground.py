@@ -1,0 +1,167 @@
+"""Servers that run until somebody says stop, and what is told of them: where they are, and what their logs admit.
+
+Ctrl-C, SIGTERM and SIGHUP are one order; what was started ends with the block that started it, whatever else happens.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import click
+
+from pipeline.errors import UserError
+from pipeline.serving.logscan import LogScan
+from pipeline.serving.plan import LaunchPlan, Process
+
+if TYPE_CHECKING:
+    from pipeline.launching.request import Request
+    from pipeline.serving.launchers.deployment import Deployment, Say
+    from pipeline.serving.server import Server
+
+
+class Launcher(Protocol):
+    """One of `pipeline.serving.launchers`."""
+
+    def deploy(
+        self,
+        plan: LaunchPlan,
+        processes: Sequence[Process],
+        logs: Path,
+        *,
+        startup_timeout: float,
+        say: Say,
+    ) -> AbstractContextManager[Deployment]:
+        """The running servers."""
+        ...
+
+
+def serve(
+    request: Request, kind: str, *, logs: Path, startup_timeout: float, image: str | None, endpoint: str | None
+) -> int:
+    """Serve until somebody asks for the end, which is exit code 0.
+
+    Raises `ServingError` where a server does not start or dies, with the cause that its log names.
+    """
+    from pipeline.progress import reporter_for
+
+    plan, processes = request.plan()
+    reporter = reporter_for(json=False)
+    for line in _unready(request, plan):
+        reporter.warn(line)
+    launcher = _launcher(request, kind, image, endpoint)
+    folder = logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
+    answered = False
+    try:
+        with stoppable(), ExitStack() as stack:
+            with waiting(f"starting {plan.served_model_name}: weights, graphs, KV cache", spinning=sys.stderr.isatty()):
+                running = stack.enter_context(
+                    launcher.deploy(plan, processes, folder, startup_timeout=startup_timeout, say=reporter.say)
+                )
+            answered = True
+            for line in _report(plan, running.servers):
+                click.echo(line)
+            click.echo(f"try         {example(running.servers[0])}")
+            click.echo(f"stop        Ctrl-C; logs in {folder}")
+            running.watch()
+    except StoppedError:
+        click.echo("stopped" if answered else "stopped before it answered", err=not answered)
+    return 0 if answered else 130
+
+
+def _report(plan: LaunchPlan, servers: Sequence[Server]) -> Iterator[str]:
+    for server in servers:
+        scan = None if server.log_path is None else server.scan_log()
+        yield from told(server, scan)
+
+
+def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
+    """What the machine lacks for the plan, as `quantmint doctor` finds it."""
+    from pipeline.serving.host.checks import preflight
+    from pipeline.serving.host.machine import Machine
+
+    vllm = None if request.environment is None else request.environment.executable
+    for finding in preflight(plan, Machine(), vllm=vllm):
+        if finding.status in ("warn", "fail"):
+            yield f"{finding.name}: found {finding.found}, expected {finding.expected}; {finding.fix}"
+
+
+def _launcher(request: Request, kind: str, image: str | None, endpoint: str | None) -> Launcher:
+    from pipeline.serving.launchers.docker import DockerLauncher
+    from pipeline.serving.launchers.endpoint import EndpointLauncher
+    from pipeline.serving.launchers.local import LocalLauncher
+
+    if kind == "docker":
+        return DockerLauncher(image)
+    if kind == "endpoint":
+        if endpoint is None:
+            raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
+        return EndpointLauncher(endpoint)
+    assert request.environment is not None  # noqa: S101 - looked for before anything else
+    if kind == "ray":
+        from pipeline.serving.launchers.ray import RayLauncher
+
+        return RayLauncher(request.environment.executable)
+    return LocalLauncher(request.environment.executable)
+
+
+class StoppedError(BaseException):
+    """Somebody asked for the end; no `Exception`, so that nothing on the way takes it for a fault."""
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Raise `StoppedError` at the first Ctrl-C, SIGTERM or SIGHUP; later ones do not disturb the end."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def order(_number: int, _frame: object) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise StoppedError
+
+    before = {number: signal.signal(number, order) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def waiting(text: str, *, spinning: bool) -> AbstractContextManager[object]:
+    """A spinner on a terminal, nothing elsewhere."""
+    if not spinning:
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False).status(text)
+
+
+def told(server: Server, scan: LogScan | None) -> Iterator[str]:
+    """What is known of a server that answers, a line each; one that somebody else started has no log here."""
+    yield f"serving     {server.model_name} at {server.base_url}, ready after {server.started_seconds:.0f} s"
+    if scan is None:
+        yield f"vllm        {server.version()}"
+        return
+    version = scan.vllm_version or "of a version that it does not log"
+    yield f"vllm        {version}" + (f", attention {scan.attention_backend}" if scan.attention_backend else "")
+    if scan.kernels:
+        yield f"kernels     {', '.join(scan.kernels)}"
+    if scan.kv_tokens is not None:
+        many = f", {scan.concurrency:,.1f} requests of full length at a time" if scan.concurrency is not None else ""
+        yield f"KV cache    {scan.kv_tokens:,} tokens{many}"
+    for finding in scan.findings:
+        yield f"{'fault' if finding.level == 'invalid' else 'caution':<11} {finding.why}"
+        yield f"{'':<11}   {finding.line}"
+
+
+def example(server: Server) -> str:
+    """A request to paste."""
+    body = json.dumps({"model": server.model_name, "prompt": "Hello", "max_tokens": 16})
+    words = ["curl", "-s", f"{server.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    return shlex.join(words)
