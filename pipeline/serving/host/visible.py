@@ -27,7 +27,7 @@ def chosen(value: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
 
 
 def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int, ...]:
-    """Indices of AMD's GPUs that vLLM sees: those of ROCR_VISIBLE_DEVICES, then of these what the second variable names.
+    """Indices of AMD's GPUs that vLLM sees: what a second variable names of those in ROCR_VISIBLE_DEVICES.
 
     vLLM on ROCm reads CUDA_VISIBLE_DEVICES, takes HIP_VISIBLE_DEVICES for it where only that is set, and takes an empty
     value for one that is not set (vLLM 0.32 platforms/rocm.py).

@@ -32,9 +32,7 @@ def iommu(subject: Subject) -> Outcome:
     if not subject.several:
         return Outcome("skipped", "one GPU has nobody to talk to")
     words = (machine.text("proc/cmdline") or "").split()
-    passing = [
-        word for word in words if word in ("iommu=pt", "iommu.passthrough=1", "amd_iommu=off", "intel_iommu=off")
-    ]
+    passing = [word for word in words if word in _PASSING]
     if passing:
         return Outcome("ok", passing[0])
     devices = [] if subject.detected is None else [gpu.device for gpu in subject.detected.devices]

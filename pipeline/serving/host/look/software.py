@@ -14,8 +14,8 @@ FIRST, LAST = (0, 11), (0, 33)
 
 _BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "a CPU"}
 _BUILD_FIXES = {
-    "rocm": "install vLLM's ROCm build in an environment of its own, or use the image rocm/vllm, and set QUANTMINT_VLLM",
-    "cuda": "install vllm in an environment of its own, or use the image vllm/vllm-openai, and set QUANTMINT_VLLM",
+    "rocm": "install vLLM's ROCm build in an environment of its own, or use the image rocm/vllm; set QUANTMINT_VLLM",
+    "cuda": "install vllm in an environment of its own, or use the image vllm/vllm-openai; set QUANTMINT_VLLM",
     "cpu": "`make serving` builds vLLM for a CPU",
 }
 

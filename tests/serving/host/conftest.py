@@ -1,0 +1,36 @@
+"""A serving environment that a fake machine can be asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.serving.host.finding import Finding
+from pipeline.serving.host.machine import Machine
+
+
+@pytest.fixture
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `vllm` command of an environment; the machine's `run` answers for its interpreter."""
+    folder = tmp_path_factory.mktemp("serving") / "bin"
+    folder.mkdir()
+    for name in ("vllm", "python"):
+        (folder / name).write_text("#!/bin/sh\nexit 1\n")
+        (folder / name).chmod(0o755)
+    return folder / "vllm"
+
+
+@pytest.fixture
+def finding(vllm: Path) -> Callable[..., Finding]:
+    """Look at a machine for one check: ``finding("port", machine, target="mi300x:8", port=8000)``."""
+    from pipeline.serving.host.checks import checks
+    from pipeline.serving.host.subject import look
+    from pipeline.serving.target import parse_target
+
+    def one(name: str, machine: Machine, *, target: str | None = None, **given: object) -> Finding:
+        parsed = None if target is None else parse_target(target)
+        return checks()[name].finding(look(machine, target=parsed, vllm=given.pop("vllm", vllm), **given))
+
+    return one

@@ -1,0 +1,124 @@
+"""The table of checks, what a whole machine adds up to, and the checks that a plan asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.serving.host.checks import LOOKS, checks, examine, preflight
+from pipeline.serving.host.finding import script
+from pipeline.serving.host.subject import look
+from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory
+from pipeline.serving.target import Target, parse_target
+from tests.serving.host import trees
+from tests.serving.host.trees import GIB, machine
+
+GUIDES = ("ROCm 2025", "ROCm 2026", "vLLM MI300X 2024", "ROCm FP8 2024", "vLLM parallelism")
+
+
+def plan(*names: str, target: str = "mi300x:8", utilization: str = "0.92", **layout: int) -> LaunchPlan:
+    return LaunchPlan(
+        env={},
+        argv=("vllm", "serve", "/m", "--gpu-memory-utilization", utilization),
+        served_model_name="m",
+        tensor_parallel_size=layout.get("tensor", 1),
+        reasons=(),
+        layout=Layout(**layout),
+        memory=Memory(192 * GIB, 0, 0, 0, 0, 0, 0, 0, 0.0),
+        host=tuple(HostCheck(name, f"{name} as planned", "the plan's reason", "the plan's source") for name in names),
+        target=target,
+    )
+
+
+def test_every_row_has_a_look_and_every_look_a_row():
+    assert set(checks()) == set(LOOKS)
+    for check in checks().values():
+        assert set(check.kinds) <= {"rocm", "cuda", "cpu"}
+        assert check.kinds
+        assert re.match(rf"({'|'.join(GUIDES)}): \w|ROCm: |vLLM 0\.\d+|quantmint$", check.source), check.source
+        assert not any(text.endswith(".") for text in (check.expected, check.why, check.fix))
+
+
+def test_a_healthy_machine_has_nothing_to_mend(tmp_path: Path, vllm: Path):
+    found = examine(look(machine(trees.instinct(tmp_path)), vllm=vllm, port=8000))
+    assert {finding.status for finding in found} == {"ok", "skipped"}
+    assert not any(finding.fix or finding.as_root for finding in found)
+    assert script(found).endswith("# nothing to fix as root\n")
+    assert "cpu_flags" not in {finding.name for finding in found}
+
+
+def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Path):
+    root = trees.instinct(tmp_path, unlinked=[(0, 1)], used={0: 150 * GIB})
+    trees.write(root, "proc/sys/kernel/numa_balancing", 1)
+    trees.write(root, "proc/cmdline", "ro")
+    (root / "sys/kernel/iommu_groups/0").mkdir(parents=True)
+    (root / "dev/kfd").unlink()
+    trees.status(root, groups="1000")
+    trees.limits(root, memlock="65536 65536", nofile="1024 4096")
+    trees.infiniband(root, [("1: DOWN", "2: Polling")])
+    box = machine(
+        root,
+        {"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
+        opens=lambda path: "Permission denied",
+        binds=lambda port: "Address already in use",
+        space=lambda path: None if path.name == "shm" else trees.Space(GIB, 1),
+        installed={"vllm": "0.10.0", "torch": "2.10.0"},
+        torch={"cuda": "13.0"},
+    )
+    found = examine(look(box, target=parse_target("mi355x:16"), vllm=vllm, port=8000))
+    bad = {finding.name for finding in found if finding.status in ("warn", "fail")}
+    assert bad == {name for name, check in checks().items() if "rocm" in check.kinds} - {
+        "partition",
+        "amd-quark",
+        "checkpoint",
+    }
+    assert all(finding.fix for finding in found if finding.name in bad)
+    text = script(found)
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False, capture_output=True).stderr == ""
+    assert text.count("usermod -a -G video,render ann") == 1
+    assert "echo 0 > /proc/sys/kernel/numa_balancing" in text
+    json.dumps([finding.to_json() for finding in found], allow_nan=False)
+
+
+def test_without_a_target_an_unknown_machine_is_an_error(tmp_path: Path, vllm: Path):
+    with pytest.raises(UserError, match="0x74a2"):
+        look(machine(trees.instinct(tmp_path, device_id=0x74A2, count=1)), vllm=vllm)
+
+
+def test_a_plan_is_checked_for_what_it_names(tmp_path: Path, vllm: Path):
+    box = machine(trees.instinct(tmp_path))
+    found = preflight(plan("/dev/shm", "numa_balancing", tensor=8), box, vllm=vllm)
+    assert [(finding.name, finding.status) for finding in found] == [("/dev/shm", "ok"), ("numa_balancing", "ok")]
+    assert (found[0].expected, found[0].source) == ("/dev/shm as planned", "the plan's source")
+    unknown = preflight(plan("cpu_flags", "no such check"), box, vllm=vllm)
+    assert [finding.status for finding in unknown] == ["skipped", "skipped"]
+    assert preflight(plan(), box, vllm=vllm) == ()
+
+
+@pytest.mark.parametrize(
+    ("layout", "target", "needed"),
+    [
+        ({"tensor": 8}, "mi300x:8", Target("mi300x", 8, 1, 192 * GIB)),
+        ({"tensor": 2}, "mi300x:8", Target("mi300x", 2, 1, 192 * GIB)),
+        ({"tensor": 2, "replicas": 4}, "mi300x:8", Target("mi300x", 8, 1, 192 * GIB)),
+        ({"tensor": 8, "pipeline": 2, "nodes": 2}, "mi300x:16", Target("mi300x", 8, 2, 192 * GIB)),
+        ({"replicas": 4, "packed": 2}, "mi300x:2", Target("mi300x", 2, 1, 192 * GIB)),
+        ({}, "cpu", Target("cpu", 1)),
+    ],
+)
+def test_what_a_plan_needs_of_a_node(tmp_path: Path, vllm: Path, layout: dict[str, int], target: str, needed: Target):
+    from pipeline.serving.host.subject import target_of
+
+    assert target_of(plan(target=target, **layout)) == needed
+
+
+def test_a_packed_plan_leaves_room_for_its_neighbour(tmp_path: Path, vllm: Path):
+    box = machine(trees.instinct(tmp_path, count=1, used={0: 86 * GIB}))
+    alone, packed = plan("gpu_memory", target="mi300x:1"), plan("gpu_memory", target="mi300x:1", utilization="0.45")
+    assert [finding.status for finding in preflight(alone, box, vllm=vllm)] == ["fail"]
+    assert [finding.status for finding in preflight(packed, box, vllm=vllm)] == ["warn"]

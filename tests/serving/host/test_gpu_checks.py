@@ -1,0 +1,141 @@
+"""Looks at accelerators and at what lets a process use them, on machines that are well and on machines that are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.serving.host import trees
+from tests.serving.host.trees import GIB, machine
+
+
+def test_the_planned_accelerators_are_here(tmp_path: Path, finding):
+    box = machine(trees.instinct(tmp_path))
+    assert finding("accelerators", box, target="mi300x:8").status == "ok"
+    assert finding("accelerators", box, target="mi300x:16").status == "ok"  # eight on each of two nodes
+    assert finding("accelerators", box, target="cpu").status == "ok"
+    other = finding("accelerators", box, target="mi355x:8")
+    assert (other.status, other.found, other.expected) == (
+        "fail",
+        "8 x AMD Instinct MI300X",
+        "8 x AMD Instinct MI355X",
+    )
+    few = finding("accelerators", machine(box.root, {"CUDA_VISIBLE_DEVICES": "0,1"}), target="mi300x:4")
+    assert (few.status, few.found) == ("fail", "2 x AMD Instinct MI300X")
+
+
+def test_what_cannot_be_told_is_said(tmp_path: Path, finding):
+    box = machine(trees.instinct(tmp_path, device_id=0x74A2, count=1))
+    seen = finding("accelerators", box, target="mi300x:1")
+    assert seen.status == "fail"
+    assert "0x74a2" in seen.found
+
+
+def test_any_cuda_gpu_is_cuda(tmp_path: Path, finding):
+    box = machine(tmp_path, smi="GPU-a, NVIDIA H100 80GB HBM3, 81559, 4\n")
+    assert finding("accelerators", box, target="cuda:1").status == "ok"
+    assert finding("accelerators", box, target="h200:1").status == "fail"
+
+
+def test_partitions_fail_a_plan_that_counts_on_whole_gpus(tmp_path: Path, finding):
+    box = machine(trees.partitioned(tmp_path))
+    whole = finding("partition", box, target="mi300x:8")
+    assert (whole.status, whole.found) == ("fail", "CPX with NPS1, 24.0 GiB each")
+    assert whole.as_root == ("amd-smi set --compute-partition SPX", "amd-smi set --memory-partition NPS1")
+    assert finding("partition", box).status == "warn"  # the target is what the machine is
+
+
+def test_whole_gpus_are_well(tmp_path: Path, finding):
+    box = machine(trees.instinct(tmp_path))
+    seen = finding("partition", box, target="mi300x:8")
+    assert (seen.status, seen.fix, seen.as_root) == ("ok", "", ())
+    nps4 = machine(trees.instinct(tmp_path / "nps4", modes=("SPX", "NPS4")))
+    assert finding("partition", nps4).status == "warn"
+    assert finding("partition", machine(trees.healthy(tmp_path / "cpu")), target="mi300x:8").status == "skipped"
+
+
+def test_links_between_all_gpus(tmp_path: Path, finding):
+    assert finding("xgmi", machine(trees.instinct(tmp_path / "whole"))).status == "ok"
+    torn = machine(trees.instinct(tmp_path / "torn", unlinked=[(0, 7), (1, 2)]))
+    seen = finding("xgmi", torn)
+    assert (seen.status, seen.found) == ("warn", "no link between the GPUs 0-7, 1-2")
+    assert finding("xgmi", torn, target="mi300x:1").status == "skipped"
+
+
+def test_memory_that_others_hold(tmp_path: Path, finding):
+    assert finding("gpu_memory", machine(trees.instinct(tmp_path / "idle"))).status == "ok"
+    some = machine(trees.instinct(tmp_path / "some", used={3: 8 * GIB}))
+    assert finding("gpu_memory", some).status == "warn"
+    full = machine(trees.instinct(tmp_path / "full", used={3: 100 * GIB}))
+    seen = finding("gpu_memory", full)
+    assert (seen.status, seen.found) == ("fail", "100.0 GiB of 192.0 GiB in use on GPU 3")
+    assert "fuser" in seen.fix
+    assert finding("gpu_memory", full, utilization=0.4).status == "warn"
+    assert finding("gpu_memory", machine(full.root, {"CUDA_VISIBLE_DEVICES": "0,1,2"})).status == "ok"
+    assert finding("gpu_memory", machine(trees.partitioned(tmp_path / "parts"))).status == "skipped"
+    nvidia = machine(tmp_path, smi="GPU-a, NVIDIA H200, 143771, 100000\n")
+    assert "nvidia-smi" in finding("gpu_memory", nvidia).fix
+
+
+def test_device_files_that_open(tmp_path: Path, finding):
+    box = machine(trees.instinct(tmp_path))
+    assert finding("/dev/kfd", box).found == "open"
+    assert finding("/dev/dri", box).found == "8 render nodes are open"
+
+
+def test_device_files_that_are_not_there(tmp_path: Path, finding):
+    root = trees.instinct(tmp_path)
+    (root / "dev/kfd").unlink()
+    (root / "dev/dri/renderD131").unlink()
+    kfd, dri = (finding(name, machine(root)) for name in ("/dev/kfd", "/dev/dri"))
+    assert (kfd.status, kfd.found, kfd.as_root) == ("fail", "/dev/kfd is not there", ("modprobe amdgpu",))
+    assert (dri.status, dri.found) == ("fail", "/dev/dri/renderD131 is not there")
+    assert "--device /dev/kfd --device /dev/dri" in kfd.fix
+    # A container with two of the eight needs no more than theirs.
+    assert finding("/dev/dri", machine(root, {"CUDA_VISIBLE_DEVICES": "0,1"})).status == "ok"
+    bare = finding("/dev/dri", machine(trees.healthy(tmp_path / "bare")), target="mi300x:8")
+    assert bare.found == "/dev/dri is not there"
+
+
+def test_device_files_that_are_closed(tmp_path: Path, finding):
+    box = machine(trees.instinct(tmp_path), opens=lambda path: "Permission denied" if path.name == "kfd" else None)
+    seen = finding("/dev/kfd", box)
+    assert (seen.status, seen.found) == ("fail", "/dev/kfd cannot be opened: Permission denied")
+    assert seen.as_root == ("usermod -a -G video,render ann",)
+    assert finding("/dev/dri", box).status == "ok"
+
+
+def test_groups(tmp_path: Path, finding):
+    root = trees.instinct(tmp_path)
+    assert finding("groups", machine(root)).found == "a member of video and render"
+    trees.status(root, groups="44 1000")
+    closed = machine(root, opens=lambda path: "Permission denied")
+    seen = finding("groups", closed)
+    assert (seen.status, seen.found) == ("fail", "not a member of render")
+    assert seen.as_root == ("usermod -a -G render ann",)
+    assert finding("groups", machine(root)).status == "warn"  # an access list opens the devices
+    trees.status(root, uid=0, groups="")
+    assert finding("groups", closed).status == "ok"
+    trees.status(root, groups="")
+    trees.write(root, "etc/group", "root:x:0:")
+    assert finding("groups", closed).status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("environ", "status", "fix"),
+    [
+        ({}, "ok", ""),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "ok", ""),
+        ({"HIP_VISIBLE_DEVICES": ""}, "ok", ""),
+        ({"HIP_VISIBLE_DEVICES": "0,1"}, "warn", "export CUDA_VISIBLE_DEVICES=0,1; unset HIP_VISIBLE_DEVICES"),
+        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}, "warn", "unset HIP_VISIBLE_DEVICES"),
+        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, "fail", "unset HIP_VISIBLE_DEVICES"),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "0,1"}, "ok", ""),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}, "fail", "unset ROCR_VISIBLE_DEVICES"),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "GPU-a1b2c3d400000004"}, "ok", ""),
+    ],
+)
+def test_variables_that_choose_gpus(tmp_path: Path, finding, environ: dict[str, str], status: str, fix: str):
+    seen = finding("HIP_VISIBLE_DEVICES", machine(trees.instinct(tmp_path), environ), target="mi300x:1")
+    assert (seen.status, seen.fix) == (status, fix)

@@ -1,0 +1,170 @@
+"""Looks at the operating system, the network and the processor, on machines that are well and on ones that are not."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from pipeline.serving.host.machine import Machine, Space, bind_port, file_system, open_device, run_command
+from pipeline.serving.host.subject import Wanted
+from tests.serving.host import trees
+from tests.serving.host.trees import GIB, machine
+
+
+def test_numa_balancing(tmp_path: Path, finding):
+    root = trees.instinct(tmp_path, count=1)
+    assert finding("numa_balancing", machine(root)).status == "ok"
+    trees.write(root, "proc/sys/kernel/numa_balancing", 1)
+    seen = finding("numa_balancing", machine(root))
+    assert (seen.status, seen.found, seen.expected) == ("warn", "1", "0")
+    assert seen.as_root == ("echo 0 > /proc/sys/kernel/numa_balancing",)
+    (root / "proc/sys/kernel/numa_balancing").unlink()
+    assert finding("numa_balancing", machine(root)).status == "skipped"
+
+
+def test_iommu(tmp_path: Path, finding):
+    root = trees.instinct(tmp_path, count=2)
+    assert finding("iommu", machine(root)).found == "iommu=pt"
+    assert finding("iommu", machine(root), target="mi300x:1").status == "skipped"
+    trees.write(root, "proc/cmdline", "ro quiet")
+    assert finding("iommu", machine(root)).found == "no IOMMU is on"
+    (root / "sys/kernel/iommu_groups/0").mkdir(parents=True)
+    seen = finding("iommu", machine(root))
+    assert (seen.status, len(seen.as_root)) == ("warn", 2)
+    for address in ("0c", "14"):
+        trees.write(root, f"sys/bus/pci/devices/0000:{address}:00.0/iommu_group/type", "identity")
+    assert finding("iommu", machine(root)).status == "ok"
+    trees.write(root, "sys/bus/pci/devices/0000:14:00.0/iommu_group/type", "DMA-FQ")
+    assert "DMA-FQ" in finding("iommu", machine(root)).found
+
+
+@pytest.mark.parametrize(
+    ("space", "status"),
+    [
+        (Space(64 * GIB, 60 * GIB), "ok"),
+        (Space(16 * GIB, 2 * GIB), "ok"),
+        (Space(8 * GIB, 8 * GIB), "warn"),
+        (Space(64 << 20, 64 << 20), "fail"),  # Docker's default
+        (Space(64 * GIB, 1 << 20), "fail"),  # what crashed processes left behind fills it
+        (None, "fail"),
+    ],
+)
+def test_shared_memory(tmp_path: Path, finding, space: Space | None, status: str):
+    box = machine(trees.instinct(tmp_path, count=2), space=lambda path: space)
+    assert finding("/dev/shm", box).status == status
+    assert finding("/dev/shm", box, target="mi300x:1").status == "skipped"
+
+
+def test_locked_memory(tmp_path: Path, finding):
+    root = trees.instinct(tmp_path)
+    assert finding("memlock", machine(root)).status == "skipped"  # one node
+    assert finding("memlock", machine(root), target="mi300x:16").found == "unlimited"
+    trees.limits(root, memlock="8388608 8388608")
+    seen = finding("memlock", machine(root), target="mi300x:16")
+    assert (seen.status, seen.found) == ("fail", "8.0 MiB")
+    trees.limits(root, memlock="8388608 unlimited")
+    assert "ulimit -l unlimited is enough" in finding("memlock", machine(root), target="mi300x:16").found
+    trees.status(root, capabilities="0000000000004000")
+    assert finding("memlock", machine(root), target="mi300x:16").found == "the capability IPC_LOCK"
+
+
+def test_open_files(tmp_path: Path, finding):
+    root = trees.healthy(tmp_path)
+    assert finding("nofile", machine(root)).found == "1048576"
+    trees.limits(root, nofile="1024 4096")
+    seen = finding("nofile", machine(root))
+    assert (seen.status, seen.as_root) == ("warn", ("echo 'ann - nofile 65535' >> /etc/security/limits.conf",))
+    (root / "proc/self/limits").unlink()
+    assert finding("nofile", machine(root)).status == "skipped"
+
+
+def test_compile_cache(tmp_path: Path, finding):
+    def free(count: int):
+        return lambda path: Space(100 * GIB, count)
+
+    root = trees.healthy(tmp_path)
+    assert finding("compile_cache", machine(root)).expected == "10 GiB free in /home/ann/.cache/vllm"
+    for count, status in ((5 * GIB, "warn"), (1 << 20, "fail")):
+        assert finding("compile_cache", machine(root, space=free(count))).status == status
+    for environ in ({"XDG_CACHE_HOME": "/big"}, {"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "/big/vllm"}):
+        assert finding("compile_cache", machine(root, environ)).expected.endswith("/big/vllm")
+    assert finding("compile_cache", machine(root, space=lambda path: None)).status == "skipped"
+
+
+def test_a_port(tmp_path: Path, finding):
+    root = trees.healthy(tmp_path)
+    assert finding("port", machine(root)).status == "skipped"
+    assert finding("port", machine(root), port=8000).found == "8000 is free"
+    seen = finding("port", machine(root, binds=lambda port: "Address already in use"), port=8000)
+    assert (seen.status, seen.found) == ("fail", "8000 is not free: Address already in use")
+    assert "sport = :8000" in seen.fix
+
+
+def test_a_port_that_is_really_held(finding):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        assert bind_port(port) == "Address already in use"
+        seen = finding("port", Machine(), target="cpu", port=port)
+        assert f"pid {os.getpid()}" in seen.found
+    assert bind_port(port) is None
+
+
+def test_rdma(tmp_path: Path, finding):
+    root = trees.instinct(tmp_path)
+    assert finding("rdma", machine(root)).status == "skipped"
+    assert finding("rdma", machine(root), target="mi300x:16").found == "no RDMA adapter"
+    trees.infiniband(root, [("4: ACTIVE", "5: LinkUp")] * 2)
+    seen = finding("rdma", machine(root), target="mi300x:16")
+    assert (seen.status, seen.found) == ("ok", "2 of 2 ports active, 400 Gb/sec (4X NDR)")
+    trees.infiniband(root, [("4: ACTIVE", "5: LinkUp"), ("1: DOWN", "3: Disabled")])
+    seen = finding("rdma", machine(root), target="mi300x:16")
+    assert (seen.status, seen.found.endswith("down: mlx5_1 port 1")) == ("warn", True)
+    assert "ibstat" in seen.fix
+
+
+@pytest.mark.parametrize(
+    ("flags", "status"), [("avx2 avx512f amx_tile", "ok"), ("avx2 avx512f", "ok"), ("avx2", "warn"), ("sse", "fail")]
+)
+def test_instruction_sets(tmp_path: Path, finding, flags: str, status: str):
+    root = trees.healthy(tmp_path)
+    trees.write(root, "proc/cpuinfo", f"processor : 0\nflags : fpu {flags}\n")
+    assert finding("cpu_flags", machine(root)).status == status
+    trees.write(root, "proc/cpuinfo", "processor : 0\nFeatures : asimd\n")
+    assert finding("cpu_flags", machine(root)).status == "skipped"
+
+
+def test_memory_of_a_cpu_machine(tmp_path: Path, finding):
+    def model(weights: int) -> Wanted:
+        return Wanted("ptpc_fp8", "auto", "quark", weights)
+
+    box = machine(trees.healthy(tmp_path))  # 32 GiB are free
+    assert finding("memory", box).status == "ok"
+    assert finding("memory", box, wanted=model(16 * GIB)).expected == "20.0 GiB free (16.0 GiB of weights)"
+    assert finding("memory", box, wanted=model(30 * GIB)).status == "warn"
+    assert finding("memory", box, wanted=model(60 * GIB)).status == "fail"
+    trees.write(box.root, "proc/meminfo", "MemTotal: 1 kB")
+    assert finding("memory", box).status == "skipped"
+
+
+def test_the_real_questions(tmp_path: Path):
+    assert open_device(tmp_path / "none") == "No such file or directory"
+    assert open_device(Path("/dev/null")) is None
+    assert file_system(tmp_path / "not" / "made" / "yet") is not None
+    assert run_command(["sh", "-c", "echo hello"]) == "hello\n"
+    assert run_command(["sh", "-c", "exit 3"]) is None
+    assert run_command(["no-such-command-anywhere"]) is None
+
+
+def test_files_are_read_below_the_root(tmp_path: Path):
+    box = Machine(root=tmp_path, environ={})
+    trees.write(tmp_path, "a/b", "0x10")
+    assert (box.number("a/b"), box.text("a/none"), box.number("a/none")) == (16, None, None)
+    assert box.path("/a/b") == tmp_path / "a/b"
+    for number in (10, 9, 1):
+        trees.write(tmp_path, f"n/{number}/x", "")
+    assert [path.parent.name for path in box.glob("n/*/x")] == ["1", "9", "10"]

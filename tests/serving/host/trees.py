@@ -1,0 +1,163 @@
+"""Folders that look like other machines: the files of sysfs, procfs and /dev that a look at a host reads.
+
+Values are those of the kernel's drivers on such machines: amdkfd's topology with the CPUs first, amdgpu's files of each
+device on the bus, partitions with render nodes on platform devices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.serving.host.machine import Machine, Space
+
+GIB = 1 << 30
+#: What the driver keeps for itself of the memory of a card.
+KEPT = 16 << 20
+PYTHON = "/opt/serving/bin/python"
+NODES = "sys/class/kfd/kfd/topology/nodes"
+
+
+def write(root: Path, at: str, text: str | int) -> Path:
+    path = root / at
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+    return path
+
+
+def healthy(root: Path) -> Path:
+    """A well kept Linux without a GPU: limits raised, balancing off, IOMMU passing through."""
+    write(root, "proc/sys/kernel/numa_balancing", 0)
+    write(root, "proc/cmdline", "BOOT_IMAGE=/vmlinuz root=/dev/sda1 ro quiet iommu=pt")
+    write(root, "proc/cpuinfo", "processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_bf16")
+    write(root, "proc/meminfo", "MemTotal:       65536000 kB\nMemFree: 1024 kB\nMemAvailable:   33554432 kB")
+    status(root)
+    limits(root)
+    write(root, "etc/group", "root:x:0:\nvideo:x:44:ann\nrender:x:109:ann\nann:x:1000:")
+    return root
+
+
+def status(root: Path, *, uid: int = 1000, groups: str = "44 109 1000", capabilities: str = "0" * 16) -> None:
+    ids = "\t".join([str(uid)] * 4)
+    write(
+        root,
+        "proc/self/status",
+        f"Name:\tpython\nUid:\t{ids}\nGid:\t{ids}\nGroups:\t{groups} \nCapEff:\t{capabilities}",
+    )
+
+
+def limits(root: Path, *, memlock: str = "unlimited unlimited", nofile: str = "1024 1048576") -> None:
+    write(
+        root,
+        "proc/self/limits",
+        "Limit                     Soft Limit           Hard Limit           Units\n"
+        f"Max open files            {nofile}            files\n"
+        f"Max locked memory         {memlock}            bytes",
+    )
+
+
+def instinct(
+    root: Path,
+    *,
+    device_id: int = 0x74A1,
+    gfx: int = 90402,
+    simds: int = 1216,
+    memory: int = 192 * GIB - KEPT,
+    count: int = 8,
+    partitions: int = 1,
+    modes: tuple[str, str] = ("SPX", "NPS1"),
+    unlinked: Sequence[tuple[int, int]] = (),
+    used: Mapping[int, int] | None = None,
+) -> Path:
+    """``count`` Instinct cards behind two CPUs, each seen as ``partitions`` nodes; ``unlinked`` are pairs of cards."""
+    healthy(root)
+    for cpu in (0, 1):
+        write(root, f"{NODES}/{cpu}/properties", "cpu_cores_count 96\nsimd_count 0\nmem_banks_count 1\nvendor_id 0")
+        write(root, f"{NODES}/{cpu}/mem_banks/0/properties", f"heap_type 0\nsize_in_bytes {1 << 40}\nflags 0")
+    write(root, "dev/kfd", "")
+    for card in range(count):
+        address = f"0000:{0x0C + 8 * card:02x}:00.0"
+        pci = f"sys/bus/pci/devices/{address}"
+        write(root, f"{pci}/vendor", "0x1002")
+        write(root, f"{pci}/device", f"0x{device_id:04x}")
+        write(root, f"{pci}/mem_info_vram_total", memory)
+        write(root, f"{pci}/mem_info_vram_used", (used or {}).get(card, 285 << 20))
+        write(root, f"{pci}/current_compute_partition", modes[0])
+        write(root, f"{pci}/current_memory_partition", modes[1])
+        for part in range(partitions):
+            number = card * partitions + part
+            node, minor = 2 + number, 128 + number
+            write(root, f"dev/dri/renderD{minor}", "")
+            if part == 0:
+                render = root / f"sys/class/drm/renderD{minor}"
+                render.mkdir(parents=True)
+                (render / "device").symlink_to(root / pci)
+            else:
+                write(root, f"sys/class/drm/renderD{minor}/device/uevent", "DRIVER=amdgpu_xcp")
+            write(
+                root,
+                f"{NODES}/{node}/properties",
+                f"cpu_cores_count 0\nsimd_count {simds // partitions}\nmem_banks_count 1\nio_links_count {count}\n"
+                f"gfx_target_version {gfx}\nvendor_id 4098\ndevice_id {device_id}\n"
+                f"location_id {(0x0C + 8 * card) << 8 | part}\ndomain 0\ndrm_render_minor {minor}\n"
+                f"hive_id 11638818706288400384\nunique_id {0xA1B2C3D400000000 + number}\nnum_xcc {8 // partitions}",
+            )
+            write(
+                root,
+                f"{NODES}/{node}/mem_banks/0/properties",
+                f"heap_type 1\nsize_in_bytes {memory // partitions}\nflags 0\nwidth 8192\nmem_clk_max 1300",
+            )
+            write(root, f"{NODES}/{node}/io_links/0/properties", f"type 2\nnode_from {node}\nnode_to 0\nweight 20")
+            others = [other for other in range(count * partitions) if other != number]
+            for link, other in enumerate(others, start=1):
+                pair = (card, other // partitions)
+                if pair not in unlinked and pair[::-1] not in unlinked:
+                    text = f"type 11\nnode_from {node}\nnode_to {2 + other}\nweight 15\nmax_bandwidth 64000"
+                    write(root, f"{NODES}/{node}/io_links/{link}/properties", text)
+    return root
+
+
+def mi355x(root: Path, count: int = 8) -> Path:
+    return instinct(root, device_id=0x75A3, gfx=90500, simds=1024, memory=288 * GIB - KEPT, count=count)
+
+
+def partitioned(root: Path, count: int = 8) -> Path:
+    """MI300X cards in CPX: eight GPUs each, with an eighth of the memory."""
+    return instinct(root, count=count, partitions=8, modes=("CPX", "NPS1"))
+
+
+def infiniband(root: Path, states: Sequence[tuple[str, str]]) -> None:
+    for number, (state, physical) in enumerate(states):
+        at = f"sys/class/infiniband/mlx5_{number}/ports/1"
+        write(root, f"{at}/state", state)
+        write(root, f"{at}/phys_state", physical)
+        write(root, f"{at}/rate", "400 Gb/sec (4X NDR)")
+
+
+def machine(root: Path, environ: Mapping[str, str] | None = None, **changes: Any) -> Machine:
+    """A machine below ``root`` on which every question to the kernel is answered well, but for the ``changes``.
+
+    ``installed`` (distribution: version) and ``torch`` (what its version.py assigns) are the serving environment's,
+    ``smi`` what nvidia-smi prints (None: no such command).
+    """
+    answer = json.dumps(
+        {
+            "versions": changes.pop("installed", {"vllm": "0.32.0+rocm700", "torch": "2.10.0+git1234567"}),
+            "torch": changes.pop("torch", {"hip": "7.0.51831", "cuda": None}),
+        }
+    )
+    smi = changes.pop("smi", None)
+
+    def run(argv: Sequence[str]) -> str | None:
+        return smi if argv[0] == "nvidia-smi" else answer
+
+    given: dict[str, Any] = {
+        "environ": {"USER": "ann", "HOME": "/home/ann", **(environ or {})},
+        "run": run,
+        "opens": lambda path: None,
+        "binds": lambda port: None,
+        "space": lambda path: Space(64 * GIB, 60 * GIB),
+    }
+    return Machine(root=root, **given | changes)
