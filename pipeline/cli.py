@@ -20,6 +20,7 @@ _COMMANDS = {
     "explain": ("explain", "Say why each stage would run again."),
     "inspect": ("inspect", "Prove a quantized checkpoint's structure, anybody's."),
     "serve": ("serve", "Serve a model with the knobs that its hardware calls for, or print the launch."),
+    "tune": ("tune", "Measure which knobs serve a model best, and print them for its recipe."),
     "report": ("report", "Print where a recipe's report is."),
     "judge": ("judge", "Judge again from a published gate.json."),
     "recipes": ("recipes", "List the recipes, or print one resolved."),

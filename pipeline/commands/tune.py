@@ -1,0 +1,142 @@
+"""quantmint tune RECIPE_OR_MODEL"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from pipeline.commands.options import emit, json_option, store_option, vllm_option
+
+if TYPE_CHECKING:
+    from pipeline.tuning.sweep import Sweep
+
+
+@click.command(name="tune")
+@click.argument("recipe_or_model")
+@click.option("--target", metavar="NAME:GPUS", help="Default: the recipe's, or this machine (auto).")
+@click.option("--knob", "knobs", metavar="NAME=V1,V2", multiple=True, help="Try this instead of the usual knobs.")
+@click.option("--mode", type=click.Choice(["one-at-a-time", "grid"]), default="one-at-a-time", show_default=True)
+@click.option("--keep", is_flag=True, help="One at a time, but keep each knob's best value for the next.")
+@click.option(
+    "--budget", metavar="TIME", help="Wall clock of the whole sweep, starts included: 90m, 2h (default: none)."
+)
+@click.option("--workload", metavar="NAME", help="Default: the recipe's.")
+@click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Launches of each plan.")
+@click.option(
+    "--objective", type=click.Choice(["throughput", "latency", "balanced"]), default="throughput", show_default=True
+)
+@click.option("--max-ttft", type=click.FloatRange(0, min_open=True), metavar="MS", help="Limit of TTFT p99.")
+@click.option("--max-itl", type=click.FloatRange(0, min_open=True), metavar="MS", help="Limit of ITL p99.")
+@click.option("--tunableop", is_flag=True, help="Tune matrix kernels first (ROCm); the CSV files are kept.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the result (default: tuning/NAME)."
+)
+@click.option("--redo", is_flag=True, help="Measure everything again.")
+@click.option("--dry-run", is_flag=True, help="Show what would be tried.")
+@vllm_option
+@store_option
+@json_option
+def command(
+    recipe_or_model: str,
+    target: str | None,
+    knobs: tuple[str, ...],
+    mode: Literal["one-at-a-time", "grid"],
+    keep: bool,
+    budget: str | None,
+    workload: str | None,
+    repeat: int,
+    objective: Literal["throughput", "latency", "balanced"],
+    max_ttft: float | None,
+    max_itl: float | None,
+    tunableop: bool,
+    out: Path | None,
+    redo: bool,
+    dry_run: bool,
+    vllm: str | None,
+    store_path: Path,
+    as_json: bool,
+) -> int:
+    """Measure which knobs serve RECIPE_OR_MODEL best here, by `vllm bench serve`.
+
+    Every trial is a fresh server. Finished trials are kept: the same command goes on after an interruption, also with
+    other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
+    """
+    from pipeline.progress import reporter_for
+    from pipeline.store.tree import Store
+    from pipeline.tuning.axes import given_axes
+    from pipeline.tuning.budget import Budget, parse_duration
+    from pipeline.tuning.objective import Objective
+    from pipeline.tuning.opening import open_subject
+    from pipeline.tuning.order import Design
+    from pipeline.tuning.session import tune
+    from pipeline.tuning.space import BASE, TUNABLEOP, Axis, parse_knob, without_base_values
+    from pipeline.tuning.summary import markdown
+    from pipeline.tuning.sweep import Sweep
+    from pipeline.tuning.tunableop import refuse_unless_rocm
+
+    if keep and mode == "grid":
+        raise click.UsageError("--keep goes from knob to knob; a grid has all combinations.")
+    reporter = reporter_for(json=as_json)
+    limit = Budget(None if budget is None else parse_duration(budget))
+    given = [parse_knob(text) for text in knobs]
+    store = Store(store_path, on_warning=reporter.warn)
+    opened = open_subject(
+        recipe_or_model,
+        target=target,
+        workload=workload,
+        vllm=vllm,
+        store=store,
+        reporter=reporter,
+        measuring=not dry_run,
+        tunableop=tunableop,
+    )
+    subject = opened.subject
+    if tunableop:
+        refuse_unless_rocm(subject.kind)
+    axes = given_axes(given, version=subject.vllm.version) if given else opened.default_axes()
+    axes = without_base_values(axes, subject.plan(BASE))
+    if tunableop:
+        axes = (Axis(TUNABLEOP, ("1",), source="ROCm FP8 2024: GEMM tuning"), *axes)
+    sweep = Sweep(subject, Design(axes, mode, keep, repeat), Objective(objective, max_ttft, max_itl))
+    folder = out or Path("tuning") / subject.name
+    if dry_run:
+        return _show(sweep, limit, as_json=as_json)
+    found, page = tune(
+        sweep, store, limit, reporter, folder, existing=dict(opened.existing), tunableop=tunableop, redo=redo
+    )
+    if as_json:
+        emit({**found, "page": str(page.absolute())})
+    else:
+        click.echo(f"\n{markdown(found)}")
+        click.echo(found["verdict"])
+        if found["gate_again"]:
+            click.echo(f"changes what the model answers: {', '.join(found['gate_again'])}; run the gate again")
+        if found["serve_yaml"]:
+            click.echo(f"\n{found['serve_yaml']}")
+        click.echo(f"page  {page}")
+    return 0 if found["best"] is not None else 1
+
+
+def _show(sweep: Sweep, limit: object, *, as_json: bool) -> int:
+    """What would be tried, in its order."""
+    from pipeline.errors import UserError
+    from pipeline.tuning.space import label
+    from pipeline.tuning.sweep import planned
+
+    rows = []
+    for trial in planned(sweep):
+        try:
+            plan = sweep.subject.plan(trial.point)
+            rows.append({"label": label(trial.point), "run": trial.run, "env": dict(plan.env), "argv": list(plan.argv)})
+        except UserError as error:
+            rows.append({"label": label(trial.point), "run": trial.run, "refused": error.message})
+    if as_json:
+        emit({"sweep": sweep.id, "target": sweep.subject.target, "trials": rows})
+        return 0
+    click.echo(f"{len(rows)} launches of vLLM {sweep.subject.vllm.version} on {sweep.subject.target}, at least:")
+    for row in rows:
+        again = f", run {int(str(row['run'])) + 1}" if row["run"] else ""
+        click.echo(f"  {row['label']}{again}" + (f": refused: {row['refused']}" if "refused" in row else ""))
+    return 0

@@ -1,0 +1,116 @@
+"""Which point is best, and what is no more than noise.
+
+Every figure is compared as a ratio to the base plan's median, as a geometric mean over the workload's cells: a cell
+with large numbers does not drown the others. The noise of a figure is the largest ratio between two launches of the
+base plan itself, so a change counts only where it is larger than what nothing at all did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import Literal, TypeAlias
+
+from pipeline.tuning.results import FIGURES, Figures, Outcome, by_point, figures
+from pipeline.tuning.space import BASE, Point, Trial
+
+Goal: TypeAlias = Literal["throughput", "latency", "balanced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is asked for. ``max_ttft`` and ``max_itl`` are ms that the 99th percentile of every cell must keep."""
+
+    goal: Goal = "throughput"
+    max_ttft: float | None = None
+    max_itl: float | None = None
+
+    def keeps(self, found: Figures) -> bool:
+        """Whether a point stays below the limits."""
+        limits = (("ttft_p99", self.max_ttft), ("itl_p99", self.max_itl))
+        return all(limit is None or found.worst(name) <= limit for name, limit in limits)
+
+    def score(self, ratios: Mapping[str, float]) -> float:
+        """1 for the base plan, more is better.
+
+        throughput: the ratio of output tokens/s. latency: the inverse ratio of the time to first token and the gap
+        between tokens, both at the 99th percentile, of which each counts half. balanced: throughput and latency, of
+        which each counts half.
+        """
+        speed = ratios["output_throughput"]
+        quickness = geometric_mean([1 / ratios["ttft_p99"], 1 / ratios["itl_p99"]])
+        return {"throughput": speed, "latency": quickness, "balanced": geometric_mean([speed, quickness])}[self.goal]
+
+
+def ratios(found: Figures, base: Figures) -> dict[str, float]:
+    """Each figure relative to the base plan: the geometric mean over the cells."""
+    return {
+        name: geometric_mean(
+            [max(cell[name], 1e-9) / max(base.cells[key][name], 1e-9) for key, cell in found.cells.items()]
+        )
+        for name in FIGURES
+    }
+
+
+class Judge:
+    """Compares the points of a sweep as far as it got; looks at ``outcomes`` anew with each question."""
+
+    def __init__(self, outcomes: Mapping[Trial, Outcome], objective: Objective) -> None:
+        self._outcomes = outcomes
+        self.objective = objective
+
+    def points(self) -> dict[Point, Figures]:
+        """The points with at least one sound run."""
+        found = {point: figures(runs) for point, runs in by_point(self._outcomes).items()}
+        return {point: medians for point, medians in found.items() if medians is not None}
+
+    def ratios(self, point: Point) -> dict[str, float] | None:
+        """A point's figures relative to the base plan; None where one of them was not measured."""
+        points = self.points()
+        return ratios(points[point], points[BASE]) if point in points and BASE in points else None
+
+    def base_runs(self) -> list[dict[str, float]]:
+        """Each sound run of the base plan relative to their median."""
+        runs = [outcome for trial, outcome in self._outcomes.items() if trial.point == BASE and outcome.status == "ok"]
+        middle = figures(runs)
+        return [] if middle is None else [ratios(one, middle) for run in runs if (one := figures([run])) is not None]
+
+    def noise(self) -> dict[str, float] | None:
+        """For each figure the largest factor between two runs of the base plan; None before the second run."""
+        runs = self.base_runs()
+        if len(runs) < 2:
+            return None
+        return {name: max(r[name] for r in runs) / min(r[name] for r in runs) for name in FIGURES}
+
+    def score_noise(self) -> float:
+        """The same for the score; 1 before the second run."""
+        scores = [self.objective.score(run) for run in self.base_runs()]
+        return max(scores) / min(scores) if len(scores) > 1 else 1.0
+
+    def score(self, point: Point) -> float | None:
+        """A point's score; None where it has none or breaks a limit."""
+        found = self.points().get(point)
+        relative = self.ratios(point)
+        return (
+            None
+            if found is None or relative is None or not self.objective.keeps(found)
+            else self.objective.score(relative)
+        )
+
+    def choose(self, points: Sequence[Point]) -> Point:
+        """The best of the points; among those that noise cannot tell from it the one with the fewest changes.
+
+        The first of the points stands in where none has a score.
+        """
+        scored = [(point, score) for point in points if (score := self.score(point)) is not None]
+        if not scored:
+            return points[0]
+        enough = max(score for _, score in scored) / self.score_noise()
+        near = [(point, score) for point, score in scored if score >= enough]
+        return min(near, key=lambda item: (len(item[0]), -item[1]))[0]
+
+    def best(self) -> Point | None:
+        """The point to recommend; None where no measured point keeps the limits."""
+        points = [point for point in self.points() if self.score(point) is not None]
+        return self.choose(points) if points else None

@@ -1,0 +1,129 @@
+"""What a sweep may change, and the points that it measures.
+
+A point is what is changed in the base plan: pairs of a knob and its value in the order of the sweep, ``()`` for the
+base plan itself. `True` is a flag without a value, `False` a knob that the launch leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pipeline.errors import UserError
+from pipeline.serving.plan import LaunchPlan
+
+Value: TypeAlias = "str | bool"
+Point: TypeAlias = tuple[tuple[str, Value], ...]
+
+BASE: Point = ()
+TUNABLEOP = "PYTORCH_TUNABLEOP_ENABLED"
+_KILO = re.compile(r"(\d+)k", re.IGNORECASE)
+_SWITCHES: Mapping[str, Value] = {"on": True, "true": True, "off": False, "false": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One knob with the values to try. ``gated`` knobs change what the model answers, not only how fast."""
+
+    knob: str
+    values: tuple[Value, ...]
+    gated: bool = False
+    source: str = "the command line"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One launch of a point; ``run`` counts its repetitions from 0."""
+
+    point: Point
+    run: int = 0
+
+
+def parse_knob(text: str) -> tuple[str, tuple[Value, ...]]:
+    """Read ``NAME=v1,v2``: 16k is 16384, on and off are a switch; commas inside braces and quotes do not separate."""
+    name, separator, values = text.partition("=")
+    name = name.strip()
+    if not re.fullmatch(r"--[a-z][a-z0-9-]*|[A-Z][A-Z0-9_]*", name):
+        bare = name.strip("-").lower().replace("_", "-")
+        near = f" (did you mean {'--' + bare!r}?)" if re.fullmatch(r"[a-z][a-z0-9-]*", bare) else ""
+        raise UserError(
+            f"--knob {text!r}: found the name {name!r}, expected an argument like --max-num-seqs or a variable like "
+            f"OMP_NUM_THREADS{near}"
+        )
+    found = tuple(dict.fromkeys(_value(word) for word in _words(values)))
+    if not separator or not found:
+        raise UserError(f"--knob {text!r}: expected NAME=v1,v2,...")
+    return name, found
+
+
+def _words(text: str) -> list[str]:
+    words, depth, quoted = [""], 0, False
+    for letter in text:
+        quoted ^= letter == '"'
+        if not quoted:
+            depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and not quoted and not depth:
+            words.append("")
+        else:
+            words[-1] += letter
+    return [word.strip() for word in words if word.strip()]
+
+
+def _value(word: str) -> Value:
+    kilo = _KILO.fullmatch(word)
+    if kilo is not None:
+        return str(int(kilo[1]) * 1024)
+    return _SWITCHES.get(word.lower(), word)
+
+
+def value_in(plan: LaunchPlan, knob: str) -> Value:
+    """What a plan says of a knob; False where it leaves it out. A switch's opposite (``--no-...``) counts as False."""
+    if not knob.startswith("--"):
+        return plan.env.get(knob, False)
+    arguments = plan.argv[3:]
+    for index, argument in enumerate(arguments):
+        if argument == knob:
+            following = arguments[index + 1 : index + 2]
+            return following[0] if following and not following[0].startswith("--") else True
+    return False
+
+
+def without_base_values(axes: Sequence[Axis], base: LaunchPlan) -> tuple[Axis, ...]:
+    """Leave out the values that the base plan has already, and the knobs for which nothing else is left."""
+    left = (
+        Axis(a.knob, tuple(v for v in a.values if not same(v, value_in(base, a.knob))), a.gated, a.source) for a in axes
+    )
+    return tuple(axis for axis in left if axis.values)
+
+
+def same(one: Value, other: Value) -> bool:
+    """Whether two values ask for the same: numbers and JSON by what they say, not by how they are written."""
+    return one == other or (isinstance(one, str) and isinstance(other, str) and _plain(one) == _plain(other))
+
+
+def _plain(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def label(point: Point) -> str:
+    """What a point changes, in the words of a reader: ``max-num-seqs 64, no enforce-eager``."""
+    return ", ".join(change_label(knob, value) for knob, value in point) or "base plan"
+
+
+def change_label(knob: str, value: Value) -> str:
+    """One change in words: ``max-num-batched-tokens 16384``, ``no enforce-eager``, ``cudagraph_mode FULL``."""
+    if knob == TUNABLEOP:
+        return "TunableOp"
+    name = knob.removeprefix("--")
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    inner = _plain(value)
+    if isinstance(inner, dict):
+        return " ".join(f"{key} {item}" for key, item in inner.items())
+    return f"{name} {value}"
