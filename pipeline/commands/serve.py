@@ -94,7 +94,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     from pipeline.launching.request import Request, profile_for, target_for
     from pipeline.progress import reporter_for
 
-    version, environment = _serving(given["vllm"], given["launcher"], given["endpoint"], planning=planning)
+    version, environment = _serving(given["vllm"], given["launcher"], planning=planning)
     found = find_model(
         model,
         store=given["store_path"],
@@ -129,31 +129,27 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     )
 
 
-def _serving(
-    text: str | None, launcher: str | None, endpoint: str | None, *, planning: bool
-) -> tuple[str, VllmEnvironment | None]:
+def _serving(text: str | None, launcher: str | None, *, planning: bool) -> tuple[str, VllmEnvironment | None]:
     """The version to plan for, and the environment that would serve."""
-    from pipeline.errors import UserError
+    from pipeline.errors import QuantmintError, UserError
     from pipeline.launching.options import version_of
     from pipeline.serving.environment import find_vllm
     from pipeline.stages.serve import NEWEST_READ
 
     version = version_of(text)
     elsewhere = planning or launcher in ("docker", "endpoint")
-    if version is not None:
-        if not elsewhere:
-            raise UserError(
-                f"--vllm: {text} is a version, expected the `vllm` command to run",
-                hint="A version is planned for with --dry-run, and run with --launcher docker.",
-            )
-        return version, None
+    if version is not None and not elsewhere:
+        raise UserError(
+            f"--vllm: {text} is a version, expected the `vllm` command to run",
+            hint="A version is planned for with --dry-run, and run with --launcher docker.",
+        )
     try:
-        environment = find_vllm(text)
-    except UserError:
-        if text is not None or not elsewhere:
+        environment = find_vllm(None if version is not None else text)
+        return version or environment.version, environment
+    except QuantmintError:
+        if not elsewhere or (text is not None and version is None):
             raise
-        return NEWEST_READ, None
-    return environment.version, environment
+        return version or NEWEST_READ, None
 
 
 def _show(request: Request, form: str, given: dict[str, Any]) -> None:

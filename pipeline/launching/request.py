@@ -16,12 +16,11 @@ from eval.errors import DefinitionError
 from pipeline.errors import UserError
 from pipeline.launching.model import ServedModel
 from pipeline.recipe.faults import nearest
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.schema import Speculative as SpeculativeSection
+from pipeline.recipe.schema import Recipe, Speculative
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.launch_request import KvDtype
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.planner import Speculative, plan_serving
+from pipeline.serving.planner import plan_serving
 from pipeline.serving.processes import processes
 from pipeline.serving.profiles import Profile, profile
 from pipeline.serving.profiles import table as profiles
@@ -39,7 +38,7 @@ class Request:
     environment: VllmEnvironment | None = None
     overrides: Mapping[str, str | bool] = field(default_factory=dict)
     kv_cache_dtype: KvDtype | None = None
-    speculative: SpeculativeSection | None = None
+    speculative: Speculative | None = None
     tunableop: Path | None = None
     pack: int = 1
     served_model_name: str = "model"
@@ -49,7 +48,6 @@ class Request:
 
     def plan(self) -> tuple[LaunchPlan, tuple[Process, ...]]:
         """The plan with its processes. Raises `UserError` for what cannot be served there."""
-        asked = self.speculative
         plan = plan_serving(
             self.model.model,
             self.model.facts,
@@ -57,7 +55,7 @@ class Request:
             profile=self.profile,
             vllm_version=self.version,
             overrides=self.overrides,
-            speculative=None if asked is None else Speculative(asked.method, asked.model, asked.tokens),
+            speculative=self.speculative,
             kv_cache_dtype=self.kv_cache_dtype,
             served_model_name=self.served_model_name,
             trust_remote_code=self.trust_remote_code,

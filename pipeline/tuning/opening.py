@@ -88,7 +88,7 @@ def open_subject(
             hint="name a smaller workload with --workload",
         )
     serve = None if recipe is None else recipe.serve
-    kernels = None if serve is None or serve.tunableop is None or tunableop else serve.tunableop
+    kernels = None if tunableop else found.tunableop
     model = Path(found.model)
     subject = Subject(
         name=found.name,
@@ -112,7 +112,7 @@ def open_subject(
             overrides={} if serve is None else serve.overrides,
             speculative=None if serve is None else serve.speculative,
             packed=1 if serve is None else serve.pack,
-            tunableop=None if kernels is None else str((found.recipe_folder or Path()) / kernels),
+            tunableop=None if kernels is None else str(kernels),
             trust_remote_code=recipe is not None and recipe.trust_remote_code,
         ),
     )
