@@ -54,12 +54,8 @@ def split_cautions(facts: ModelFacts, layout: Layout, *, kind: str) -> tuple[str
             f"{facts.kv_heads} key-value heads are repeated {tensor // facts.kv_heads} times over tensor parallelism of"
             f" {tensor}: each GPU caches one, so the KV cache does not shrink beyond {facts.kv_heads} GPUs"
         )
-    if facts.attention in {"mla", "dsa"} and tensor > 1:
-        found.append(
-            f"tensor parallelism keeps the whole latent KV cache on each of {tensor} GPUs; data parallelism would"
-            " hold a different part on each (ROCm 2026: Data Parallel Attention)"
-        )
-    if kind == "rocm" and facts.experts and facts.expert_intermediate and not layout.expert:
+    sliced = facts.experts and facts.expert_intermediate and not layout.expert
+    if kind == "rocm" and sliced and facts.checkpoint_format not in _PADDED:
         slice_ = facts.expert_intermediate // (tensor * layout.data)
         if slice_ > 192 and slice_ % _EXPERT_TILE:
             found.append(
