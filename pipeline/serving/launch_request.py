@@ -135,6 +135,7 @@ class LaunchRequest:
             "hardware": accelerator.name,
             "arch": accelerator.arch or "",
             "nodes": layout.nodes,
+            "vllm_version": ".".join(str(part) for part in self.numbers),
             "container": "no",
             "cpu_threads": self.cpu_threads,
             "cpu_kv_gib": self._cpu_kv_gib(),

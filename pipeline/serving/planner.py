@@ -35,6 +35,7 @@ from pipeline.serving.target import Target, checked
 from pipeline.serving.versions import parse_version
 
 _KV_FLAG = "--kv-cache-dtype"
+_IMAGE = "image"  # the container's one knob that is no option of `docker run`
 #: Contexts that are tried, in tokens, where nobody says one: the longest that fits is taken.
 _CONTEXTS = (32768, 16384, 8192, 4096, 2048)
 
@@ -162,7 +163,8 @@ def _assembled(model: str, request: LaunchRequest, choice: Choice) -> LaunchPlan
         memory=request.memory(layout),
         host=settings.host,
         warnings=(*choice.notes, *remarks(request, layout)),
-        docker=tuple(word for pair in settings.docker for word in pair if word is not None),
+        docker=tuple(word for pair in settings.docker if pair[0] != _IMAGE for word in pair if word is not None),
+        image=dict(settings.docker).get(_IMAGE),
         attention_backend=running(request.facts, kind, request.numbers, settings.env, argv),
         target=str(request.target),
         profile=request.profile.name,
