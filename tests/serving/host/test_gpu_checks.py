@@ -64,18 +64,18 @@ def test_links_between_all_gpus(tmp_path: Path, finding):
 
 
 def test_memory_that_others_hold(tmp_path: Path, finding):
-    assert finding("gpu_memory", machine(trees.instinct(tmp_path / "idle"))).status == "ok"
+    assert finding("GPU memory", machine(trees.instinct(tmp_path / "idle"))).status == "ok"
     some = machine(trees.instinct(tmp_path / "some", used={3: 8 * GIB}))
-    assert finding("gpu_memory", some).status == "warn"
+    assert finding("GPU memory", some).status == "warn"
     full = machine(trees.instinct(tmp_path / "full", used={3: 100 * GIB}))
-    seen = finding("gpu_memory", full)
+    seen = finding("GPU memory", full)
     assert (seen.status, seen.found) == ("fail", "100.0 GiB of 192.0 GiB in use on GPU 3")
     assert "fuser" in seen.fix
-    assert finding("gpu_memory", full, utilization=0.4).status == "warn"
-    assert finding("gpu_memory", machine(full.root, {"CUDA_VISIBLE_DEVICES": "0,1,2"})).status == "ok"
-    assert finding("gpu_memory", machine(trees.partitioned(tmp_path / "parts"))).status == "skipped"
+    assert finding("GPU memory", full, utilization=0.4).status == "warn"
+    assert finding("GPU memory", machine(full.root, {"CUDA_VISIBLE_DEVICES": "0,1,2"})).status == "ok"
+    assert finding("GPU memory", machine(trees.partitioned(tmp_path / "parts"))).status == "skipped"
     nvidia = machine(tmp_path, smi="GPU-a, NVIDIA H200, 143771, 100000\n")
-    assert "nvidia-smi" in finding("gpu_memory", nvidia).fix
+    assert "nvidia-smi" in finding("GPU memory", nvidia).fix
 
 
 def test_device_files_that_open(tmp_path: Path, finding):
@@ -106,20 +106,23 @@ def test_device_files_that_are_closed(tmp_path: Path, finding):
     assert finding("/dev/dri", box).status == "ok"
 
 
-def test_groups(tmp_path: Path, finding):
+def test_the_group_that_owns_the_devices(tmp_path: Path, finding):
     root = trees.instinct(tmp_path)
-    assert finding("groups", machine(root)).found == "a member of video and render"
+    owned = machine(root, owned_by=lambda path: 109)
+    assert finding("group render", owned).found == "a member of render"
+    assert finding("group video", owned).status == "skipped"
     trees.status(root, groups="44 1000")
-    closed = machine(root, opens=lambda path: "Permission denied")
-    seen = finding("groups", closed)
-    assert (seen.status, seen.found) == ("fail", "not a member of render")
+    closed = machine(root, owned_by=lambda path: 109, opens=lambda path: "Permission denied")
+    seen = finding("group render", closed)
+    assert (seen.status, seen.found) == ("fail", "not a member of render, which owns 9 devices")
     assert seen.as_root == ("usermod -a -G render ann",)
-    assert finding("groups", machine(root)).status == "warn"  # an access list opens the devices
+    assert finding("group render", owned).status == "warn"  # an access list opens the devices
+    old = machine(root, owned_by=lambda path: 44)
+    assert finding("group video", old).status == "ok"
     trees.status(root, uid=0, groups="")
-    assert finding("groups", closed).status == "ok"
-    trees.status(root, groups="")
+    assert finding("group render", closed).status == "ok"
     trees.write(root, "etc/group", "root:x:0:")
-    assert finding("groups", closed).status == "skipped"
+    assert finding("group render", closed).status == "skipped"
 
 
 @pytest.mark.parametrize(

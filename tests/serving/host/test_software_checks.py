@@ -38,7 +38,7 @@ def test_versions(tmp_path: Path, finding, version: str | None, status: str):
 def test_no_environment(tmp_path: Path, finding):
     absent = finding("vllm", machine(trees.healthy(tmp_path)), vllm=tmp_path / "none")
     assert (absent.status, "QUANTMINT_VLLM" in absent.fix) == ("fail", True)
-    assert finding("vllm_build", machine(tmp_path), vllm=tmp_path / "none").status == "skipped"
+    assert finding("vllm build", machine(tmp_path), vllm=tmp_path / "none").status == "skipped"
 
 
 def test_an_interpreter_that_does_not_answer(tmp_path: Path, finding, vllm: Path):
@@ -58,7 +58,7 @@ def test_an_interpreter_that_does_not_answer(tmp_path: Path, finding, vllm: Path
     ],
 )
 def test_builds(tmp_path: Path, finding, vllm: Path, torch: dict[str, str | None], status: str, found: str):
-    seen = finding("vllm_build", machine(trees.instinct(tmp_path), torch=torch))
+    seen = finding("vllm build", machine(trees.instinct(tmp_path), torch=torch))
     assert (seen.status, seen.found) == (status, found.format(python=vllm.parent / "python"))
     assert seen.expected == "built for ROCm"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,12 +87,12 @@ def test_compile_cache(tmp_path: Path, finding):
         return lambda path: Space(100 * GIB, count)
 
     root = trees.healthy(tmp_path)
-    assert finding("compile_cache", machine(root)).expected == "10 GiB free in /home/ann/.cache/vllm"
+    assert finding("compile cache", machine(root)).expected == "10 GiB free in /home/ann/.cache/vllm"
     for count, status in ((5 * GIB, "warn"), (1 << 20, "fail")):
-        assert finding("compile_cache", machine(root, space=free(count))).status == status
+        assert finding("compile cache", machine(root, space=free(count))).status == status
     for environ in ({"XDG_CACHE_HOME": "/big"}, {"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "/big/vllm"}):
-        assert finding("compile_cache", machine(root, environ)).expected.endswith("/big/vllm")
-    assert finding("compile_cache", machine(root, space=lambda path: None)).status == "skipped"
+        assert finding("compile cache", machine(root, environ)).expected.endswith("/big/vllm")
+    assert finding("compile cache", machine(root, space=lambda path: None)).status == "skipped"
 
 
 def test_a_port(tmp_path: Path, finding):
@@ -116,15 +117,49 @@ def test_a_port_that_is_really_held(finding):
 
 def test_rdma(tmp_path: Path, finding):
     root = trees.instinct(tmp_path)
-    assert finding("rdma", machine(root)).status == "skipped"
-    assert finding("rdma", machine(root), target="mi300x:16").found == "no RDMA adapter"
+    assert finding("ibstat", machine(root)).status == "skipped"
+    assert finding("ibstat", machine(root), target="mi300x:16").found == "no RDMA adapter"
     trees.infiniband(root, [("4: ACTIVE", "5: LinkUp")] * 2)
-    seen = finding("rdma", machine(root), target="mi300x:16")
+    seen = finding("ibstat", machine(root), target="mi300x:16")
     assert (seen.status, seen.found) == ("ok", "2 of 2 ports active, 400 Gb/sec (4X NDR)")
     trees.infiniband(root, [("4: ACTIVE", "5: LinkUp"), ("1: DOWN", "3: Disabled")])
-    seen = finding("rdma", machine(root), target="mi300x:16")
+    seen = finding("ibstat", machine(root), target="mi300x:16")
     assert (seen.status, seen.found.endswith("down: mlx5_1 port 1")) == ("warn", True)
     assert "ibstat" in seen.fix
+
+
+RAY = """======== Autoscaler status: 2026-01-01 00:00:00.000000 ========
+Node status
+---------------------------------------------------------------
+Active:
+{active}Pending:
+ (no pending nodes)
+Recent failures:
+ (no failures)
+
+Resources
+---------------------------------------------------------------
+Total Usage:
+ 0.0/16.0 GPU
+"""
+
+
+def test_the_ray_cluster(tmp_path: Path, finding):
+    root = trees.instinct(tmp_path)
+
+    def box(active: str | None):
+        there = machine(root, installed={"vllm": "0.32.0", "ray": "2.50.0"})
+        listed = None if active is None else RAY.format(active=active)
+        return replace(there, run=lambda argv: listed if argv[-1] == "status" else there.run(argv))
+
+    assert finding("ray status", box(None)).status == "skipped"  # one node
+    seen = finding("ray status", machine(root), target="mi300x:16")
+    assert (seen.status, "pip install ray" in seen.fix) == ("fail", True)
+    assert finding("ray status", box(None), target="mi300x:16").found == "no cluster runs yet"
+    one, two = " 1 node_4ee1\n", " 1 node_4ee1\nIdle:\n 1 node_7ab2\n"
+    assert finding("ray status", box(one), target="mi300x:16").found == "1 node"
+    seen = finding("ray status", box(two), target="mi300x:16")
+    assert (seen.status, seen.found, seen.expected) == ("ok", "2 nodes", "2 nodes")
 
 
 @pytest.mark.parametrize(
@@ -133,9 +168,9 @@ def test_rdma(tmp_path: Path, finding):
 def test_instruction_sets(tmp_path: Path, finding, flags: str, status: str):
     root = trees.healthy(tmp_path)
     trees.write(root, "proc/cpuinfo", f"processor : 0\nflags : fpu {flags}\n")
-    assert finding("cpu_flags", machine(root)).status == status
+    assert finding("CPU flags", machine(root)).status == status
     trees.write(root, "proc/cpuinfo", "processor : 0\nFeatures : asimd\n")
-    assert finding("cpu_flags", machine(root)).status == "skipped"
+    assert finding("CPU flags", machine(root)).status == "skipped"
 
 
 def test_memory_of_a_cpu_machine(tmp_path: Path, finding):

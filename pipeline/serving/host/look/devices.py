@@ -42,30 +42,33 @@ def _device(subject: Subject, paths: list[Path]) -> Outcome:
     return Outcome("ok", "open" if len(paths) == 1 else f"{len(paths)} render nodes are open")
 
 
-def groups(subject: Subject) -> Outcome:
-    """The user is a member of the groups that own the devices, those of them that this system has."""
-    machine = subject.machine
+def group_video(subject: Subject) -> Outcome:
+    """The user is in the group that owns the devices on older systems."""
+    return _member(subject, "video")
+
+
+def group_render(subject: Subject) -> Outcome:
+    """The user is in the group that owns them on current ones."""
+    return _member(subject, "render")
+
+
+def _member(subject: Subject, group: str) -> Outcome:
+    machine, values = subject.machine, {"user": user_of(subject)}
+    devices = [machine.path("dev/kfd"), *machine.glob("dev/dri/renderD*")]
+    lines = (line.split(":") for line in (machine.text("etc/group") or "").splitlines())
+    number = next((int(fields[2]) for fields in lines if len(fields) > 2 and fields[0] == group), None)
+    owned = [path for path in devices if number is not None and machine.owned_by(path) == number]
+    if not owned:
+        return Outcome("skipped", f"a group {group} owns no device here", values)
     status = machine.table("proc/self/status")
     if status.get("Uid", "").split()[:1] == ["0"]:
-        return Outcome("ok", "root, which needs no group")
-    ours = set(status.get("Groups", "").split()) | set(status.get("Gid", "").split()[:1])
-    known = {}
-    for line in (machine.text("etc/group") or "").splitlines():
-        fields = line.split(":")
-        if len(fields) > 2 and fields[0] in ("video", "render"):
-            known[fields[0]] = fields[2]
-    missing = [group for group, number in known.items() if number not in ours]
-    if not known:
-        return Outcome("skipped", "this system has neither a group video nor render")
-    if not missing:
-        return Outcome("ok", f"a member of {' and '.join(known)}")
+        return Outcome("ok", "root, which needs no group", values)
+    if str(number) in {*status.get("Groups", "").split(), *status.get("Gid", "").split()[:1]}:
+        return Outcome("ok", f"a member of {group}", values)
     # Access lists and containers open the devices to others, too.
-    open_anyway = kfd(subject).status == "ok" and dri(subject).status == "ok"
-    values = {"missing": ",".join(missing), "user": user_of(subject)}
-    found = f"not a member of {' or '.join(missing)}"
-    return (
-        Outcome("warn", f"{found}, but the devices are open", values) if open_anyway else Outcome("fail", found, values)
-    )
+    if all(machine.opens(path) is None for path in owned):
+        return Outcome("warn", f"not a member of {group}, but the devices are open", values)
+    return Outcome("fail", f"not a member of {group}, which owns {len(owned)} devices", values)
 
 
 def visible_devices(subject: Subject) -> Outcome:

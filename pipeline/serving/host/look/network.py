@@ -1,6 +1,9 @@
-"""Looks at ports of both meanings: the one that a server listens on, and those of RDMA adapters."""
+"""Looks at what connects: the port that a server listens on, RDMA adapters, and the Ray cluster of several nodes."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 from pipeline.serving.host.finding import Outcome
 from pipeline.serving.host.subject import Subject
@@ -40,3 +43,24 @@ def rdma(subject: Subject) -> Outcome:
     if down:
         found += f"; down: {', '.join(down[:4])}" + (" ..." if len(down) > 4 else "")
     return Outcome("ok" if up and not down else "warn", found)
+
+
+def ray(subject: Subject) -> Outcome:
+    """The cluster that runs, if one does: the launcher starts its own where none was started by hand."""
+    nodes = subject.target.nodes
+    values = {"nodes": nodes, "fix": "`quantmint serve` starts the head; start `ray` on the other nodes as it says"}
+    if nodes == 1:
+        return Outcome("skipped", "one node needs no cluster", values)
+    if subject.installed is None:
+        return Outcome("skipped", "there is no serving environment", values)
+    command = Path(subject.installed.python).with_name("ray")
+    if "ray" not in subject.installed.versions:
+        fix = f"{subject.installed.python} -m pip install ray"
+        return Outcome("fail", "the serving environment has no ray", values | {"fix": fix})
+    listed = subject.machine.run([str(command), "status"])
+    if listed is None:
+        return Outcome("warn", "no cluster runs yet", values)
+    # " 1 node_4ee1..." a node that is active, or idle; then those that are pending
+    alive = listed.partition("Active:")[2].partition("Pending:")[0]
+    found = sum(int(count) for count in re.findall(r"^ (\d+) ", alive, re.MULTILINE))
+    return Outcome("ok" if found >= nodes else "warn", f"{found} node{'s' * (found != 1)}", values)

@@ -7,7 +7,7 @@ from pipeline.serving import hardware as accelerators
 from pipeline.serving.host.finding import Outcome
 from pipeline.serving.host.look.processor import cpu_flags
 from pipeline.serving.host.subject import Subject
-from pipeline.serving.plan import parse_version
+from pipeline.serving.versions import parse_version
 
 #: The versions of vLLM that the table of knobs was read from.
 FIRST, LAST = (0, 11), (0, 33)
@@ -72,7 +72,10 @@ def quark(subject: Subject) -> Outcome:
 def checkpoint(subject: Subject) -> Outcome:
     """vLLM has the kernels that this checkpoint asks for."""
     target, wanted = subject.target, subject.wanted
-    values = {"hardware": target.accelerator.title}
+    values = {
+        "hardware": target.accelerator.title,
+        "fix": "serve it elsewhere, or quantize to a scheme that loads here",
+    }
     if wanted is None:
         return Outcome("skipped", "no --model was given", values)
     flags = cpu_flags(subject.machine) if subject.kind == "cpu" else None
@@ -80,6 +83,9 @@ def checkpoint(subject: Subject) -> Outcome:
     reason = accelerators.refusal(*asked, cpu_flags=flags)
     if reason is not None:
         return Outcome("fail", reason, values)
+    found = f"{'16 bit' if wanted.scheme == 'none' else wanted.scheme}, KV cache {wanted.kv_cache}"
     cautions = accelerators.cautions(*asked, cpu_flags=flags)
-    found = f"{wanted.scheme}, KV cache {wanted.kv_cache}"
-    return Outcome("warn", f"{found}: {'; '.join(cautions)}", values) if cautions else Outcome("ok", found, values)
+    if cautions:
+        values["fix"] = "it loads all the same; `quantmint schemes` shows what runs as it is stored"
+        return Outcome("warn", f"{found}: {'; '.join(cautions)}", values)
+    return Outcome("ok", found, values)
