@@ -134,7 +134,7 @@ def _serving(text: str | None, launcher: str | None, *, planning: bool) -> tuple
     from pipeline.errors import QuantmintError, UserError
     from pipeline.launching.options import version_of
     from pipeline.serving.environment import find_vllm
-    from pipeline.stages.serve import NEWEST_READ
+    from pipeline.serving.remarks import NEWEST_READ
 
     version = version_of(text)
     elsewhere = planning or launcher in ("docker", "endpoint")

@@ -11,11 +11,19 @@ from typing import Any
 
 import yaml
 
+from pipeline.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.comments import comments
-from pipeline.serving.render.docker import mounted
-from pipeline.serving.render.invocation import LOOPBACK, accelerator, contained, containers, image_of, variables
+from pipeline.serving.render.docker import mounted, options
+from pipeline.serving.render.invocation import LOOPBACK, contained, containers, image_of, variables
 
+_SINGLE = {"--network": "network_mode", "--ipc": "ipc", "--shm-size": "shm_size"}
+_LISTED = {
+    "--group-add": "group_add",
+    "--cap-add": "cap_add",
+    "--security-opt": "security_opt",
+    "--device": "devices",
+}
 START_PERIOD_S = 3600
 """Seconds that loading may take before a health check counts: a 405B model from a network disk takes most of it."""
 
@@ -37,7 +45,7 @@ def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None
 
 
 def _service(plan: LaunchPlan, group: Sequence[Process], image: str | None, host: str) -> dict[str, Any]:
-    kind, port = accelerator(plan).kind, group[-1].port
+    port = group[-1].port
     program, *rest = contained(group, host=host)
     service: dict[str, Any] = {
         "image": image_of(plan, image),
@@ -48,31 +56,29 @@ def _service(plan: LaunchPlan, group: Sequence[Process], image: str | None, host
             {"type": "bind", "source": path, "target": path, "read_only": True, "bind": {"create_host_path": False}}
             for path in map(_literal, mounted(plan))
         ],
-        "network_mode": "host",
-        "ipc": "host",
         "restart": "unless-stopped",
         "stop_grace_period": "30s",
     }
-    service |= _devices(kind, rdma=plan.layout.nodes > 1 and kind != "cpu")
+    service |= _from_the_host(plan)
     if port is not None:
         service["healthcheck"] = _health(port)
     return service
 
 
-def _devices(kind: str, *, rdma: bool) -> dict[str, Any]:
-    devices = ["/dev/kfd:/dev/kfd", "/dev/dri:/dev/dri"] if kind == "rocm" else []
-    capabilities = ["SYS_PTRACE"] if kind == "rocm" else []
+def _from_the_host(plan: LaunchPlan) -> dict[str, Any]:
+    """The options of `docker run` in compose's words."""
     found: dict[str, Any] = {}
-    if kind == "rocm":
-        found |= {"group_add": ["video"], "security_opt": ["seccomp=unconfined"]}
-    if kind == "cuda":
-        reserved = [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
-        found["deploy"] = {"resources": {"reservations": {"devices": reserved}}}
-    if rdma:
-        devices.append("/dev/infiniband:/dev/infiniband")
-        capabilities.append("IPC_LOCK")
-        found["ulimits"] = {"memlock": -1}
-    return found | {name: value for name, value in (("devices", devices), ("cap_add", capabilities)) if value}
+    for option, value in options(plan):
+        if option in _LISTED:
+            found.setdefault(_LISTED[option], []).append(f"{value}:{value}" if option == "--device" else value)
+        elif option in _SINGLE:
+            found[_SINGLE[option]] = value
+        elif option == "--gpus":
+            reserved = [{"driver": "nvidia", "count": value, "capabilities": ["gpu"]}]
+            found["deploy"] = {"resources": {"reservations": {"devices": reserved}}}
+        else:
+            raise UserError(f"{option} of `docker run` has no form in a compose file")
+    return found
 
 
 def _health(port: int) -> Mapping[str, Any]:

@@ -3,14 +3,12 @@
     >>> docker_run(plan, containers(processes)[0])[:3]
     ('docker', 'run', '--rm')
 
-The options are those of the guides. Two of them exclude each other: with ``--ipc=host`` a container has the host's
-/dev/shm, and docker sets ``--shm-size`` aside. The host's is taken, because RCCL's ranks meet in it also across the
-containers of a node; that it holds 16 GiB is what `quantmint doctor` looks at.
+The options are the plan's, from the table of knobs. Two of them exclude each other: with ``--ipc=host`` a container has
+the host's /dev/shm, and docker sets ``--shm-size`` aside. The host's is taken, because the ranks of RCCL meet in it
+also across the containers of a node; whether it is large enough is what `quantmint doctor` looks at.
 
-The network is the host's as well, so the server listens on the loopback interface like one without a container. Devices
-are all passed and selected by CUDA_VISIBLE_DEVICES, so that numbers mean the same inside and outside. The container's
-user is root, which needs no group to open /dev/kfd; `video` is there for images that say otherwise, `render` is not,
-for docker refuses a group that the image's /etc/group does not name.
+The network is always the host's, so that the server can listen on the loopback interface like one without a container.
+Devices are all passed and selected by CUDA_VISIBLE_DEVICES: a number means the same inside and outside.
 """
 
 from __future__ import annotations
@@ -20,28 +18,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.invocation import LOOPBACK, accelerator, contained, image_of, variables
+from pipeline.serving.render.invocation import LOOPBACK, contained, image_of, variables
 
-_SHARED = ("--network=host", "--ipc=host")
-_BY_KIND: dict[str, tuple[str, ...]] = {
-    "rocm": (
-        "--group-add=video",
-        "--cap-add=SYS_PTRACE",
-        "--security-opt=seccomp=unconfined",
-        "--device=/dev/kfd",
-        "--device=/dev/dri",
-    ),
-    "cuda": ("--gpus=all",),
-    "cpu": (),
-}
-#: Several nodes talk over RDMA: pinned pages, and the adapters.
-_RDMA = ("--cap-add=IPC_LOCK", "--ulimit=memlock=-1", "--device=/dev/infiniband")
+NETWORK, IPC, SHM = "--network", "--ipc", "--shm-size"
 
 
-def options(plan: LaunchPlan) -> tuple[str, ...]:
-    """What the container gets from the host."""
-    kind = accelerator(plan).kind
-    return (*_SHARED, *_BY_KIND[kind], *(_RDMA if plan.layout.nodes > 1 and kind != "cpu" else ()))
+def options(plan: LaunchPlan) -> tuple[tuple[str, str], ...]:
+    """What the container gets from the host, as options of `docker run` with their values."""
+    words = list(plan.docker)
+    pairs: list[tuple[str, str]] = [(NETWORK, "host")]
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        pairs.append((name, value if equals or not words or words[0].startswith("-") else words.pop(0)))
+    found = tuple(dict.fromkeys(pairs))
+    return tuple(pair for pair in found if pair[0] != SHM) if (IPC, "host") in found else found
 
 
 def mounted(plan: LaunchPlan) -> tuple[str, ...]:
@@ -92,7 +82,7 @@ def docker_run(
         "run",
         "--rm",
         *([] if name is None else [f"--name={name}"]),
-        *options(plan),
+        *(f"{option}={value}" for option, value in options(plan)),
         *(f"--volume={path}:{path}:ro" for path in mounted(plan)),
         *(f"--env={variable}={value}" for variable, value in env.items()),
         f"--entrypoint={program}",

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from pipeline.serving.facts import ModelFacts
+from pipeline.serving.knobs import table
 from pipeline.serving.plan import LaunchPlan, Memory, Process
 from pipeline.serving.render.invocation import accelerator, servers
 
@@ -38,7 +39,8 @@ def explain(
     if plan.memory is not None:
         lines += ["", *_memory(plan, plan.memory, width)]
     if reasons:
-        lines += ["", "knobs", *_knobs(plan, width)]
+        lines += ["", "knobs", *_knobs(plan, width, container=False)]
+        lines += ["", "in a container (--launcher docker, --compose)", *_knobs(plan, width, container=True)]
     if plan.host:
         lines += ["", "the machine must have (`quantmint doctor` looks)"]
         for check in plan.host:
@@ -94,9 +96,9 @@ def _memory(plan: LaunchPlan, memory: Memory, width: int) -> Iterator[str]:
     yield from _prose(f"{room}: {memory.concurrency:,.1f} requests of full length at a time", 2, width)
 
 
-def _knobs(plan: LaunchPlan, width: int) -> Iterator[str]:
+def _knobs(plan: LaunchPlan, width: int, *, container: bool) -> Iterator[str]:
     for reason in plan.reasons:
-        if reason.knob == LAYOUT:
+        if reason.knob == LAYOUT or (table()[reason.knob].kind == "docker") != container:
             continue
         value = "" if reason.value == "on" and reason.knob.startswith("--") else _assigned(reason.knob, reason.value)
         yield f"  {reason.knob}{value}"
@@ -104,7 +106,7 @@ def _knobs(plan: LaunchPlan, width: int) -> Iterator[str]:
 
 
 def _assigned(knob: str, value: str) -> str:
-    return f" {shlex.quote(value)}" if knob.startswith("--") else f"={shlex.quote(value)}"
+    return f" {shlex.quote(value)}" if knob.startswith("--") or knob == "image" else f"={shlex.quote(value)}"
 
 
 def _row(name: str, value: str) -> str:

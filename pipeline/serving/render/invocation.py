@@ -10,19 +10,12 @@ from collections.abc import Sequence
 
 from pipeline.errors import UserError
 from pipeline.serving.hardware import Hardware, hardware
-from pipeline.serving.plan import LaunchPlan, Process, parse_version
+from pipeline.serving.plan import LaunchPlan, Process
 
 LOOPBACK = "127.0.0.1"
 """Where a server listens unless something stands between it and the network: it asks nobody for a password."""
 
 _RAY, _BLOCK = frozenset({"ray-head", "ray-worker"}), "--block"
-
-#: Images by kind of accelerator, the newest first: the first vLLM that is published there, and the name.
-_IMAGES: dict[str, tuple[tuple[str, str], ...]] = {
-    "rocm": (("0.14", "vllm/vllm-openai-rocm:v{}"), ("0", "rocm/vllm:latest")),
-    "cuda": (("0", "vllm/vllm-openai:v{}"),),
-    "cpu": (("0.20", "vllm/vllm-openai-cpu:v{}"), ("0", "public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo:v{}")),
-}
 
 
 def variables(plan: LaunchPlan, process: Process) -> dict[str, str]:
@@ -86,18 +79,13 @@ def accelerator(plan: LaunchPlan) -> Hardware:
 
 
 def image_of(plan: LaunchPlan, given: str | None = None) -> str:
-    """The image to run: the one given, the plan's, or the one that vLLM publishes for this version and accelerator.
-
-    Before 0.14 vLLM published none for ROCm, and AMD's tags do not follow from a version: check what is in `latest`.
-    """
+    """The image to run: the one given, or the plan's. UserError where there is neither."""
     found = given or plan.image
-    if found is not None:
-        return found
-    version = parse_version(plan.vllm_version)
-    for first, name in _IMAGES[accelerator(plan).kind]:
-        if version >= parse_version(first):
-            return name.format(".".join(str(part) for part in version))
-    raise UserError(f"no image is known for vLLM {plan.vllm_version}", hint="Name one with --image.")
+    if found is None:
+        raise UserError(
+            f"no image of vLLM {plan.vllm_version} for {plan.target} is known", hint="Name one with --image."
+        )
+    return found
 
 
 def title(plan: LaunchPlan) -> str:

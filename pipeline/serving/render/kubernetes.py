@@ -18,7 +18,7 @@ from pipeline.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.comments import comments
 from pipeline.serving.render.compose import START_PERIOD_S
-from pipeline.serving.render.docker import mounted
+from pipeline.serving.render.docker import mounted, options
 from pipeline.serving.render.invocation import accelerator, arguments, contained, image_of, variables
 
 PORT = 8000
@@ -127,7 +127,7 @@ def _pod(
     last = processes[-1]
     # shlex quotes references within a shell's script; Kubernetes resolves them before there is a shell.
     argv = contained([*processes[:-1], _at_port(last)], host=_ANYWHERE)
-    capabilities = (["SYS_PTRACE"] if kind == "rocm" else []) + (["IPC_LOCK"] if several else [])
+    capabilities = [value for option, value in options(plan) if option == "--cap-add"]
     container: dict[str, Any] = {
         "name": "vllm",
         "image": image_of(plan, image),
@@ -140,8 +140,8 @@ def _pod(
         container["resources"] = {"requests": count, "limits": dict(count)}
     if capabilities:
         container["securityContext"] = {"capabilities": {"add": capabilities}}
-    if kind == "rocm":
-        container["securityContext"]["seccompProfile"] = {"type": "Unconfined"}
+    if ("--security-opt", "seccomp=unconfined") in options(plan):
+        container.setdefault("securityContext", {})["seccompProfile"] = {"type": "Unconfined"}
     if last.port is not None:
         container["ports"] = [{"name": "http", "containerPort": PORT}]
         container |= _probes()

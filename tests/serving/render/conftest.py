@@ -15,9 +15,28 @@ SPECULATION = '{"method": "eagle3", "model": "/models/draft $1", "num_speculativ
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 MODEL = "/models/it's a model"
 _GB = 10**9
+INSTINCT = (
+    "--network=host",
+    "--ipc=host",
+    "--shm-size",
+    "16G",
+    "--group-add=video",
+    "--cap-add=SYS_PTRACE",
+    "--security-opt=seccomp=unconfined",
+    "--device=/dev/kfd",
+    "--device=/dev/dri",
+)
+RDMA = ("--cap-add=IPC_LOCK", "--device=/dev/infiniband")
 
 
-def _plan(target: str, layout: Layout, *more: str, version: str = "0.33.0") -> LaunchPlan:
+def _plan(
+    target: str,
+    layout: Layout,
+    *more: str,
+    version: str = "0.33.0",
+    docker: tuple[str, ...] = INSTINCT,
+    image: str | None = "vllm/vllm-openai-rocm:v0.33.0",
+) -> LaunchPlan:
     """A plan with everything that quoting could break: an apostrophe, blanks, a dollar sign, JSON."""
     return LaunchPlan(
         env={"VLLM_ROCM_USE_AITER": "1", "PYTORCH_TUNABLEOP_FILENAME": "/models/tuned %d.csv"},
@@ -28,12 +47,15 @@ def _plan(target: str, layout: Layout, *more: str, version: str = "0.33.0") -> L
             Reason("layout", "4 x (TP 2)", "the smallest that fits", "ROCm 2026: Parallelism"),
             Reason("VLLM_ROCM_USE_AITER", "1", "AITER holds the fast kernels of CDNA3 and CDNA4", "ROCm 2026: AITER"),
             Reason("--max-num-seqs", "512", "the load of the profile", "quantmint"),
+            Reason("--ipc=host", "on", "64 MB are too few", "ROCm FP8 2024: Installation"),
             Reason("--async-scheduling", "on", "hides the scheduler", "ROCm 2026: Scheduling"),
         ),
         layout=layout,
         memory=Memory(206 * _GB, 190 * _GB, 16 * _GB, 3 * _GB, 1 * _GB, 170 * _GB, 131072, 1297000, 158.3),
         host=(HostCheck("numa_balancing", "0", "pages must not wander", "ROCm 2026: NUMA"),),
         warnings=("nobody has run this yet",),
+        docker=docker,
+        image=image,
         attention_backend="ROCM_AITER_FA",
         target=target,
         profile="throughput",
@@ -63,7 +85,7 @@ def replicas() -> tuple[LaunchPlan, tuple[Process, ...]]:
 def ray() -> tuple[LaunchPlan, tuple[Process, ...]]:
     """One server over two nodes through Ray."""
     layout = Layout(tensor=8, pipeline=2, nodes=2)
-    plan = _plan("mi300x:8x2", layout, "--distributed-executor-backend", "ray")
+    plan = _plan("mi300x:8x2", layout, "--distributed-executor-backend", "ray", docker=INSTINCT + RDMA)
     gpus = tuple(range(8))
     head, worker = ({"VLLM_HOST_IP": f"10.0.0.{last}"} for last in (1, 12))
     start = ("ray", "start", "--head", "--node-ip-address=10.0.0.1", "--port=6379", "--block")
@@ -91,7 +113,7 @@ def headless() -> tuple[LaunchPlan, tuple[Process, ...]]:
 @pytest.fixture
 def on_cpu() -> tuple[LaunchPlan, tuple[Process, ...]]:
     """The CPU has none of it."""
-    plan = _plan("cpu:1", Layout(), version="0.32.0+cpu")
+    plan = _plan("cpu:1", Layout(), version="0.32.0+cpu", docker=(), image=None)
     return plan, (Process(0, "server", 0, (), 8000, {}, plan.argv),)
 
 

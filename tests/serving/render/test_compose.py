@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
+from pipeline.serving.knobs import table
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.compose import compose
 from pipeline.serving.render.invocation import arguments, variables
@@ -18,7 +20,7 @@ DURATION = {"type": "string", "pattern": r"^(\d+[smh])+$"}
 SERVICE: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
-    "required": ["image", "entrypoint", "command", "environment", "volumes", "network_mode", "ipc"],
+    "required": ["image", "entrypoint", "command", "environment", "volumes", "network_mode"],
     "properties": {
         "image": {"type": "string", "pattern": r"^[a-z0-9./_-]+:[\w.-]+$"},
         "profiles": {"type": "array", "items": {"type": "string", "pattern": "^[a-zA-Z0-9][a-zA-Z0-9_.-]+$"}},
@@ -48,7 +50,7 @@ SERVICE: dict[str, Any] = {
         "security_opt": TEXTS,
         "cap_add": TEXTS,
         "devices": TEXTS,
-        "ulimits": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "shm_size": {"type": "string", "pattern": r"^\d+[bkmgBKMG]$"},
         "deploy": {"type": "object"},
         "healthcheck": {
             "type": "object",
@@ -93,7 +95,7 @@ def plain(value: str) -> str:
 @pytest.mark.parametrize("launch", ["one", "replicas", "on_cpu"])
 def test_a_service_runs_what_the_plan_says(launch: str, request: pytest.FixtureRequest) -> None:
     plan, processes = request.getfixturevalue(launch)
-    found = list(services(compose(plan, processes)).values())
+    found = list(services(compose(plan, processes, image="ours:1")).values())
     assert len(found) == len(processes)
     for service, process in zip(found, processes, strict=True):
         given = tuple(plain(word) for word in (*service["entrypoint"], *service["command"]))
@@ -119,7 +121,7 @@ def test_nodes_are_profiles(ray: Launch) -> None:
     }
     for service in found.values():
         assert "/dev/infiniband:/dev/infiniband" in service["devices"]
-        assert service["ulimits"] == {"memlock": -1}
+        assert "IPC_LOCK" in service["cap_add"]
     assert "healthcheck" not in found["node-1"]
 
 
@@ -131,3 +133,16 @@ def test_it_says_why(one: Launch) -> None:
     assert all(line.startswith("#") for line in top.splitlines())
     for said in ("--max-num-seqs: the load of the profile [quantmint]", "warning: nobody has run this yet"):
         assert said in top
+
+
+def test_every_option_of_the_table_has_a_form(one: Launch) -> None:
+    plan, processes = one
+    options = [knob for knob in table().values() if knob.kind == "docker" and not knob.never and knob.name != "image"]
+    assert len(options) >= 8
+    words = [
+        word
+        for knob in options
+        for word in (knob.name, *([] if knob.rules[0].value is True else [str(knob.rules[0].value)]))
+    ]
+    (service,) = services(compose(replace(plan, docker=tuple(words)), processes)).values()
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == "all"

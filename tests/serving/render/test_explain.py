@@ -25,6 +25,7 @@ def test_everything_is_said(one: Launch, facts: ModelFacts) -> None:
         assert f"{reason.why} [{reason.source}]" in " ".join(text.split())
     assert "\n  --async-scheduling\n" in text, "a flag without a value"
     assert "\n  VLLM_ROCM_USE_AITER=1\n" in text
+    assert text.index("--ipc=host") > text.index("in a container") > text.index("--max-num-seqs")
     assert "numa_balancing 0" in text
     assert "warning: nobody has run this yet" in text
     assert max(len(line) for line in text.splitlines()) <= 100

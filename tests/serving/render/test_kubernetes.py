@@ -122,7 +122,7 @@ def test_what_kubernetes_does_not_share(one: Launch) -> None:
 
 
 def test_a_cpu_asks_for_no_device(on_cpu: Launch) -> None:
-    pod = container(documents(manifests(*on_cpu))[0]["spec"]["template"])
+    pod = container(documents(manifests(*on_cpu, image="ours:1"))[0]["spec"]["template"])
     assert "resources" not in pod
     assert "securityContext" not in pod
 
