@@ -72,6 +72,7 @@ FACTS: Mapping[str, tuple[str, ...] | type] = MappingProxyType(
         "quantization": str,
         "format": str,
         "kv_cache_dtype": ("auto", "fp8"),
+        "aiter_mla": YES_NO,
         # how it is laid out
         "tp": int,
         "pp": int,
