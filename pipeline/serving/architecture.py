@@ -43,6 +43,8 @@ _ATTENTION_KINDS: Mapping[str, Kind] = {
 _MARKS: Mapping[str, Kind] = {"M": "mamba2", "*": "full", "J": "mamba1"}
 """Marks of Nemotron-H's pattern, in which - and E are feed-forward layers alone; J stands for Jamba's Mamba."""
 
+_BLOCKS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E"}
+
 
 @dataclass(frozen=True, slots=True)
 class Latent:
@@ -118,9 +120,10 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     model_type = str(found.get("model_type") or config.get("model_type") or "")
     defaults = _DEFAULTS.get(model_type, {})
     text = {**defaults, **{key: value for key, value in found.items() if value is not None}}
-    if "tie_word_embeddings" in config and "tie_word_embeddings" not in found:
+    if isinstance(config.get("tie_word_embeddings"), bool):  # the outer model's, which may differ from its text part's
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
-    layers, hidden = _number(text, "num_hidden_layers", "n_layer"), _number(text, "hidden_size", "n_embd")
+    hidden = _number(text, "hidden_size", "n_embd")
+    layers = _number(text, "num_hidden_layers", "n_layer") or len(_blocks(text))
     if layers < 1 or hidden < 1:
         raise UserError(
             f"config.json of a {model_type or 'nameless'} model: found num_hidden_layers {layers} and hidden_size "
@@ -206,9 +209,8 @@ def _recurrent(text: Mapping[str, Any], hidden: int) -> Delta:
 
 
 def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind, ...]:
-    pattern = text.get("hybrid_override_pattern")
-    if isinstance(pattern, str):  # Nemotron-H
-        return _translate(pattern, _MARKS, "none")[:layers]
+    if marks := _blocks(text):
+        return _translate(marks, _MARKS, "none")[:layers]
     named = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(named, list):
         return _translate(named, _ATTENTION_KINDS, "full")[:layers]
@@ -233,6 +235,14 @@ def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind,
     return _alternate("sliding", "sliding", 1, layers)
 
 
+def _blocks(text: Mapping[str, Any]) -> str:
+    """Nemotron-H's pattern of layers that mix tokens or feed forward but never both; empty for other models."""
+    named = text.get("layers_block_type")
+    if isinstance(named, list) and text.get("model_type") == "nemotron_h":
+        return "".join(_BLOCKS.get(str(name), "-") for name in named)
+    return str(text.get("hybrid_override_pattern") or "")
+
+
 def _translate(names: Iterable[Any], kinds: Mapping[str, Kind], otherwise: Kind) -> tuple[Kind, ...]:
     return tuple(kinds.get(name, otherwise) for name in map(str, names))
 
@@ -243,9 +253,8 @@ def _alternate(usual: Kind, last: Kind, every: int, layers: int) -> tuple[Kind, 
 
 
 def _feeds(text: Mapping[str, Any], model_type: str, layers: int, experts: int) -> tuple[Feed, ...]:
-    pattern = text.get("hybrid_override_pattern")
-    if isinstance(pattern, str):
-        return tuple(_feed_of_mark(mark) for mark in pattern)[:layers]
+    if marks := _blocks(text):
+        return tuple(_feed_of_mark(mark) for mark in marks)[:layers]
     routed = (experts > 0 and _routed(text, model_type, number) for number in range(layers))
     return tuple(_feed_of_mark("E" if has_experts else "-") for has_experts in routed)
 

@@ -20,6 +20,7 @@ from pipeline.serving.recurrent_counting import recurrent_pieces
 
 _QKV_BIAS = ("qwen2", "qwen2_moe", "qwen2_5_vl_text", "qwen2_vl_text", "qwen2_vl", "qwen2_5_vl")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_next", "qwen3_5", "gemma3", "olmo2")
+_CORRECTED = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe")
 _FOUR_NORMS = ("gemma2", "gemma3", "olmo2", "glm4")
 
 
@@ -141,8 +142,9 @@ def _experts(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
         yield _linear(f"{at}down_proj", number, "shared-experts", "shared", shape.hidden, width)
     if "shared_expert_intermediate_size" in shape.fields and shape.shared_intermediate:
         yield _vector(f"{prefix}shared_expert_gate", number, "router", shape.hidden)
-    if shape.fields.get("topk_method") == "noaux_tc" or shape.model_type == "glm4_moe":
-        yield _vector(f"{prefix}gate.e_score_correction_bias", number, "router", count)
+    if shape.model_type in _CORRECTED:
+        # In float32, in every release.
+        yield Piece(f"{prefix}gate.e_score_correction_bias", number, "router", "copied", count, 4 * count)
 
 
 def _predictor(shape: Shape, names: Names) -> Iterator[Piece]:

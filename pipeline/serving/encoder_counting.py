@@ -20,7 +20,7 @@ def encoder_pieces(config: Mapping[str, Any], text_hidden: int) -> Iterator[Piec
         sizes = _sizes(vision)
         tower, projector = _COUNT.get(kind.removesuffix("_moe"), _plain)(vision, sizes, config, text_hidden)
         yield Piece("visual", None, "encoder", "encoder", tower, 2 * tower)
-        yield Piece("multi_modal_projector", None, "encoder", "copied", projector, 2 * projector)
+        yield Piece("multi_modal_projector", None, "encoder", "encoder", projector, 2 * projector)
 
 
 def _sizes(vision: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -48,8 +48,11 @@ def _plain(
 def _gemma3(
     vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
 ) -> tuple[int, int]:
+    _, hidden, width = sizes
     tower, projector = _plain({"image_size": 224, **vision}, sizes, config, text_hidden)
-    return tower, projector + sizes[1]
+    if vision.get("vision_use_head", True):  # SigLIP's pooling: a probe that attends to all patches; releases lack it
+        tower += hidden + _blocks(1, hidden, width) - 2 * hidden
+    return tower, projector + hidden
 
 
 def _llama4(

@@ -19,7 +19,7 @@ _SCALES = re.compile(r"(_scale|_scale_inv|_scales|\.scales|\.qzeros|\.g_idx|_zer
 # The first that is found in a name decides; order matters: an expert's projection is no dense one.
 _SORTS: tuple[tuple[str, Role, Split], ...] = (
     (r"(^|\.)(visual|vision_tower|vision_model|audio_tower|vision_encoder)\.", "encoder", "encoder"),
-    (r"multi_modal_projector|mm_projector", "encoder", "copied"),
+    (r"multi_modal_projector|mm_projector", "encoder", "encoder"),
     (r"(^|\.)mtp\.|\.(eh_proj|enorm|hnorm|shared_head)\b", "mtp", "copied"),
     (r"embed_tokens|wte\.", "embeddings", "vocabulary"),
     (r"lm_head", "head", "vocabulary"),
