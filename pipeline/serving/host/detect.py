@@ -23,7 +23,7 @@ from pipeline.serving.host.topology import AmdGpu, amd_gpus
 from pipeline.serving.host.visible import CUDA, ROCR, visible_amd, visible_cuda
 from pipeline.serving.target import Target
 
-_SMI = ("nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.used", "--format=csv,noheader,nounits")
+_SMI = ("nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.reserved,memory.used", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +136,21 @@ def _mode(modes: Sequence[str | None]) -> str | None:
 
 def _nvidia(machine: Machine) -> Detected | None:
     listed = machine.run(_SMI)
-    rows = [[cell.strip() for cell in row] for row in csv.reader((listed or "").splitlines()) if len(row) == 4]
+    rows = [[cell.strip() for cell in row] for row in csv.reader((listed or "").splitlines()) if len(row) == 5]
     rows = [rows[index] for index in visible_cuda(machine.environ, [row[0] for row in rows])]
     if not rows:
         return None
     general = accelerators.hardware("cuda")
-    memory = tuple(Gpu(_mebibytes(total) or 0, _mebibytes(used)) for _, _, total, used in rows)
+    # What the driver reserves is nobody's: the rest is what CUDA says there is, seen on an H200 to the last MiB.
+    memory = tuple(Gpu((_mib(whole) or 0) - (_mib(reserved) or 0), _mib(used)) for _, _, whole, reserved, used in rows)
     return Detected(
-        hardware=_one_kind([accelerators.by_name(name) or general for _, name, _, _ in rows]).name,
+        hardware=_one_kind([accelerators.by_name(name) or general for _, name, *_ in rows]).name,
         gpus=len(rows),
         hbm_bytes=min(gpu.memory for gpu in memory) or None,
         memory=memory,
     )
 
 
-def _mebibytes(cell: str) -> int | None:
+def _mib(cell: str) -> int | None:
     """ "[N/A]" stands where GPU and CPU share their memory, and for what a partition may not see."""
     return int(cell) << 20 if cell.isdigit() else None

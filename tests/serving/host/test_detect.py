@@ -13,7 +13,7 @@ from pipeline.serving.target import Target
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, KEPT, machine
 
-H100 = "GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559, 4\nGPU-bbbb-2, NVIDIA H100 80GB HBM3, 81559, 70000\n"
+H100 = "GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559, 551, 4\nGPU-bbbb-2, NVIDIA H100 80GB HBM3, 81559, 551, 70000\n"
 
 
 def test_eight_mi300x(tmp_path: Path):
@@ -127,14 +127,14 @@ def test_a_missing_link_is_seen(tmp_path: Path):
 
 def test_nvidia_by_its_tool(tmp_path: Path):
     found = detect(machine(tmp_path, smi=H100))
-    assert found.target == Target("h100", 2, 1, 81559 << 20)
+    assert found.target == Target("h100", 2, 1, 81008 << 20)
     assert [gpu.used for gpu in found.memory] == [4 << 20, 70000 << 20]
     assert detect(machine(tmp_path, {"CUDA_VISIBLE_DEVICES": "GPU-bbbb"}, smi=H100)).gpus == 1
     assert detect(machine(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}, smi=H100)).hardware == "cpu"
 
 
 def test_an_nvidia_gpu_without_a_row_is_a_cuda_gpu(tmp_path: Path):
-    found = detect(machine(tmp_path, smi="GPU-c, NVIDIA GB10, [N/A], [N/A]\n"))
+    found = detect(machine(tmp_path, smi="GPU-c, NVIDIA GB10, [N/A], [N/A], [N/A]\n"))
     assert found.target == Target("cuda", 1)
     assert detect(machine(tmp_path, smi="NVIDIA-SMI has failed\n")).hardware == "cpu"
 

@@ -33,7 +33,7 @@ def test_what_cannot_be_told_is_said(tmp_path: Path, finding):
 
 
 def test_any_cuda_gpu_is_cuda(tmp_path: Path, finding):
-    box = machine(tmp_path, smi="GPU-a, NVIDIA H100 80GB HBM3, 81559, 4\n")
+    box = machine(tmp_path, smi="GPU-a, NVIDIA H100 80GB HBM3, 81559, 551, 4\n")
     assert finding("accelerators", box, target="cuda:1").status == "ok"
     assert finding("accelerators", box, target="h200:1").status == "fail"
 
@@ -73,8 +73,9 @@ def test_memory_that_others_hold(tmp_path: Path, finding):
     assert "fuser" in seen.fix
     assert finding("GPU memory", full, utilization=0.4).status == "warn"
     assert finding("GPU memory", machine(full.root, {"CUDA_VISIBLE_DEVICES": "0,1,2"})).status == "ok"
+    assert finding("GPU memory", full, target="h200:1").status == "skipped"
     assert finding("GPU memory", machine(trees.partitioned(tmp_path / "parts"))).status == "skipped"
-    nvidia = machine(tmp_path, smi="GPU-a, NVIDIA H200, 143771, 100000\n")
+    nvidia = machine(tmp_path, smi="GPU-a, NVIDIA H200, 143771, 616, 100000\n")
     assert "nvidia-smi" in finding("GPU memory", nvidia).fix
 
 

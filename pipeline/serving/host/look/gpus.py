@@ -69,7 +69,9 @@ def memory_in_use(subject: Subject) -> Outcome:
     tool = "sudo fuser -v /dev/kfd" if subject.kind == "rocm" else "nvidia-smi"
     values = {"share": f"{subject.utilization:.0%}", "command": tool}
     # Of a partition the driver says what the whole device holds: that is nobody's share.
-    known = [] if subject.detected is None or subject.detected.partitioned else subject.detected.memory
+    found = subject.detected
+    ours = found is not None and found.target.accelerator.kind == subject.kind and not found.partitioned
+    known = found.memory if found is not None and ours else ()
     used = [(gpu.used, gpu.memory, index) for index, gpu in enumerate(known) if gpu.used is not None and gpu.memory]
     if not used:
         return Outcome("skipped", "the driver does not say how much is in use", values)

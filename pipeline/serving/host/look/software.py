@@ -7,11 +7,10 @@ from pipeline.serving import hardware as accelerators
 from pipeline.serving.host.finding import Outcome
 from pipeline.serving.host.look.processor import cpu_flags
 from pipeline.serving.host.subject import Subject
+from pipeline.serving.remarks import NEWEST_READ, OLDEST_READ
 from pipeline.serving.versions import parse_version
 
-#: The versions of vLLM that the table of knobs was read from.
-FIRST, LAST = (0, 11), (0, 33)
-
+_FIRST, _LAST = (parse_version(version)[:2] for version in (OLDEST_READ, NEWEST_READ))
 _BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "a CPU"}
 _BUILD_FIXES = {
     "rocm": "install vLLM's ROCm build in an environment of its own, or use the image rocm/vllm; set QUANTMINT_VLLM",
@@ -22,7 +21,7 @@ _BUILD_FIXES = {
 
 def vllm(subject: Subject) -> Outcome:
     """There is a vLLM, of a version that the table of knobs knows."""
-    first, last = (".".join(map(str, version)) for version in (FIRST, LAST))
+    first, last = (".".join(map(str, version)) for version in (_FIRST, _LAST))
     values = {"first": first, "last": last, "fix": f"install vLLM {last}, or plan for this one with care"}
     there = subject.installed
     if there is None or there.vllm is None:
@@ -33,9 +32,9 @@ def vllm(subject: Subject) -> Outcome:
         version = parse_version(there.vllm)[:2]
     except UserError:
         return Outcome("warn", f"{there.vllm}, which is no release", values)
-    if version < FIRST:
+    if version < _FIRST:
         return Outcome("fail", there.vllm, values)
-    return Outcome("ok" if version <= LAST else "warn", there.vllm, values)
+    return Outcome("ok" if version <= _LAST else "warn", there.vllm, values)
 
 
 def build(subject: Subject) -> Outcome:
