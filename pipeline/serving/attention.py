@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from pipeline.serving.facts import ModelFacts
-from pipeline.serving.versions import parse_version
+from pipeline.serving.versions import parse_version, within
 
 FLAG, VARIABLE, SWITCH = "--attention-backend", "VLLM_ATTENTION_BACKEND", "VLLM_ROCM_USE_AITER"
 
@@ -42,6 +42,11 @@ def aiter_mla(facts: ModelFacts, tensor: int, version: tuple[int, ...]) -> bool:
     """Whether AITER's latent attention takes this model's heads, split over ``tensor`` accelerators."""
     heads = takes("ROCM_AITER_MLA", version).heads
     return facts.attention == "mla" and (heads is None or facts.heads // tensor in heads)
+
+
+def mm_prefix(facts: ModelFacts) -> bool:
+    """Whether tokens of an image attend to each other in both directions, which AITER's backends do not do."""
+    return facts.multimodal and facts.model_type in _document()["mm_prefix"]
 
 
 def known_on_rocm(facts: ModelFacts, version: tuple[int, ...]) -> bool:
@@ -77,8 +82,8 @@ def _holds(row: Mapping[str, Any], family: str, version: tuple[int, ...]) -> boo
 
 
 def _covers(between: Sequence[str | None], version: tuple[int, ...]) -> bool:
-    first, end = between
-    return (first is None or parse_version(first) <= version) and (end is None or version < parse_version(end))
+    first, end = (parse_version(bound) if bound else () for bound in between)
+    return within(version, first, end)
 
 
 @cache

@@ -6,8 +6,9 @@
     >>> replacement("VLLM_ATTENTION_BACKEND", "0.33.0")
     '--attention-backend'
 
-A knob is chosen by facts about model, hardware, layout, workload and version: `Knob.choose` takes the first of its rules that
-holds. The table is ``knob_table/*.yaml``, whose files and entries keep their order; its syntax is described in the first of them.
+A knob is chosen by facts about model, hardware, layout, workload and version: `Knob.choose` takes the first of its
+rules that holds. The table is ``knob_table/*.yaml``, whose files and entries keep their order; its syntax is described
+in the first of them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from pipeline.errors import UserError
+from pipeline.serving.versions import Version, parse_version, trimmed, within
 
 Kind = Literal["flag", "env", "host", "docker"]
 """An argument of `vllm serve`, an environment variable, a setting of the machine, an option of `docker run`."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Version = tuple[int, ...]
 Fact = str | int | float
 
 YES_NO = ("yes", "no")
@@ -72,7 +73,8 @@ FACTS: Mapping[str, tuple[str, ...] | type] = MappingProxyType(
         "quantization": str,
         "format": str,
         "kv_cache_dtype": ("auto", "fp8"),
-        "aiter_mla": YES_NO,
+        "aiter_mla": YES_NO,  # AITER's latent attention takes the heads that one accelerator gets
+        "mm_prefix": YES_NO,  # tokens of an image attend to each other in both directions
         # how it is laid out
         "tp": int,
         "pp": int,
@@ -119,7 +121,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One value of a knob, the facts and versions that call for it, and why. ``value`` is True for a flag without one."""
+    """One value of a knob, the facts and versions that call for it, and why; True for a flag without a value."""
 
     value: str | Literal[True]
     when: Mapping[str, Condition]
@@ -139,9 +141,9 @@ class Rule:
 class Knob:
     """One entry of the table.
 
-    It exists from ``first`` up to ``end``, without the ``gaps``; an empty version leaves that side open. ``outside`` says
-    that it is not vLLM's own, but torch's, RCCL's, the kernel's or Docker's. ``sweep`` holds what tuning tries, ``never``
-    why no rule sets it.
+    It exists from ``first`` up to ``end``, without the ``gaps``; an empty version leaves that side open. ``outside``
+    says that it is not vLLM's own, but torch's, RCCL's, the kernel's or Docker's. ``sweep`` holds what tuning tries,
+    ``never`` why no rule sets it.
     """
 
     name: str
@@ -173,20 +175,6 @@ class Knob:
         return next((rule for rule in self.rules if rule.holds(facts, number)), None)
 
 
-def parse_version(text: str) -> Version:
-    """Release numbers of a vLLM version: "0.32.0+cpu" is (0, 32, 0). UserError for a text that starts with none."""
-    found = re.match(r"v?(\d+(?:\.\d+)*)", text)
-    if found is None:
-        raise UserError(f"{text!r} is not a version of vLLM: expected something like 0.32.0")
-    return tuple(int(part) for part in found[1].split("."))
-
-
-def within(version: Version, first: Version, end: Version) -> bool:
-    """Whether first <= version < end, with an empty bound open; 0.11 and 0.11.0 are one version."""
-    number = _trimmed(version)
-    return _trimmed(first) <= number and (not end or number < _trimmed(end))
-
-
 def value_of(rule: Rule, facts: Mapping[str, Fact]) -> str | None:
     """A rule's value with the facts that it names; None for a flag that takes no value."""
     if rule.value is True:
@@ -195,7 +183,7 @@ def value_of(rule: Rule, facts: Mapping[str, Fact]) -> str | None:
 
 
 def known_in(name: str, version: str) -> bool:
-    """Whether a version of vLLM has a knob. UserError, with the nearest spelling, for a name that is not in the table."""
+    """Whether a version of vLLM has a knob. UserError, with the nearest spelling, for a name without an entry."""
     return knob(name).known(parse_version(version))
 
 
@@ -209,7 +197,7 @@ def replacement(name: str, version: str) -> str | None:
         if entry.known(number):
             return None if entry.name == name else entry.name
         # A version older than the knob needs its predecessor, a younger one its successor.
-        older = bool(entry.first) and _trimmed(number) < _trimmed(entry.first)
+        older = bool(entry.first) and trimmed(number) < trimmed(entry.first)
         for other in entry.replaces if older else entry.replaced_by:
             if other not in seen:
                 seen.add(other)
@@ -248,14 +236,6 @@ def parse_condition(text: str) -> Condition:
 def placeholders(value: str) -> tuple[str, ...]:
     """Names of the facts that a value mentions."""
     return tuple(_PLACEHOLDER.findall(value))
-
-
-def _trimmed(version: Version) -> Version:
-    """A version without the zeros at its end."""
-    numbers = list(version)
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
 
 
 def _text(fact: Fact) -> str:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from pipeline.recipe.schema import Speculative
-from pipeline.serving.attention import aiter_mla
+from pipeline.serving.attention import aiter_mla, mm_prefix
 from pipeline.serving.facts import ModelFacts
 from pipeline.serving.knobs import Fact, table, value_of
 from pipeline.serving.memory import fit, kv_bytes_per_token
@@ -172,6 +172,7 @@ class LaunchRequest:
             "format": facts.checkpoint_format,
             "kv_cache_dtype": self.kv_cache_dtype,
             "aiter_mla": _yes(aiter_mla(facts, layout.tensor, self.numbers)),
+            "mm_prefix": _yes(mm_prefix(facts)),
             "tp": layout.tensor,
             "pp": layout.pipeline,
             "dp": layout.data,

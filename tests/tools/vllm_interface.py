@@ -5,11 +5,12 @@
 Takes source distributions, packed or unpacked, and writes ``<version>.json`` for each:
 
     flags    option strings of `vllm serve`, with the --no- forms of switches
+    bench    option strings of `vllm bench`
     env      VLLM_* variables of envs.py
     choices  by option or variable: the values that a Literal, an enumeration or a list of choices allows
 
-The arguments of the engine are the ``add_argument`` calls of engine/arg_utils.py; those of the frontend are the fields of
-``FrontendArgs`` wherever that class lives. A switch is what the field's type says: argparse gives it a --no- form.
+The arguments of the engine are the ``add_argument`` calls of engine/arg_utils.py; those of the frontend are the fields
+of ``FrontendArgs`` wherever that class lives. A switch is what the field's type says: argparse gives it a --no- form.
 """
 
 from __future__ import annotations
@@ -153,7 +154,14 @@ def interface(root: Path) -> dict[str, Any]:
         if flag in flags and values:
             choices[flag] = values
     choices["attention backends"] = _backends(source)
-    return {"version": _version(root), "flags": sorted(flags), "env": sorted(environment), "choices": choices}
+    bench: set[str] = set().union(*(_added(_parse(path), source) for path in (package / "benchmarks").rglob("*.py")))
+    return {
+        "version": _version(root),
+        "flags": sorted(flags),
+        "bench": sorted(bench),
+        "env": sorted(environment),
+        "choices": choices,
+    }
 
 
 def _version(root: Path) -> str:
@@ -261,7 +269,7 @@ def main() -> None:
             if path.is_file():
                 with tarfile.open(path) as archive:
                     wanted = [item for item in archive if item.name.endswith((".py", "PKG-INFO"))]
-                    archive.extractall(scratch, members=wanted, filter="data")  # noqa: S202 - filtered
+                    archive.extractall(scratch, members=wanted, filter="data")
                 root = next(Path(scratch).iterdir())
             found = interface(root)
         target = given.out / f"{found['version']}.json"
