@@ -219,8 +219,7 @@ def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind,
         return _alternate("delta", "full", every, layers)
     if period := _number(text, "attn_layer_period"):  # Jamba
         offset = _number(text, "attn_layer_offset")
-        marks = ("*" if number % period == offset else "J" for number in numbers)
-        return _translate(marks, _MARKS, "none")
+        return _translate(("*" if number % period == offset else "J" for number in numbers), _MARKS, "none")
     if model_type.startswith("llama4"):
         # A layer without rotary embedding (0) attends to everything; every fourth where nothing is listed.
         rope = text.get("no_rope_layers") or [int((number + 1) % 4 != 0) for number in numbers]

@@ -10,7 +10,7 @@ says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -182,17 +182,27 @@ def as_quantized(
     scheme: str,
     kv_cache: Literal["auto", "fp8"] = "auto",
     format: str = "quark",  # noqa: A002 - the recipe's own word
+    assigned: Callable[[str], str | None] | None = None,
 ) -> ModelFacts:
-    """The facts of what a recipe makes of a 16-bit model: every linear layer of the decoder in ``scheme``.
+    """The facts of what a recipe makes of a model: every linear layer of the decoder in ``scheme``.
 
-    Embeddings, output head, routers, norms, the vision tower and a predictor stay as they are, as `quantmint quantize`
-    leaves them. UserError for a scheme that is not in schemes.yaml, and for a model that is quantized already.
+    ``assigned`` says the scheme of a module by its name, None for 16 bit, where a recipe has exceptions
+    (`pipeline.recipe.modules.assigned`). Embeddings, output head, routers, norms, the vision tower and a predictor
+    stay as they are, as `quantmint quantize` leaves them. UserError for a scheme that is not in schemes.yaml, and for
+    a source that is neither in 16 bit nor in FP8 blocks, as DeepSeek's releases are.
     """
     if scheme not in table():
         raise UserError(f"found scheme {scheme!r}, expected one of {', '.join(table())}.")
-    if facts.quantization != "none":
-        raise UserError(f"the model is in {facts.quantization} already, expected 16-bit weights.")
-    pieces = tuple(piece.stored(scheme) if piece.linear and piece.role != "mtp" else piece for piece in facts.pieces)
+    if facts.quantization != "none" and (facts.quantization, facts.checkpoint_format) != ("fp8_block", "fp8"):
+        raise UserError(
+            f"found a model in {facts.quantization} ({facts.checkpoint_format}), expected 16-bit weights, or FP8 in "
+            "blocks of 128x128.",
+            hint="Start from the 16-bit release of the model.",
+        )
+    scheme_of = assigned or (lambda name: scheme)
+    pieces = tuple(
+        piece.stored(scheme_of(piece.name)) if piece.linear and piece.role != "mtp" else piece for piece in facts.pieces
+    )
     divisor = table()[scheme].input_divisor
     return replace(
         facts,

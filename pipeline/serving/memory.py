@@ -17,8 +17,9 @@ from pipeline.serving.activations import graph_bytes, profile_peak
 from pipeline.serving.cache_groups import CacheGroups, LayerCache, cache_groups
 from pipeline.serving.facts import ModelFacts
 from pipeline.serving.hardware import Hardware
-from pipeline.serving.plan import Layout, Memory, parse_version
+from pipeline.serving.plan import Layout, Memory
 from pipeline.serving.sharding import stage_bytes, stages
+from pipeline.serving.versions import parse_version
 
 _GRAPHS_COUNTED = (0, 21)
 """Graphs are taken off the budget since vLLM 0.21 (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS); before, off the rest."""
@@ -164,15 +165,21 @@ def _caches(facts: ModelFacts, tensor: int, dtype: str, kind: str) -> Iterator[L
             # Chunks keep every token: vLLM turns its hybrid manager off for them (vllm/config/vllm.py).
             yield LayerCache(number, "full", token, extra=extra)
         elif mixer != "none":
-            yield LayerCache(number, "state", _state_bytes(facts, mixer, tensor))
+            yield LayerCache(number, "state", _state_bytes(facts, mixer, tensor, kind))
 
 
-def _state_bytes(facts: ModelFacts, mixer: str, tensor: int) -> int:
-    """One request's state in one layer: the convolution's last inputs, and the recurrent state (mamba_utils.py)."""
+def _state_bytes(facts: ModelFacts, mixer: str, tensor: int, kind: str) -> int:
+    """One request's state in one layer: the convolution's last inputs, and the recurrent state (mamba_utils.py).
+
+    The recurrent state is in 16 bit but where the configuration asks for float32, in Nemotron-H (models/config.py),
+    and on CPUs, whose AMX kernels want it so (platforms/cpu.py; vLLM 0.32).
+    """
     sizes = facts.shape.recurrent
     assert sizes is not None  # noqa: S101 - a layer of this kind has them
-    wide = str(facts.shape.fields.get("mamba_ssm_cache_dtype") or facts.shape.fields.get("mamba_ssm_dtype"))
-    inner, item = sizes.heads * sizes.head_dim, 4 if wide == "float32" else 2
+    fields = facts.shape.fields
+    asked = fields.get("mamba_ssm_cache_dtype") or fields.get("mamba_ssm_dtype")
+    wide = kind == "cpu" or (asked or ("float32" if facts.shape.model_type == "nemotron_h" else "auto")) == "float32"
+    inner, item = sizes.heads * sizes.head_dim, 4 if wide else 2
     groups = math.ceil(sizes.groups / tensor) * tensor if mixer == "mamba2" else sizes.groups
     channels = inner if mixer == "mamba1" else inner + 2 * groups * sizes.state
     return -(-channels // tensor) * (sizes.kernel - 1) * 2 + -(-inner // tensor) * sizes.state * item

@@ -48,8 +48,9 @@ def stage_bytes(
             here = last
         if here:
             total += piece.nbytes * _share(piece, facts, layout, kind, encoder_copied)
-            if piece.name.endswith("kv_b_proj"):
-                total += 2 * piece.parameters / layout.tensor
+    if latent := facts.shape.latent:
+        folded = facts.heads * (latent.nope + latent.value) * latent.rank
+        total += len(layers) * 2 * folded / layout.tensor
     return round(total)
 
 

@@ -122,6 +122,22 @@ def test_a_quantized_model_leaves_more_for_the_cache(scheme: str) -> None:
     assert twice == pytest.approx(2, rel=1e-3)
 
 
+def test_a_recipe_may_leave_modules_in_16_bit() -> None:
+    facts = facts_of("Llama-3.1-8B-Instruct")
+    kept = as_quantized(facts, scheme="ptpc_fp8", assigned=lambda name: None if "down_proj" in name else "ptpc_fp8")
+    down = 32 * 4096 * 14336
+    # Its scales go with it: one a row in 16 bit.
+    expected = as_quantized(facts, scheme="ptpc_fp8").weights + down - 32 * 4096 * 2
+    assert kept.weights == expected
+
+
+def test_fp8_blocks_are_a_source_and_other_formats_are_not() -> None:
+    made = as_quantized(facts_of("DeepSeek-V3"), scheme="mxfp4")
+    assert made.weights < 0.6 * facts_of("DeepSeek-V3").weights
+    with pytest.raises(UserError, match="expected 16-bit weights"):
+        as_quantized(facts_of("gpt-oss-120b"), scheme="ptpc_fp8")
+
+
 def test_what_does_not_fit_is_said_in_numbers() -> None:
     found = on(facts_of("Llama-3.1-405B-Instruct"), Layout())
     assert found.kv_cache < 0
