@@ -55,8 +55,24 @@ class Detected:
     devices: tuple[AmdGpu, ...] = ()
 
     @property
+    def accelerator(self) -> Hardware:
+        """The table's row."""
+        return accelerators.hardware(self.hardware)
+
+    @property
     def target(self) -> Target:
-        """The machine as a target: one node, with the memory that its drivers report."""
+        """The machine as a target: one node, with the memory that its drivers report.
+
+        UserError where partitions are more GPUs than such a node has, which no launch is planned over.
+        """
+        most = self.accelerator.gpus_per_node
+        if self.gpus > most:
+            raise UserError(
+                f"this machine's {self.accelerator.title} are partitioned ({self.compute_partition} with"
+                f" {self.memory_partition}): {self.gpus} GPUs, expected up to {most} in a node",
+                hint="sudo amd-smi set --compute-partition SPX makes them whole; or choose some: "
+                f"{CUDA}={','.join(str(number) for number in range(most))}",
+            )
         return Target(self.hardware, self.gpus, hbm_bytes=self.hbm_bytes)
 
     @property

@@ -38,6 +38,10 @@ def test_a_partition_is_not_a_whole_gpu(tmp_path: Path):
     assert (found.hardware, found.gpus, found.hbm_bytes) == ("mi300x", 64, (192 * GIB - KEPT) // 8)
     assert found.partitioned
     assert (found.compute_partition, found.memory_partition) == ("CPX", "NPS1")
+    with pytest.raises(UserError, match=r"partitioned \(CPX with NPS1\): 64 GPUs, expected up to 8"):
+        _ = found.target
+    some = detect(machine(tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"}))
+    assert some.target == Target("mi300x", 2, 1, (192 * GIB - KEPT) // 8)
     # The last seven of each card have no files of their own: those of the card's address are taken.
     assert len({gpu.device.resolve() for gpu in found.devices if gpu.device}) == 8
 

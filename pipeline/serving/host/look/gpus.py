@@ -17,7 +17,7 @@ def accelerators(subject: Subject) -> Outcome:
     wanted = title if target.accelerator.kind == "cpu" else f"{target.gpus} x {title}"
     if found is None:
         return Outcome("fail", subject.unknown, {"wanted": wanted})
-    row = found.target.accelerator
+    row = found.accelerator
     seen = row.title if row.kind == "cpu" else f"{found.gpus} x {row.title}"
     if target.accelerator.kind == "cpu":
         return Outcome("ok", seen, {"wanted": "a processor"})
@@ -70,7 +70,7 @@ def memory_in_use(subject: Subject) -> Outcome:
     values = {"share": f"{subject.utilization:.0%}", "command": tool}
     # Of a partition the driver says what the whole device holds: that is nobody's share.
     found = subject.detected
-    ours = found is not None and found.target.accelerator.kind == subject.kind and not found.partitioned
+    ours = found is not None and found.accelerator.kind == subject.kind and not found.partitioned
     known = found.memory if found is not None and ours else ()
     used = [(gpu.used, gpu.memory, index) for index, gpu in enumerate(known) if gpu.used is not None and gpu.memory]
     if not used:
