@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.recipe.faults import nearest
 from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
+from pipeline.recipe.modules import assigned
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.schema import Source as SourceSection
 from pipeline.serving.facts import ModelFacts, as_quantized, model_facts
@@ -114,7 +116,11 @@ def _of_recipe(
 
     quantization = recipe.quantization
     facts = as_quantized(
-        source.facts, scheme=quantization.scheme, kv_cache=quantization.kv_cache, format=quantization.format
+        source.facts,
+        scheme=quantization.scheme,
+        kv_cache=quantization.kv_cache,
+        format=quantization.format,
+        assigned=partial(assigned, quantization),
     )
     missing = UserError(
         f"{recipe.name} has made no checkpoint yet",
