@@ -1,7 +1,7 @@
 """Whether a server that somebody else started serves the checkpoint of a plan: what it says of itself, held against it.
 
 HTTP tells a name, a folder, a length and a tokenizer, never the weights. On this machine the folder is proof, as long
-as nobody wrote into it since the server started; elsewhere a server can be shown to be the wrong one, not the right one.
+as nobody wrote into it since the server started; elsewhere a server can be shown to be the wrong one, never the right.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.errors import ServingError
-from pipeline.serving.plan import LaunchPlan, parse_version
+from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.server import Server
+from pipeline.serving.versions import parse_version
 
 #: Words, digits, accents, two other scripts, an emoji and code: where tokenizers part ways.
 _SAMPLE = "The quick brown fox, 1234567890 times; naïve façade 東京 привет 🙂\n\tdef f(x): return x**2"

@@ -124,7 +124,7 @@ def log_of(process: Process, folder: Path) -> Path:
 def ended(member: Member, when: str) -> Exception:
     """What to raise when a process has ended: the cause that its log names."""
     found = diagnose(member.child.log())
-    if found.name == "port":
+    if found.name == "port" and member.port is not None:
         return PortTakenError(member.port)
     hint = f"its log: {member.child.log_path}"
     return ServingError(
