@@ -25,6 +25,7 @@ _COMMANDS = {
     "judge": ("judge", "Judge again from a published gate.json."),
     "recipes": ("recipes", "List the recipes, or print one resolved."),
     "schemes": ("schemes", "List the quantization schemes."),
+    "knobs": ("knobs", "List what a launch of vLLM can set, and why."),
     "doctor": ("doctor", "Check whether this machine is ready to serve."),
     "schema": ("schema", "Print the JSON Schema of recipes."),
     "runs": ("runs", "List past runs."),
