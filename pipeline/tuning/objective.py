@@ -1,8 +1,8 @@
 """Which point is best, and what is no more than noise.
 
 Every figure is compared as a ratio to the base plan's median, as a geometric mean over the workload's cells: a cell
-with large numbers does not drown the others. The noise of a figure is the largest ratio between two launches of the
-base plan itself, so a change counts only where it is larger than what nothing at all did.
+with large numbers does not drown the others. The noise of a figure is the largest ratio between two launches of one
+and the same plan, so a change counts only where it is larger than what nothing at all did.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Literal, TypeAlias
 from pipeline.tuning.results import FIGURES, Figures, Outcome, by_point, figures
 from pipeline.tuning.space import BASE, Point, Trial
 
+LEAST = 1.01
+"""The least noise that is believed: a factor."""
 Goal: TypeAlias = Literal["throughput", "latency", "balanced"]
 
 
@@ -70,23 +72,29 @@ class Judge:
         points = self.points()
         return ratios(points[point], points[BASE]) if point in points and BASE in points else None
 
-    def base_runs(self) -> list[dict[str, float]]:
-        """Each sound run of the base plan relative to their median."""
-        runs = [outcome for trial, outcome in self._outcomes.items() if trial.point == BASE and outcome.status == "ok"]
-        middle = figures(runs)
-        return [] if middle is None else [ratios(one, middle) for run in runs if (one := figures([run])) is not None]
+    def repeats(self) -> list[list[dict[str, float]]]:
+        """For each plan that was launched more than once: its sound runs, relative to their own median."""
+        found = []
+        for runs in by_point(self._outcomes).values():
+            sound = [run for run in runs if run.status == "ok"]
+            middle = figures(sound)
+            if middle is not None and len(sound) > 1:
+                found.append([ratios(one, middle) for run in sound if (one := figures([run])) is not None])
+        return found
 
     def noise(self) -> dict[str, float] | None:
-        """For each figure the largest factor between two runs of the base plan; None before the second run."""
-        runs = self.base_runs()
-        if len(runs) < 2:
+        """For each figure the largest factor between two launches of one plan; None before anything was repeated.
+
+        Never less than `LEAST`: two launches can agree by chance.
+        """
+        repeats = self.repeats()
+        if not repeats:
             return None
-        return {name: max(r[name] for r in runs) / min(r[name] for r in runs) for name in FIGURES}
+        return {name: max(LEAST, *(_range([run[name] for run in runs]) for runs in repeats)) for name in FIGURES}
 
     def score_noise(self) -> float:
-        """The same for the score; 1 before the second run."""
-        scores = [self.objective.score(run) for run in self.base_runs()]
-        return max(scores) / min(scores) if len(scores) > 1 else 1.0
+        """The same for the score."""
+        return max(LEAST, *(_range([self.objective.score(run) for run in runs]) for runs in self.repeats()), 1.0)
 
     def score(self, point: Point) -> float | None:
         """A point's score; None where it has none or breaks a limit."""
@@ -114,3 +122,7 @@ class Judge:
         """The point to recommend; None where no measured point keeps the limits."""
         points = [point for point in self.points() if self.score(point) is not None]
         return self.choose(points) if points else None
+
+
+def _range(values: Sequence[float]) -> float:
+    return max(values) / min(values)

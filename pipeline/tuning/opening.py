@@ -38,6 +38,7 @@ class Opened:
 
     subject: Subject
     facts: ModelFacts
+    arch: str
     existing: Mapping[str, Any]
 
     def default_axes(self) -> tuple[Axis, ...]:
@@ -48,9 +49,10 @@ class Opened:
             facts={
                 "attention": self.facts.attention,
                 "family": self.facts.family,
-                "hybrid": "yes" if self.facts.hybrid else "no",
+                "shared_experts": "yes" if self.facts.shared_experts else "no",
+                "quantization": self.facts.quantization,
+                "arch": self.arch,
                 "tp": str(layout.tensor),
-                "ep": "yes" if layout.expert else "no",
             },
             version=self.subject.vllm.version,
             cores=len(os.sched_getaffinity(0)),
@@ -117,7 +119,7 @@ def open_subject(
         ),
     )
     existing = {} if serve is None else serve.model_dump(mode="json", exclude_defaults=True)
-    return Opened(subject, found.facts, MappingProxyType(existing))
+    return Opened(subject, found.facts, place.accelerator.arch or "", MappingProxyType(existing))
 
 
 def _present(found: ServedModel, text: str, vllm: str | None, store: Store, reporter: Reporter) -> ServedModel:

@@ -11,7 +11,7 @@ from typing import Any
 import eval.report
 from pipeline.tuning.budget import duration
 from pipeline.tuning.plots import Mark, pareto
-from pipeline.tuning.report import COMPARED, Report
+from pipeline.tuning.report import COMPARED, Report, percent
 
 PAGE, DATA = "tuning.html", "tuning.json"
 WIDE, NARROW = 760, 340
@@ -56,7 +56,7 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"ratio": ratio, "figure": figure, "duration": duration, "points": _signs}
+    environment.filters |= {"ratio": percent, "figure": figure, "duration": duration, "points": _signs, "soft": _soft}
     # Ours: the style sheets of two rooms and SVG that was drawn here.
     style = (Path(eval.report.__file__).parent / "page.css").read_text(encoding="utf-8")
     own = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
@@ -116,17 +116,12 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
         before, after = base["cells"][cell][name], best["cells"][cell][name]
         unit = "tok/s" if name == "output_throughput" else "ms"
         arrow = f"{figure(before)} \N{RIGHTWARDS ARROW} {figure(after)} {unit}, {cell}"
-        found.append((SHORT[name].replace("tokens/s", "Output tokens/s"), ratio(change), arrow))
+        found.append((SHORT[name].replace("tokens/s", "Output tokens/s"), percent(change), arrow))
     launches = sum(point["runs"] for point in report["points"])
     found.append(
         ("Launches", str(launches), f"of {len(report['points'])} plans in {duration(report['budget']['spent'] or 0)}")
     )
     return found
-
-
-def ratio(value: float) -> str:
-    """A ratio as a change: +12.3 %, with a real minus sign."""
-    return _signs(f"{100 * (value - 1):+.1f} %")
 
 
 def figure(value: float) -> str:
@@ -138,6 +133,13 @@ def _tone(name: str, change: float, noise: bool) -> str:
     if noise:
         return "shown"
     return "pass" if (change > 1) == (name == "output_throughput") else "fail"
+
+
+def _soft(text: str) -> str:
+    """A knob's name that may be broken where its words end."""
+    from markupsafe import Markup, escape
+
+    return escape(text).replace("_", Markup("_<wbr>"))
 
 
 def _signs(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,8 @@ def pareto(marks: Sequence[Mark], *, x_title: str, width: int, name: str, words:
         axis.tick_params(length=0)
         line = frontier([(mark.y, mark.x) for mark in marks])
         steps = [(marks[index].x, marks[index].y) for index in line]
-        axis.step(*zip(*_to_the_edge(steps, axis), strict=True), where="post", color=colour("candidate"), linewidth=1.6)
+        stairs = _stairs(steps, axis)
+        axis.plot(*zip(*stairs, strict=True), color=colour("candidate"), linewidth=1.6)
         for mark in sorted(marks, key=lambda mark: (mark.best, mark.number == 0)):
             ink = _ink(mark, mark.number in {marks[index].number for index in line})
             axis.plot([mark.x], [mark.y], "o", markersize=2 * _MARK, markerfacecolor=colour("paper"),
@@ -64,7 +66,8 @@ def pareto(marks: Sequence[Mark], *, x_title: str, width: int, name: str, words:
                           va="center", textcoords="offset points", fontsize=11, color=colour(ink), zorder=4,
                           fontweight="bold" if mark.best or mark.number == 0 else "normal")  # fmt: skip
         if words:
-            _write(axis, marks, {marks[index].number for index in line}, (width - left - right, height - top - bottom))
+            room = (width - left - right, height - top - bottom)
+            _write(axis, marks, {marks[index].number for index in line}, stairs, room)
         label = "; ".join(f"{mark.text}: {mark.y:,.0f} tokens/s at {mark.x:,.1f} ms" for mark in marks)
         return inline(drawing, name=name, label=f"Output tokens/s against {x_title}. {label}", css_class="plot")
 
@@ -86,20 +89,31 @@ def _limits(axis: Any, marks: Sequence[Mark]) -> None:
         setter(max(0.0, middle - 0.62 * room), middle + 0.62 * room)
 
 
-def _to_the_edge(steps: Sequence[tuple[float, float]], axis: Any) -> list[tuple[float, float]]:
-    """The staircase from the lower edge, through the points, to the right edge: what lies below it is beaten."""
-    (first, _), (_, highest) = steps[0], steps[-1]
-    return [(first, axis.get_ylim()[0]), *steps, (axis.get_xlim()[1], highest)]
+def _stairs(steps: Sequence[tuple[float, float]], axis: Any) -> list[tuple[float, float]]:
+    """Corners of the line from the lower edge, through the points, to the right edge: what lies below it is beaten."""
+    corners = [(steps[0][0], axis.get_ylim()[0]), steps[0]]
+    for x, y in steps[1:]:
+        corners += [(x, corners[-1][1]), (x, y)]
+    return [*corners, (axis.get_xlim()[1], corners[-1][1])]
 
 
-def _write(axis: Any, marks: Sequence[Mark], on_line: set[int], size: tuple[float, float]) -> None:
-    """Labels where they hide no mark and no other label: the ones that matter first, none where there is no room."""
+def _write(
+    axis: Any,
+    marks: Sequence[Mark],
+    on_line: set[int],
+    stairs: Sequence[tuple[float, float]],
+    size: tuple[float, float],
+) -> None:
+    """Labels where they hide no mark, line or other label: the ones that matter first, none where there is no room."""
     (x_low, x_high), (y_low, y_high) = axis.get_xlim(), axis.get_ylim()
-    place = {
-        mark.number: (size[0] * (mark.x - x_low) / (x_high - x_low), size[1] * (mark.y - y_low) / (y_high - y_low))
-        for mark in marks
-    }
+
+    def pixels(x: float, y: float) -> tuple[float, float]:
+        return size[0] * (x - x_low) / (x_high - x_low), size[1] * (y - y_low) / (y_high - y_low)
+
+    place = {mark.number: pixels(mark.x, mark.y) for mark in marks}
     taken = [_Box(x - _MARK, y - _MARK, x + _MARK, y + _MARK) for x, y in place.values()]
+    for one, two in itertools.pairwise(pixels(*corner) for corner in stairs):
+        taken.append(_Box(one[0] - 1, min(one[1], two[1]) - 1, two[0] + 1, max(one[1], two[1]) + 1))
     ordered = sorted(marks, key=lambda mark: (not mark.best, mark.number != 0, mark.number not in on_line, mark.number))
     for mark in ordered:
         x, y = place[mark.number]

@@ -238,11 +238,16 @@ def _verdict(sweep: Sweep, best: Point | None) -> str:
     relative = judge.ratios(best) or {}
     broken = "" if judge.score(BASE) is not None else f"; the base plan does not keep {_limits(sweep.objective)}"
     shown = {
-        "throughput": f"{relative['output_throughput'] - 1:+.1%} output tokens/s",
-        "latency": f"{1 / score - 1:+.1%} latency (time to first token and between tokens, 99th percentile)",
-        "balanced": f"{score - 1:+.1%} in tokens/s and latency together",
+        "throughput": f"{percent(relative['output_throughput'])} output tokens/s",
+        "latency": f"{percent(1 / score)} latency (time to first token and between tokens, 99th percentile)",
+        "balanced": f"{percent(score)} in tokens/s and latency together",
     }[sweep.objective.goal]
     return f"{shown} against the base plan{broken}."
+
+
+def percent(value: float) -> str:
+    """A ratio as a change: +12.3 %, with a real minus sign."""
+    return f"{100 * (value - 1):+.1f} %".replace("-", "\N{MINUS SIGN}")
 
 
 def _limits(objective: Objective) -> str:
@@ -268,9 +273,9 @@ def _notes(sweep: Sweep) -> list[str]:
         notes.append(f"The plan has {replicas} replicas: one was measured, with its share of the requests in flight.")
     if sweep.judge.noise() is None:
         notes.append("The base plan was measured once: its noise is unknown, and small differences mean nothing.")
-    elif len(sweep.judge.base_runs()) < 3:
+    elif sum(len(runs) for runs in sweep.judge.repeats()) < 3:
         notes.append(
-            "The noise is the spread of two launches of the base plan; --repeat gives a better estimate of it."
+            "The noise is what two launches of the base plan differ by; --repeat 2 or more estimates it better."
         )
     return notes
 

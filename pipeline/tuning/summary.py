@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.tuning.page import SHORT, figure, ratio
-from pipeline.tuning.report import COMPARED, PointReport, Report
+from pipeline.tuning.page import SHORT, figure
+from pipeline.tuning.report import COMPARED, PointReport, Report, percent
 
 
 def markdown(report: Report) -> str:
@@ -25,7 +25,10 @@ def markdown(report: Report) -> str:
     )
     text = [lines[0], rule, *lines[1:]]
     if noise is not None:
-        text += ["", f"~ within the base plan's own spread ({(noise['output_throughput'] - 1):.1%} in tokens/s)"]
+        text += [
+            "",
+            f"~ noise: launches of one plan differ by up to {percent(noise['output_throughput'])[1:]} in tokens/s",
+        ]
     text += [""] + [
         f"{point['label']}: {point['status']}: {point['why']}" for point in report["points"] if point["why"]
     ]
@@ -53,7 +56,7 @@ def _figures(report: Report, point: PointReport, noise: dict[str, float] | None)
         )
     return [
         ("~" if noise and 1 / noise[name] <= point["ratios"][name] <= noise[name] else "")
-        + ratio(point["ratios"][name])
+        + percent(point["ratios"][name])
         for name in COMPARED
     ]
 
