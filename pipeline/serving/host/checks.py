@@ -109,6 +109,8 @@ def preflight(
 
     A name without a check, or with one that is no question for the plan's hardware, gives a finding that was skipped.
     """
+    if not plan.host:
+        return ()
     subject = look(machine, target=target_of(plan), vllm=vllm, port=port, wanted=wanted, utilization=_utilization(plan))
     found = {finding.name: finding for finding in examine(subject, {check.name for check in plan.host})}
     return tuple(

@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.serving.facts import model_facts
 from pipeline.serving.host.checks import LOOKS, checks, examine, preflight
 from pipeline.serving.host.finding import script
 from pipeline.serving.host.subject import look
 from pipeline.serving.knobs import table
 from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory
+from pipeline.serving.planner import plan_serving
+from pipeline.serving.profiles import profile
 from pipeline.serving.target import Target, parse_target
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, machine
 
+CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 GUIDES = ("ROCm 2025", "ROCm 2026", "vLLM MI300X 2024", "ROCm FP8 2024", "vLLM parallelism")
 
 
@@ -111,6 +115,24 @@ def test_a_plan_is_checked_for_what_it_names(tmp_path: Path, vllm: Path):
     unknown = preflight(plan("CPU flags", "no such check"), box, vllm=vllm)
     assert [finding.status for finding in unknown] == ["skipped", "skipped"]
     assert preflight(plan(), box, vllm=vllm) == ()
+
+
+@pytest.mark.parametrize("target", ["mi300x:1", "mi300x:8", "mi300x:16"])
+def test_what_the_planner_demands_is_met_by_a_healthy_machine(tmp_path: Path, vllm: Path, target: str):
+    folder = CONFIGS / "Llama-3.1-405B-Instruct" if target != "mi300x:1" else CONFIGS / "Llama-3.1-8B-Instruct"
+    planned = plan_serving(
+        folder,
+        model_facts(folder),
+        target=parse_target(target),
+        profile=profile("throughput"),
+        vllm_version="0.32.0",
+    )
+    box = trees.instinct(tmp_path)
+    trees.infiniband(box, [("4: ACTIVE", "5: LinkUp")])
+    found = preflight(planned, machine(box, installed={"vllm": "0.32.0", "ray": "2.50.0"}), vllm=vllm)
+    assert [finding.name for finding in found] == [check.name for check in planned.host]
+    assert not [finding for finding in found if finding.status == "fail"]
+    assert {"numa_balancing", "/dev/kfd"} <= {finding.name for finding in found}
 
 
 @pytest.mark.parametrize(
