@@ -49,6 +49,7 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option("--image", help="Container image (default: vLLM's own of the version).")
 @click.option("--volume-claim", metavar="NAME", help="PersistentVolumeClaim with the model, for --kubernetes.")
 @click.option("--host-ip", metavar="A,B,...", help="Addresses of several nodes on their private network, in order.")
+@click.option("--node-rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which of them this is.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the model's own Python code.")
 @click.option("--startup-timeout", type=click.FloatRange(min=1), default=3600, show_default=True, help="Seconds.")
 @click.option(
@@ -67,7 +68,7 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
     MODEL is a folder, organisation/name[@revision] of the Hub, or a recipe: what it has made, or its --baseline.
     Servers listen on the loopback interface. To plan, a config.json is enough.
     """
-    from pipeline.launching.foreground import serve
+    from pipeline.launching.foreground import How, serve
 
     forms = [form for form in _FORMS if given[form]]
     if len(forms) > 1:
@@ -76,15 +77,15 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
     if dry_run or forms:
         _show(request, forms[0] if forms else "", given)
         return 0
-    launcher = given["launcher"] or ("ray" if request.target.nodes > 1 else "local")
-    return serve(
-        request,
-        launcher,
+    how = How(
+        kind=given["launcher"],
         logs=given["store_path"] / "logs",
         startup_timeout=startup_timeout,
         image=given["image"],
         endpoint=given["endpoint"],
+        node_rank=given["node_rank"],
     )
+    return serve(request, how)
 
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,7 @@ import click
 from pipeline.errors import UserError
 from pipeline.serving.logscan import LogScan
 from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.render.invocation import is_ray
 
 if TYPE_CHECKING:
     from pipeline.launching.request import Request
@@ -42,10 +44,20 @@ class Launcher(Protocol):
         ...
 
 
-def serve(
-    request: Request, kind: str, *, logs: Path, startup_timeout: float, image: str | None, endpoint: str | None
-) -> int:
-    """Serve until somebody asks for the end, which is exit code 0.
+@dataclass(frozen=True, slots=True)
+class How:
+    """Who starts the servers: ``kind`` is local, docker, endpoint or ray, None for what the plan needs."""
+
+    kind: str | None
+    logs: Path
+    startup_timeout: float
+    image: str | None = None
+    endpoint: str | None = None
+    node_rank: int = 0
+
+
+def serve(request: Request, how: How) -> int:
+    """Serve until somebody asks for the end, which is exit code 0; 130 where that was before a server answered.
 
     Raises `ServingError` where a server does not start or dies, with the cause that its log names.
     """
@@ -53,32 +65,37 @@ def serve(
 
     plan, processes = request.plan()
     reporter = reporter_for(json=False)
-    for line in _unready(request, plan):
-        reporter.warn(line)
-    launcher = _launcher(request, kind, image, endpoint)
-    folder = logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
+    launcher = _launcher(request, plan, processes, how)
+    if how.kind != "endpoint":
+        for line in _unready(request, plan):
+            reporter.warn(line)
+    folder = how.logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
+    text = f"starting {plan.served_model_name}: weights, graphs, KV cache"
     answered = False
     try:
         with stoppable(), ExitStack() as stack:
-            with waiting(f"starting {plan.served_model_name}: weights, graphs, KV cache", spinning=sys.stderr.isatty()):
+            with waiting(text, spinning=sys.stderr.isatty()):
                 running = stack.enter_context(
-                    launcher.deploy(plan, processes, folder, startup_timeout=startup_timeout, say=reporter.say)
+                    launcher.deploy(plan, processes, folder, startup_timeout=how.startup_timeout, say=reporter.say)
                 )
             answered = True
-            for line in _report(plan, running.servers):
+            for line in _report(plan, running.servers, folder):
                 click.echo(line)
-            click.echo(f"try         {example(running.servers[0])}")
-            click.echo(f"stop        Ctrl-C; logs in {folder}")
             running.watch()
     except StoppedError:
         click.echo("stopped" if answered else "stopped before it answered", err=not answered)
     return 0 if answered else 130
 
 
-def _report(plan: LaunchPlan, servers: Sequence[Server]) -> Iterator[str]:
+def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator[str]:
+    """What there is to know of servers that answer, and how one is asked; a node that only joins has none."""
     for server in servers:
-        scan = None if server.log_path is None else server.scan_log()
-        yield from told(server, scan)
+        yield from told(server, None if server.log_path is None else server.scan_log())
+    if servers:
+        yield f"try         {example(servers[0])}"
+    else:
+        yield "joined      the head of this launch serves"
+    yield f"stop        Ctrl-C; logs in {logs}"
 
 
 def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
@@ -92,23 +109,26 @@ def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
             yield f"{finding.name}: found {finding.found}, expected {finding.expected}; {finding.fix}"
 
 
-def _launcher(request: Request, kind: str, image: str | None, endpoint: str | None) -> Launcher:
+def _launcher(request: Request, plan: LaunchPlan, processes: Sequence[Process], how: How) -> Launcher:
     from pipeline.serving.launchers.docker import DockerLauncher
     from pipeline.serving.launchers.endpoint import EndpointLauncher
     from pipeline.serving.launchers.local import LocalLauncher
 
-    if kind == "docker":
-        return DockerLauncher(image)
-    if kind == "endpoint":
-        if endpoint is None:
+    if how.kind == "endpoint":
+        if how.endpoint is None:
             raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
-        return EndpointLauncher(endpoint)
+        return EndpointLauncher(how.endpoint)
+    nodes = plan.layout.nodes
+    if nodes > 1 and len(request.hosts) < nodes:
+        raise UserError(f"--host-ip: found {len(request.hosts)} addresses, expected {nodes}, one for each node")
+    if how.kind == "docker":
+        return DockerLauncher(how.image, node_rank=how.node_rank)
     assert request.environment is not None  # noqa: S101 - looked for before anything else
-    if kind == "ray":
-        from pipeline.serving.launchers.ray import RayLauncher
+    if how.kind == "ray" or (how.kind is None and any(is_ray(process) for process in processes)):
+        from pipeline.serving.launchers.ray_cluster import RayLauncher
 
-        return RayLauncher(request.environment.executable)
-    return LocalLauncher(request.environment.executable)
+        return RayLauncher(request.environment.executable, node_rank=how.node_rank)
+    return LocalLauncher(request.environment.executable, node_rank=how.node_rank)
 
 
 class StoppedError(BaseException):

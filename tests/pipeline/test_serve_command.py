@@ -163,7 +163,7 @@ def test_a_recipe_serves_what_it_made(quantmint: Quantmint, project: Path) -> No
     assert plan["facts"]["counted"] is False
     assert not any("only planned" in warning for warning in plan["warnings"])
     # Another scheme, and the checkpoint in the store is no more what the recipe says.
-    (project / "r.yaml").write_text(recipe.replace("ptpc_fp8", "fp8_block"))
+    (project / "r.yaml").write_text(recipe.replace("ptpc_fp8", "mxfp4_weight_only"))
     assert quantmint(*given).json["argv"][2] == str(project / "published" / "r")
 
 

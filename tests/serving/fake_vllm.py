@@ -6,6 +6,7 @@
     seconds  before the server listens, in mode slow
     log      text to write before anything else
     code     exit code in mode die
+    children what each child runs before it sleeps; [] for a server that ends at once
     runs     a file that gets a line with the port of every start; with `die_until`, the first starts end with `log`
 
 It writes its own pid, its child's and its environment into MODEL, for the tests to look at.
@@ -13,6 +14,7 @@ It writes its own pid, its child's and its environment into MODEL, for the tests
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -27,7 +29,7 @@ STUBBORN = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IG
 
 def main() -> int:
     model = Path(sys.argv[2])
-    given = dict(zip(sys.argv[3::2], sys.argv[4::2], strict=False))
+    given = dict(itertools.pairwise(sys.argv[3:]))  # some flags have no value
     settings = json.loads((model / "fake.json").read_text()) if (model / "fake.json").exists() else {}
     mode = settings.get("mode", "serve")
     starts = model / "starts"
@@ -42,7 +44,7 @@ def main() -> int:
     # One child in the group, and one that leaves it: both must go.
     children = [
         subprocess.Popen([sys.executable, "-I", "-S", "-c", STUBBORN.format(extra=extra)]).pid
-        for extra in ("", "os.setsid(); ")
+        for extra in settings.get("children", ("", "os.setsid(); "))
     ]
     (model / "pids.json").write_text(json.dumps([os.getpid(), *children]))
     if mode == "hang":

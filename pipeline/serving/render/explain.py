@@ -57,11 +57,15 @@ def _model(plan: LaunchPlan, facts: ModelFacts) -> Iterator[str]:
         about[0] += f", {facts.experts_per_token} of {facts.experts} experts a token ({facts.density:.2g} %)"
     about += [word for word, holds in (("multimodal", facts.multimodal), ("hybrid", facts.hybrid)) if holds]
     yield _row("", facts.architecture)
-    yield _row("", ", ".join([*about, f"{facts.parameters / 1e9:,.3g} B parameters"]))
+    yield _row("", ", ".join([*about, f"{_count(facts.parameters)} parameters"]))
     stored = "16 bit" if facts.quantization == "none" else facts.quantization
     stored += f" with {facts.kv_cache_scheme} KV scales" if facts.kv_cache_scheme else ""
     weights = f"{facts.weights / 1e9:,.1f} GB" if facts.weights >= 1e8 else f"{facts.weights / 1e6:,.1f} MB"
     yield _row("", f"{stored}, {weights} of weights" + (", counted from config.json" if facts.counted else ""))
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:,.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:,.3g} M"
 
 
 def _target(plan: LaunchPlan, installed: str | None) -> Iterator[str]:
