@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import yaml
 
-from pipeline.serving.plan import knobs
+from pipeline.serving.knobs import table
 
 #: What vLLM says when the cause stands further up.
 _ECHO = re.compile(r"root cause above|Engine core initialization failed|WorkerProc initialization failed")
@@ -54,7 +54,7 @@ def diagnose(log: str) -> Diagnosis:
 def _nearest(groups: dict[str, str]) -> str:
     """A known spelling for the first argument that vLLM did not recognize."""
     unknown = groups.get("arguments", "").split()
-    known = [knob.name for knob in knobs() if knob.kind == "flag"]
+    known = [knob.name for knob in table().values() if knob.kind == "flag"]
     close = get_close_matches(unknown[0], [name for name in known if name != unknown[0]], n=1) if unknown else []
     return f" (near: {close[0]})" if close else ""
 

@@ -15,11 +15,10 @@ from pipeline.serving.knobs import (
     Condition,
     Knob,
     Rule,
-    Version,
     parse_condition,
-    parse_version,
     placeholders,
 )
+from pipeline.serving.versions import Version, parse_version
 
 _KEYS = (
     *(

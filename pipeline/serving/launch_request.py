@@ -154,7 +154,6 @@ class LaunchRequest:
             "trust_remote_code": _yes(self.trust_remote_code),
             "speculative": _yes(self.speculative is not None),
             "speculative_config": "" if self.speculative is None else speculative_config(self.speculative),
-            "vllm_version": ".".join(map(str, self.numbers)),
             "tuned_gemms": _yes(self.tunableop is not None),
             "tunableop_file": self.tunableop or "",
             "family": facts.family,

@@ -16,6 +16,20 @@ _SIZES = {
     "--data-parallel-size": "data",
 }
 _EXPERT = "--enable-expert-parallel"
+#: What the launcher gives to each process (`processes.py`), and what is no argument of a server.
+_NOT_OURS = frozenset(
+    {
+        *("--host", "--port", "--headless", "--model", "--nnodes", "--node-rank", "--master-addr"),
+        *(
+            "--data-parallel-size-local",
+            "--data-parallel-address",
+            "--data-parallel-rank",
+            "--data-parallel-start-rank",
+        ),
+        *("--data-parallel-rpc-port", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "VLLM_HOST_IP", "HF_TOKEN"),
+    }
+)
+_BENCHMARK = "Benchmarks"
 #: Knobs whose value the plan must know as a number.
 _NUMBERS = frozenset({"--max-num-seqs", "--max-num-batched-tokens", "--block-size", *_SIZES})
 
@@ -24,12 +38,14 @@ def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict
     """The same, in their order.
 
     UserError for a name that the table lacks (with the nearest spelling), for a knob that this version of vLLM lacks
-    (with what took its place), for one that a launch cannot set, and for text where a number belongs.
+    (with what took its place), for one that a launch or its launcher sets, and for text where a number belongs.
     """
     for name, value in overrides.items():
         entry = knob(name)
         if entry.kind not in {"flag", "env"}:
             raise UserError(f"{name} is no flag or variable of a launch: it is set on the machine")
+        if name in _NOT_OURS or entry.topic == _BENCHMARK:
+            raise UserError(f"{name} cannot be set in a plan: {entry.never}")
         if value is False:
             continue
         if not known_in(name, version):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pipeline.serving.remarks import NEWEST_READ as NEWEST_READ  # what is planned for where no vLLM is installed
 from pipeline.stage import Job, Output, Setting, write_json
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
@@ -21,8 +24,6 @@ Side = Literal["candidate", "baseline"]
 SIDES: tuple[Side, ...] = ("candidate", "baseline")
 LAUNCH = "launch.json"
 SERVER_LOG = "server.log"
-NEWEST_READ = "0.33.0"
-"""The newest vLLM that the table of knobs was written against: what is planned for where none is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,13 @@ class ServeStage:
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The launch, without where the model lies."""
-        launch = launch_plan(setting, self.side, Path("MODEL"))
-        return {"launch": launch.canonical(), "hardware": setting.recipe.target.hardware}
+        launch = launch_plan(setting, self.side, Path("MODEL")).canonical()
+        kernels = setting.loaded.tunableop
+        if kernels is not None:  # what TunableOp found, and not where that lies
+            digest = hashlib.sha256(kernels.read_bytes()).hexdigest()
+            env = {name: digest if value == str(kernels) else value for name, value in launch["env"].items()}
+            launch = {**launch, "env": env}
+        return {"launch": launch, "hardware": setting.recipe.target.hardware}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """vLLM's version."""
@@ -92,23 +98,51 @@ def model_key(side: Side) -> str:
 
 
 def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
-    """The launch of a side: the same flags for both, but for the KV cache that belongs to the checkpoint."""
-    from pipeline.serving.plan import plan_launch
+    """The launch of a side: the layout that the 16-bit side needs, and the same knobs for both.
+
+    What differs belongs to the checkpoint, which is the type of the KV cache. Of several independent servers one is
+    planned for and measured.
+    """
+    from pipeline.recipe.modules import assigned
+    from pipeline.serving.facts import as_quantized, facts_of_config
+    from pipeline.serving.planner import plan_serving
+    from pipeline.serving.profiles import profile
+    from pipeline.serving.target import parse_target
 
     recipe = setting.recipe
-    quantized = side == "candidate" and recipe.quantization.kv_cache == "fp8"
-    return plan_launch(
+    in_flight = max(recipe.evaluation.concurrency, *(cell.concurrency for cell in setting.workload.cells))
+    tunableop = setting.loaded.tunableop
+    plan = partial(
+        plan_serving,
         model,
-        config=setting.config,
-        hardware=recipe.target.hardware,
-        gpus=recipe.target.gpus,
-        max_model_len=recipe.target.max_model_len,
-        kv_cache_dtype="fp8" if quantized else "auto",
-        concurrency=max(recipe.evaluation.concurrency, *(cell.concurrency for cell in setting.workload.cells)),
+        target=parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}"),
+        profile=profile(
+            recipe.serve.profile or setting.workload.profile,
+            concurrency=in_flight,
+            max_model_len=recipe.target.max_model_len,
+        ),
         vllm_version=NEWEST_READ if setting.vllm is None else setting.vllm.version,
-        cpu_threads=os.cpu_count() or 1,
+        purpose="measure",
+        overrides=recipe.serve.overrides,
+        speculative=recipe.serve.speculative,
         trust_remote_code=recipe.trust_remote_code,
+        cpu_threads=os.cpu_count() or 1,
+        packed=recipe.serve.pack,
+        tunableop=None if tunableop is None else str(tunableop),
     )
+    source = facts_of_config(setting.config)
+    baseline = plan(source, kv_cache_dtype="auto")
+    if side == "baseline":
+        return baseline
+    quantization = recipe.quantization
+    made = as_quantized(
+        source,
+        scheme=quantization.scheme,
+        kv_cache=quantization.kv_cache,
+        format=quantization.format,
+        assigned=partial(assigned, quantization),
+    )
+    return plan(made, kv_cache_dtype=quantization.kv_cache, layout=baseline.layout)
 
 
 def vllm_version(setting: Setting) -> dict[str, str]:

@@ -17,8 +17,11 @@ from pipeline.errors import InspectionError
 from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
 from pipeline.runner import Outcome, run_plan
+from pipeline.serving.facts import model_facts
 from pipeline.serving.launchers.local import LocalLauncher
-from pipeline.serving.plan import LaunchPlan, plan_launch
+from pipeline.serving.planner import plan_serving
+from pipeline.serving.profiles import profile
+from pipeline.serving.target import parse_target
 from pipeline.session import open_setting
 from pipeline.stage import Job, Output, Planned, Setting, write_json
 from pipeline.stages.quantize import CHECKPOINT, QuantizeStage
@@ -223,16 +226,14 @@ def _prompts(finished: Finished) -> list[str]:
 
 
 def _answers(vllm: Path, model: Path, prompts: Sequence[str], log: Path) -> tuple[list[tuple[float, ...]], str]:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    plan: LaunchPlan = plan_launch(
+    plan = plan_serving(
         model,
-        config=config,
-        hardware="cpu",
-        gpus=1,
-        max_model_len=512,
-        kv_cache_dtype="fp8",
-        concurrency=16,
+        model_facts(model),
+        target=parse_target("cpu"),
+        profile=profile("latency", concurrency=16, max_model_len=512),
         vllm_version="0.32.0",
+        purpose="measure",
+        kv_cache_dtype="fp8",
         cpu_threads=2,
     )
     with LocalLauncher(vllm).launch(plan, log, startup_timeout=600) as server:

@@ -9,10 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.serving.facts import model_facts
 from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.logscan import LogScan
-from pipeline.serving.plan import plan_launch
+from pipeline.serving.planner import plan_serving
+from pipeline.serving.profiles import profile
 from pipeline.serving.server import HOST, Server
+from pipeline.serving.target import parse_target
 from tests.served.cases import MODEL, Case
 
 if TYPE_CHECKING:
@@ -69,15 +72,14 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 
 def serve(case: Case, folder: Path, vllm: VllmEnvironment, hardware: str, *, cpu_threads: int = 2) -> Served:
     """Launch the checkpoint as a recipe would, and ask. Raises `ServingError` where vLLM does not load it."""
-    plan = plan_launch(
+    plan = plan_serving(
         folder,
-        config=json.loads((folder / "config.json").read_text(encoding="utf-8")),
-        hardware=hardware,
-        gpus=1,
-        max_model_len=512,
-        kv_cache_dtype="fp8" if case.kv_cache == "fp8" else "auto",
-        concurrency=PROMPTS,
+        model_facts(folder),
+        target=parse_target(hardware),
+        profile=profile("latency", concurrency=PROMPTS, max_model_len=512),
         vllm_version=vllm.version,
+        purpose="measure",
+        kv_cache_dtype="fp8" if case.kv_cache == "fp8" else "auto",
         cpu_threads=cpu_threads,
     )
     log = folder.with_name(f"{folder.name}.log")

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import ServingError, UserError
 from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.serving.facts import model_facts
 from pipeline.serving.launchers.local import LocalLauncher
-from pipeline.serving.plan import LaunchPlan, plan_launch
+from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.planner import plan_serving
+from pipeline.serving.profiles import profile
+from pipeline.serving.target import parse_target
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -28,18 +33,17 @@ def vllm() -> VllmEnvironment:
     return found
 
 
-def plan_for(model: Path, version: str, **changes: object) -> LaunchPlan:
-    given = {
-        "config": json.loads((model / "config.json").read_text()),
-        "hardware": "cpu",
-        "gpus": 1,
-        "max_model_len": 256,
-        "kv_cache_dtype": "auto",
-        "concurrency": 4,
-        "vllm_version": version,
-        "cpu_threads": 1,
-    }
-    return plan_launch(model, **(given | changes))
+def plan_for(model: Path, version: str) -> LaunchPlan:
+    return plan_serving(
+        model,
+        model_facts(model),
+        target=parse_target("cpu"),
+        profile=profile("latency", concurrency=4, max_model_len=256),
+        vllm_version=version,
+        purpose="measure",
+        kv_cache_dtype="auto",
+        cpu_threads=1,
+    )
 
 
 def processes_naming(model: Path) -> list[int]:
@@ -94,10 +98,10 @@ def test_a_flag_that_this_version_does_not_know(vllm: VllmEnvironment, tiny_llam
 
 
 def test_a_length_that_the_model_does_not_have(vllm: VllmEnvironment, tiny_llama: Path, tmp_path: Path):
+    plan = plan_for(tiny_llama, vllm.version)
+    longer = replace(plan, argv=tuple("4096" if word == "256" else word for word in plan.argv))
     with (
         pytest.raises(ServingError, match=r"target\.max_model_len is 4096, but the model ends at 512"),
-        LocalLauncher(vllm.executable).launch(
-            plan_for(tiny_llama, vllm.version, max_model_len=4096), tmp_path / "vllm.log", startup_timeout=400
-        ),
+        LocalLauncher(vllm.executable).launch(longer, tmp_path / "vllm.log", startup_timeout=400),
     ):
         pass

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from importlib import resources
 
 import pytest
 import yaml
 
-from pipeline.canonical import canonical_json
 from pipeline.errors import UserError
 from pipeline.serving.diagnosis import diagnose
 from pipeline.serving.hardware import cautions, hardware, local_cpu_flags, native_on, refusal, table
 from pipeline.serving.logscan import scan_log
-from pipeline.serving.plan import knobs, parse_version, plan_launch
-
-LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "num_hidden_layers": 32}
-DEEPSEEK = LLAMA | {"kv_lora_rank": 512, "num_attention_heads": 128}
-
-
-def plan(**changes: object):
-    given = {
-        "config": LLAMA,
-        "hardware": "mi300x",
-        "gpus": 1,
-        "max_model_len": 8192,
-        "kv_cache_dtype": "auto",
-        "concurrency": 64,
-        "vllm_version": "0.32.0",
-    }
-    return plan_launch("/models/m", **(given | changes))
 
 
 def test_hardware_facts():
@@ -91,104 +72,16 @@ def test_rules_name_facts_that_exist():
     assert flags is None or len(flags) > 5
 
 
-def test_a_candidate_differs_from_its_baseline_by_the_cache_only():
-    baseline, candidate = plan(), plan(kv_cache_dtype="fp8")
-    assert candidate.env == baseline.env
-    at = candidate.argv.index("--kv-cache-dtype")
-    assert candidate.argv[at + 1] == "fp8"
-    assert candidate.argv[:at] + candidate.argv[at + 2 :] == baseline.argv
-
-
-def test_an_instinct_plan():
-    two = plan(gpus=2)
-    assert two.argv[:3] == ("vllm", "serve", "/models/m")
-    assert two.tensor_parallel_size == 2
-    assert two.env["NCCL_MIN_NCHANNELS"] == "112"
-    assert two.env["VLLM_ROCM_USE_AITER"] == "1"
-    assert two.argv[two.argv.index("--attention-backend") + 1] == "ROCM_AITER_FA"
-    assert "NCCL_MIN_NCHANNELS" not in plan().env
-    assert "NCCL_MIN_NCHANNELS" not in plan(gpus=2, hardware="mi355x").env
-    assert "--attention-backend" not in plan(config=LLAMA | {"head_dim": 96}).argv
-    assert not {"--host", "--port", "--trust-remote-code"} & set(two.argv)
-    assert "--trust-remote-code" in plan(trust_remote_code=True).argv
-
-
-def test_knobs_follow_the_version():
-    old = plan(vllm_version="0.12.1")
-    assert old.env["VLLM_ATTENTION_BACKEND"] == "ROCM_AITER_FA"
-    assert "--attention-backend" not in old.argv
-    assert "VLLM_ATTENTION_BACKEND" not in plan(vllm_version="0.13.0").env
-    assert "--block-size" in plan(config=DEEPSEEK, vllm_version="0.17.1").argv
-    assert "--block-size" not in plan(config=DEEPSEEK, vllm_version="0.18").argv
-    assert parse_version("v0.32.0+cpu") == (0, 32, 0)
-    with pytest.raises(UserError, match="not a version"):
-        parse_version("main")
-
-
-def test_a_cpu_plan_takes_little_memory():
-    small = plan(hardware="cpu", config=LLAMA, max_model_len=512, concurrency=8, cpu_threads=2)
-    assert small.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert small.env["OMP_NUM_THREADS"] == "2"
-    assert plan(hardware="cpu", concurrency=512).env["VLLM_CPU_KVCACHE_SPACE"] == "4"
-    one_request_of_5_gib = plan(hardware="cpu", max_model_len=40960)
-    assert one_request_of_5_gib.env["VLLM_CPU_KVCACHE_SPACE"] == "5"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hardware": "cpu", "gpus": 2}, "one device"),
-        ({"gpus": 9}, "1 to 8 in a node"),
-        ({"gpus": 3}, "32 attention heads"),
-        ({"hardware": "mi999"}, "unknown hardware"),
-    ],
-)
-def test_what_cannot_be_planned(changes, message):
-    with pytest.raises(UserError, match=message):
-        plan(**changes)
-
-
-def test_the_fingerprinted_part_knows_no_path():
-    one, other = (
-        plan(),
-        plan_launch(
-            "/elsewhere",
-            config=LLAMA,
-            hardware="mi300x",
-            gpus=1,
-            max_model_len=8192,
-            kv_cache_dtype="auto",
-            concurrency=64,
-            vllm_version="0.32.0",
-        ),
-    )
-    assert one != other
-    assert canonical_json(one.canonical()) == canonical_json(other.canonical())
-    assert one.canonical() != plan(concurrency=65).canonical()
-    assert json.loads(json.dumps(one.to_json()))["argv"][2] == "/models/m"
-
-
 def test_rows_have_the_fields_of_their_reader():
     # An unquoted comma in a flow mapping silently makes a key of the words behind it.
     def rows(name: str, *sections: str) -> list[dict]:
         document = yaml.safe_load(resources.files("pipeline.serving").joinpath(name).read_text())
         return [row for section in sections for row in document[section]] if sections else document
 
-    fields = {"name", "kind", "value", "when", "vllm", "why", "source"}
-    assert all(set(row) <= fields and None not in row.values() for row in rows("knobs.yaml"))
     assert all(set(row) == {"name", "pattern", "message", "fix"} for row in rows("failures.yaml"))
     assert all(set(row) == {"pattern", "level", "why"} for row in rows("log_patterns.yaml", "findings"))
     fields = {"when", "why", "instead", "unless_cpu_has", "needs"}
     assert all(set(row) <= fields for row in rows("hardware.yaml", "refusals", "cautions"))
-
-
-def test_every_value_of_a_plan_has_a_reason():
-    made = plan(gpus=8, kv_cache_dtype="fp8")
-    reasons = {reason.knob: reason for reason in made.reasons}
-    assert set(reasons) == set(made.env) | {word for word in made.argv if word.startswith("--")}
-    assert all(reason.why and reason.source for reason in reasons.values())
-    facts = {"kind", "arch", "hardware", "multi_gpu", "attention", "head_dim", "kv_cache_dtype", "trust_remote_code"}
-    assert all(set(knob.when) <= facts for knob in knobs())
 
 
 @pytest.mark.parametrize(
