@@ -32,7 +32,7 @@ def remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     if not request.len_given and request.max_model_len < facts.context:
         yield (
             f"planned for {request.max_model_len:,} tokens of the {facts.context:,} that the model knows, because"
-            " nobody said how long requests are: --context says it"
+            " nobody said how long requests are: --max-model-len says it"
         )
     if request.purpose == "measure" and layout.replicas * layout.packed > 1:
         yield (

@@ -1,14 +1,30 @@
-"""What a manifest says of itself at its top: the plan in a few lines, and why each knob has its value."""
+"""What manifests share: YAML that reads like one written by hand, and the plan's reasons as comments at its top."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
 
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.render.invocation import title
 
 _WIDTH = 116
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what occurs twice twice: readers of a manifest follow no anchors."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Every value is written where it stands."""
+        return True
+
+
+def dump(*documents: Mapping[str, Any]) -> str:
+    """The documents as YAML, keys in the order that they have."""
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def comments(plan: LaunchPlan) -> str:

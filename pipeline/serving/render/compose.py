@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from pipeline.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.comments import comments
+from pipeline.serving.render.comments import comments, dump
 from pipeline.serving.render.docker import mounted, options
 from pipeline.serving.render.invocation import LOOPBACK, contained, containers, image_of, variables
 
-_SINGLE = {"--network": "network_mode", "--ipc": "ipc", "--shm-size": "shm_size"}
+_SINGLE = {"--network": "network_mode", "--ipc": "ipc"}
 _LISTED = {
     "--group-add": "group_add",
     "--cap-add": "cap_add",
@@ -40,8 +38,7 @@ def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None
         services[name] = _service(plan, group, image, host)
         if several:
             services[name]["profiles"] = [f"node-{last.node}"]
-    text = yaml.safe_dump({"services": services}, sort_keys=False, allow_unicode=True, width=1000)
-    return comments(plan) + text
+    return comments(plan) + dump({"services": services})
 
 
 def _service(plan: LaunchPlan, group: Sequence[Process], image: str | None, host: str) -> dict[str, Any]:

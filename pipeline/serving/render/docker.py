@@ -3,9 +3,9 @@
     >>> docker_run(plan, containers(processes)[0])[:3]
     ('docker', 'run', '--rm')
 
-The options are the plan's, from the table of knobs. Two of them exclude each other: with ``--ipc=host`` a container has
-the host's /dev/shm, and docker sets ``--shm-size`` aside. The host's is taken, because the ranks of RCCL meet in it
-also across the containers of a node; whether it is large enough is what `quantmint doctor` looks at.
+The options are the plan's, from the table of knobs. Two that the guides give together exclude each other: with
+``--ipc=host`` a container has the host's /dev/shm, and docker sets ``--shm-size`` aside. The table takes the host's,
+because the ranks of RCCL meet in it also across the containers of a node; `quantmint doctor` looks at its size.
 
 The network is always the host's, so that the server can listen on the loopback interface like one without a container.
 Devices are all passed and selected by CUDA_VISIBLE_DEVICES: a number means the same inside and outside.
@@ -20,18 +20,15 @@ from pathlib import PurePosixPath
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.invocation import LOOPBACK, contained, image_of, variables
 
-NETWORK, IPC, SHM = "--network", "--ipc", "--shm-size"
-
 
 def options(plan: LaunchPlan) -> tuple[tuple[str, str], ...]:
     """What the container gets from the host, as options of `docker run` with their values."""
     words = list(plan.docker)
-    pairs: list[tuple[str, str]] = [(NETWORK, "host")]
+    pairs: list[tuple[str, str]] = [("--network", "host")]
     while words:
         name, equals, value = words.pop(0).partition("=")
         pairs.append((name, value if equals or not words or words[0].startswith("-") else words.pop(0)))
-    found = tuple(dict.fromkeys(pairs))
-    return tuple(pair for pair in found if pair[0] != SHM) if (IPC, "host") in found else found
+    return tuple(dict.fromkeys(pairs))
 
 
 def mounted(plan: LaunchPlan) -> tuple[str, ...]:

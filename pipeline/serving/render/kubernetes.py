@@ -12,11 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from pipeline.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.comments import comments
+from pipeline.serving.render.comments import comments, dump
 from pipeline.serving.render.compose import START_PERIOD_S
 from pipeline.serving.render.docker import mounted, options
 from pipeline.serving.render.invocation import accelerator, arguments, contained, image_of, variables
@@ -46,7 +44,7 @@ def manifests(
     group = [process for process in processes if process.replica == first]
     several = plan.layout.nodes > 1
     workload = _group(plan, group, image, claim) if several else _deployment(plan, group[0], image, claim)
-    text = yaml.safe_dump_all([workload, _service(plan, several)], sort_keys=False, allow_unicode=True, width=1000)
+    text = dump(workload, _service(plan, several))
     note = "# RDMA: add the resource of your cluster's device plugin to both templates, such as rdma/hca: 1\n"
     return comments(plan) + (note if several else "") + text
 

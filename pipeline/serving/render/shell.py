@@ -28,6 +28,8 @@ def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBA
     lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.env.items()]
     if len(nodes) == 1:
         return _text([*lines, "", *_node(processes, host)])
+    if any(process.env.get("VLLM_HOST_IP", "").startswith("NODE_") for process in processes):
+        lines += ["", "# NODE_0_IP and so on stand for the nodes' addresses on their private network."]
     lines += ["", f'case "${{1:?which node: {" ".join(map(str, nodes))}}}" in']
     for node in nodes:
         here = [process for process in processes if process.node == node]

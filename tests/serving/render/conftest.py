@@ -18,8 +18,6 @@ _GB = 10**9
 INSTINCT = (
     "--network=host",
     "--ipc=host",
-    "--shm-size",
-    "16G",
     "--group-add=video",
     "--cap-add=SYS_PTRACE",
     "--security-opt=seccomp=unconfined",

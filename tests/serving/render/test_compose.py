@@ -50,7 +50,6 @@ SERVICE: dict[str, Any] = {
         "security_opt": TEXTS,
         "cap_add": TEXTS,
         "devices": TEXTS,
-        "shm_size": {"type": "string", "pattern": r"^\d+[bkmgBKMG]$"},
         "deploy": {"type": "object"},
         "healthcheck": {
             "type": "object",
@@ -125,10 +124,11 @@ def test_nodes_are_profiles(ray: Launch) -> None:
     assert "healthcheck" not in found["node-1"]
 
 
-def test_it_says_why(one: Launch) -> None:
+def test_it_says_why(one: Launch, replicas: Launch) -> None:
     plan, processes = one
     text = compose(plan, processes)
     assert text == compose(plan, processes)
+    assert "&id" not in compose(*replicas), "nobody reads anchors"
     top = text[: text.index("services:")]
     assert all(line.startswith("#") for line in top.splitlines())
     for said in ("--max-num-seqs: the load of the profile [quantmint]", "warning: nobody has run this yet"):

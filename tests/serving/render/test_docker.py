@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.docker import docker_run, mounted, options
+from pipeline.serving.render.docker import docker_run, mounted
 from pipeline.serving.render.invocation import containers
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
@@ -80,9 +80,8 @@ def test_other_machines(on_cpu: Launch) -> None:
     assert docker_run(plan, processes, image="mine:1")[4].startswith("--volume=")
     with pytest.raises(UserError, match=r"no image of vLLM 0\.32\.0\+cpu for cpu:1"):
         docker_run(plan, processes)
-    on_cuda = replace(plan, docker=("--gpus", "all", "--ipc=host", "--shm-size", "16G"), image="theirs:1")
+    on_cuda = replace(plan, docker=("--gpus", "all", "--ipc=host"), image="theirs:1")
     assert docker_run(on_cuda, processes)[3:6] == ("--network=host", "--gpus=all", "--ipc=host")
-    assert options(replace(plan, docker=("--shm-size", "16G"))) == (("--network", "host"), ("--shm-size", "16G"))
 
 
 def test_a_snapshot_of_the_hub_is_mounted_with_its_blobs(one: Launch) -> None:
