@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.serving.knobs import Knob, Rule, Version, table
+from pipeline.serving.knobs import Knob, Rule, table
+from pipeline.serving.versions import Version
 
 REFRESH = "quantmint knobs --markdown docs/serving-knobs.md"
 """The command that brings the page up to date."""
