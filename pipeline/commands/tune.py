@@ -64,6 +64,7 @@ def command(
     other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
     """
     from pipeline.progress import reporter_for
+    from pipeline.serving.knobs import table
     from pipeline.store.tree import Store
     from pipeline.tuning.axes import given_axes
     from pipeline.tuning.budget import Budget, parse_duration
@@ -96,7 +97,7 @@ def command(
     if tunableop:
         refuse_unless_rocm(subject.kind)
     axes = given_axes(given, version=subject.vllm.version) if given else opened.default_axes()
-    axes = without_base_values(axes, subject.plan(BASE))
+    axes = without_base_values(axes, subject.plan(BASE), lambda knob: table()[knob].default)
     if tunableop:
         axes = (Axis(TUNABLEOP, ("1",), source="ROCm FP8 2024: GEMM tuning"), *axes)
     sweep = Sweep(subject, Design(axes, mode, keep, repeat), Objective(objective, max_ttft, max_itl))

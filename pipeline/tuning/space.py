@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -91,11 +91,19 @@ def value_in(plan: LaunchPlan, knob: str) -> Value:
     return False
 
 
-def without_base_values(axes: Sequence[Axis], base: LaunchPlan) -> tuple[Axis, ...]:
-    """Leave out the values that the base plan has already, and the knobs for which nothing else is left."""
-    left = (
-        Axis(a.knob, tuple(v for v in a.values if not same(v, value_in(base, a.knob))), a.gated, a.source) for a in axes
-    )
+def without_base_values(
+    axes: Sequence[Axis], base: LaunchPlan, default: Callable[[str], str] = lambda _: ""
+) -> tuple[Axis, ...]:
+    """Leave out the values that the base plan has already, and the knobs for which nothing else is left.
+
+    ``default`` is what vLLM takes where a plan leaves a knob out.
+    """
+
+    def new(knob: str, value: Value) -> bool:
+        before = value_in(base, knob)
+        return not same(value, before) and not (before is False and same(value, default(knob)))
+
+    left = (Axis(a.knob, tuple(v for v in a.values if new(a.knob, v)), a.gated, a.source) for a in axes)
     return tuple(axis for axis in left if axis.values)
 
 
@@ -122,7 +130,7 @@ def change_label(knob: str, value: Value) -> str:
         return "TunableOp"
     name = knob.removeprefix("--")
     if isinstance(value, bool):
-        return name if value else f"no {name}"
+        return name if value else name[3:] if name.startswith("no-") else f"no {name}"
     inner = _plain(value)
     if isinstance(inner, dict):
         return " ".join(f"{key} {item}" for key, item in inner.items())

@@ -1,0 +1,231 @@
+"""The page of a sweep in a real browser, and what it is made of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from eval.bench import CellResult
+from eval.workloads import Cell, Workload
+from pipeline.recipe.load import load_recipe
+from pipeline.tuning import page
+from pipeline.tuning.budget import Budget
+from pipeline.tuning.objective import Objective
+from pipeline.tuning.order import Design
+from pipeline.tuning.report import Report, report
+from pipeline.tuning.results import Outcome
+from pipeline.tuning.serve_block import serve_block
+from pipeline.tuning.space import BASE, Axis, Point, Trial
+from pipeline.tuning.subject import Subject
+from pipeline.tuning.summary import markdown
+from pipeline.tuning.sweep import Sweep
+from tests.tuning.sweeping import FakeVllm, planner_for
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+QUICK = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
+CELLS = (Cell("in1024-out1024-c64", 1024, 1024, 64, 512, 64), Cell("in1024-out1024-c256", 1024, 1024, 256, 512, 64))
+AXES = (
+    Axis("--max-num-batched-tokens", ("8192", "32768"), source="a guide"),
+    Axis("--compilation-config", ('{"cudagraph_mode": "FULL"}',)),
+    Axis("--max-num-seqs", ("<script>alert(1)</script>",)),
+    Axis(QUICK, ("INT4",), gated=True),
+)
+
+
+def outcome(speed: float, wait: float) -> Outcome:
+    cells = {
+        cell.name: CellResult(cell.name, 1, 0, 1.0, speed * scale, speed, wait * scale, wait * 2 * scale, wait / 10,
+                              wait / 9, wait / 10, wait / 5, wait, wait)
+        for cell, scale in zip(CELLS, (1.0, 2.5), strict=True)
+    }  # fmt: skip
+    return Outcome("ok", 61.0, "s", cells, started_seconds=31.0, kv_tokens=120_000, attention_backend="ROCM_AITER_FA")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Report]:
+    """A sweep whose outcomes are given, as a report."""
+
+    def report_of(kind: str = "rocm", best: float = 1190, full: float = 1040, **more: Any) -> Report:
+        points: dict[Trial, Outcome] = {
+            Trial(BASE): outcome(1000, 100),
+            Trial((("--max-num-batched-tokens", "8192"),)): outcome(930, 80),
+            Trial((("--compilation-config", '{"cudagraph_mode": "FULL"}'),)): outcome(full, 101),
+            Trial((("--max-num-seqs", "<script>alert(1)</script>"),)): Outcome(
+                "failed", 9.0, "s", why="it <b>died</b>"
+            ),
+            Trial(((QUICK, "INT4"),)): outcome(best, 97),
+            Trial(BASE, 1): outcome(1012, 99),
+        }
+        subject = Subject(
+            "llama", tmp_path, "a" * 64, "mi300x:8", kind, Workload("throughput", "", "throughput", CELLS),
+            FakeVllm(tmp_path),  # type: ignore[arg-type]
+            MappingProxyType({"cpu": "EPYC", "cores": "96", "accelerators": "8 x AMD Instinct MI300X"}),
+            planner_for(tmp_path, {"--max-num-batched-tokens": "16384", "HIP_FORCE_DEV_KERNARG": "1"}, 8),
+        )  # fmt: skip
+        sweep = Sweep(subject, Design(AXES), Objective(**more), outcomes=points)
+        sweep.not_tried = [(("--max-num-batched-tokens", "32768"),)]
+        return report(sweep, Budget(7200.0), created="2026-01-02T03:04:05+00:00", existing={}, tunableop=None)
+
+    return report_of
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no Chromium or no chromedriver on PATH")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (
+        "headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking",
+        "disable-component-update", "disable-sync", "disable-dev-shm-usage", "window-size=1100,900",
+        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
+    ):  # fmt: skip
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def luminance(css: str) -> float:
+    """Relative luminance (WCAG 2) of `rgb(r, g, b)` or `rgba(r, g, b, a)`."""
+    channels = [float(c) / 255 for c in css[css.index("(") + 1 : -1].split(",")[:3]]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1100, 375])
+def test_page_opens_silently_in_chromium(
+    browser: Any, make: Callable[..., Report], tmp_path: Path, theme: str, width: int
+) -> None:
+    url = page.write(tmp_path, make()).as_uri()
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    )
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500},
+    )
+    browser.get_log("performance")
+    browser.get(url)
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
+    assert {u for u in asked if not u.startswith("data:")} == {url}
+    advice = browser.find_element("css selector", ".advice")
+    assert advice.text == f"{QUICK} INT4"
+    assert advice.location["y"] + advice.size["height"] < 900
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    doubled = "return [...document.querySelectorAll('[id]')].map(e => e.id).filter((x, i, a) => a.indexOf(x) != i)"
+    assert browser.execute_script(doubled) == []
+    shown = [svg for svg in browser.find_elements("css selector", "svg.plot") if svg.is_displayed()]
+    assert len(shown) == 3 * len(CELLS)
+    paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (luminance(paper) < 0.1) == (theme == "dark")
+    labels = [text for svg in shown for text in svg.find_elements("css selector", "text")]
+    assert labels
+    assert all(contrast(text.value_of_css_property("fill"), paper) >= 4.5 for text in labels)
+    coloured = browser.find_elements("css selector", ".tone, .say, .mark, .gated, .warn, .subject")
+    assert all(contrast(element.value_of_css_property("color"), paper) >= 4.5 for element in coloured)
+    heights = "return [...document.querySelectorAll('svg.plot text')].map(t => t.getBoundingClientRect().height)"
+    assert min(height for height in browser.execute_script(heights) if height) >= 10
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+
+
+def test_page_holds_no_script_points_nowhere_and_is_the_same_again(make: Callable[..., Report]) -> None:
+    found = make()
+    text = page.render(found)
+    parser = _Tags()
+    parser.feed(text)
+    assert "svg" in parser.tags
+    assert "script" not in parser.tags
+    assert all(reference.startswith(("#", "data:")) for reference in parser.references)
+    assert page.render(found) == text
+
+
+def test_json_beside_the_page_is_what_was_rendered(make: Callable[..., Report], tmp_path: Path) -> None:
+    path = page.write(tmp_path, make())
+    assert page.render(json.loads((tmp_path / page.DATA).read_text())) == path.read_text()
+
+
+def test_everything_that_was_not_measured_is_said(make: Callable[..., Report]) -> None:
+    found = make()
+    for text in (page.render(found), markdown(found)):
+        assert "32768" in text
+        assert "died" in text
+        assert "gate again" in text or "run the gate" in text
+    assert found["gate_again"] == [f"{QUICK} INT4"]
+    assert "8 x AMD Instinct MI300X" in page.render(found)
+    assert "0.32.0+fake" in page.render(found)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("rocm", False), ("cuda", True), ("cpu", True)])
+def test_figures_of_other_machines_say_what_they_are_not(make: Callable[..., Report], kind: str, said: bool) -> None:
+    assert ("say nothing of ROCm" in " ".join(make(kind)["notes"])) == said
+
+
+def test_a_page_without_a_recommendation(make: Callable[..., Report]) -> None:
+    found = make(max_ttft=1.0)
+    assert found["serve_yaml"] is None
+    assert "No recommendation" in page.render(found)
+    kept = make(best=1001, full=1008)
+    assert "Keep the base plan" in page.render(kept)
+    assert kept["serve"] == {"knobs": {}}
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        BASE,
+        (("--max-num-seqs", "64"), ("--enforce-eager", False), ("--compilation-config", '{"cudagraph_mode": "FULL"}')),
+        (("OMP_NUM_THREADS", "2"), ("--gpu-memory-utilization", "0.90"), ("--numa-bind", True)),
+    ],
+)
+def test_the_block_is_a_section_of_a_recipe_that_asks_for_what_was_measured(tmp_path: Path, point: Point) -> None:
+    existing = {"profile": "latency", "knobs": {"--max-num-seqs": 7, "--dtype": "bfloat16"}}
+    block = serve_block(point, existing, None)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"extends: tiny-ptpc-fp8kv\nname: mine\n{block.text}")
+    loaded = load_recipe(recipe).recipe
+    wanted = {"--max-num-seqs": "7", "--dtype": "bfloat16"} | dict(point)
+    assert dict(loaded.serve.overrides) == wanted
+    assert loaded.serve.profile == "latency"
+
+
+def test_the_block_names_the_tuned_kernels_where_they_won(tmp_path: Path) -> None:
+    (tmp_path / "tunableop").mkdir()
+    file = tmp_path / "tunableop" / "tunableop_results%d.csv"
+    block = serve_block((("PYTORCH_TUNABLEOP_ENABLED", "1"),), {}, str(file))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"extends: tiny-ptpc-fp8kv\nname: mine\n{block.text}")
+    loaded = load_recipe(recipe)
+    assert loaded.recipe.serve.knobs == {}
+    assert loaded.tunableop == file
