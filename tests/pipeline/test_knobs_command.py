@@ -1,0 +1,33 @@
+"""quantmint knobs, and the page that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.serving import knob_page
+from pipeline.serving.knobs import table
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_the_table(quantmint: Callable[..., Any], tmp_path: Path) -> None:
+    page = ROOT / "docs/serving-knobs.md"
+    assert page.read_text(encoding="utf-8") == knob_page.page(), f"run `{knob_page.REFRESH}`"
+    copy = tmp_path / "knobs.md"
+    assert quantmint("knobs", "--markdown", copy).out == f"{copy}: written\n"
+    assert quantmint("knobs", "--markdown", copy).out == f"{copy}: up to date\n"
+    assert quantmint("knobs", "--markdown", "-").out == page.read_text(encoding="utf-8")
+
+
+def test_the_command(quantmint: Callable[..., Any]) -> None:
+    assert {row["name"] for row in quantmint("knobs", "--json").json} == table().keys()
+    old = {row["name"] for row in quantmint("knobs", "--vllm", "0.12.0", "--json").json}
+    assert "VLLM_ATTENTION_BACKEND" in old
+    assert "--attention-backend" not in old
+    ended = quantmint("knobs", "VLLM_ALL2ALL_BACKEND", "--vllm", "0.24.0")
+    assert "vLLM 0.24.0 does not have it; --all2all-backend takes its place." in ended.out
+    assert quantmint("knobs", "VLLM_ALL2ALL_BACKEND", "--vllm", "0.24.0", "--json").json["known"] is False
+    assert "did you mean 'NCCL_MIN_NCHANNELS'" in quantmint("knobs", "NCCL_MIN_CHANNELS").err
+    assert "--kv-cache-dtype" in quantmint("knobs").out
