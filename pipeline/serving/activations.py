@@ -24,6 +24,9 @@ _COMMUNICATION: dict[str, int] = {"cuda": 1 * _GIB, "rocm": 3 * _GIB // 2, "cpu"
 _ENCODER_PEAK = 1 * _GIB
 """A vision tower's profile with its largest image, and the cache of its outputs. quantmint's estimate."""
 
+_LATENT_CHUNK = 64 << 10
+"""Tokens of cached latents that a prefill expands at a time (vLLM 0.26 layers/attention/mla_attention.py)."""
+
 _GRAPHS_PER_LAYER = 64 << 10
 _FIRST_CAPTURE = 200 * _MIB
 """Nodes of one captured graph by layer, and the pool that the largest one opens. quantmint's estimate."""
@@ -36,12 +39,19 @@ def profile_peak(
     kind: Literal["rocm", "cuda", "cpu"],
     max_num_batched_tokens: int,
     max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
 ) -> int:
     """Bytes that one accelerator needs beside weights, graphs and cache."""
     tokens = max_num_batched_tokens
     hidden = 2 * tokens * facts.hidden
-    body = hidden * 2 + max(_attention(facts, layout, tokens), _dense(facts, layout, tokens))
-    body += _mixture(facts, layout, tokens)
+    attention = _attention(facts, layout, tokens)
+    if facts.shape.latent:
+        # 8 requests of full length or 4 blocks a request, at most 64k tokens, at least a block a request.
+        chunk = min(max(8 * max_model_len, 4 * max_num_seqs * block_size), _LATENT_CHUNK)
+        attention += _expanded(facts, layout, max(chunk, max_num_seqs * block_size))
+    # The experts' workspaces stay allocated from one layer to the next.
+    body = hidden * 2 + max(attention, _dense(facts, layout, tokens)) + _mixture(facts, layout, tokens)
     rows = min(max_num_seqs, tokens)
     sampler = hidden + rows * facts.vocabulary * _SAMPLER_BYTES
     outside = _OUTSIDE[kind] + (_COMMUNICATION[kind] if layout.gpus > 1 else 0)
@@ -65,16 +75,19 @@ def graph_bytes(facts: ModelFacts, cudagraph_mode: str | None, max_num_seqs: int
 
 
 def _attention(facts: ModelFacts, layout: Layout, tokens: int) -> int:
-    """Queries, keys and values of all tokens, and the output, in 16 bit."""
-    tensor = layout.tensor
-    latent = facts.shape.latent
+    """Queries, keys and values of all tokens, and the output, in 16 bit; of MLA the latents. Nothing attends yet."""
+    latent, heads = facts.shape.latent, -(-facts.heads // layout.tensor)
     if latent:
-        heads = -(-facts.heads // tensor)
-        # Prefill expands the latents: keys and values of every head beside the queries (vLLM 0.26 mla_attention.py).
-        width = heads * (2 * (latent.nope + latent.rope) + 3 * latent.value) + latent.rank + latent.rope
+        width = heads * (latent.nope + latent.rope + latent.value) + latent.rank + latent.rope
         return 2 * tokens * (width + (latent.query_rank or 0))
-    keys = max(1, facts.kv_heads // tensor)
-    return 2 * tokens * facts.head_dim * (2 * -(-facts.heads // tensor) + 2 * keys)
+    return 2 * tokens * facts.head_dim * (2 * heads + 2 * max(1, facts.kv_heads // layout.tensor))
+
+
+def _expanded(facts: ModelFacts, layout: Layout, tokens: int) -> int:
+    """Keys and values of every head for a chunk of cached latents, which the profile allocates as if in a prefill."""
+    latent = facts.shape.latent
+    assert latent is not None  # noqa: S101 - the caller asked
+    return 2 * tokens * -(-facts.heads // layout.tensor) * (latent.nope + latent.value)
 
 
 def _dense(facts: ModelFacts, layout: Layout, tokens: int) -> int:

@@ -82,12 +82,19 @@ def fit(
     """
     kind, numbers = hardware.kind, parse_version(version)
     caches = _layer_caches(facts, layout.tensor, kv_cache_dtype, kind)
-    groups = cache_groups(caches, block_size=block_size or default_block_size(facts, kind))
+    block_size = block_size or default_block_size(facts, kind)
+    groups = cache_groups(caches, block_size=block_size)
     total = cpu_kv_bytes if kind == "cpu" else (hbm_bytes or hardware.hbm_bytes)
     if total is None:
         raise UserError(f"the memory of {hardware.title} is not known: expected hbm_bytes, or cpu_kv_bytes for a CPU.")
     activations = profile_peak(
-        facts, layout, kind=kind, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
+        facts,
+        layout,
+        kind=kind,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
     )
     graphs = graph_bytes(facts, None if kind == "cpu" else cudagraph_mode, max_num_seqs)
     counted_graphs = graphs if numbers >= _GRAPHS_COUNTED else 0
