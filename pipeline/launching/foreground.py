@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from pipeline.errors import UserError
-from pipeline.serving.logscan import LogScan
+from pipeline.serving.logscan import Finding, LogScan
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.invocation import is_ray
 
@@ -88,9 +88,18 @@ def serve(request: Request, how: How) -> int:
 
 
 def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator[str]:
-    """What there is to know of servers that answer, and how one is asked; a node that only joins has none."""
+    """What there is to know of servers that answer, and what became of the plan's promises; how one is asked.
+
+    A node that only joins has none.
+    """
+    from pipeline.serving.promises import broken_promises, checkpoint_quantization
+
     for server in servers:
-        yield from told(server, None if server.log_path is None else server.scan_log())
+        scan = None if server.log_path is None else server.scan_log()
+        yield from told(server, scan)
+        quantization = checkpoint_quantization(Path(plan.model))
+        for broken in () if scan is None else broken_promises(plan, scan, quantization=quantization):
+            yield from _finding(broken)
     if servers:
         yield f"try         {example(servers[0])}"
     else:
@@ -176,8 +185,12 @@ def told(server: Server, scan: LogScan | None) -> Iterator[str]:
         many = f", {scan.concurrency:,.1f} requests of full length at a time" if scan.concurrency is not None else ""
         yield f"KV cache    {scan.kv_tokens:,} tokens{many}"
     for finding in scan.findings:
-        yield f"{'fault' if finding.level == 'invalid' else 'caution':<11} {finding.why}"
-        yield f"{'':<11}   {finding.line}"
+        yield from _finding(finding)
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    yield f"{'fault' if finding.level == 'invalid' else 'caution':<11} {finding.why}"
+    yield f"{'':<11}   {finding.line}"
 
 
 def example(server: Server) -> str:
