@@ -43,6 +43,7 @@ def test_a_partition_is_not_a_whole_gpu(tmp_path: Path):
     some = detect(machine(tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"}))
     assert some.target == Target("mi300x", 2, 1, (192 * GIB - KEPT) // 8)
     # The last seven of each card have no files of their own: those of the card's address are taken.
+    assert None not in {gpu.device for gpu in found.devices}
     assert len({gpu.device.resolve() for gpu in found.devices if gpu.device}) == 8
 
 
@@ -61,6 +62,12 @@ def test_a_virtual_function_without_partitions(tmp_path: Path):
     found = detect(machine(root))
     assert (found.hardware, found.gpus, found.xgmi, found.compute_partition) == ("mi300x", 1, None, None)
     assert not found.partitioned
+
+
+def test_only_banks_of_the_gpu_are_its_memory(tmp_path: Path):
+    root = trees.instinct(tmp_path, count=1)
+    trees.write(root, f"{trees.NODES}/2/mem_banks/1/properties", "heap_type 0\nsize_in_bytes 1099511627776")
+    assert detect(machine(root)).hbm_bytes == 192 * GIB - KEPT
 
 
 def test_memory_of_the_card_where_the_topology_has_no_banks(tmp_path: Path):

@@ -126,6 +126,8 @@ def test_rdma(tmp_path: Path, finding):
     seen = finding("ibstat", machine(root), target="mi300x:16")
     assert (seen.status, seen.found.endswith("down: mlx5_1 port 1")) == ("warn", True)
     assert "ibstat" in seen.fix
+    trees.infiniband(root, [("4: ACTIVE", "5: LinkUp"), ("4: ACTIVE", "6: LinkErrorRecovery")])
+    assert finding("ibstat", machine(root), target="mi300x:16").status == "warn"
 
 
 RAY = """======== Autoscaler status: 2026-01-01 00:00:00.000000 ========
