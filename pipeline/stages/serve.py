@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.serving.remarks import NEWEST_READ as NEWEST_READ  # what is planned for where no vLLM is installed
+from pipeline.serving.promises import broken_promises, checkpoint_quantization
 from pipeline.stage import Job, Output, Setting, write_json
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
@@ -59,9 +60,12 @@ class ServeStage:
 
     def run(self, job: Job) -> Output:
         """Start the server and keep what its log says."""
-        plan = launch_plan(job.setting, self.side, model_folder(job.inputs["model"]))
+        folder = model_folder(job.inputs["model"])
+        plan = launch_plan(job.setting, self.side, folder)
         server = job.servers.get(self.side, plan)
         scan = keep_log(server, job.path / SERVER_LOG)
+        broken = broken_promises(plan, scan, quantization=checkpoint_quantization(folder))
+        scan = replace(scan, findings=(*scan.findings, *broken))
         for finding in scan.findings:
             job.progress.warn(f"{finding.why}: {finding.line}")
         launch = launch_plan(job.setting, self.side, Path("MODEL")).to_json()
