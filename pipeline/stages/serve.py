@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.serving.remarks import NEWEST_READ as NEWEST_READ  # what is planned for where no vLLM is installed
 from pipeline.serving.promises import broken_promises, checkpoint_quantization
+from pipeline.serving.remarks import NEWEST_READ as NEWEST_READ  # what is planned for where no vLLM is installed
 from pipeline.stage import Job, Output, Setting, write_json
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
