@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
 from pipeline.recipe.schema import Speculative
+from pipeline.serving import hardware as accelerators
 from pipeline.serving.attention import aiter_mla, mm_prefix
 from pipeline.serving.facts import ModelFacts
 from pipeline.serving.knobs import Fact, table, value_of
@@ -89,7 +90,15 @@ class LaunchRequest:
             else:
                 docker.append((knob.name, value))
             reasons.append(Reason(knob.name, "on" if value is None else value, why, source))
+        host += self._software()
         return Settings(MappingProxyType(flags), MappingProxyType(env), tuple(docker), tuple(host), tuple(reasons))
+
+    def _software(self) -> Iterator[HostCheck]:
+        """What the serving environment must have for this checkpoint on this accelerator."""
+        model, name = self.facts, self.target.hardware
+        for package in accelerators.needs(name, model.quantization, self.kv_cache_dtype, model.checkpoint_format):
+            why = f"vLLM emulates {model.quantization} on {self.target.accelerator.title} with it, and stops without it"
+            yield HostCheck(package, "installed beside vLLM", why, "vLLM 0.32 layers/quantization/quark")
 
     def _chosen(self, name: str, facts: Mapping[str, Fact]) -> tuple[str | None, str, str] | None:
         """Value, why and source; None where the knob is left alone."""
@@ -172,6 +181,7 @@ class LaunchRequest:
             "kv_cache_dtype": self.kv_cache_dtype,
             "aiter_mla": _yes(aiter_mla(facts, layout.tensor, self.numbers)),
             "mm_prefix": _yes(mm_prefix(facts)),
+            "chunked": _yes(facts.shape.chunk is not None and self.max_model_len > facts.shape.chunk),
             "tp": layout.tensor,
             "pp": layout.pipeline,
             "dp": layout.data,

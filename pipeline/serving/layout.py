@@ -162,7 +162,10 @@ def _first(case: _Case, row: Row) -> Layout | None:
     }
     # Where slices of an expert break the groups of its scales, whole experts are the way out, and the other way round
     # where there are fewer experts than accelerators.
-    for expert in (row.expert, not row.expert) if case.facts.experts else (False,):
+    # At low load expert parallelism is optional (ROCm 2026: Expert parallelism), and with one expert on each a token would
+    # keep as many accelerators busy as it visits experts.
+    whole = row.expert and not (row.form == "tensor" and case.facts.experts < 2 * case.target.gpus)
+    for expert in (whole, not whole) if case.facts.experts else (False,):
         fitting = [layout for layout in forms[row.form](case, expert=expert) if case.has_room(layout)]
         if fitting:
             enough = next((layout for layout in fitting if case.comfortable(layout)), None)
@@ -256,7 +259,7 @@ def _notes(case: _Case, row: Row, layout: Layout) -> Iterator[str]:
             f"{profile.concurrency} requests in flight lie between the guides' {LOW} and {HIGH}, where the crossing is:"
             f" the {profile.name} profile decided; measure both layouts (ROCm 2026: Data Parallel Attention)"
         )
-    if density_band(facts) == "unsettled" and facts.family == "moe" and target.gpus > 1:
+    if density_band(facts) == "unsettled" and facts.family == "moe" and layout.gpus > 1:
         yield (
             f"{facts.density:.2g} % of the experts work on a token, and the guides decide nothing between 1 and 3 %:"
             " measure with and without expert parallelism"
@@ -264,7 +267,9 @@ def _notes(case: _Case, row: Row, layout: Layout) -> Iterator[str]:
     if layout.expert != row.expert and facts.experts and layout.gpus > 1:
         way = "whole experts are spread" if layout.expert else "experts are sliced"
         plain = Layout(layout.tensor, layout.pipeline, layout.data, row.expert)
-        yield f"{way} against the guides' row, because {'; '.join(split_faults(facts, plain)) or 'it does not fit'}"
+        few = f"{facts.experts} experts on {layout.tensor} accelerators would leave most of them idle for a token"
+        because = "; ".join(split_faults(facts, plain)) or (few if row.expert else "it does not fit")
+        yield f"{way} against the guides' row, because {because}"
     if layout.expert and facts.experts < 2 * layout.tensor * layout.data:
         yield (
             f"{facts.experts} experts on {layout.tensor * layout.data} accelerators: each holds one, and the busiest"

@@ -54,7 +54,8 @@ def _closest(request: LaunchRequest) -> tuple[Layout, Memory] | None:
     found = [
         (layout, request.memory(layout)) for layout in (*whole, *spread) if not split_faults(request.facts, layout)
     ]
-    return max(found, key=lambda pair: pair[1].kv_cache, default=None)
+    # Where nothing is left either way, the largest tensor parallelism is what a reader expects to see.
+    return max(found, key=lambda pair: (max(0, pair[1].kv_cache), pair[0].tensor), default=None)
 
 
 def _hint(request: LaunchRequest, choose: Choose, kv_tokens: int) -> str:
