@@ -74,6 +74,7 @@ FACTS: Mapping[str, tuple[str, ...] | type] = MappingProxyType(
         "format": str,
         "kv_cache_dtype": ("auto", "fp8"),
         "aiter_mla": YES_NO,  # AITER's latent attention takes the heads that one accelerator gets
+        "chunked": YES_NO,  # some layers attend to chunks, and prompts may be longer than one
         "mm_prefix": YES_NO,  # tokens of an image attend to each other in both directions
         # how it is laid out
         "tp": int,

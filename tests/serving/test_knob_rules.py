@@ -15,7 +15,14 @@ BASE: dict[str, Fact] = {
     **{"served_model_name": "m", "trust_remote_code": "no", "speculative": "no", "speculative_config": ""},
     **{"tuned_gemms": "no", "tunableop_file": "", "family": "dense", "attention": "mha", "experts": 0},
     **{"shared_experts": 0, "density": 0.0, "hybrid": "no", "sliding": "no", "multimodal": "no", "encoder_share": 0.0},
-    **{"head_dim": 128, "aiter_mla": "no", "mm_prefix": "no", "parameters_b": 70.0, "quantization": "ptpc_fp8"},
+    **{
+        "head_dim": 128,
+        "aiter_mla": "no",
+        "mm_prefix": "no",
+        "chunked": "no",
+        "parameters_b": 70.0,
+        "quantization": "ptpc_fp8",
+    },
     **{"format": "quark", "kv_cache_dtype": "auto", "tp": 1, "pp": 1, "dp": 1, "ep": "no", "replicas": 1, "gpus": 1},
     **{"node_gpus": 1, "packed": 1, "executor": "none"},
 }
@@ -63,6 +70,15 @@ CASES = {
     "heads of 96": ("0.24", {"head_dim": 96}, {}, [BACKEND, AITER_MHA]),
     "hybrid, old": ("0.14", {"hybrid": "yes", "head_dim": 256}, {AITER_MHA: "0"}, [BACKEND]),
     "hybrid": ("0.24", {"hybrid": "yes", "head_dim": 256}, {BACKEND: "ROCM_AITER_FA"}, [SHUFFLE]),
+    "chunks": ("0.24", {"chunked": "yes"}, {BACKEND: "ROCM_ATTN"}, [SHUFFLE, AITER_MHA]),
+    "chunks, before the argument": (
+        "0.12",
+        {"chunked": "yes"},
+        {AITER_MHA: "0", "VLLM_V1_USE_PREFILL_DECODE_ATTENTION": "1"},
+        [OLD_BACKEND],
+    ),
+    "calibrated cache, scales read": ("0.33", {"kv_cache_dtype": "fp8"}, {SHUFFLE: "1"}, []),
+    "calibrated cache, scales taken for 1": ("0.24", {"kv_cache_dtype": "fp8"}, {BACKEND: "ROCM_AITER_FA"}, [SHUFFLE]),
     "images both ways": ("0.24", {"mm_prefix": "yes"}, {}, [BACKEND]),
     "gpt-oss, first": (
         "0.11",
