@@ -43,6 +43,9 @@ _ATTENTION_KINDS: Mapping[str, Kind] = {
 _MARKS: Mapping[str, Kind] = {"M": "mamba2", "*": "full", "J": "mamba1"}
 """Marks of Nemotron-H's pattern, in which - and E are feed-forward layers alone; J stands for Jamba's Mamba."""
 
+_PURE = {"mamba": "J", "falcon_mamba": "J", "mamba2": "M"}
+"""Models of nothing but Mamba layers, without feed-forward layers between them."""
+
 _BLOCKS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E"}
 
 
@@ -160,8 +163,10 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
 
 
 def _number(text: Mapping[str, Any], *names: str) -> int:
+    """The first of these fields that is a number; where each layer has its own, the first layer's."""
     for name in names:
         value = text.get(name)
+        value = value[0] if isinstance(value, list) and value else value
         if isinstance(value, int | float) and not isinstance(value, bool):
             return int(value)
     return 0
@@ -195,7 +200,7 @@ def _recurrent(text: Mapping[str, Any], hidden: int) -> Delta:
             kernel=_number(text, "linear_conv_kernel_dim"),
         )
     inner = int(hidden * float(text.get("mamba_expand") or text.get("expand") or 2))
-    heads = _number(text, "mamba_n_heads", "mamba_num_heads")
+    heads = _number(text, "mamba_n_heads", "mamba_num_heads", "num_heads")
     head_dim = _number(text, "mamba_d_head", "mamba_head_dim") or (inner // heads if heads else 1)
     rank = _number(text, "mamba_dt_rank", "time_step_rank") or -(-hidden // 16)
     return Delta(
@@ -209,7 +214,7 @@ def _recurrent(text: Mapping[str, Any], hidden: int) -> Delta:
 
 
 def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind, ...]:
-    if marks := _blocks(text):
+    if marks := _blocks(text) or _PURE.get(model_type, "") * layers:
         return _translate(marks, _MARKS, "none")[:layers]
     named = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(named, list):
@@ -252,7 +257,7 @@ def _alternate(usual: Kind, last: Kind, every: int, layers: int) -> tuple[Kind, 
 
 
 def _feeds(text: Mapping[str, Any], model_type: str, layers: int, experts: int) -> tuple[Feed, ...]:
-    if marks := _blocks(text):
+    if marks := _blocks(text) or _PURE.get(model_type, "") * layers:
         return tuple(_feed_of_mark(mark) for mark in marks)[:layers]
     routed = (experts > 0 and _routed(text, model_type, number) for number in range(layers))
     return tuple(_feed_of_mark("E" if has_experts else "-") for has_experts in routed)

@@ -25,9 +25,22 @@ def encoder_pieces(config: Mapping[str, Any], text_hidden: int) -> Iterator[Piec
 
 def _sizes(vision: Mapping[str, Any]) -> tuple[int, int, int]:
     """Layers, hidden size, and width of the feed-forward layers."""
-    hidden = int(vision.get("hidden_size") or vision.get("embed_dim") or vision.get("width") or 1152)
-    layers = int(vision.get("num_hidden_layers") or vision.get("depth") or vision.get("layers") or 24)
-    return layers, hidden, int(vision.get("intermediate_size") or vision.get("mlp_ratio", 4) * hidden)
+    # Where there is an embed_dim, as in Qwen2-VL, hidden_size is the language model's.
+    hidden = _number(vision, "embed_dim", "hidden_size", "width") or 1152
+    layers = _number(vision, "num_hidden_layers", "depth", "layers") or 24
+    ratio = vision.get("mlp_ratio")
+    width = int(ratio * hidden) if isinstance(ratio, int | float) else 4 * hidden
+    return layers, hidden, _number(vision, "intermediate_size") or width
+
+
+def _number(vision: Mapping[str, Any], *names: str) -> int:
+    """The first of these fields that is a number; of a list, as sizes in two directions are, its first."""
+    for name in names:
+        value = vision.get(name)
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, int | float):
+            return int(value)
+    return 0
 
 
 def _blocks(layers: int, hidden: int, width: int) -> int:
@@ -39,8 +52,8 @@ def _plain(
     vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
 ) -> tuple[int, int]:
     layers, hidden, width = sizes
-    patch = int(vision.get("patch_size") or 14)
-    patches = (int(vision.get("image_size") or 0) // patch) ** 2
+    patch = _number(vision, "patch_size") or 14
+    patches = (_number(vision, "image_size") // patch) ** 2
     tower = _blocks(layers, hidden, width) + hidden * 3 * patch * patch + hidden + patches * hidden + 2 * hidden
     return tower, hidden * text_hidden
 
@@ -59,27 +72,29 @@ def _llama4(
     vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
 ) -> tuple[int, int]:
     layers, hidden, width = sizes
-    patch = int(vision.get("patch_size") or 14)
-    positions = (int(vision.get("image_size") or 448) // patch) ** 2 + 1
-    projected, output = int(vision["projector_input_dim"]), int(vision["projector_output_dim"])
+    patch = _number(vision, "patch_size") or 14
+    positions = ((_number(vision, "image_size") or 448) // patch) ** 2 + 1
+    projected = _number(vision, "projector_input_dim") or 4096
+    output = _number(vision, "projector_output_dim") or 4096
     # Pixels are shuffled into channels before the adapter's two matrices, which have no biases.
     adapter = width * projected + projected * output
     tower = _blocks(layers, hidden, width) + 3 * patch * patch * hidden + (positions + 1) * hidden + 4 * hidden
-    return tower + adapter, int(vision["vision_output_dim"]) * text_hidden
+    return tower + adapter, (_number(vision, "vision_output_dim") or output) * text_hidden
 
 
 def _qwen3_vl(
     vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
 ) -> tuple[int, int]:
     layers, hidden, width = sizes
-    pixels = int(vision.get("in_channels") or 3) * int(vision.get("temporal_patch_size") or 2)
-    embedding = hidden * pixels * int(vision.get("patch_size") or 16) ** 2 + hidden
-    merged, output = hidden * int(vision.get("spatial_merge_size") or 2) ** 2, int(vision["out_hidden_size"])
+    pixels = (_number(vision, "in_channels") or 3) * (_number(vision, "temporal_patch_size") or 2)
+    embedding = hidden * pixels * (_number(vision, "patch_size") or 16) ** 2 + hidden
+    merged = hidden * (_number(vision, "spatial_merge_size") or 2) ** 2
+    output = _number(vision, "out_hidden_size") or text_hidden
     merger = merged * merged + merged + merged * output + output
     deep = len(vision.get("deepstack_visual_indexes") or ())
     # The norm of a deep merger comes after the merge, of the last one before it.
     mergers = (1 + deep) * merger + 2 * hidden + deep * 2 * merged
-    positions = int(vision.get("num_position_embeddings") or 0) * hidden
+    positions = _number(vision, "num_position_embeddings") * hidden
     return _blocks(layers, hidden, width) + embedding + positions, mergers
 
 

@@ -38,6 +38,13 @@ RECURRENT = {
         "layers_block_type": ["mamba", "mlp", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 32,
         "ssm_state_size": 16, "n_groups": 2, "vocab_size": 512,
     }),
+    "mamba": ("MambaConfig", {
+        "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512, "state_size": 16, "time_step_rank": 4,
+    }),
+    "mamba2": ("Mamba2Config", {
+        "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512, "state_size": 16, "num_heads": 4, "head_dim": 32,
+        "n_groups": 2,
+    }),
     "qwen3_next": ("Qwen3NextConfig", {
         "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -70,6 +77,24 @@ def test_a_hybrid_has_the_parameters_that_transformers_gives_it(name: str, tmp_p
     facts = model_facts(tmp_path)
     assert facts.parameters == pytest.approx(built, rel=0.005)
     assert facts.hybrid
+
+
+ODD_TOWERS = (
+    {"vision_config": {}},
+    {"vision_config": {"image_size": [448, 448], "patch_size": [14, 14], "hidden_size": 64, "num_hidden_layers": 2}},
+    {"vision_config": {"embed_dim": 64, "hidden_size": 4096, "depth": 2, "mlp_ratio": 4}},
+    {"model_type": "llama4", "vision_config": {"hidden_size": 64, "num_hidden_layers": 2}},
+    {"model_type": "qwen3_vl", "vision_config": {"hidden_size": 64, "depth": 2}},
+)
+
+
+@pytest.mark.parametrize("tower", ODD_TOWERS)
+def test_a_tower_of_another_make_is_counted_as_well(tower: dict[str, object]) -> None:
+    text = json.loads((CONFIGS / "Llama-3.1-8B-Instruct" / "config.json").read_text())
+    facts = facts_of_config({"model_type": "other", **tower, "text_config": text})
+    assert facts.multimodal
+    assert 0 < facts.encoder_share < 20
+    assert facts.parameters - facts.encoder_parameters == 8_030_261_248
 
 
 @pytest.mark.parametrize("name", TINY)
