@@ -103,7 +103,7 @@ def command(
     sweep = Sweep(subject, Design(axes, mode, keep, repeat), Objective(objective, max_ttft, max_itl))
     folder = out or Path("tuning") / subject.name
     if dry_run:
-        return _show(sweep, limit, as_json=as_json)
+        return _show(sweep, folder, as_json=as_json)
     found, page = tune(
         sweep, store, limit, reporter, folder, existing=dict(opened.existing), tunableop=tunableop, redo=redo
     )
@@ -120,24 +120,35 @@ def command(
     return 0 if found["best"] is not None else 1
 
 
-def _show(sweep: Sweep, limit: object, *, as_json: bool) -> int:
+def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
     """What would be tried, in its order."""
     from pipeline.errors import UserError
-    from pipeline.tuning.space import label
+    from pipeline.tuning.first_pass import FOLDER
+    from pipeline.tuning.space import BASE, TUNABLEOP, label
     from pipeline.tuning.sweep import planned
+    from pipeline.tuning.tunableop import serving_with, tuning
 
-    rows = []
+    kernels = (out / FOLDER).absolute()
+    rows: list[dict[str, object]] = []
+    if any(axis.knob == TUNABLEOP for axis in sweep.design.axes):
+        search = tuning(sweep.subject.plan(BASE), kernels)
+        rows.append({"label": "TunableOp searches", "run": 0, "env": dict(search.env), "argv": list(search.argv)})
     for trial in planned(sweep):
+        row: dict[str, object] = {"label": label(trial.point), "run": trial.run}
         try:
             plan = sweep.subject.plan(trial.point)
-            rows.append({"label": label(trial.point), "run": trial.run, "env": dict(plan.env), "argv": list(plan.argv)})
         except UserError as error:
-            rows.append({"label": label(trial.point), "run": trial.run, "refused": error.message})
+            rows.append({**row, "refused": error.message})
+            continue
+        if any(knob == TUNABLEOP for knob, _ in trial.point):
+            plan = serving_with(plan, kernels)
+        rows.append({**row, "env": dict(plan.env), "argv": list(plan.argv)})
     if as_json:
         emit({"sweep": sweep.id, "target": sweep.subject.target, "trials": rows})
         return 0
-    click.echo(f"{len(rows)} launches of vLLM {sweep.subject.vllm.version} on {sweep.subject.target}, at least:")
+    vllm, target = sweep.subject.vllm.version, sweep.subject.target
+    click.echo(f"{len(rows)} launches of vLLM {vllm} on {target}; what wins may be measured together after them:")
     for row in rows:
-        again = f", run {int(str(row['run'])) + 1}" if row["run"] else ""
+        again = ", again" if row["run"] else ""
         click.echo(f"  {row['label']}{again}" + (f": refused: {row['refused']}" if "refused" in row else ""))
     return 0

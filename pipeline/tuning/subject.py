@@ -36,7 +36,11 @@ class Subject:
     def plan(self, point: Point) -> LaunchPlan:
         """The launch of a point; UserError where the planner refuses it."""
         plan = self.planner({knob: value for knob, value in point if knob != TUNABLEOP})
-        return serving_with(plan, self.tuned) if any(knob == TUNABLEOP for knob, _ in point) and self.tuned else plan
+        return (
+            serving_with(plan, self.tuned.folder)
+            if any(knob == TUNABLEOP for knob, _ in point) and self.tuned
+            else plan
+        )
 
     @property
     def cells(self) -> tuple[Cell, ...]:

@@ -38,11 +38,6 @@ class Tuned:
     operators: Mapping[str, int]
     validators: Mapping[str, str]
 
-    @property
-    def filename(self) -> str:
-        """What PYTORCH_TUNABLEOP_FILENAME is set to."""
-        return str(self.folder / FILE)
-
 
 def refuse_unless_rocm(kind: str) -> None:
     """UserError where TunableOp has nothing to choose from."""
@@ -60,9 +55,9 @@ def tuning(plan: LaunchPlan, folder: Path) -> LaunchPlan:
     return _with(plan, "1", folder / FILE)
 
 
-def serving_with(plan: LaunchPlan, tuned: Tuned) -> LaunchPlan:
+def serving_with(plan: LaunchPlan, folder: Path) -> LaunchPlan:
     """A plan that uses what was found and searches no more."""
-    return _with(plan, "0", Path(tuned.filename))
+    return _with(plan, "0", folder / FILE)
 
 
 def _with(plan: LaunchPlan, search: str, filename: Path) -> LaunchPlan:

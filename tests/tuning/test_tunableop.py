@@ -37,7 +37,7 @@ def test_the_launches_say_exactly_what_they_must(tmp_path: Path) -> None:
     }
     assert plan.argv == base.argv
     tuned = read_tuned(written(tmp_path / "kept"), 2)
-    assert dict(serving_with(base, tuned).env) == {
+    assert dict(serving_with(base, tuned.folder).env) == {
         "HIP_FORCE_DEV_KERNARG": "1",
         "PYTORCH_TUNABLEOP_ENABLED": "1",
         "PYTORCH_TUNABLEOP_TUNING": "0",

@@ -1,0 +1,88 @@
+"""A sweep of the embedded recipe on a real vLLM: killed once, finished by the same command, within its budget."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.recipe.load import load_recipe
+from tests.e2e.project import RECIPE, Project
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+BUDGET_S = 1200
+COMMAND = (
+    "tune", RECIPE, "--target", "cpu", "--workload", "tiny", "--budget", f"{BUDGET_S}s",
+    "--knob", "--max-num-seqs=2,32", "--knob", "--max-num-batched-tokens=64,512",
+)  # fmt: skip
+
+
+def records(project: Project) -> dict[str, int]:
+    return {path.parent.name: path.stat().st_mtime_ns for path in project.store.glob("tune/*/record.json")}
+
+
+@pytest.fixture(scope="module")
+def tuned(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, dict[str, int], dict[str, Any]]:
+    """A project whose sweep was killed after its first trial, and then came to its end."""
+    project = Project(tmp_path_factory.mktemp("tune"), vllm)
+    log = project.home / "first.log"
+    process = project.start(*COMMAND, log=log)
+    end = time.monotonic() + 600
+    while not records(project) or not list(project.store.glob("tune/*.work/server.log")):
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            pytest.fail(f"the sweep did not get to its second trial:\n{log.read_text()}")
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = records(project)
+    done = project.run(*COMMAND, "--json", timeout=1500)
+    assert done.returncode == 0, done.stderr
+    return project, before, json.loads(done.stdout)
+
+
+def test_a_killed_sweep_goes_on_and_measures_nothing_twice(
+    tuned: tuple[Project, dict[str, int], dict[str, Any]],
+) -> None:
+    project, before, found = tuned
+    assert before.items() <= records(project).items()
+    assert found["budget"]["spent"] <= BUDGET_S
+    tried = {point["label"] for point in found["points"]}
+    assert {"base plan", "max-num-seqs 2", "max-num-batched-tokens 512"} <= tried | set(found["not_tried"])
+    assert [point["status"] for point in found["points"]] == ["ok"] * len(found["points"])
+    assert found["points"][0]["runs"] == 2
+
+
+def test_the_sweep_sees_what_its_knobs_do(tuned: tuple[Project, dict[str, int], dict[str, Any]]) -> None:
+    """Two requests at a time while sixteen wait: their first tokens come late, which no noise hides."""
+    _, _, found = tuned
+    effects = {effect["label"]: effect for effect in found["effects"]}
+    few = effects["max-num-seqs 2"]
+    assert few["ratios"]["ttft_p99"] > 1
+    assert not few["noise"]["ttft_p99"]
+    assert {point["kv_tokens"] for point in found["points"]} == {found["points"][0]["kv_tokens"]}
+    assert found["points"][0]["kv_tokens"] > 0
+
+
+def test_what_it_prints_is_a_section_of_a_recipe(
+    tuned: tuple[Project, dict[str, int], dict[str, Any]], tmp_path: Path
+) -> None:
+    _, _, found = tuned
+    recipe = tmp_path / "tuned.yaml"
+    recipe.write_text(f"extends: {RECIPE}\nname: tuned\n{found['serve_yaml']}")
+    knobs = load_recipe(recipe).recipe.serve.overrides
+    best = found["points"][found["best"]]
+    assert dict(knobs) == {change["knob"]: change["value"] for change in best["changes"]}
+
+
+def test_the_page_says_where_it_was_measured(tuned: tuple[Project, dict[str, int], dict[str, Any]]) -> None:
+    _, _, found = tuned
+    page = Path(found["page"]).read_text()
+    assert "say nothing of ROCm" in page
+    assert found["vllm"] in page
+    assert found["device"] in page
