@@ -26,6 +26,8 @@ _GRAPHS_COUNTED = (0, 21)
 _TOKENS_BY_REQUESTS = (0, 21)
 """The logged tokens are requests of full length times their length since 0.21; before, blocks by groups."""
 _ASYNC = (0, 14)
+_STATES_CACHED = (0, 26)
+"""Prefixes of models with recurrent states are cached by default since 0.26, which takes a second state a request."""
 _IN_FLIGHT = (0, 26)
 """A window counts the tokens of all concurrent batches since 0.26; of one before."""
 
@@ -71,7 +73,7 @@ def fit(
     version: str = "0.33.0",
     cpu_kv_bytes: int | None = None,
     async_scheduling: bool | None = None,
-    prefix_caching: bool = True,
+    prefix_caching: bool | None = None,
     encoder_copied: bool = True,
     speculative: bool = False,
 ) -> Memory:
@@ -110,7 +112,8 @@ def fit(
     assert tightest is not None  # noqa: S101 - there is a stage
     blocks, free, weights, _ = tightest
     batches = _batches(layout, numbers, async_scheduling)
-    request = groups.blocks_of_request(max_model_len, batches * max_num_batched_tokens, states=1 + prefix_caching)
+    states = 1 + (numbers >= _STATES_CACHED if prefix_caching is None else prefix_caching)
+    request = groups.blocks_of_request(max_model_len, batches * max_num_batched_tokens, states=states)
     concurrency = max(0.0, blocks / request) if request else float(max_num_seqs)
     return Memory(
         total=total if kind != "cpu" else total + weights + activations,

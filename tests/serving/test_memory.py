@@ -161,6 +161,13 @@ def test_graphs_are_outside_the_budget_of_older_versions() -> None:
     assert on(facts, Layout(), version="0.20.0", cudagraph_mode="FULL_AND_PIECEWISE").graphs == 0
 
 
+def test_cached_prefixes_cost_a_hybrid_a_second_state() -> None:
+    facts = facts_of("Qwen3-Next-80B-A3B-Instruct")
+    newer, older = on(facts, Layout(tensor=2)), on(facts, Layout(tensor=2), version="0.25.1")
+    assert newer.concurrency < older.concurrency
+    assert on(facts, Layout(tensor=2), prefix_caching=False).concurrency == older.concurrency
+
+
 def layers(*kinds: str, nbytes: int = 64, window: int = 128) -> list[LayerCache]:
     made = []
     for number, kind in enumerate(kinds):
