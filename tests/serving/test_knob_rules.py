@@ -79,6 +79,7 @@ CASES = {
     ),
     "calibrated cache, scales read": ("0.33", {"kv_cache_dtype": "fp8"}, {SHUFFLE: "1"}, []),
     "calibrated cache, scales taken for 1": ("0.24", {"kv_cache_dtype": "fp8"}, {BACKEND: "ROCM_AITER_FA"}, [SHUFFLE]),
+    "shuffled alike on both sides": ("0.24", {"purpose": "measure"}, {BACKEND: "ROCM_AITER_FA"}, [SHUFFLE]),
     "images both ways": ("0.24", {"mm_prefix": "yes"}, {}, [BACKEND]),
     "gpt-oss, first": (
         "0.11",
