@@ -12,6 +12,8 @@ from pipeline.commands.options import emit, json_option, store_option, vllm_opti
 if TYPE_CHECKING:
     from pipeline.tuning.sweep import Sweep
 
+_LARGEST_GRID = 4096
+
 
 @click.command(name="tune")
 @click.argument("recipe_or_model")
@@ -63,6 +65,7 @@ def command(
     Every trial is a fresh server. Finished trials are kept: the same command goes on after an interruption, also with
     other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
     """
+    from pipeline.errors import UserError
     from pipeline.progress import reporter_for
     from pipeline.serving.knobs import table
     from pipeline.store.tree import Store
@@ -70,7 +73,7 @@ def command(
     from pipeline.tuning.budget import Budget, parse_duration
     from pipeline.tuning.objective import Objective
     from pipeline.tuning.opening import open_subject
-    from pipeline.tuning.order import Design
+    from pipeline.tuning.order import Design, grid_size
     from pipeline.tuning.session import tune
     from pipeline.tuning.space import BASE, TUNABLEOP, Axis, parse_knob, without_base_values
     from pipeline.tuning.summary import markdown
@@ -101,6 +104,12 @@ def command(
     if tunableop:
         axes = (Axis(TUNABLEOP, ("1",), source="ROCm FP8 2024: GEMM tuning"), *axes)
     sweep = Sweep(subject, Design(axes, mode, keep, repeat), Objective(objective, max_ttft, max_itl))
+    if mode == "grid" and grid_size(axes) > _LARGEST_GRID:
+        raise UserError(
+            f"a grid over {', '.join(axis.knob for axis in axes)} has {grid_size(axes):,} combinations, "
+            f"expected at most {_LARGEST_GRID:,}",
+            hint="name the knobs that depend on each other with --knob, or leave --mode grid out",
+        )
     folder = out or Path("tuning") / subject.name
     if dry_run:
         return _show(sweep, folder, as_json=as_json)

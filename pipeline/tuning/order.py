@@ -12,6 +12,7 @@ Generators are asked for one trial at a time and look at results through ``choos
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -78,6 +79,11 @@ def singles(axes: Sequence[Axis]) -> list[Point]:
     """Every value on its own. One value of each knob first: a cut budget then leaves no knob untouched."""
     columns = [[((axis.knob, value),) for value in axis.values] for axis in axes]
     return [point for row in itertools.zip_longest(*columns) for point in row if point is not None]
+
+
+def grid_size(axes: Sequence[Axis]) -> int:
+    """How many combinations a grid has, the base plan included."""
+    return math.prod(len(axis.values) + 1 for axis in axes)
 
 
 def grid_order(axes: Sequence[Axis]) -> list[Point]:

@@ -268,9 +268,15 @@ def _notes(sweep: Sweep) -> list[str]:
             f"Measured on {device}: the figures say nothing of ROCm's kernels, and a knob that wins here need not win "
             "there."
         )
-    replicas = subject.plan(BASE).layout.replicas
-    if replicas > 1:
-        notes.append(f"The plan has {replicas} replicas: one was measured, with its share of the requests in flight.")
+    layout = subject.plan(BASE).layout
+    if layout.replicas > 1:
+        notes.append(
+            f"The plan has {layout.replicas} replicas: one was measured, with its share of the requests in flight."
+        )
+    if layout.packed > 1:
+        notes.append(
+            f"{layout.packed} servers will share an accelerator: one was measured alone, and is slower beside others."
+        )
     if sweep.judge.noise() is None:
         notes.append("The base plan was measured once: its noise is unknown, and small differences mean nothing.")
     elif sum(len(runs) for runs in sweep.judge.repeats()) < 3:
