@@ -61,10 +61,13 @@ def serve(request: Request, how: How) -> int:
 
     Raises `ServingError` where a server does not start or dies, with the cause that its log names.
     """
-    from pipeline.progress import reporter_for
+    from rich.console import Console
+
+    from pipeline.progress import PlainReporter, RichReporter
 
     plan, processes = request.plan()
-    reporter = reporter_for(json=False)
+    terminal = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
+    reporter = PlainReporter() if terminal is None else RichReporter(terminal)
     launcher = _launcher(request, plan, processes, how)
     if how.kind != "endpoint":
         for line in _unready(request, plan):
@@ -74,7 +77,7 @@ def serve(request: Request, how: How) -> int:
     answered = False
     try:
         with stoppable(), ExitStack() as stack:
-            with waiting(text, spinning=sys.stderr.isatty()):
+            with nullcontext() if terminal is None else terminal.status(text):
                 running = stack.enter_context(
                     launcher.deploy(plan, processes, folder, startup_timeout=how.startup_timeout, say=reporter.say)
                 )
@@ -162,22 +165,13 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def waiting(text: str, *, spinning: bool) -> AbstractContextManager[object]:
-    """A spinner on a terminal, nothing elsewhere."""
-    if not spinning:
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False).status(text)
-
-
 def told(server: Server, scan: LogScan | None) -> Iterator[str]:
     """What is known of a server that answers, a line each; one that somebody else started has no log here."""
     yield f"serving     {server.model_name} at {server.base_url}, ready after {server.started_seconds:.0f} s"
     if scan is None:
         yield f"vllm        {server.version()}"
         return
-    version = scan.vllm_version or "of a version that it does not log"
+    version = scan.vllm_version or server.version()
     yield f"vllm        {version}" + (f", attention {scan.attention_backend}" if scan.attention_backend else "")
     if scan.kernels:
         yield f"kernels     {', '.join(scan.kernels)}"
