@@ -2,7 +2,8 @@
 
     python -m tests.tools.vllm_interface vllm-0.33.0.tar.gz vllm-0.32.0/ --out tests/assets/vllm
 
-Takes source distributions, packed or unpacked, and writes ``<version>.json`` for each:
+Takes source distributions, packed or unpacked (0.15 has none: its unpacked wheel is as good), and writes
+``<version>.json`` for each:
 
     flags    option strings of `vllm serve`, with the --no- forms of switches
     bench    option strings of `vllm bench`
