@@ -1,0 +1,41 @@
+"""Run by the interpreter of a vLLM environment: says what vLLM's own parser thinks of launches.
+
+Standard input is a JSON list of {"argv": [...], "env": {...}}; standard output one list of complaints for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+
+
+def main() -> None:
+    from vllm import envs
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    answers = []
+    for launch in json.load(sys.stdin):
+        complaints = [
+            name for name in launch["env"] if name.startswith("VLLM_") and name not in envs.environment_variables
+        ]
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                args = parser.parse_args(launch["argv"][2:])
+                args.model = args.model_tag  # as `vllm serve` does
+                AsyncEngineArgs.from_cli_args(args)
+        except SystemExit:
+            complaints.append(said.getvalue().strip().splitlines()[-1])
+        except Exception as error:
+            complaints.append(f"{type(error).__name__}: {error}")
+        answers.append(complaints)
+    sys.stdout.write("\n" + json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
