@@ -8,8 +8,10 @@
     code     exit code in mode die
     children what each child runs before it sleeps; [] for a server that ends at once
     runs     a file that gets a line with the port of every start; with `die_until`, the first starts end with `log`
+    devices  settings for one value of CUDA_VISIBLE_DEVICES, over the others
 
-It writes its own pid, its child's and its environment into MODEL, for the tests to look at.
+It writes its own pid, its children's and its environment into MODEL, for the tests to look at; the pids once more into
+``pids-DEVICES.json``. With ``--headless`` it serves nothing and stays.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ def main() -> int:
     model = Path(sys.argv[2])
     given = dict(itertools.pairwise(sys.argv[3:]))  # some flags have no value
     settings = json.loads((model / "fake.json").read_text()) if (model / "fake.json").exists() else {}
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    settings |= settings.get("devices", {}).get(devices, {})
     mode = settings.get("mode", "serve")
     starts = model / "starts"
     with starts.open("a") as file:
-        file.write(given["--port"] + "\n")
+        file.write(given.get("--port", "headless") + "\n")
     (model / "environment.json").write_text(json.dumps(dict(os.environ)))
     (model / "arguments.json").write_text(json.dumps(sys.argv[1:]))
     sys.stderr.write(settings.get("log", ""))
@@ -46,8 +50,9 @@ def main() -> int:
         subprocess.Popen([sys.executable, "-I", "-S", "-c", STUBBORN.format(extra=extra)]).pid
         for extra in settings.get("children", ("", "os.setsid(); "))
     ]
-    (model / "pids.json").write_text(json.dumps([os.getpid(), *children]))
-    if mode == "hang":
+    for name in ("pids.json", f"pids-{devices}.json"):
+        (model / name).write_text(json.dumps([os.getpid(), *children]))
+    if mode == "hang" or "--headless" in given:
         time.sleep(600)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
