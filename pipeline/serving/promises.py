@@ -59,7 +59,8 @@ def _formats(plan: LaunchPlan, scan: LogScan, quantization: str | None) -> Itera
 def _kernels(plan: LaunchPlan, scan: LogScan) -> Iterator[Finding]:
     backend = plan.attention_backend
     seen = {name for names in scan.attention_backends for name in names.split("|")}
-    if backend is not None and backend not in seen:
+    logged = bool(seen) or scan.tensor_parallel is not None  # else there is no log, and nothing to miss in it
+    if backend is not None and backend not in seen and logged:
         told = ", ".join(scan.attention_backends) or "none that the log names"
         yield Finding("caution", "the attention backend of the plan is not the one that runs", _both(backend, told))
     named = [*scan.attention_backends, *scan.kernels]

@@ -63,7 +63,10 @@ class BenchStage:
                 )
                 try:
                     run_logged(
-                        argv, job.path / f"{cell.name}.log", what=f"vllm bench serve on {cell.name}", env=CLIENT_ENV
+                        argv,
+                        job.path / f"{cell.name}.log",
+                        what=f"vllm bench serve on {cell.name}",
+                        env=CLIENT_ENV | server.client_environment(),
                     )
                 except StageError:
                     server.get("/health")

@@ -163,6 +163,12 @@ def test_a_line_that_leaves_the_backend_open_keeps_both_promises() -> None:
     assert broken_promises(plan(backend="ROCM_AITER_FA"), scan) != ()
 
 
+def test_without_a_log_no_promise_is_missed_and_with_one_it_is() -> None:
+    assert broken_promises(plan(), scan_log("")) == ()
+    (found,) = broken_promises(replace(plan(*EIGHT), env={}), replace(scanned("rocm-0.32"), attention_backends=()))
+    assert found.line == "planned: ROCM_AITER_FA, seen: none that the log names"
+
+
 def test_every_engine_is_read() -> None:
     scan = scanned("rocm-0.24")
     assert (scan.kv_tokens, scan.concurrency, scan.data_parallel) == (1_044_480, 127.5, 2)

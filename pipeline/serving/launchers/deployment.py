@@ -189,7 +189,9 @@ def _healthy(plan: LaunchPlan, member: Member) -> bool:
 
 
 def _title(process: Process, processes: Sequence[Process]) -> str:
-    """ "vLLM" where there is one process, else which of them."""
+    """Just vLLM where there is one process, else which of them."""
+    if process.role in {"ray-head", "ray-worker"}:
+        return "Ray"
     if len(processes) == 1:
         return "vLLM"
     if process.role == "server":
