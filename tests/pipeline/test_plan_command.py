@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -248,5 +249,16 @@ def test_a_config_that_is_none(quantmint: Quantmint, tmp_path: Path) -> None:
     ended = quantmint("plan", "llama8b-ptpc", "--config", tmp_path)
     assert (ended.code, "config.json: no such file" in ended.err) == (2, True)
     (tmp_path / "config.json").write_text('{"model_type": "none-such"}')
+    ended = quantmint("plan", "llama8b-ptpc", "--config", tmp_path)
+    assert (ended.code, "found num_hidden_layers 0" in ended.err) == (2, True)
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 64,
+    }
+    sizes |= {"max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "none-such", **sizes}))
     ended = quantmint("plan", "llama8b-ptpc", "--config", tmp_path)
     assert (ended.code, "transformers cannot build this model" in ended.err) == (2, True)

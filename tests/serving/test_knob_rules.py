@@ -150,7 +150,7 @@ CASES = {
     "long, 300 at once": ("0.24", {"context": 131072, "engine_concurrency": 300}, {"--max-num-seqs": "300"}, []),
     "crowd": ("0.24", {"engine_concurrency": 5000}, {"--max-num-seqs": "5000"}, []),
     "images": ("0.24", TP8 | {"multimodal": "yes", "encoder_share": 2.0}, {"--mm-encoder-tp-mode": "data"}, []),
-    "a tiny encoder": ("0.24", TP8 | {"multimodal": "yes", "encoder_share": 0.3}, {}, ["--mm-encoder-tp-mode"]),
+    "a tiny encoder": ("0.24", TP8 | {"multimodal": "yes", "encoder_share": 0.1}, {}, ["--mm-encoder-tp-mode"]),
     "AWQ": ("0.24", {"quantization": "awq"}, {"VLLM_USE_TRITON_AWQ": "1"}, ["--quantization"]),
     "tuned": (
         "0.24",
