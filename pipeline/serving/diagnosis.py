@@ -20,7 +20,13 @@ import yaml
 from pipeline.serving.knobs import table
 
 #: What vLLM says when the cause stands further up.
-_ECHO = re.compile(r"root cause above|Engine core initialization failed|WorkerProc initialization failed")
+_ECHO = re.compile(
+    r"root cause above|for the root cause|Engine core initialization failed|WorkerProc initialization failed"
+)
+#: What the server says when its engine is gone, whatever the reason.
+_GONE = re.compile(r"EngineDeadError|EngineCore encountered an issue")
+#: A line that tells of an exception and is none: vLLM went on without.
+_HARMLESS = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:DEBUG|INFO|WARNING)\s")
 _ERROR = re.compile(r"(?:^|\s)(?P<error>[A-Za-z_.]*(?:Error|Exception|Interrupt)\b:? .*\S)")
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:(?:ERROR|CRITICAL)\s+[\d-]+ [\d:.]+ \[[^\]]*\]\s*)?")
 
@@ -60,10 +66,13 @@ def _nearest(groups: dict[str, str]) -> str:
 
 
 def _last_words(log: str) -> str:
-    lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
+    lines = [_PREFIX.sub("", line).strip() for line in log.splitlines() if not _HARMLESS.match(line)]
     errors = [found["error"] for line in lines if (found := _ERROR.search(line)) and not _ECHO.search(line)]
     if errors:
         return errors[-1]
+    if _GONE.search(log):
+        return "its engine was gone without a word, as when the kernel kills a process for its memory"
+    lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
     return " | ".join([line for line in lines if line][-3:]) or "it wrote nothing"
 
 

@@ -118,6 +118,13 @@ def test_rows_have_the_fields_of_their_reader():
             "unknown",
             "KeyError: 'layers.0.x'",
         ),
+        (
+            "(Worker pid=9) WARNING 11-21 00:00:00 [utils.py:597] fallback to torch. Exception: no primitive\n"
+            "(APIServer pid=1) ERROR 11-21 00:00:00 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: "
+            "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+            "unknown",
+            "its engine was gone without a word",
+        ),
         ("one\ntwo\n\nthree\nfour\n", "unknown", "two | three | four"),
         ("", "unknown", "it wrote nothing"),
     ],

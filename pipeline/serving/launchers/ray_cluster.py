@@ -29,7 +29,13 @@ from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.launchers.child import Child, stop
 from pipeline.serving.launchers.deployment import Deployment, Member, Say, deployed, ended, log_of
 from pipeline.serving.launchers.local import listening, require_model
-from pipeline.serving.launchers.ray_commands import head_address, own_address, ray_command, start_argv
+from pipeline.serving.launchers.ray_commands import (
+    head_address,
+    own_address,
+    ray_command,
+    ray_environment,
+    start_argv,
+)
 from pipeline.serving.plan import LaunchPlan, Process
 
 _NODES = Path(__file__).with_name("ray_nodes.py")
@@ -102,7 +108,13 @@ class RayLauncher:
             folder = tempfile.mkdtemp(prefix="qm-ray-", dir="/tmp")
             argv.append(f"--temp-dir={folder}")
             after.append([sys.executable, "-I", "-c", _CLEAN, folder])
-        child = Child(argv, self._environment(plan, process), log_of(process, logs), grace=self.stop_grace, after=after)
+        child = Child(
+            argv,
+            ray_environment(plan, self._environment(plan, process)),
+            log_of(process, logs),
+            grace=self.stop_grace,
+            after=after,
+        )
         return Member("Ray", child)
 
     def _wait_for_nodes(

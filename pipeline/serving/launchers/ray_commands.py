@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.errors import UserError
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.plan import Process
+from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.render.invocation import accelerator
 
 _HINT = (
     "vLLM's image for ROCm brings Ray along; into an environment of your own it comes with `pip install ray`, the same"
@@ -34,6 +35,18 @@ def start_argv(process: Process, ray: Sequence[str]) -> list[str]:
         own.append("--include-dashboard=false")
     given = {word.partition("=")[0] for word in process.argv}
     return [*ray, *process.argv[1:], *(word for word in own if word.partition("=")[0] not in given)]
+
+
+def ray_environment(plan: LaunchPlan, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables of `ray start`, which its workers inherit.
+
+    On ROCm Ray gives each worker its accelerators in HIP_VISIBLE_DEVICES, and vLLM stops where CUDA_VISIBLE_DEVICES,
+    left from the machine's own list, says otherwise (vLLM 0.33 vllm/platforms/rocm.py): so the list goes by Ray's name.
+    """
+    found = dict(env)
+    if plan.target and accelerator(plan).kind == "rocm" and "CUDA_VISIBLE_DEVICES" in found:
+        found["HIP_VISIBLE_DEVICES"] = found.pop("CUDA_VISIBLE_DEVICES")
+    return found
 
 
 def head_address(process: Process) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from pipeline.errors import ServingError, UserError
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.launchers.ray_cluster import RayLauncher
-from pipeline.serving.launchers.ray_commands import ray_command, start_argv
+from pipeline.serving.launchers.ray_commands import ray_command, ray_environment, start_argv
 from pipeline.serving.plan import LaunchPlan, Process
 
 pytest.importorskip("ray")
@@ -218,6 +219,14 @@ def test_ray_runs_in_the_foreground_without_its_dashboard() -> None:
 
 def _fields(process: Process) -> dict[str, object]:
     return {name: getattr(process, name) for name in Process.__slots__}
+
+
+def test_on_rocm_the_devices_go_by_rays_name() -> None:
+    plan, _ = launch(Path("/models/m"), 6379)
+    given = {"CUDA_VISIBLE_DEVICES": "0,1", "VLLM_HOST_IP": HEAD}
+    on_rocm = ray_environment(replace(plan, target="mi300x:8x2"), given)
+    assert on_rocm == {"HIP_VISIBLE_DEVICES": "0,1", "VLLM_HOST_IP": HEAD}
+    assert ray_environment(replace(plan, target="cuda:8x2"), given) == given
 
 
 def test_an_environment_without_ray_says_where_it_comes_from(tmp_path: Path) -> None:
