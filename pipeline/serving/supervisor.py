@@ -77,26 +77,30 @@ def _tidy(argv: list[str]) -> None:
 
 
 def descendants() -> list[int]:
-    """Every process below this one, from /proc; zombies left out."""
+    """Every process below this one, from /proc; zombies left out, but not what is below them.
+
+    A process of many threads is a zombie as soon as its first thread has ended, and keeps its children until the last.
+    """
     children: dict[int, list[int]] = {}
+    ended: set[int] = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             # The name in brackets may hold blanks and brackets; the state and the parent follow its last bracket.
-            state, parent = (
-                (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
-            )
-        except (OSError, ValueError):
+            fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            state, parent, threads = fields[0], int(fields[1]), int(fields[17])
+        except (OSError, ValueError, IndexError):
             continue
-        if state not in {"Z", "X"}:
-            children.setdefault(int(parent), []).append(int(entry.name))
+        children.setdefault(parent, []).append(int(entry.name))
+        if state in {"Z", "X"} and threads <= 1:
+            ended.add(int(entry.name))
     found, pending = [], [os.getpid()]
     while pending:
         below = children.get(pending.pop(), [])
         found += below
         pending += below
-    return found
+    return [pid for pid in found if pid not in ended]
 
 
 def _order_to_stop(_number: int, _frame: object) -> None:
