@@ -96,6 +96,7 @@ def choose(
         "family": facts.family,
         "density": density_band(facts),
         "load": load(profile),
+        "experts": "none" if not facts.experts else "few" if facts.experts < 2 * target.gpus else "many",
         "room": room,
         "gpus": "one" if target.gpus == 1 else "several",
         "links": "no" if target.accelerator.links == 0 and target.accelerator.link_gb_s is not None else "yes",
@@ -104,7 +105,8 @@ def choose(
         if all(conditions[name] in values for name, values in row.when.items()):
             layout = _first(case, row)
             if layout is not None:
-                return Choice(layout, row.why, row.source, tuple(_notes(case, row, layout)))
+                why = row.why + _departure(case.facts, row, layout)
+                return Choice(layout, why, row.source, tuple(_notes(case, layout)))
     return _uneven(case)
 
 
@@ -162,10 +164,7 @@ def _first(case: _Case, row: Row) -> Layout | None:
     }
     # Where slices of an expert break the groups of its scales, whole experts are the way out, and the other way round
     # where there are fewer experts than accelerators.
-    # At low load expert parallelism is optional (ROCm 2026: Expert parallelism), and with one expert on each a token would
-    # keep as many accelerators busy as it visits experts.
-    whole = row.expert and not (row.form == "tensor" and case.facts.experts < 2 * case.target.gpus)
-    for expert in (whole, not whole) if case.facts.experts else (False,):
+    for expert in (row.expert, not row.expert) if case.facts.experts else (False,):
         fitting = [layout for layout in forms[row.form](case, expert=expert) if case.has_room(layout)]
         if fitting:
             enough = next((layout for layout in fitting if case.comfortable(layout)), None)
@@ -252,7 +251,16 @@ def _packed(case: _Case, packed: int) -> Choice | None:
     return Choice(layout, why, "ROCm 2026: Configure the gpu-memory-utilization parameter")
 
 
-def _notes(case: _Case, row: Row, layout: Layout) -> Iterator[str]:
+def _departure(facts: ModelFacts, row: Row, layout: Layout) -> str:
+    """What a layout does otherwise than its row, and why; empty where it does nothing so."""
+    if layout.expert == row.expert or not facts.experts or layout.gpus == 1:
+        return ""
+    way = "whole experts are spread" if layout.expert else "experts are sliced"
+    faults = split_faults(facts, Layout(layout.tensor, layout.pipeline, layout.data, row.expert))
+    return f". Here {way} all the same: {'; '.join(faults) or 'else it would not fit'}"
+
+
+def _notes(case: _Case, layout: Layout) -> Iterator[str]:
     facts, target, profile = case.facts, case.target, case.profile
     if LOW < profile.concurrency < HIGH and target.gpus > 1:
         yield (
@@ -264,12 +272,6 @@ def _notes(case: _Case, row: Row, layout: Layout) -> Iterator[str]:
             f"{facts.density:.2g} % of the experts work on a token, and the guides decide nothing between 1 and 3 %:"
             " measure with and without expert parallelism"
         )
-    if layout.expert != row.expert and facts.experts and layout.gpus > 1:
-        way = "whole experts are spread" if layout.expert else "experts are sliced"
-        plain = Layout(layout.tensor, layout.pipeline, layout.data, row.expert)
-        few = f"{facts.experts} experts on {layout.tensor} accelerators would leave most of them idle for a token"
-        because = "; ".join(split_faults(facts, plain)) or (few if row.expert else "it does not fit")
-        yield f"{way} against the guides' row, because {because}"
     if layout.expert and facts.experts < 2 * layout.tensor * layout.data:
         yield (
             f"{facts.experts} experts on {layout.tensor * layout.data} accelerators: each holds one, and the busiest"
