@@ -265,7 +265,7 @@ def _notes(case: _Case, layout: Layout) -> Iterator[str]:
     if LOW < profile.concurrency < HIGH and target.gpus > 1:
         yield (
             f"{profile.concurrency} requests in flight lie between the guides' {LOW} and {HIGH}, where the crossing is:"
-            f" the {profile.name} profile decided; measure both layouts (ROCm 2026: Data Parallel Attention)"
+            f" the {profile.name} profile decided; measure both layouts (ROCm 2026: Data Parallel Attention (advanced))"
         )
     if density_band(facts) == "unsettled" and facts.family == "moe" and layout.gpus > 1:
         yield (

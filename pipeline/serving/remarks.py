@@ -58,7 +58,7 @@ def _attention(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     if facts.attention in {"mla", "dsa"} and layout.tensor > 1 and request.profile.concurrency > LOW:
         yield (
             f"tensor parallelism keeps the whole latent KV cache on each of {layout.tensor} GPUs, which costs most"
-            " under load (ROCm 2026: Data Parallel Attention)"
+            " under load (ROCm 2026: Data Parallel Attention (advanced))"
         )
     if facts.kv_cache_scheme == "fp8" and request.kv_cache_dtype == "auto":
         yield (
