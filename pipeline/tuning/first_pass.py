@@ -14,6 +14,7 @@ from pipeline.tuning.budget import Budget
 from pipeline.tuning.measure import STARTUP_TIMEOUT_S, Deadline, Launch, measure
 from pipeline.tuning.space import BASE
 from pipeline.tuning.subject import Subject
+from pipeline.tuning.trials import log_path
 from pipeline.tuning.tunableop import Tuned, read_tuned, tuning
 
 FOLDER = "tunableop"
@@ -42,6 +43,7 @@ def first_pass(
                 subject,
                 tuning(subject.plan(BASE), work.path),
                 work.path,
+                log=log_path(store, subject),
                 launch=launch,
                 sweep="tunableop",
                 deadline=Deadline(budget.left),

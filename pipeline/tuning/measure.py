@@ -60,19 +60,19 @@ def measure(
     plan: LaunchPlan,
     folder: Path,
     *,
+    log: Path,
     launch: Launch,
     sweep: str,
     deadline: Deadline,
     startup_timeout: float,
     progress: Progress,
 ) -> Outcome:
-    """Run a plan once; logs and the JSON of each cell stay in ``folder``.
+    """Run a plan once; the JSON of each cell stays in ``folder``, as does the log that the server has in ``log``.
 
     A server that does not start, dies or loses requests is an outcome, not an error. Raises `OutOfTimeError` at the
     deadline.
     """
     began = time.monotonic()
-    log = folder / SERVER_LOG
     patience = startup_timeout if deadline.left is None else max(1.0, min(startup_timeout, deadline.left))
     cells: dict[str, bench.CellResult] = {}
     started: float | None = None
@@ -104,7 +104,9 @@ def measure(
         deadline.check()  # a server that was given less time than it needs did not fail
         failure = error
     seconds = time.monotonic() - began
-    scan = scan_log(log.read_text(encoding="utf-8", errors="replace") if log.exists() else "")
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    (folder / SERVER_LOG).write_text(text, encoding="utf-8")  # a copy: whoever still writes must not reach an entry
+    scan = scan_log(text)
     outcome = Outcome(
         status="ok",
         cells=cells,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
                 point["cells"][cell][name],
                 point["cells"][cell]["output_throughput"],
                 point["number"] == report["best"],
+                _pair(point["spread"][cell][name]),
+                _pair(point["spread"][cell]["output_throughput"]),
             )
             for point in report["points"]
             if point["status"] == "ok"
@@ -103,6 +106,11 @@ def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
     return drawn
 
 
+def _pair(values: Sequence[float]) -> tuple[float, float]:
+    """A range as it was, or as JSON gives it back."""
+    return values[0], values[1]
+
+
 def tiles(report: Report) -> list[tuple[str, str, str]]:
     """The first screen: caption, the best point's ratio to the base plan, and its range over the cells."""
     best = None if report["best"] is None else report["points"][report["best"]]
@@ -115,8 +123,13 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
         cell = max(best["cells"], key=lambda key: best["cells"][key]["output_throughput"])
         before, after = base["cells"][cell][name], best["cells"][cell][name]
         unit = "tok/s" if name == "output_throughput" else "ms"
-        arrow = f"{figure(before)} \N{RIGHTWARDS ARROW} {figure(after)} {unit}, {cell}"
-        found.append((SHORT[name].replace("tokens/s", "Output tokens/s"), percent(change), arrow))
+        caption = SHORT[name].replace("tokens/s", "Output tokens/s")
+        if best["number"]:
+            found.append(
+                (caption, percent(change), f"{figure(before)} \N{RIGHTWARDS ARROW} {figure(after)} {unit}, {cell}")
+            )
+        else:
+            found.append((caption, figure(after), f"{unit}, {cell}"))
     launches = sum(point["runs"] for point in report["points"])
     found.append(
         ("Launches", str(launches), f"of {len(report['points'])} plans in {duration(report['budget']['spent'] or 0)}")

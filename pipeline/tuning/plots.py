@@ -17,13 +17,18 @@ _MARK = 8.5  # radius of a mark, in pixels
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One point of a plot: ``x`` a latency in ms, ``y`` output tokens/s, its number and what was changed."""
+    """One point of a plot: ``x`` a latency in ms, ``y`` output tokens/s, its number and what was changed.
+
+    ``x_range`` and ``y_range`` are the least and the most over its launches.
+    """
 
     number: int
     text: str
     x: float
     y: float
     best: bool
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ def pareto(marks: Sequence[Mark], *, x_title: str, width: int, name: str, words:
         axis.plot(*zip(*stairs, strict=True), color=colour("candidate"), linewidth=1.6)
         for mark in sorted(marks, key=lambda mark: (mark.best, mark.number == 0)):
             ink = _ink(mark, mark.number in {marks[index].number for index in line})
+            for xs, ys in ((mark.x_range, (mark.y, mark.y)), ((mark.x, mark.x), mark.y_range)):
+                axis.plot(xs, ys, color=colour(ink), linewidth=1.2, alpha=0.55, solid_capstyle="butt", zorder=2)
             axis.plot([mark.x], [mark.y], "o", markersize=2 * _MARK, markerfacecolor=colour("paper"),
                       markeredgecolor=colour(ink), markeredgewidth=2.6 if mark.best else 1.4, zorder=3)  # fmt: skip
             axis.annotate("B" if mark.number == 0 else str(mark.number), (mark.x, mark.y), (0, -0.5), ha="center",
@@ -82,7 +89,9 @@ def _ink(mark: Mark, on_line: bool) -> str:
 
 def _limits(axis: Any, marks: Sequence[Mark]) -> None:
     """Room around the marks; points that lie close together are not blown up to look far apart."""
-    for values, setter in (([mark.x for mark in marks], axis.set_xlim), ([mark.y for mark in marks], axis.set_ylim)):
+    across = [value for mark in marks for value in mark.x_range]
+    upwards = [value for mark in marks for value in mark.y_range]
+    for values, setter in ((across, axis.set_xlim), (upwards, axis.set_ylim)):
         low, high = min(values), max(values)
         room = max(high - low, 0.04 * high, 1e-6)
         middle = (low + high) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import geometric_mean, median
 from typing import Any, TypedDict
@@ -10,7 +11,7 @@ from pipeline.tuning.budget import Budget
 from pipeline.tuning.machine import device_name
 from pipeline.tuning.objective import Objective, ratios
 from pipeline.tuning.pareto import frontier
-from pipeline.tuning.results import FIGURES, Figures, by_point
+from pipeline.tuning.results import FIGURES, Figures, Outcome, by_point
 from pipeline.tuning.serve_block import serve_block
 from pipeline.tuning.space import BASE, Point, Value, change_label, label, value_in
 from pipeline.tuning.sweep import Sweep
@@ -30,7 +31,8 @@ class Change(TypedDict):
 class PointReport(TypedDict):
     """One point: medians over `runs` sound launches, by cell, and their ratios to the base plan.
 
-    `number` is its mark in the plots, 0 for the base plan. `score` is None where a limit is broken; `noise` says that
+    `spread` holds the least and the most of each figure over those launches. `number` is its mark in the plots, 0 for
+    the base plan. `score` is None where a limit is broken; `noise` says that
     the score is within the base plan's own spread. `frontier` names the plots (CELL:FIGURE) on whose frontier it lies.
     """
 
@@ -42,6 +44,7 @@ class PointReport(TypedDict):
     why: str | None
     fix: str | None
     cells: dict[str, dict[str, float]]
+    spread: dict[str, dict[str, tuple[float, float]]]
     ratios: dict[str, float]
     score: float | None
     noise: bool
@@ -167,6 +170,7 @@ def _points(sweep: Sweep) -> list[PointReport]:
                 why=None if odd is None else odd.why,
                 fix=None if odd is None else odd.fix,
                 cells={} if medians is None else {cell: dict(row) for cell, row in medians.cells.items()},
+                spread=_spread(sound),
                 ratios=judge.ratios(point) or {},
                 score=score,
                 noise=point != BASE and score is not None and 1 / noise <= score <= noise,
@@ -179,6 +183,12 @@ def _points(sweep: Sweep) -> list[PointReport]:
             )
         )
     return found
+
+
+def _spread(runs: Sequence[Outcome]) -> dict[str, dict[str, tuple[float, float]]]:
+    cells = runs[0].cells if runs else {}
+    values = {cell: {name: [getattr(run.cells[cell], name) for run in runs] for name in FIGURES} for cell in cells}
+    return {cell: {name: (min(row), max(row)) for name, row in rows.items()} for cell, rows in values.items()}
 
 
 def _frontiers(measured: dict[Point, Figures]) -> dict[str, list[Point]]:

@@ -52,7 +52,7 @@ def _figures(report: Report, point: PointReport, noise: dict[str, float] | None)
         return (
             [figure(cell[name]) + unit[name] for name in COMPARED]
             if len(point["cells"]) == 1
-            else ["1"] * len(COMPARED)
+            else ["base"] * len(COMPARED)
         )
     return [
         ("~" if noise and 1 / noise[name] <= point["ratios"][name] <= noise[name] else "")

@@ -142,6 +142,7 @@ class _Runner:
                         self.sweep.subject,
                         plan,
                         work.path,
+                        log=self.trials.log,
                         launch=self.launch,
                         sweep=self.id,
                         deadline=Deadline(self.budget.left),

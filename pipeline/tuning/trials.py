@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
 from eval.errors import MeasurementError
 from pipeline.canonical import fingerprint
@@ -22,6 +23,11 @@ class Trials:
         self._store = store
         self._subject = subject
         self._on_wait = on_wait
+
+    @property
+    def log(self) -> Path:
+        """Where the server that runs now writes."""
+        return log_path(self._store, self._subject)
 
     def find(self, trial: Trial) -> Outcome | None:
         """What was measured before, by whichever sweep."""
@@ -52,3 +58,8 @@ class Trials:
                 payload=payload, result=outcome.to_json(), started=started, tools={"vllm": self._subject.vllm.version}
             )
             return outcome
+
+
+def log_path(store: Store, subject: Subject) -> Path:
+    """The log of a subject's servers, one after the other; what is over is in the entry of its trial."""
+    return store.root / "logs" / f"tune-{subject.name}.log"

@@ -117,7 +117,7 @@ def test_half_a_trial_leaves_nothing_that_counts(surface: Surface) -> None:
     folder = surface(bench=30)
     process = start(folder)
     deadline = time.monotonic() + 60
-    while not list((folder / "store" / "tune").glob("*.work/server.log")) and time.monotonic() < deadline:
+    while not list((folder / "store" / "tune").glob("*.work")) and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
