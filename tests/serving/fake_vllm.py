@@ -52,7 +52,7 @@ def main() -> int:
     ]
     for name in ("pids.json", f"pids-{devices}.json"):
         (model / name).write_text(json.dumps([os.getpid(), *children]))
-    if mode == "hang" or "--headless" in given:
+    if mode == "hang" or "--headless" in sys.argv:
         time.sleep(600)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -109,7 +109,6 @@ def test_headless_engines_belong_to_the_launch(
         assert len(running.servers) == 1
         while not (model / "pids-1.json").exists():
             time.sleep(0.02)
-        assert "--port" not in json.loads((model / "arguments.json").read_text()) or (model / "pids-0.json").exists()
         os.kill(json.loads((model / "pids-1.json").read_text())[0], signal.SIGKILL)
         with pytest.raises(ServingError, match="the headless engine of replica 0 ended with code 137"):
             running.watch()
