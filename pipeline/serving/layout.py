@@ -267,6 +267,12 @@ def _notes(case: _Case, layout: Layout) -> Iterator[str]:
             f"{profile.concurrency} requests in flight lie between the guides' {LOW} and {HIGH}, where the crossing is:"
             f" the {profile.name} profile decided; measure both layouts (ROCm 2026: Data Parallel Attention (advanced))"
         )
+    if profile.concurrency <= LOW and profile.for_throughput and layout.gpus > 1:
+        yield (
+            f"at {profile.concurrency} requests in flight the later guide's table asks for one engine on all accelerators;"
+            " for throughput the post of 2024 prefers independent servers on the fewest that fit: measure both (vLLM"
+            " MI300X 2024: Tensor Parallelism)"
+        )
     if density_band(facts) == "unsettled" and facts.family == "moe" and layout.gpus > 1:
         yield (
             f"{facts.density:.2g} % of the experts work on a token, and the guides decide nothing between 1 and 3 %:"

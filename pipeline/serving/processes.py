@@ -5,7 +5,7 @@
 
 CUDA_VISIBLE_DEVICES selects accelerators, on ROCm as well; HIP_VISIBLE_DEVICES stays unset, because two that differ
 raise (ROCm 2026: Tensor parallelism). An engine that spans nodes runs on Ray, as both guides say, although vLLM has a
-launcher of its own since 0.12 (--nnodes): Ray is what they were measured with. Data parallel engines on several nodes
+launcher of its own since 0.11.1 (--nnodes): Ray is what they were measured with. Data parallel engines on several nodes
 need none: the other nodes run theirs headless.
 """
 
