@@ -269,9 +269,9 @@ def _notes(case: _Case, layout: Layout) -> Iterator[str]:
         )
     if profile.concurrency <= LOW and profile.for_throughput and layout.gpus > 1:
         yield (
-            f"at {profile.concurrency} requests in flight the later guide's table asks for one engine on all accelerators;"
-            " for throughput the post of 2024 prefers independent servers on the fewest that fit: measure both (vLLM"
-            " MI300X 2024: Tensor Parallelism)"
+            f"at {profile.concurrency} requests in flight the later guide's table asks for one engine on all"
+            " accelerators; for throughput the post of 2024 prefers independent servers on the fewest that fit: measure"
+            " both (vLLM MI300X 2024: Tensor Parallelism)"
         )
     if density_band(facts) == "unsettled" and facts.family == "moe" and layout.gpus > 1:
         yield (
