@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import StageError, UserError
+from pipeline.serving.facts import model_facts
+from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.profiles import profile
+from pipeline.serving.target import parse_target
+from pipeline.tuning.base_plan import planner
 from pipeline.tuning.space import BASE
 from pipeline.tuning.tunableop import FILE, read_tuned, refuse_unless_rocm, serving_with, tuning
+from tests.serving.conftest import write_tiny_llama
 from tests.tuning.fake_vllm import CSV
 from tests.tuning.sweeping import run, starts, subject_in, sweep_of
 
@@ -118,3 +124,22 @@ def test_where_the_files_lie_does_not_shape_a_trial(tmp_path: Path) -> None:
     point = ((KNOB, "1"),)
     one, two = (subject.with_tuned(read_tuned(written(tmp_path / name), 2)) for name in ("a", "b"))
     assert one.fingerprint(Trial(point)) == two.fingerprint(Trial(point)) != one.fingerprint(Trial(BASE))
+
+
+def test_what_was_measured_is_what_the_planner_makes_of_the_section_in_a_recipe(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+
+    def plan(tunableop: str | None) -> LaunchPlan:
+        return planner(
+            model,
+            model_facts(model),
+            target=parse_target("mi300x:1"),
+            profile=profile("throughput", concurrency=64, max_model_len=512),
+            vllm_version="0.33.0",
+            overrides={},
+            tunableop=tunableop,
+        )({})
+
+    served = plan(str(tmp_path / FILE))
+    assert dict(serving_with(plan(None), tmp_path).env) == dict(served.env)
+    assert serving_with(plan(None), tmp_path).argv == served.argv
