@@ -11,7 +11,9 @@ from typing import TypeAlias
 
 from eval import bench
 from eval.errors import MeasurementError
-from pipeline.errors import StageError
+from eval.workloads import Cell
+from pipeline.errors import ServingError, StageError
+from pipeline.serving.diagnosis import diagnose
 from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.logscan import scan_log
 from pipeline.serving.plan import LaunchPlan
@@ -83,23 +85,10 @@ def measure(
             progress.say(f"ready after {started:.0f} s")
             for cell in subject.cells:
                 deadline.check()
-                path = result_file(folder, cell)
-                argv = bench.command(
-                    subject.vllm.executable,
-                    cell,
-                    base_url=server.base_url,
-                    model=subject.model,
-                    served_model_name=server.model_name,
-                    result=path,
-                )
-                run_logged(
-                    argv,
-                    folder / CLIENT_LOG,
-                    what=f"vllm bench serve on {cell.name}",
-                    env=CLIENT_ENV,
-                    watch=deadline.check,
-                )
-                cells[cell.name] = bench.read(path, cell)
+                try:
+                    cells[cell.name] = _cell(subject, server, cell, folder, deadline)
+                except (StageError, MeasurementError) as error:
+                    raise _cause(server, cell, log) or error from error
     except (StageError, MeasurementError) as error:
         deadline.check()  # a server that was given less time than it needs did not fail
         failure = error
@@ -124,6 +113,31 @@ def measure(
         why = "; ".join(f"{finding.why}: {finding.line}" for finding in scan.invalid)
         return replace(outcome, status="void", why=why)
     return outcome
+
+
+def _cell(subject: Subject, server: Server, cell: Cell, folder: Path, deadline: Deadline) -> bench.CellResult:
+    path = result_file(folder, cell)
+    argv = bench.command(
+        subject.vllm.executable,
+        cell,
+        base_url=server.base_url,
+        model=subject.model,
+        served_model_name=server.model_name,
+        result=path,
+    )
+    what = f"vllm bench serve on {cell.name}"
+    run_logged(argv, folder / CLIENT_LOG, what=what, env=CLIENT_ENV, watch=deadline.check)
+    return bench.read(path, cell)
+
+
+def _cause(server: Server, cell: Cell, log: Path) -> ServingError | None:
+    """What ended the server, where it was the server that failed and not the load."""
+    try:
+        server.get("/health", timeout=10)
+    except ServingError:
+        found = diagnose(log.read_text(encoding="utf-8", errors="replace"))
+        return ServingError(f"the server ended under {cell.name}: {found.message}", hint=found.fix)
+    return None
 
 
 def _words(failure: Exception, folder: Path) -> tuple[str, str | None]:

@@ -3,7 +3,8 @@
 ``surface.json`` in the model's folder says how:
 
     throughput, latency   factors by knob and value, multiplied over all that the server was started with
-    fail, void            knob: [values] with which the server dies, or logs what makes a measurement void
+    fail, crash, void     knob: [values] with which the server does not start, dies when it is asked something, or logs
+                          what makes a measurement void
     noise                 the largest relative error of a figure, spread over the starts of a server
     start, bench          seconds that a start and a cell take
     devices               TunableOp files that a server which tunes writes when it is asked to stop
@@ -65,8 +66,14 @@ def serve(argv: list[str]) -> int:
         "/knobs": json.dumps({"knobs": given, "surface": surface, "start": number}),
     }
 
+    crashes = any(given.get(knob) in values for knob, values in surface.get("crash", {}).items())
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if crashes and self.path == "/knobs":
+                sys.stderr.write("RuntimeError: the fake kernel met an illegal address\n")
+                sys.stderr.flush()
+                os._exit(1)
             body = pages.get(self.path)
             self.send_response(404 if body is None else 200)
             self.end_headers()

@@ -96,11 +96,13 @@ def test_what_does_not_start_or_must_not_be_judged_is_recorded_and_not_tried_aga
     folder = surface(
         throughput={"--max-num-seqs": {"64": 9.0}},
         fail={"--max-num-seqs": ["7"]},
+        crash={"--max-num-seqs": ["9"]},
         void={"--max-num-seqs": ["64"]},
     )
-    axes: Any = {"--max-num-seqs": ["7", "64"]}
+    axes: Any = {"--max-num-seqs": ["7", "64", "9"]}
     found = run(folder, sweep_of(folder, axes))
-    _, failed, void = found["points"]
+    _, failed, void, crashed = found["points"]
+    assert "the server ended under in8-out4-c2: RuntimeError: the fake kernel met an illegal address" in crashed["why"]
     assert (failed["status"], void["status"]) == ("failed", "void")
     assert "the fake does not like that value" in failed["why"]
     assert "1.0" in void["why"]
