@@ -29,7 +29,7 @@ KvDtype = Literal["auto", "fp8"]
 LEN_FLAG = "--max-model-len"
 _CPU_KV_MOST_GIB = 4
 #: What vLLM takes where a launch says nothing (config/cache.py, config/scheduler.py, engine/arg_utils.py).
-_SEQS, _BATCHED = 1024, 8192
+_SEQS, _BATCHED, _GRAPHS = 1024, 8192, "FULL_AND_PIECEWISE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +227,11 @@ def opposites(name: str) -> tuple[str, ...]:
 
 
 def cudagraph_mode(flags: Mapping[str, str | None]) -> str | None:
-    """The graph mode that a launch says; None where vLLM's own holds."""
+    """The graph mode that a launch gets; None where it computes eagerly."""
     if "--enforce-eager" in flags:
-        return "NONE"
-    said = flags.get("--compilation-config")
-    return None if said is None else json.loads(said).get("cudagraph_mode")
+        return None
+    said = json.loads(flags.get("--compilation-config") or "{}").get("cudagraph_mode")
+    return said or _GRAPHS
 
 
 def _yes(holds: bool) -> str:
