@@ -11,7 +11,7 @@ from pipeline.commands.options import emit, json_option, vllm_option
 
 if TYPE_CHECKING:
     from pipeline.serving.host.finding import Finding
-    from pipeline.serving.target import Target
+    from pipeline.serving.planning.target import Target
 
 _MARKS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
 
@@ -46,7 +46,7 @@ def command(
     from pipeline.serving.host.machine import Machine
     from pipeline.serving.host.model import wanted_of
     from pipeline.serving.host.subject import look
-    from pipeline.serving.target import checked, parse_target
+    from pipeline.serving.planning.target import checked, parse_target
 
     if as_json and fix_script:
         raise click.UsageError("--json and --fix-script both print on standard output: give one of them")

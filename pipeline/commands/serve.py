@@ -14,7 +14,7 @@ from pipeline.commands.options import emit, store_option
 if TYPE_CHECKING:
     from pipeline.launching.request import Request
     from pipeline.serving.environment import VllmEnvironment
-    from pipeline.serving.facts import ModelFacts
+    from pipeline.serving.model.facts import ModelFacts
     from pipeline.serving.plan import Process
 
 _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
@@ -135,7 +135,7 @@ def _serving(text: str | None, launcher: str | None, *, planning: bool) -> tuple
     from pipeline.errors import QuantmintError, UserError
     from pipeline.launching.options import version_of
     from pipeline.serving.environment import find_vllm
-    from pipeline.serving.remarks import NEWEST_READ
+    from pipeline.serving.planning.remarks import NEWEST_READ
 
     version = version_of(text)
     elsewhere = planning or launcher in ("docker", "endpoint")

@@ -67,7 +67,7 @@ def command(
     """
     from pipeline.errors import UserError
     from pipeline.progress import reporter_for
-    from pipeline.serving.knobs import table
+    from pipeline.serving.knobs.table import table
     from pipeline.store.tree import Store
     from pipeline.tuning.axes import given_axes
     from pipeline.tuning.budget import Budget, parse_duration

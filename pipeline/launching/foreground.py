@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from pipeline.errors import UserError
-from pipeline.serving.logscan import Finding, LogScan
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.invocation import is_ray
+from pipeline.serving.running.logscan import Finding, LogScan
 
 if TYPE_CHECKING:
     from pipeline.launching.request import Request
     from pipeline.serving.launchers.deployment import Deployment, Say
-    from pipeline.serving.server import Server
+    from pipeline.serving.running.server import Server
 
 
 class Launcher(Protocol):
@@ -95,7 +95,7 @@ def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator
 
     A node that only joins has none.
     """
-    from pipeline.serving.promises import broken_promises, checkpoint_quantization
+    from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
 
     for server in servers:
         scan = None if server.log_path is None else server.scan_log()

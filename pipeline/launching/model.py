@@ -19,7 +19,7 @@ from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
 from pipeline.recipe.modules import assigned
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.schema import Source as SourceSection
-from pipeline.serving.facts import ModelFacts, as_quantized, model_facts
+from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
 from pipeline.stage import Progress, Setting, SourceIdentity
 from pipeline.stages.source import config_folder, fetch, identify
 from pipeline.store.tree import Store

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pipeline.errors import UserError
 from pipeline.recipe.faults import nearest
 from pipeline.recipe.schema import Speculative
-from pipeline.serving.knobs import table
+from pipeline.serving.knobs.table import table
 
 _VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?([.+a-z]\S*)?")
 #: vLLM's own words for the fields of a recipe.

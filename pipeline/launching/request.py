@@ -18,13 +18,13 @@ from pipeline.launching.model import ServedModel
 from pipeline.recipe.faults import nearest
 from pipeline.recipe.schema import Recipe, Speculative
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.launch_request import KvDtype
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.planner import plan_serving
-from pipeline.serving.processes import processes
-from pipeline.serving.profiles import Profile, profile
-from pipeline.serving.profiles import table as profiles
-from pipeline.serving.target import Target, parse_target
+from pipeline.serving.planning.launch_request import KvDtype
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.processes import processes
+from pipeline.serving.planning.profiles import Profile, profile
+from pipeline.serving.planning.profiles import table as profiles
+from pipeline.serving.planning.target import Target, parse_target
 
 
 @dataclass(frozen=True, slots=True)

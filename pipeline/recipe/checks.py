@@ -27,8 +27,8 @@ from pipeline.recipe.faults import Fault, YamlPath, did_you_mean
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.widths import InputWidth, input_widths, misfit
 from pipeline.schemes import scheme
-from pipeline.serving import knobs
 from pipeline.serving.hardware import refusal
+from pipeline.serving.knobs import table as knobs
 
 #: What an engine imports beside PyTorch and transformers, and what that is called when it is installed.
 _PACKAGES: Mapping[str, Mapping[str, str]] = {

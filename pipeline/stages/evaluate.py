@@ -16,7 +16,7 @@ from eval.errors import DefinitionError, MeasurementError
 from eval.samples import SampleSet
 from eval.suites import SuiteTask
 from pipeline.errors import InvalidMeasurementError, StageError
-from pipeline.serving.server import Server
+from pipeline.serving.running.server import Server
 from pipeline.stage import Job, Output, Setting, versions, write_json
 from pipeline.stages.commands import run_logged
 from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, vllm_version

@@ -10,16 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.serving.promises import broken_promises, checkpoint_quantization
-from pipeline.serving.remarks import NEWEST_READ as NEWEST_READ  # what is planned for where no vLLM is installed
+from pipeline.serving.planning.remarks import (
+    NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed
+)
+from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
 from pipeline.stage import Job, Output, Setting, write_json
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
 
 if TYPE_CHECKING:
-    from pipeline.serving.logscan import LogScan
     from pipeline.serving.plan import LaunchPlan
+    from pipeline.serving.running.logscan import LogScan
 
 Side = Literal["candidate", "baseline"]
 SIDES: tuple[Side, ...] = ("candidate", "baseline")
@@ -108,10 +110,10 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
     planned for and measured.
     """
     from pipeline.recipe.modules import assigned
-    from pipeline.serving.facts import as_quantized, facts_of_config
-    from pipeline.serving.planner import plan_serving
-    from pipeline.serving.profiles import profile
-    from pipeline.serving.target import parse_target
+    from pipeline.serving.model.facts import as_quantized, facts_of_config
+    from pipeline.serving.planning.planner import plan_serving
+    from pipeline.serving.planning.profiles import profile
+    from pipeline.serving.planning.target import parse_target
 
     recipe = setting.recipe
     in_flight = max(recipe.evaluation.concurrency, *(cell.concurrency for cell in setting.workload.cells))

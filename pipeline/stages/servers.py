@@ -7,14 +7,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pipeline.errors import UserError
-from pipeline.serving.logscan import LogScan, scan_log
+from pipeline.serving.running.logscan import LogScan, scan_log
 from pipeline.stage import Progress, Setting
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.server import Server
+    from pipeline.serving.running.server import Server
 
 STARTUP_TIMEOUT = 3600.0
 """Seconds that a server may take to load; a 405B model from a network disk takes most of it."""

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import UserError
-from pipeline.serving.knobs import known_in, replacement, table
+from pipeline.serving.knobs.table import known_in, replacement, table
 from pipeline.tuning.space import Axis, Value
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pipeline.recipe.schema import Speculative
-from pipeline.serving.facts import ModelFacts
+from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import LaunchPlan, Layout
-from pipeline.serving.planner import plan_serving
-from pipeline.serving.profiles import Profile
-from pipeline.serving.target import Target
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.profiles import Profile
+from pipeline.serving.planning.target import Target
 from pipeline.tuning.space import Value
 
 Planner: TypeAlias = Callable[[Mapping[str, Value]], LaunchPlan]

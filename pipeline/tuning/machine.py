@@ -11,7 +11,7 @@ from pipeline.errors import UserError
 from pipeline.serving.hardware import hardware
 from pipeline.serving.host.detect import Detected, detect
 from pipeline.serving.host.machine import Machine
-from pipeline.serving.target import Target
+from pipeline.serving.planning.target import Target
 
 
 def machine_facts(target: Target, machine: Machine) -> dict[str, str]:

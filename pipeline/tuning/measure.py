@@ -13,11 +13,11 @@ from eval import bench
 from eval.errors import MeasurementError
 from eval.workloads import Cell
 from pipeline.errors import ServingError, StageError
-from pipeline.serving.diagnosis import diagnose
 from pipeline.serving.launchers.local import LocalLauncher
-from pipeline.serving.logscan import scan_log
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.server import Server
+from pipeline.serving.running.diagnosis import diagnose
+from pipeline.serving.running.logscan import scan_log
+from pipeline.serving.running.server import Server
 from pipeline.stage import Progress
 from pipeline.stages.bench import CLIENT_ENV, result_file
 from pipeline.stages.commands import run_logged

@@ -18,10 +18,10 @@ from pipeline.launching.request import target_for
 from pipeline.progress import Reporter
 from pipeline.recipe.schema import Recipe
 from pipeline.serving.environment import find_vllm
-from pipeline.serving.facts import ModelFacts
 from pipeline.serving.host.machine import Machine
-from pipeline.serving.profiles import profile
-from pipeline.serving.target import Target
+from pipeline.serving.model.facts import ModelFacts
+from pipeline.serving.planning.profiles import profile
+from pipeline.serving.planning.target import Target
 from pipeline.store.tree import Store
 from pipeline.tuning.axes import default_axes
 from pipeline.tuning.base_plan import planner

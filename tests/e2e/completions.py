@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 
-from pipeline.serving.server import HOST, Server
+from pipeline.serving.running.server import HOST, Server
 
 
 def greedy_logprobs(server: Server, prompt: str, tokens: int = 4) -> tuple[float, ...]:

@@ -17,11 +17,11 @@ from pipeline.errors import InspectionError
 from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
 from pipeline.runner import Outcome, run_plan
-from pipeline.serving.facts import model_facts
 from pipeline.serving.launchers.local import LocalLauncher
-from pipeline.serving.planner import plan_serving
-from pipeline.serving.profiles import profile
-from pipeline.serving.target import parse_target
+from pipeline.serving.model.facts import model_facts
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.profiles import profile
+from pipeline.serving.planning.target import parse_target
 from pipeline.session import open_setting
 from pipeline.stage import Job, Output, Planned, Setting, write_json
 from pipeline.stages.quantize import CHECKPOINT, QuantizeStage

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.facts import model_facts
 from pipeline.serving.hardware import hardware
-from pipeline.serving.logscan import scan_log
-from pipeline.serving.memory import fit
+from pipeline.serving.memory.fit import fit
+from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import Layout, Memory
+from pipeline.serving.running.logscan import scan_log
 from tests.serving.shapes import write_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]

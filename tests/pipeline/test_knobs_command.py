@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.serving import knob_page
-from pipeline.serving.knobs import table
+from pipeline.serving.knobs import page as knob_page
+from pipeline.serving.knobs.table import table
 
 ROOT = Path(__file__).parents[2]
 

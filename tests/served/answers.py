@@ -9,13 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.serving.facts import model_facts
 from pipeline.serving.launchers.local import LocalLauncher
-from pipeline.serving.logscan import LogScan
-from pipeline.serving.planner import plan_serving
-from pipeline.serving.profiles import profile
-from pipeline.serving.server import HOST, Server
-from pipeline.serving.target import parse_target
+from pipeline.serving.model.facts import model_facts
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.profiles import profile
+from pipeline.serving.planning.target import parse_target
+from pipeline.serving.running.logscan import LogScan
+from pipeline.serving.running.server import HOST, Server
 from tests.served.cases import MODEL, Case
 
 if TYPE_CHECKING:

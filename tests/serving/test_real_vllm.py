@@ -12,12 +12,12 @@ import pytest
 
 from pipeline.errors import ServingError, UserError
 from pipeline.serving.environment import VllmEnvironment, find_vllm
-from pipeline.serving.facts import model_facts
 from pipeline.serving.launchers.local import LocalLauncher
+from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.planner import plan_serving
-from pipeline.serving.profiles import profile
-from pipeline.serving.target import parse_target
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.profiles import profile
+from pipeline.serving.planning.target import parse_target
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

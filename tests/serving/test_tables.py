@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from pipeline.errors import UserError
-from pipeline.serving.diagnosis import diagnose
 from pipeline.serving.hardware import cautions, hardware, local_cpu_flags, native_on, refusal, table
-from pipeline.serving.logscan import scan_log
+from pipeline.serving.running.diagnosis import diagnose
+from pipeline.serving.running.logscan import scan_log
 
 
 def test_hardware_facts():
@@ -78,9 +78,11 @@ def test_rows_have_the_fields_of_their_reader():
         document = yaml.safe_load(resources.files("pipeline.serving").joinpath(name).read_text())
         return [row for section in sections for row in document[section]] if sections else document
 
-    assert all(set(row) == {"name", "pattern", "message", "fix"} for row in rows("failures.yaml"))
-    assert all(set(row) - {"each"} == {"pattern", "level", "why"} for row in rows("log_patterns.yaml", "findings"))
-    assert all(set(row) == {"pattern", "backends"} for row in rows("log_patterns.yaml", "backends"))
+    assert all(set(row) == {"name", "pattern", "message", "fix"} for row in rows("running/failures.yaml"))
+    assert all(
+        set(row) - {"each"} == {"pattern", "level", "why"} for row in rows("running/log_patterns.yaml", "findings")
+    )
+    assert all(set(row) == {"pattern", "backends"} for row in rows("running/log_patterns.yaml", "backends"))
     fields = {"when", "why", "instead", "unless_cpu_has", "needs"}
     assert all(set(row) <= fields for row in rows("hardware.yaml", "refusals", "cautions"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.serving.knobs import table
+from pipeline.serving.knobs.table import table
 from pipeline.tuning.axes import default_axes, gated, given_axes, sweeps
 from pipeline.tuning.space import label
 

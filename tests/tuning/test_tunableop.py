@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import StageError, UserError
-from pipeline.serving.facts import model_facts
+from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.profiles import profile
-from pipeline.serving.target import parse_target
+from pipeline.serving.planning.profiles import profile
+from pipeline.serving.planning.target import parse_target
 from pipeline.tuning.base_plan import planner
 from pipeline.tuning.space import BASE
 from pipeline.tuning.tunableop import FILE, read_tuned, refuse_unless_rocm, serving_with, tuning

@@ -21,7 +21,7 @@ from pipeline.serving.hardware import Hardware
 from pipeline.serving.host.machine import Machine
 from pipeline.serving.host.topology import AmdGpu, amd_gpus
 from pipeline.serving.host.visible import CUDA, ROCR, visible_amd, visible_cuda
-from pipeline.serving.target import Target
+from pipeline.serving.planning.target import Target
 
 _SMI = ("nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.reserved,memory.used", "--format=csv,noheader,nounits")
 

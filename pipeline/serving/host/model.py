@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.serving.host.subject import Wanted
-from pipeline.serving.target import Target, checked
+from pipeline.serving.planning.target import Target, checked
 
 
 def wanted_of(model: str) -> tuple[Wanted, Target | None]:
     """What is to be served, and on what where a recipe says so. UserError for what is neither folder nor recipe."""
     folder = Path(model)
     if folder.is_dir():
-        from pipeline.serving.facts import model_facts
+        from pipeline.serving.model.facts import model_facts
 
         facts = model_facts(folder)
         wanted = Wanted(facts.quantization, facts.kv_cache_scheme or "auto", facts.checkpoint_format, facts.weights)

@@ -12,7 +12,7 @@ from pipeline.serving.host.detect import Detected, detect
 from pipeline.serving.host.installed import Installed, installed
 from pipeline.serving.host.machine import Machine
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.target import Target, parse_target
+from pipeline.serving.planning.target import Target, parse_target
 
 
 @dataclass(frozen=True, slots=True)

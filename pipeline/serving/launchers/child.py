@@ -13,7 +13,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-SUPERVISOR = Path(__file__).parents[1] / "supervisor.py"
+from pipeline.serving.running import supervisor
+
+SUPERVISOR = Path(supervisor.__file__)
 """The script that ends a child with its owner; its docstring says how it is called."""
 _LOG_TAIL = 4 << 20
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import ServingError
-from pipeline.serving.diagnosis import diagnose
 from pipeline.serving.launchers.child import Child, stop
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.ports import reserved, taken
-from pipeline.serving.server import HOST, Server, fetch, served_models
+from pipeline.serving.running.diagnosis import diagnose
+from pipeline.serving.running.ports import reserved, taken
+from pipeline.serving.running.server import HOST, Server, fetch, served_models
 
 Say = Callable[[str], None]
 Start = Callable[[Process, int | None], Child]

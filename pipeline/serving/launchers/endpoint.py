@@ -19,10 +19,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipeline.errors import ServingError, UserError
-from pipeline.serving.identity import examine, is_local
 from pipeline.serving.launchers.deployment import Deployment, Say
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.server import Server, fetch
+from pipeline.serving.running.identity import examine, is_local
+from pipeline.serving.running.server import Server, fetch
 
 _WATCH_S = 5.0
 _MISSES = 3  # a busy server may let one question wait

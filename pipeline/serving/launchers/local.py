@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.serving.child_environment import child_environment
 from pipeline.serving.launchers.child import Child
 from pipeline.serving.launchers.deployment import Deployment, Say, deployed, log_of
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.server import HOST, Server
+from pipeline.serving.running.child_environment import child_environment
+from pipeline.serving.running.server import HOST, Server
 
 BALANCER = "nothing spreads requests over the replicas yet: put a balancer (nginx, a Kubernetes Service) before them"
 """What to say of several servers."""

@@ -24,7 +24,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pipeline.errors import ServingError, UserError
-from pipeline.serving.child_environment import child_environment
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.launchers.child import Child, stop
 from pipeline.serving.launchers.deployment import Deployment, Member, Say, deployed, ended, log_of
@@ -37,6 +36,7 @@ from pipeline.serving.launchers.ray_commands import (
     start_argv,
 )
 from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.running.child_environment import child_environment
 
 _NODES = Path(__file__).with_name("ray_nodes.py")
 _POLL_S = 0.2

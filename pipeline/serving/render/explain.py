@@ -6,8 +6,8 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from pipeline.serving.facts import ModelFacts
-from pipeline.serving.knobs import table
+from pipeline.serving.knobs.table import table
+from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import LaunchPlan, Memory, Process
 from pipeline.serving.render.invocation import accelerator, servers
 

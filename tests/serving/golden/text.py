@@ -11,12 +11,12 @@ import yaml
 
 from pipeline.errors import UserError
 from pipeline.recipe.schema import Speculative
-from pipeline.serving.facts import ModelFacts, as_quantized, model_facts
+from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
 from pipeline.serving.plan import LaunchPlan, Reason
-from pipeline.serving.planner import plan_serving
-from pipeline.serving.processes import processes
-from pipeline.serving.profiles import profile
-from pipeline.serving.target import parse_target
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.processes import processes
+from pipeline.serving.planning.profiles import profile
+from pipeline.serving.planning.target import parse_target
 
 FOLDER = Path(__file__).parent
 CONFIGS = FOLDER.parents[1] / "assets" / "configs"

@@ -27,7 +27,7 @@ def finding(vllm: Path) -> Callable[..., Finding]:
     """Look at a machine for one check: ``finding("port", machine, target="mi300x:8", port=8000)``."""
     from pipeline.serving.host.checks import checks
     from pipeline.serving.host.subject import look
-    from pipeline.serving.target import parse_target
+    from pipeline.serving.planning.target import parse_target
 
     def one(name: str, machine: Machine, *, target: str | None = None, **given: object) -> Finding:
         parsed = None if target is None else parse_target(target)

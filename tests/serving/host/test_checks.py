@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.serving.facts import model_facts
 from pipeline.serving.host.checks import LOOKS, checks, examine, preflight
 from pipeline.serving.host.finding import script
 from pipeline.serving.host.subject import look
-from pipeline.serving.knobs import table
+from pipeline.serving.knobs.table import table
+from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory
-from pipeline.serving.planner import plan_serving
-from pipeline.serving.profiles import profile
-from pipeline.serving.target import Target, parse_target
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.profiles import profile
+from pipeline.serving.planning.target import Target, parse_target
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, machine
 

@@ -9,7 +9,7 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.serving.host.detect import detect
 from pipeline.serving.host.visible import chosen, visible_amd, visible_cuda
-from pipeline.serving.target import Target
+from pipeline.serving.planning.target import Target
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, KEPT, machine
 

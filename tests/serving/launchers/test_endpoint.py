@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ServingError, UserError
-from pipeline.serving.identity import examine
 from pipeline.serving.launchers import endpoint as endpoint_module
 from pipeline.serving.launchers.endpoint import EndpointLauncher, endpoint_url
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.server import Server
+from pipeline.serving.running.identity import examine
+from pipeline.serving.running.server import Server
 from pipeline.stages.servers import keep_log
 
 KEY = "sk-very-secret"

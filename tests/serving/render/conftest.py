@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving.facts import ModelFacts, as_quantized, facts_of_config
+from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
 from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory, Process, Reason
 
 SPECULATION = '{"method": "eagle3", "model": "/models/draft $1", "num_speculative_tokens": 2}'

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from pipeline.serving.knobs import table
+from pipeline.serving.knobs.table import table
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.compose import compose
 from pipeline.serving.render.invocation import arguments, variables

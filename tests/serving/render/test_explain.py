@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.serving.facts import ModelFacts
+from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.explain import explain
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.serving.host.finding import Outcome
 from pipeline.serving.host.subject import Subject
-from pipeline.serving.ports import listener
+from pipeline.serving.running.ports import listener
 
 
 def port(subject: Subject) -> Outcome:

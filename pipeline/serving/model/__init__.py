@@ -1,0 +1,1 @@
+"""What a model is, as far as serving it depends on it."""

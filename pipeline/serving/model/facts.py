@@ -1,0 +1,248 @@
+"""What a model is, as far as serving it depends on it: from config.json and the headers of its shards, never a weight.
+
+    >>> facts = model_facts(Path("Qwen3-30B-A3B"))
+    >>> facts.family, facts.density
+    ('moe', 6.25)
+
+A folder with nothing but a config.json is enough: parameters and bytes are then counted (`counting.py`), and `counted`
+says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.errors import UserError
+from pipeline.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
+from pipeline.schemes import table
+from pipeline.serving.model.architecture import Shape, read_shape, text_config
+from pipeline.serving.model.counting import count_pieces
+from pipeline.serving.model.declared import Declared, read_declared
+from pipeline.serving.model.measuring import measure_pieces
+from pipeline.serving.model.parts import Piece
+
+Attention = Literal["mha", "mla", "dsa", "none"]
+
+
+_ENCODERS = ("vision_config", "audio_config", "thinker_config")
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+_DEFAULT_LENGTH = 2048  # vLLM's own where a configuration says nothing
+_SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model for `vllm serve`; sizes are elements of one layer or head unless said otherwise.
+
+    ``attention`` is "none" where no layer has any. ``experts`` is 0 for a dense model. ``attention_layers`` keep
+    every token, ``sliding_layers`` those of the last ``sliding_window``, ``linear_layers`` (Mamba, gated delta nets)
+    a state of constant size. ``context`` counts tokens as vLLM derives it. ``quantization`` is a scheme of
+    schemes.yaml where it is one of ours, else the method's own name, "none" for 16 bit. ``group`` is how many elements
+    of a quantized weight's input share a scale: what tensor parallelism must not cut. ``weights`` are bytes, measured
+    from headers or, with ``counted``, computed from the configuration. ``parameters`` and ``weights`` leave out a
+    predictor of further tokens, which vLLM loads for speculative decoding only; ``pieces`` has it.
+    """
+
+    architecture: str
+    model_type: str
+    attention: Attention
+    experts: int
+    experts_per_token: int
+    shared_experts: int
+    gpt_oss: bool
+    multimodal: bool
+    hybrid: bool
+    mtp_layers: int
+    parameters: int
+    encoder_parameters: int
+    layers: int
+    attention_layers: int
+    sliding_layers: int
+    sliding_window: int | None
+    linear_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    context: int
+    intermediate: int
+    expert_intermediate: int
+    quantization: str
+    checkpoint_format: str
+    group: int | None
+    kv_cache_scheme: Literal["fp8"] | None
+    weights: int
+    counted: bool
+    shape: Shape = field(repr=False, compare=False)
+    pieces: tuple[Piece, ...] = field(repr=False, compare=False)
+
+    @property
+    def family(self) -> Literal["gpt-oss", "dsa", "mla", "moe", "dense"]:
+        """The row of the layout table; the first that fits of gpt-oss, DSA, MLA, MoE, dense."""
+        if self.gpt_oss:
+            return "gpt-oss"
+        if self.attention == "dsa":
+            return "dsa"
+        if self.attention == "mla":
+            return "mla"
+        return "moe" if self.experts else "dense"
+
+    @property
+    def density(self) -> float | None:
+        """Routed experts that a token visits, percent of all; None for a dense model."""
+        return 100 * self.experts_per_token / self.experts if self.experts else None
+
+    @property
+    def encoder_share(self) -> float:
+        """Parameters of the vision or audio encoder, percent of all."""
+        return 100 * self.encoder_parameters / self.parameters if self.parameters else 0.0
+
+
+def model_facts(folder: Path) -> ModelFacts:
+    """Read a model's folder: config.json, and the headers of the shards where there are any.
+
+    UserError for a folder without config.json, with one that names no layers, or with shards that are damaged.
+    """
+    config = read_json(folder / "config.json")
+    counted = facts_of_config(config)
+    if not any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):
+        return counted
+    tensors = (info for _, info in open_checkpoint(folder).tensors.values())
+    pieces = measure_pieces(tensors, layers=counted.layers)
+    return replace(counted, pieces=pieces, weights=_bytes(pieces), counted=False)
+
+
+def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts of a parsed config.json alone: sizes are counted. UserError where it names no layers."""
+    shape = read_shape(config)
+    pieces = count_pieces(config)
+    linear = {piece.name: piece.parameters for piece in pieces if piece.linear}
+    declared = read_declared(_quantization(config), tuple(linear))
+    # A checkpoint of a whole model is declared by names of its own; the predictor is stored as its layers are.
+    pieces = tuple(piece.stored(declared.schemes[piece.name]) if piece.linear else piece for piece in pieces)
+    return _facts(config, shape, pieces, declared, declared.most(linear))
+
+
+def _facts(
+    config: Mapping[str, Any], shape: Shape, pieces: tuple[Piece, ...], declared: Declared, quantization: str
+) -> ModelFacts:
+    kinds = shape.kinds
+    attends = {"full", "sliding", "chunked"} & set(kinds)
+    attention: Attention = "mha" if attends else "none"
+    if shape.latent:
+        attention = "dsa" if shape.indexer else "mla"
+    linear = sum(kind in ("delta", "mamba1", "mamba2") for kind in kinds)
+    return ModelFacts(
+        architecture=str((config.get("architectures") or [""])[0]),
+        model_type=str(config.get("model_type") or shape.model_type),
+        attention=attention,
+        experts=shape.experts,
+        experts_per_token=shape.experts_per_token,
+        shared_experts=shape.shared_experts if shape.experts else 0,
+        gpt_oss=shape.model_type == "gpt_oss",
+        multimodal=any(isinstance(config.get(key), Mapping) for key in _ENCODERS),
+        hybrid=linear > 0,
+        mtp_layers=shape.mtp_layers,
+        parameters=sum(piece.parameters for piece in pieces if piece.role != "mtp"),
+        encoder_parameters=sum(piece.parameters for piece in pieces if piece.role == "encoder"),
+        layers=len(kinds),
+        attention_layers=kinds.count("full") + kinds.count("chunked"),
+        sliding_layers=kinds.count("sliding"),
+        sliding_window=shape.window,
+        linear_layers=linear,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocabulary=shape.vocabulary,
+        context=_context(shape),
+        intermediate=shape.intermediate if "dense" in shape.feeds else 0,
+        expert_intermediate=shape.expert_intermediate,
+        quantization=quantization,
+        checkpoint_format=declared.method,
+        group=declared.group,
+        kv_cache_scheme=declared.kv_cache,
+        weights=_bytes(pieces),
+        counted=True,
+        shape=shape,
+        pieces=pieces,
+    )
+
+
+def as_quantized(
+    facts: ModelFacts,
+    *,
+    scheme: str,
+    kv_cache: Literal["auto", "fp8"] = "auto",
+    format: str = "quark",  # noqa: A002 - the recipe's own word
+    assigned: Callable[[str], str | None] | None = None,
+) -> ModelFacts:
+    """The facts of what a recipe makes of a model: every linear layer of the decoder in ``scheme``.
+
+    ``assigned`` says the scheme of a module by its name, None for 16 bit, where a recipe has exceptions
+    (`pipeline.recipe.modules.assigned`). Embeddings, output head, routers, norms, the vision tower and a predictor
+    stay as they are, as `quantmint quantize` leaves them. UserError for a scheme that is not in schemes.yaml, and for
+    a source that is neither in 16 bit nor in FP8 blocks, as DeepSeek's releases are.
+    """
+    if scheme not in table():
+        raise UserError(f"found scheme {scheme!r}, expected one of {', '.join(table())}.")
+    if facts.quantization != "none" and (facts.quantization, facts.checkpoint_format) != ("fp8_block", "fp8"):
+        raise UserError(
+            f"found a model in {facts.quantization} ({facts.checkpoint_format}), expected 16-bit weights, or FP8 in "
+            "blocks of 128x128.",
+            hint="Start from the 16-bit release of the model.",
+        )
+    scheme_of = assigned or (lambda name: scheme)
+    pieces = tuple(
+        piece.stored(scheme_of(piece.name)) if piece.linear and piece.role != "mtp" else piece for piece in facts.pieces
+    )
+    divisor = table()[scheme].input_divisor
+    return replace(
+        facts,
+        quantization=scheme,
+        checkpoint_format=format,
+        group=divisor if divisor > 1 else None,
+        kv_cache_scheme="fp8" if kv_cache == "fp8" else None,
+        pieces=pieces,
+        weights=_bytes(pieces),
+        counted=True,
+    )
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found = config.get("quantization_config") or text_config(config).get("quantization_config")
+    return found if isinstance(found, Mapping) else None
+
+
+def _bytes(pieces: tuple[Piece, ...]) -> int:
+    return sum(piece.nbytes for piece in pieces if piece.role != "mtp")
+
+
+def _context(shape: Shape) -> int:
+    """Tokens of the longest request, by vLLM's rule (0.32 vllm/config/model.py, _get_and_verify_max_len).
+
+    The smallest of the fields that say it, times the rope factor, except for YaRN, Llama-3's and long rope, whose
+    configurations say the scaled length already. A tokenizer's model_max_length counts for pooling models only.
+    """
+    text = shape.fields
+    lengths = [value for name in _LENGTHS if isinstance(value := text.get(name), int) and value > 0]
+    length = float(text.get("model_max_length") or min(lengths, default=_DEFAULT_LENGTH))
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    # One set for all layers, or one for each type of layer.
+    scalings = [rope] if "rope_type" in rope or "type" in rope else [part for part in rope.values() if part]
+    for scaling in scalings:
+        if not isinstance(scaling, Mapping) or "gemma3" in shape.model_type:
+            continue
+        kind = scaling.get("rope_type") or scaling.get("type")
+        if kind == "longrope":
+            return int(text.get("original_max_position_embeddings") or length)
+        if kind not in _SCALED_ALREADY:
+            return int(length * float(scaling.get("factor") or 1.0))
+    return int(length)

@@ -1,0 +1,238 @@
+"""Everything that a launch is planned from except its layout, and what a layout makes of it: knobs with reasons.
+
+The facts that the rules of the knob table ask for are put together here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from pipeline.recipe.schema import Speculative
+from pipeline.serving import hardware as accelerators
+from pipeline.serving.knobs.table import Fact, table, value_of
+from pipeline.serving.memory.fit import fit, kv_bytes_per_token
+from pipeline.serving.model.facts import ModelFacts
+from pipeline.serving.plan import HostCheck, Layout, Memory, Reason
+from pipeline.serving.planning.attention import aiter_mla, mm_prefix
+from pipeline.serving.planning.profiles import Profile
+from pipeline.serving.planning.target import Target
+from pipeline.serving.versions import parse_version
+
+Purpose = Literal["serve", "measure"]
+KvDtype = Literal["auto", "fp8"]
+
+LEN_FLAG = "--max-model-len"
+_CPU_KV_MOST_GIB = 4
+#: What vLLM takes where a launch says nothing (config/cache.py, config/scheduler.py, engine/arg_utils.py).
+_SEQS, _BATCHED, _GRAPHS = 1024, 8192, "FULL_AND_PIECEWISE"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the table and the recipe say for one layout, in the order of the table; a flag's value may be None."""
+
+    flags: Mapping[str, str | None]
+    env: Mapping[str, str]
+    docker: tuple[tuple[str, str | None], ...]
+    host: tuple[HostCheck, ...]
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRequest:
+    """``max_model_len`` is in tokens; ``len_given`` says whether somebody asked for it. ``version`` is vLLM's."""
+
+    facts: ModelFacts
+    target: Target
+    profile: Profile
+    version: str
+    max_model_len: int
+    len_given: bool
+    kv_cache_dtype: KvDtype
+    purpose: Purpose = "serve"
+    overrides: Mapping[str, str | bool] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    speculative: Speculative | None = None
+    served_model_name: str = "model"
+    trust_remote_code: bool = False
+    cpu_threads: int = 1
+    tunableop: str | None = None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The version as numbers."""
+        return parse_version(self.version)
+
+    def settings(self, layout: Layout) -> Settings:
+        """Every knob that this layout calls for, or that the recipe sets."""
+        facts = self.knob_facts(layout)
+        flags: dict[str, str | None] = {}
+        env: dict[str, str] = {}
+        docker: list[tuple[str, str | None]] = []
+        host: list[HostCheck] = []
+        reasons: list[Reason] = []
+        for knob in table().values():
+            chosen = self._chosen(knob.name, facts)
+            if chosen is None:
+                continue
+            value, why, source = chosen
+            if knob.kind == "host":
+                host.append(HostCheck(knob.name, value or "", why, source))
+                continue
+            if knob.kind == "flag":
+                flags[knob.name] = value
+            elif knob.kind == "env":
+                env[knob.name] = value or ""
+            else:
+                docker.append((knob.name, value))
+            reasons.append(Reason(knob.name, "on" if value is None else value, why, source))
+        host += self._software()
+        return Settings(MappingProxyType(flags), MappingProxyType(env), tuple(docker), tuple(host), tuple(reasons))
+
+    def _software(self) -> Iterator[HostCheck]:
+        """What the serving environment must have for this checkpoint on this accelerator."""
+        model, name = self.facts, self.target.hardware
+        for package in accelerators.needs(name, model.quantization, self.kv_cache_dtype, model.checkpoint_format):
+            why = f"vLLM emulates {model.quantization} on {self.target.accelerator.title} with it, and stops without it"
+            yield HostCheck(package, "installed beside vLLM", why, "vLLM 0.32 layers/quantization/quark")
+
+    def _chosen(self, name: str, facts: Mapping[str, Fact]) -> tuple[str | None, str, str] | None:
+        """Value, why and source; None where the knob is left alone."""
+        if name in self.overrides:
+            given = self.overrides[name]
+            return None if given is False else (None if given is True else str(given), "set by the recipe", "recipe")
+        if any(self.overrides.get(other) not in {None, False} for other in opposites(name)):
+            return None
+        rule = table()[name].choose(facts, self.numbers)
+        if rule is not None and name == LEN_FLAG and not self.len_given:
+            why = "nobody said how long requests are: so much is planned for, and one request of that length must fit"
+            return str(self.max_model_len), why, "quantmint"
+        return None if rule is None else (value_of(rule, facts), rule.why, rule.source)
+
+    def memory(self, layout: Layout) -> Memory:
+        """What the layout's knobs leave for the KV cache."""
+        settings = self.settings(layout)
+        flags = settings.flags
+        cpu_gib = settings.env.get("VLLM_CPU_KVCACHE_SPACE")
+        block = flags.get("--block-size")
+        return fit(
+            self.facts,
+            self.target.accelerator,
+            layout,
+            hbm_bytes=self.target.hbm_bytes,
+            utilization=float(flags.get("--gpu-memory-utilization") or (0.9 if self.numbers < (0, 20) else 0.92)),
+            max_model_len=self.max_model_len,
+            max_num_seqs=int(flags.get("--max-num-seqs") or _SEQS),
+            max_num_batched_tokens=int(flags.get("--max-num-batched-tokens") or _BATCHED),
+            kv_cache_dtype=self.kv_cache_dtype,
+            block_size=None if block is None else int(block),
+            cudagraph_mode=cudagraph_mode(flags),
+            version=self.version,
+            cpu_kv_bytes=None if cpu_gib is None else int(float(cpu_gib) * 2**30),
+        )
+
+    def knob_facts(self, layout: Layout) -> dict[str, Fact]:
+        """The facts that rules of the knob table ask for; `knobs.FACTS` says what each may be."""
+        facts, accelerator, profile = self.facts, self.target.accelerator, self.profile
+        engines = layout.data * layout.replicas * layout.packed
+        return {
+            "kind": accelerator.kind,
+            "hardware": accelerator.name,
+            "arch": accelerator.arch or "",
+            "nodes": layout.nodes,
+            "vllm_version": ".".join(str(part) for part in self.numbers),
+            "container": "no",
+            "cpu_threads": self.cpu_threads,
+            "cpu_kv_gib": self._cpu_kv_gib(),
+            "purpose": self.purpose,
+            "profile": profile.name,
+            "concurrency": profile.concurrency,
+            # A measured server meets the whole load by itself.
+            "engine_concurrency": math.ceil(
+                profile.concurrency / (layout.data if self.purpose == "measure" else engines)
+            ),
+            "context": self.max_model_len,
+            "max_model_len": self.max_model_len,
+            # A length that the plan chose must be said as well, or vLLM takes the model's own.
+            "model_len_given": _yes(self.len_given or self.max_model_len < facts.context),
+            "served_model_name": self.served_model_name,
+            "trust_remote_code": _yes(self.trust_remote_code),
+            "speculative": _yes(self.speculative is not None),
+            "speculative_config": "" if self.speculative is None else speculative_config(self.speculative),
+            "tuned_gemms": _yes(self.tunableop is not None),
+            "tunableop_file": self.tunableop or "",
+            "family": facts.family,
+            "attention": facts.attention,
+            "experts": facts.experts,
+            "shared_experts": facts.shared_experts,
+            "density": facts.density or 0.0,
+            "hybrid": _yes(facts.hybrid),
+            "sliding": _yes(facts.sliding_layers > 0),
+            "multimodal": _yes(facts.multimodal),
+            "encoder_share": facts.encoder_share,
+            "head_dim": facts.head_dim,
+            "parameters_b": facts.parameters / 1e9,
+            "quantization": facts.quantization,
+            "format": facts.checkpoint_format,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "aiter_mla": _yes(aiter_mla(facts, layout.tensor, self.numbers)),
+            "mm_prefix": _yes(mm_prefix(facts)),
+            "chunked": _yes(facts.shape.chunk is not None and self.max_model_len > facts.shape.chunk),
+            "tp": layout.tensor,
+            "pp": layout.pipeline,
+            "dp": layout.data,
+            "ep": _yes(layout.expert),
+            "replicas": layout.replicas,
+            "gpus": layout.gpus,
+            "node_gpus": self.target.gpus,
+            "packed": layout.packed,
+            "executor": executor(layout),
+        }
+
+    def _cpu_kv_gib(self) -> int:
+        """GiB that hold every request at full length in 16 bit: at most 4, but never less than one such request."""
+        # vLLM's CPU blocks hold 128 tokens: the last block of a request is counted whole.
+        tokens = math.ceil(self.max_model_len / 128) * 128
+        one = kv_bytes_per_token(self.facts, 1, "auto", kind="cpu") * tokens
+        whole = math.ceil(one * self.profile.concurrency / 2**30)
+        return max(1, math.ceil(one / 2**30), min(_CPU_KV_MOST_GIB, whole))
+
+
+def speculative_config(speculative: Speculative) -> str:
+    """The value of --speculative-config.
+
+    Without two keys of the guides' example: `dtype`, which vLLM refuses, and a tensor parallelism of 1 for the draft,
+    which vLLM takes from the target by itself and refuses where it differs.
+    """
+    model = {} if speculative.model is None else {"model": speculative.model}
+    return json.dumps({"method": speculative.method, **model, "num_speculative_tokens": speculative.tokens})
+
+
+def executor(layout: Layout) -> str:
+    """What starts an engine's workers: Ray where one engine spans nodes, processes on one node, nothing on one GPU."""
+    if layout.tensor * layout.pipeline == 1:
+        return "none"
+    return "ray" if layout.nodes > 1 and layout.data == 1 else "mp"
+
+
+def opposites(name: str) -> tuple[str, ...]:
+    """The flag that says the contrary of a flag: ``--no-X`` and ``--X``."""
+    if not name.startswith("--"):
+        return ()
+    return ("--" + name.removeprefix("--no-"),) if name.startswith("--no-") else ("--no-" + name.removeprefix("--"),)
+
+
+def cudagraph_mode(flags: Mapping[str, str | None]) -> str | None:
+    """The graph mode that a launch gets; None where it computes eagerly."""
+    if "--enforce-eager" in flags:
+        return None
+    said = json.loads(flags.get("--compilation-config") or "{}").get("cudagraph_mode")
+    return said or _GRAPHS
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"

@@ -1,0 +1,296 @@
+"""How accelerators share a model: the rows of `layouts.yaml`, the layouts that a row allows, and the first that fits.
+
+    >>> choose(facts, parse_target("mi300x:8"), profile("throughput"), memory_of, max_model_len=8192).layout
+    Layout(tensor=1, pipeline=1, data=1, expert=False, replicas=8, packed=1, nodes=1)
+
+Pure: what a layout leaves for the KV cache is asked of ``memory_of``. A layout *has room* when one request of full
+length fits; it is *comfortable* when the KV caches of all servers also hold the profile's share of what is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+import yaml
+
+from pipeline.serving.model.facts import ModelFacts
+from pipeline.serving.plan import Layout, Memory
+from pipeline.serving.planning.profiles import Profile
+from pipeline.serving.planning.splitting import split_faults
+from pipeline.serving.planning.target import Target
+
+LOW, HIGH = 128, 512
+"""Requests in flight up to which, and from which on, the guides decide (ROCm 2026: Parallelism strategies)."""
+
+MemoryOf = Callable[[Layout], Memory]
+
+
+class Row(NamedTuple):
+    """One entry of the table."""
+
+    name: str
+    when: Mapping[str, tuple[str, ...]]
+    form: str
+    expert: bool
+    why: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A layout, the reason for it, and what a reader should know beside it."""
+
+    layout: Layout
+    why: str
+    source: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    facts: ModelFacts
+    target: Target
+    profile: Profile
+    memory_of: MemoryOf
+    max_model_len: int
+
+    def has_room(self, layout: Layout) -> bool:
+        memory = self.memory_of(layout)
+        return memory.kv_cache > 0 and memory.kv_tokens >= self.max_model_len
+
+    def tokens(self, layout: Layout) -> int:
+        """Tokens in the KV caches of all engines of all servers."""
+        return self.memory_of(layout).kv_tokens * layout.data * layout.replicas * layout.packed
+
+    @property
+    def demand(self) -> float:
+        """Tokens that the profile asks the KV caches to hold."""
+        usual = min(self.profile.request_tokens, self.max_model_len)
+        return self.profile.share * self.profile.concurrency * usual
+
+    def comfortable(self, layout: Layout) -> bool:
+        return self.has_room(layout) and self.tokens(layout) >= self.demand
+
+
+def choose(
+    facts: ModelFacts, target: Target, profile: Profile, memory_of: MemoryOf, *, max_model_len: int, packed: int = 1
+) -> Choice | None:
+    """The layout for a model on a target; None where none has room for one request of ``max_model_len`` tokens.
+
+    ``packed`` servers share each accelerator where it is more than one: nothing chooses that by itself.
+    """
+    case = _Case(facts, target, profile, memory_of, max_model_len)
+    if packed > 1:
+        return _packed(case, packed)
+    if target.accelerator.kind == "cpu":
+        why, source = "a CPU serves with one process", "vLLM 0.32 platforms/cpu.py"
+        return Choice(Layout(), why, source) if case.has_room(Layout()) else None
+    room = _room(case)
+    if room is None:
+        return None
+    conditions = {
+        "family": facts.family,
+        "density": density_band(facts),
+        "load": load(profile),
+        "experts": "none" if not facts.experts else "few" if facts.experts < 2 * target.gpus else "many",
+        "room": room,
+        "gpus": "one" if target.gpus == 1 else "several",
+        "links": "no" if target.accelerator.links == 0 and target.accelerator.link_gb_s is not None else "yes",
+    }
+    for row in rows():
+        if all(conditions[name] in values for name, values in row.when.items()):
+            layout = _first(case, row)
+            if layout is not None:
+                why = row.why + _departure(case.facts, row, layout)
+                return Choice(layout, why, row.source, tuple(_notes(case, layout)))
+    return _uneven(case)
+
+
+def load(profile: Profile) -> str:
+    """``low`` or ``high``; between the guides' limits the profile decides."""
+    if profile.concurrency <= LOW:
+        return "low"
+    return "high" if profile.concurrency >= HIGH or profile.for_throughput else "low"
+
+
+def density_band(facts: ModelFacts) -> str:
+    """Where a mixture stands in the guides' table; "none" for a dense model."""
+    if facts.density is None:
+        return "none"
+    return "sparse" if facts.density < 1 else "unsettled" if facts.density < 3 else "standard"
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """The table, in the order of its file."""
+    text = resources.files("pipeline.serving.planning").joinpath("layouts.yaml").read_text(encoding="utf-8")
+    return tuple(_row(entry) for entry in yaml.safe_load(text))
+
+
+def _row(entry: Mapping[str, Any]) -> Row:
+    when = {name: tuple(values) for name, values in entry["when"].items()}
+    return Row(entry["name"], when, entry["form"], entry.get("expert", False), entry["why"].strip(), entry["source"])
+
+
+def _room(case: _Case) -> str | None:
+    """The smallest thing that holds the model: comfortably for one of several accelerators, at all for the rest."""
+    alone = Layout(replicas=case.target.gpus * case.target.nodes)
+    whole = case.comfortable if case.target.gpus > 1 else case.has_room
+    if whole(alone):
+        return "gpu"
+    within = [*_tensor(case, expert=False), *_tensor(case, expert=True), *_data(case, expert=True), *_pipeline(case)]
+    if any(case.has_room(layout) for layout in within):
+        return "node"
+    if case.target.nodes > 1:
+        across = [*_stages(case, expert=False), *_stages(case, expert=True), *_spread(case, expert=True)]
+        if any(case.has_room(layout) for layout in across):
+            return "nodes"
+    return None
+
+
+def _first(case: _Case, row: Row) -> Layout | None:
+    forms: dict[str, Callable[..., Iterator[Layout]]] = {
+        "single": _tensor,
+        "tensor": _tensor,
+        "replicas": _replicas,
+        "data": _data,
+        "spread": _spread,
+        "pipeline": _pipeline,
+        "stages": _stages,
+    }
+    # Where slices of an expert break the groups of its scales, whole experts are the way out, and the other way round
+    # where there are fewer experts than accelerators.
+    for expert in (row.expert, not row.expert) if case.facts.experts else (False,):
+        fitting = [layout for layout in forms[row.form](case, expert=expert) if case.has_room(layout)]
+        if fitting:
+            enough = next((layout for layout in fitting if case.comfortable(layout)), None)
+            return enough or max(fitting, key=case.tokens)
+    return None
+
+
+def _valid(case: _Case, layout: Layout) -> bool:
+    return not split_faults(case.facts, layout)
+
+
+def _each(case: _Case, *, smallest_first: bool) -> Iterator[int]:
+    """Sizes of tensor parallelism within a node."""
+    sizes = range(1, case.target.gpus + 1)
+    yield from sizes if smallest_first else reversed(sizes)
+
+
+def _tensor(case: _Case, *, expert: bool) -> Iterator[Layout]:
+    for tensor in _each(case, smallest_first=False):
+        servers = case.target.gpus // tensor * case.target.nodes
+        layout = Layout(tensor, expert=expert and tensor > 1, replicas=servers)
+        if _valid(case, layout):
+            yield layout
+
+
+def _replicas(case: _Case, *, expert: bool) -> Iterator[Layout]:
+    yield from sorted(_tensor(case, expert=expert), key=lambda layout: layout.tensor)
+
+
+def _data(case: _Case, *, expert: bool) -> Iterator[Layout]:
+    for tensor in _each(case, smallest_first=True):
+        if case.target.gpus % tensor == 0:
+            data = case.target.gpus // tensor
+            layout = Layout(tensor, data=data, expert=expert and case.target.gpus > 1, replicas=case.target.nodes)
+            if _valid(case, layout):
+                yield layout
+
+
+def _spread(case: _Case, *, expert: bool) -> Iterator[Layout]:
+    nodes = case.target.nodes
+    for tensor in _each(case, smallest_first=True):
+        if case.target.gpus % tensor == 0:
+            layout = Layout(tensor, data=case.target.gpus // tensor * nodes, expert=expert, nodes=nodes)
+            if _valid(case, layout):
+                yield layout
+
+
+def _pipeline(case: _Case, *, expert: bool = False) -> Iterator[Layout]:
+    """Stages within a node; without fast links of one accelerator each."""
+    slow = case.target.accelerator.links == 0 and case.target.accelerator.link_gb_s is not None
+    for tensor in [1] if slow else _each(case, smallest_first=False):
+        stages = case.target.gpus // tensor
+        layout = Layout(tensor, stages, expert=expert and tensor > 1, replicas=case.target.nodes)
+        if stages > 1 and _valid(case, layout):
+            yield layout
+
+
+def _stages(case: _Case, *, expert: bool) -> Iterator[Layout]:
+    nodes = case.target.nodes
+    for tensor in _each(case, smallest_first=False):
+        stages = case.target.gpus // tensor * nodes
+        layout = Layout(tensor, stages, expert=expert and tensor > 1, nodes=nodes)
+        if _valid(case, layout):
+            yield layout
+
+
+def _uneven(case: _Case) -> Choice | None:
+    """What the table's forms leave: a model that no size of tensor parallelism alone can hold."""
+    layout = next((layout for layout in _pipeline(case) if case.has_room(layout)), None)
+    if layout is None:
+        return None
+    why = (
+        f"{case.target.gpus} accelerators do not divide the model, and fewer do not hold it: pipeline stages split it"
+        " along its layers, unevenly where need be"
+    )
+    return Choice(layout, why, "vLLM parallelism: Edge case: uneven GPU splits; ROCm 2026: Pipeline parallelism")
+
+
+def _packed(case: _Case, packed: int) -> Choice | None:
+    layout = Layout(packed=packed, replicas=case.target.gpus * case.target.nodes)
+    if not case.has_room(layout):
+        return None
+    why = f"asked for: {packed} servers share each accelerator, each with its part of the memory"
+    return Choice(layout, why, "ROCm 2026: Configure the gpu-memory-utilization parameter")
+
+
+def _departure(facts: ModelFacts, row: Row, layout: Layout) -> str:
+    """What a layout does otherwise than its row, and why; empty where it does nothing so."""
+    if layout.expert == row.expert or not facts.experts or layout.gpus == 1:
+        return ""
+    way = "whole experts are spread" if layout.expert else "experts are sliced"
+    faults = split_faults(facts, Layout(layout.tensor, layout.pipeline, layout.data, row.expert))
+    return f". Here {way} all the same: {'; '.join(faults) or 'else it would not fit'}"
+
+
+def _notes(case: _Case, layout: Layout) -> Iterator[str]:
+    facts, target, profile = case.facts, case.target, case.profile
+    if LOW < profile.concurrency < HIGH and target.gpus > 1:
+        yield (
+            f"{profile.concurrency} requests in flight lie between the guides' {LOW} and {HIGH}, where the crossing is:"
+            f" the {profile.name} profile decided; measure both layouts (ROCm 2026: Data Parallel Attention (advanced))"
+        )
+    if profile.concurrency <= LOW and profile.for_throughput and layout.gpus > 1:
+        yield (
+            f"at {profile.concurrency} requests in flight the later guide's table asks for one engine on all"
+            " accelerators; for throughput the post of 2024 prefers independent servers on the fewest that fit: measure"
+            " both (vLLM MI300X 2024: Tensor Parallelism)"
+        )
+    if density_band(facts) == "unsettled" and facts.family == "moe" and layout.gpus > 1:
+        yield (
+            f"{facts.density:.2g} % of the experts work on a token, and the guides decide nothing between 1 and 3 %:"
+            " measure with and without expert parallelism"
+        )
+    if layout.expert and facts.experts < 2 * layout.tensor * layout.data:
+        yield (
+            f"{facts.experts} experts on {layout.tensor * layout.data} accelerators: each holds one, and the busiest"
+            " expert sets the pace; measure it against independent servers on fewer accelerators"
+        )
+    idle = (target.gpus * target.nodes) - layout.gpus * layout.replicas
+    if idle:
+        yield f"{idle} of {target.gpus * target.nodes} accelerators stay idle: the model cannot be cut for all of them"
+    if case.tokens(layout) < case.demand:
+        held = case.tokens(layout) / (case.demand / profile.share / profile.concurrency)
+        yield (
+            f"the KV cache holds {held:,.0f} of {profile.concurrency} requests of usual length"
+            f" ({min(profile.request_tokens, case.max_model_len):,} tokens): the others wait or are preempted"
+        )
+    if target.nodes > 1 and layout.nodes == 1:
+        yield "the model fits in one node: every node runs its own servers, and nothing crosses between nodes"

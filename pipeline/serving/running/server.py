@@ -1,0 +1,151 @@
+"""A running vLLM server, as seen over HTTP.
+
+Plain `http.client`: a proxy that the environment names must not see, or answer, what we ask our own machine, and no
+redirection carries a key to another.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from pipeline.errors import ServingError
+from pipeline.serving.running.logscan import Finding, LogScan, scan_log
+
+HOST = "127.0.0.1"
+_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class Sample(NamedTuple):
+    """One line of a Prometheus page."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answered. `started_seconds` is the time from its start to the first healthy answer.
+
+    `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``. A server that somebody else started
+    has no log and no process here. `api_key_variable` names the variable that holds its key, which is kept nowhere.
+    """
+
+    model_name: str
+    base_url: str
+    log_path: Path | None
+    started_seconds: float
+    pid: int | None = None
+    api_key_variable: str | None = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        address = urlsplit(self.base_url)
+        return address.port or (443 if address.scheme == "https" else 80)
+
+    def client_environment(self) -> dict[str, str]:
+        """The key as OpenAI's clients read it; lm-eval's insists on one also where the server asks for none."""
+        return {"OPENAI_API_KEY": self._key() or "unused"}
+
+    def _key(self) -> str | None:
+        return None if self.api_key_variable is None else os.environ.get(self.api_key_variable)
+
+    def version(self) -> str:
+        """vLLM's version as the server tells it."""
+        return str(json.loads(self.get("/version"))["version"])
+
+    def metrics(self) -> tuple[Sample, ...]:
+        """Every sample of /metrics, in its order."""
+        return parse_metrics(self.get("/metrics"))
+
+    def cache_config(self) -> Mapping[str, str]:
+        """Labels of ``vllm:cache_config_info``: block_size, num_gpu_blocks, ...
+
+        Its cache_dtype may say "auto" where the cache is FP8: ask the log for that.
+        """
+        for sample in self.metrics():
+            if sample.name == "vllm:cache_config_info":
+                return sample.labels
+        return {}
+
+    def scan_log(self) -> LogScan:
+        """What the log says up to now: KV tokens, backend, kernels, and what makes a measurement void.
+
+        Without a log it is known only what the server tells over HTTP, and that is a caution.
+        """
+        if self.log_path is not None:
+            return scan_log(self.log_path.read_text(encoding="utf-8", errors="replace"))
+        tokens = self.cache_config().get("kv_cache_size_tokens", "")
+        return replace(
+            scan_log(""),
+            vllm_version=self.version(),
+            kv_tokens=int(tokens) if tokens.isdigit() else None,
+            findings=(Finding("caution", _NO_LOG, self.base_url),),
+        )
+
+    def get(self, path: str, *, timeout: float = 30.0) -> str:
+        """Body of a GET; ServingError unless the answer is 200 within ``timeout`` seconds."""
+        return self._answer(path, None, timeout)
+
+    def post(self, path: str, body: Mapping[str, object], *, timeout: float = 30.0) -> str:
+        """Body of the answer to a POST of JSON; ServingError unless it is 200 within ``timeout`` seconds."""
+        return self._answer(path, body, timeout)
+
+    def _answer(self, path: str, body: Mapping[str, object] | None, timeout: float) -> str:
+        where = f"its log: {self.log_path}" if self.log_path is not None else f"it was asked at {self.base_url}"
+        try:
+            status, answer = fetch(self.base_url, path, body=body, key=self._key(), timeout=timeout)
+        except (OSError, http.client.HTTPException) as error:
+            raise ServingError(f"the server does not answer {path}: {error}", hint=where) from error
+        if status != 200:
+            raise ServingError(f"the server answers {path} with {status}", hint=where)
+        return answer
+
+
+_NO_LOG = "somebody else started the server, so its log was not read: default scales or another backend would go unseen"
+
+
+def fetch(
+    base_url: str, path: str, *, timeout: float, body: Mapping[str, object] | None = None, key: str | None = None
+) -> tuple[int, str]:
+    """Status and body of one request: a GET, or a POST of ``body`` as JSON. ``key`` goes into its header alone."""
+    address = urlsplit(base_url)
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    method, content = "GET", None
+    if body is not None:
+        method, content = "POST", json.dumps(body)
+        headers["Content-Type"] = "application/json"
+    connection = kind(address.hostname or HOST, address.port, timeout=timeout)
+    try:
+        connection.request(method, address.path + path, content, headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode("utf-8", errors="replace")
+    finally:
+        connection.close()
+
+
+def served_models(body: str) -> dict[str, str | None]:
+    """Name and root (the checkpoint's folder) of each model in an answer of /v1/models."""
+    answer: dict[str, Any] = json.loads(body)
+    return {model["id"]: model.get("root") for model in answer["data"]}
+
+
+def parse_metrics(text: str) -> tuple[Sample, ...]:
+    """Parse the Prometheus text format; comments are skipped."""
+    found = (_SAMPLE.match(line) for line in text.splitlines() if not line.startswith("#"))
+    return tuple(
+        Sample(sample["name"], dict(_LABEL.findall(sample["labels"] or "")), float(sample["value"]))
+        for sample in found
+        if sample is not None
+    )

@@ -1,0 +1,295 @@
+"""The planner: what wins, what is refused and in which words, what a pair shares, what a CPU keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval.servers import Server, differences
+from pipeline.canonical import canonical_json
+from pipeline.errors import UserError
+from pipeline.recipe.schema import Speculative
+from pipeline.schemes import table as schemes
+from pipeline.serving.hardware import refusal
+from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
+from pipeline.serving.plan import LaunchPlan, Layout
+from pipeline.serving.planning.launch_request import opposites
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.processes import processes
+from pipeline.serving.planning.profiles import profile
+from pipeline.serving.planning.target import parse_target
+from pipeline.serving.versions import parse_version
+
+CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
+LLAMA_8B, LLAMA_70B, LLAMA_405B = (f"Llama-3.1-{size}-Instruct" for size in ("8B", "70B", "405B"))
+
+
+def facts(name: str = LLAMA_8B) -> ModelFacts:
+    return model_facts(CONFIGS / name)
+
+
+def plan(model: ModelFacts | None = None, target: str = "mi300x:1", **changes) -> LaunchPlan:
+    load = {"concurrency": changes.pop("concurrency", 64), "max_model_len": changes.pop("max_model_len", 8192)}
+    given = {
+        "target": parse_target(target),
+        "profile": profile(changes.pop("for_", "latency"), **load),
+        "vllm_version": "0.32.0",
+    }
+    return plan_serving("/models/m", model or facts(), **(given | changes))
+
+
+def flag(made: LaunchPlan, name: str) -> str | None:
+    return made.argv[made.argv.index(name) + 1] if name in made.argv else None
+
+
+def test_every_value_has_a_reason_and_the_layout_too():
+    made = plan(target="mi300x:8", kv_cache_dtype="fp8", purpose="measure")
+    reasons = {reason.knob: reason for reason in made.reasons}
+    said = set(made.env) | {word for word in made.argv if word.startswith("--")}
+    assert said <= set(reasons)
+    assert all(reason.why and reason.source for reason in (*made.reasons, *made.host))
+    assert reasons["layout"].value == "TP 8"
+    assert not {"--host", "--port", "--trust-remote-code"} & said
+    assert "--trust-remote-code" in plan(trust_remote_code=True).argv
+
+
+def test_the_same_question_has_the_same_answer_wherever_the_model_lies():
+    one = plan(target="mi355x:8", for_="throughput", concurrency=512)
+    other = plan_serving(
+        "/elsewhere",
+        facts(),
+        target=parse_target("mi355x:8"),
+        profile=profile("throughput", concurrency=512, max_model_len=8192),
+        vllm_version="0.32.0",
+    )
+    assert canonical_json(one.canonical()) == canonical_json(other.canonical())
+    assert one.canonical() != plan(target="mi355x:8", for_="offline", concurrency=512).canonical()
+    told = json.loads(json.dumps(one.to_json()))
+    assert told["argv"][:3] == ["vllm", "serve", "/models/m"]
+    assert (told["replicas"], told["tensor_parallel_size"], told["expert_parallel"]) == (8, 1, False)
+    assert told["memory"]["kv_tokens"] > 8192
+
+
+def test_knobs_follow_the_version():
+    old, new = plan(vllm_version="0.12.0"), plan(vllm_version="0.13.0")
+    assert "VLLM_ATTENTION_BACKEND" in old.env
+    assert flag(old, "--attention-backend") is None
+    assert "VLLM_ATTENTION_BACKEND" not in new.env
+    assert flag(new, "--attention-backend") == old.attention_backend == "ROCM_AITER_FA"
+    assert parse_version("v0.32.0+cpu") == (0, 32, 0)
+    with pytest.raises(UserError, match="not a version"):
+        plan(vllm_version="main")
+    with pytest.raises(UserError, match="older than the tables"):
+        plan(vllm_version="0.9.2")
+    assert any("newer than the tables" in warning for warning in plan(vllm_version="0.40.0").warnings)
+
+
+def test_what_the_recipe_sets_wins_and_memory_follows():
+    made = plan(overrides={"--max-num-seqs": "100", "--gpu-memory-utilization": "0.5", "VLLM_ROCM_USE_AITER": "0"})
+    assert flag(made, "--max-num-seqs") == "100"
+    assert made.env["VLLM_ROCM_USE_AITER"] == "0"
+    reasons = {reason.knob: reason for reason in made.reasons}
+    assert reasons["--max-num-seqs"][2:] == ("set by the recipe", "recipe")
+    assert made.memory.budget < plan().memory.budget
+    assert "SAFETENSORS_FAST_GPU" not in plan(overrides={"SAFETENSORS_FAST_GPU": False}).env
+    assert plan(overrides={"--max-model-len": "4096"}).memory.concurrency > plan().memory.concurrency
+    assert flag(plan(overrides={"--kv-cache-dtype": "fp8"}), "--kv-cache-dtype") == "fp8"
+
+
+def test_a_flag_that_is_set_silences_its_opposite():
+    assert opposites("--no-enable-prefix-caching") == ("--enable-prefix-caching",)
+    measured = {"purpose": "measure"}
+    assert "--no-enable-prefix-caching" in plan(**measured).argv
+    set_ = plan(overrides={"--enable-prefix-caching": True}, **measured)
+    assert "--enable-prefix-caching" in set_.argv
+    assert "--no-enable-prefix-caching" not in set_.argv
+
+
+@pytest.mark.parametrize(
+    ("overrides", "version", "message"),
+    [
+        ({"--max-num-sqs": "4"}, "0.32.0", "did you mean '--max-num-seqs'"),
+        ({"--swap-space": "16"}, "0.32.0", "does not know --swap-space"),
+        ({"VLLM_ATTENTION_BACKEND": "ROCM_AITER_FA"}, "0.32.0", "--attention-backend does its work there"),
+        ({"numa_balancing": "0"}, "0.32.0", "set on the machine"),
+        ({"--port": "80"}, "0.32.0", "the launcher gives"),
+        ({"--max-num-seqs": "many"}, "0.32.0", "expected a whole number"),
+        ({"--gpu-memory-utilization": "95"}, "0.32.0", "above 0 and up to 1"),
+        ({"--max-model-len": "long"}, "0.32.0", "expected a number of tokens"),
+        ({"--tensor-parallel-size": "4"}, "0.32.0", "takes 4 accelerators"),
+    ],
+)
+def test_an_override_that_cannot_be(overrides, version, message):
+    with pytest.raises(UserError) as caught:
+        plan(overrides=overrides, vllm_version=version)
+    assert message in str(caught.value)
+
+
+def test_parallelism_that_the_recipe_spells_out():
+    spelled = {"--tensor-parallel-size": "2", "--enable-expert-parallel": True}
+    made = plan(facts("Qwen3-30B-A3B"), "mi300x:8", overrides=spelled, for_="throughput", concurrency=512)
+    assert made.layout == Layout(2, expert=True, replicas=4)
+    assert made.reasons[0].source == "recipe"
+    with pytest.raises(UserError, match="64 attention heads cannot be split over 6"):
+        plan(facts(LLAMA_70B), "mi300x:8", overrides={"--tensor-parallel-size": "6"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": "cpu:2"}, "one device"),
+        ({"target": "mi300x:9x1"}, "1 to 8 in a node"),
+        ({"target": "mi999"}, "unknown hardware"),
+        ({"max_model_len": 200_000}, "the model ends at 131,072"),
+        ({"packed": 0}, "pack is 0"),
+    ],
+)
+def test_what_cannot_be_planned(changes, message):
+    with pytest.raises(UserError, match=message):
+        plan(**changes)
+
+
+def test_what_does_not_fit_is_refused_with_the_smallest_that_does():
+    with pytest.raises(UserError) as caught:
+        plan(facts(LLAMA_405B), "mi300x:4")
+    assert "weights take" in caught.value.message
+    assert "GB" in caught.value.message
+    assert "--target mi300x:8" in (caught.value.hint or "")
+    assert plan(facts(LLAMA_405B), "mi300x:8").layout.tensor == 8
+    with pytest.raises(UserError) as caught:
+        plan(facts(LLAMA_70B), max_model_len=131072, concurrency=1, overrides={"--gpu-memory-utilization": "0.85"})
+    hint = caught.value.hint or ""
+    assert "--target mi300x:2" in hint
+    assert "--target mi325x:1" in hint
+    tokens = int(hint.split("a context of ")[1].split(" ")[0].replace(",", ""))
+    shorter = {"max_model_len": tokens, "concurrency": 1, "overrides": {"--gpu-memory-utilization": "0.85"}}
+    assert plan(facts(LLAMA_70B), **shorter).memory.kv_tokens >= tokens
+
+
+def test_sparse_attention_needs_a_version_that_has_it():
+    v32 = facts("DeepSeek-V3.2")
+    with pytest.raises(UserError, match="no sparse attention on ROCm"):
+        plan(v32, "mi300x:8", vllm_version="0.11.0")
+    assert plan(v32, "mi300x:8", vllm_version="0.14.0").attention_backend == "ROCM_AITER_MLA_SPARSE"
+    with pytest.raises(UserError, match="no FP8 KV cache"):
+        plan(v32, "mi300x:8", vllm_version="0.14.0", kv_cache_dtype="fp8")
+
+
+def test_heads_that_aiter_lacks_fall_back_to_triton():
+    kimi = facts("Kimi-K2-Instruct")  # 64 heads: 8 on each of 8
+    old, new = (plan(kimi, "mi355x:8", vllm_version=version) for version in ("0.14.0", "0.19.0"))
+    assert (old.attention_backend, new.attention_backend) == ("TRITON_MLA", "ROCM_AITER_MLA")
+    assert any("8 attention heads on each GPU" in warning for warning in old.warnings)
+
+
+def test_speculation_without_what_vllm_refuses():
+    made = plan(speculative=Speculative(method="eagle3", model="/models/draft", tokens=3), concurrency=128)
+    said = json.loads(flag(made, "--speculative-config") or "")
+    assert said == {"method": "eagle3", "model": "/models/draft", "num_speculative_tokens": 3}
+    assert sum("speculative" in warning for warning in made.warnings) == 2
+    quiet = plan(speculative=Speculative(method="mtp", tokens=2), concurrency=32)
+    assert json.loads(flag(quiet, "--speculative-config") or "") == {"method": "mtp", "num_speculative_tokens": 2}
+    assert not any("speculative" in warning for warning in quiet.warnings)
+
+
+def test_packed_servers_share_a_gpu_when_that_is_asked():
+    busy = {"for_": "throughput", "concurrency": 256}
+    alone = plan(**busy)
+    assert any("--pack 2" in warning for warning in alone.warnings)
+    packed = plan(packed=2, **busy)
+    assert packed.layout == Layout(packed=2)
+    assert flag(packed, "--gpu-memory-utilization") == "0.45"
+    assert [(process.gpus, process.port) for process in processes(packed)] == [((0,), 8000), ((0,), 8001)]
+    with pytest.raises(UserError, match="does not fit"):
+        plan(facts(LLAMA_70B), packed=2, **busy)
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "mi300x", "mi355x"])
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
+def test_a_pair_differs_by_what_belongs_to_the_checkpoint(hardware, kv_cache):
+    source = facts()
+    for scheme, row in schemes().items():
+        if refusal(hardware, scheme, kv_cache, row.formats[0]):
+            continue
+        same = {"target": hardware, "purpose": "measure", "max_model_len": 2048}
+        baseline = plan(source, kv_cache_dtype="auto", **same)
+        made = as_quantized(source, scheme=scheme, kv_cache=kv_cache, format=row.formats[0])
+        candidate = plan(made, kv_cache_dtype=kv_cache, layout=baseline.layout, **same)
+        sides = [Server("0.32.0", hardware, side.argv, dict(side.env)) for side in (baseline, candidate)]
+        assert differences(*sides) == ()
+        assert flag(candidate, "--kv-cache-dtype") == (None if kv_cache == "auto" else "fp8")
+
+
+def test_of_many_servers_one_is_measured():
+    made = plan(target="mi300x:8", for_="throughput", concurrency=512, purpose="measure")
+    assert made.layout.replicas == 8
+    assert any("one of 8 independent servers is measured" in warning for warning in made.warnings)
+    assert flag(made, "--max-num-seqs") == "512"
+
+
+def test_a_cpu_plan_takes_little_memory():
+    cpu = {"target": "cpu", "purpose": "measure", "cpu_threads": 2}
+    small = plan(max_model_len=512, concurrency=8, **cpu)
+    assert (small.env["VLLM_CPU_KVCACHE_SPACE"], small.env["OMP_NUM_THREADS"]) == ("1", "2")
+    assert plan(concurrency=512, **cpu).env["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert plan(max_model_len=40960, **cpu).env["VLLM_CPU_KVCACHE_SPACE"] == "5"  # one request takes that
+    # What the published CPU figures were measured with.
+    assert small.argv[3:] == (
+        *("--served-model-name", "model", "--generation-config", "vllm", "--disable-uvicorn-access-log"),
+        *("--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "8"),
+        *("--max-num-batched-tokens", "2048", "--no-enable-prefix-caching", "--enforce-eager"),
+    )
+    assert set(small.env) == {
+        *("VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VLLM_CPU_KVCACHE_SPACE"),
+    }
+
+
+def test_a_context_that_nobody_said_is_the_longest_that_fits():
+    assert flag(plan(max_model_len=None), "--max-model-len") == "32768"
+    assert any("nobody said" in warning for warning in plan(max_model_len=None).warnings)
+    tight = plan(facts(LLAMA_70B), max_model_len=None, overrides={"--gpu-memory-utilization": "0.74"})
+    assert int(flag(tight, "--max-model-len") or 0) < 32768
+
+
+def test_nodes_run_on_ray_or_headless():
+    ray = plan(facts(LLAMA_405B), "mi300x:4x2", concurrency=16)
+    assert ray.layout == Layout(4, 2, nodes=2)
+    head, worker, server = processes(ray, host_ips=("10.0.0.1", "10.0.0.2"))
+    assert (head.role, worker.role, server.role) == ("ray-head", "ray-worker", "server")
+    assert head.argv[:5] == ("ray", "start", "--head", "--port", "6379")
+    assert worker.argv[:4] == ("ray", "start", "--address", "10.0.0.1:6379")
+    assert (worker.env["VLLM_HOST_IP"], worker.port) == ("10.0.0.2", None)
+    assert flag(ray, "--distributed-executor-backend") == "ray"
+    spread = plan(facts("Kimi-K2-Instruct"), "mi300x:4x2", for_="throughput", concurrency=512)
+    assert (spread.layout.data * spread.layout.tensor, spread.layout.expert, spread.layout.nodes) == (8, True, 2)
+    first, second = processes(spread, host_ips=("10.0.0.1", "10.0.0.2"))
+    assert (first.role, second.role, second.port) == ("server", "headless", None)
+    assert second.argv[-1] == "--headless"
+    assert "10.0.0.1" in second.argv
+    assert "--data-parallel-start-rank" not in first.argv
+    with pytest.raises(UserError, match="1 addresses for 2 nodes"):
+        processes(spread, host_ips=("10.0.0.1",))
+
+
+def test_independent_servers_fill_the_nodes():
+    made = plan(facts(LLAMA_70B), "mi300x:16", for_="throughput", concurrency=512)
+    started = processes(made)
+    assert len(started) == made.layout.replicas == 16 // made.layout.tensor
+    assert {process.node for process in started} == {0, 1}
+    assert len({process.port for process in started}) == len(started)
+    assert all("HIP_VISIBLE_DEVICES" not in process.env for process in started)
+
+
+def test_a_size_that_does_not_divide_takes_stages_or_leaves_some_idle():
+    idle = plan(facts(LLAMA_70B), "mi300x:6")
+    assert (idle.layout.tensor, idle.layout.replicas) == (4, 1)
+    assert any("2 of 6 accelerators stay idle" in warning for warning in idle.warnings)
+    uneven = plan(as_quantized(facts(LLAMA_405B), scheme="ptpc_fp8"), "mi300x:3")
+    assert (uneven.layout.tensor, uneven.layout.pipeline) == (1, 3)
+
+
+def test_facts_alone_plan_a_model_without_a_folder():
+    config = json.loads((CONFIGS / LLAMA_8B / "config.json").read_text(encoding="utf-8"))
+    assert plan(facts_of_config(config)).canonical() == plan().canonical()

@@ -1,0 +1,76 @@
+"""Every word of a plan is accepted by the parser of the installed vLLM, and none of its variables is unknown to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.serving.model.facts import model_facts
+from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.processes import processes
+from pipeline.serving.planning.profiles import profile, table
+from pipeline.serving.planning.target import parse_target
+from tests.serving.golden.text import cases, plan_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+SCRIPT = Path(__file__).with_name("vllm_parses.py")
+
+
+@pytest.fixture(scope="module")
+def vllm() -> VllmEnvironment:
+    try:
+        return find_vllm()
+    except UserError as error:
+        pytest.skip(error.message)
+
+
+def complaints(vllm: VllmEnvironment, launches: list[dict[str, object]]) -> list[list[str]]:
+    done = subprocess.run(
+        [str(vllm.python), str(SCRIPT)], input=json.dumps(launches), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def launches_of(plan: LaunchPlan, model: Path) -> list[dict[str, object]]:
+    """What each process of a plan runs; with a model that is there, because the parser looks at it."""
+    return [
+        {"argv": ["vllm", "serve", str(model), *process.argv[3:]], "env": {**plan.env, **process.env}}
+        for process in processes(plan)
+        if process.argv[0] == "vllm"
+    ]
+
+
+def test_plans_for_this_machine_and_for_an_instinct_are_parsed(vllm: VllmEnvironment, tiny_llama: Path):
+    launches: list[dict[str, object]] = []
+    facts = model_facts(tiny_llama)
+    for name in table():
+        for purpose in ("serve", "measure"):
+            for dtype in ("auto", "fp8"):
+                plan = plan_serving(
+                    tiny_llama,
+                    facts,
+                    target=parse_target("cpu"),
+                    profile=profile(name, concurrency=4, max_model_len=256),
+                    vllm_version=vllm.version,
+                    purpose=purpose,
+                    kv_cache_dtype=dtype,
+                )
+                launches += launches_of(plan, tiny_llama)
+    version = vllm.version.split("+")[0]
+    refused = {case["name"] for case in cases() if case.get("refused")}
+    for case in cases():
+        if case["name"] not in refused:
+            launches += launches_of(plan_of({**case, "vllm": version}), tiny_llama)
+    assert len(launches) > 60
+    wrong = {"argv": ["vllm", "serve", str(tiny_llama), "--swap-space", "4"], "env": {"VLLM_ALL2ALL_BACKEND": "naive"}}
+    *found, of_wrong = complaints(vllm, [*launches, wrong])
+    assert [said for said in found if said] == []
+    assert of_wrong[0] == "VLLM_ALL2ALL_BACKEND"
+    assert "--swap-space" in of_wrong[1]

@@ -1,0 +1,213 @@
+"""Logs against plans. The CPU's log is a real one; those of ROCm are made from the texts in vLLM's sources."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.serving.plan import LaunchPlan, Layout, Memory
+from pipeline.serving.running.logscan import LogScan, scan_log
+from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
+
+LOGS = Path(__file__).resolve().parents[2] / "assets" / "server-logs"
+
+
+def scanned(name: str) -> LogScan:
+    return scan_log((LOGS / f"{name}.log").read_text(encoding="utf-8"))
+
+
+def plan(*more: str, backend: str | None = "ROCM_AITER_FA", kv_tokens: int = 1_050_000) -> LaunchPlan:
+    return LaunchPlan(
+        env={"VLLM_ROCM_USE_AITER": "1"},
+        argv=("vllm", "serve", "/models/m", "--max-model-len", "8192", "--max-num-batched-tokens", "16384", *more),
+        served_model_name="m",
+        tensor_parallel_size=8,
+        reasons=(),
+        memory=Memory(1, 1, 1, 1, 1, 1, 1, kv_tokens, kv_tokens / 8192),
+        attention_backend=backend,
+    )
+
+
+EIGHT = ("--tensor-parallel-size", "8")
+FP8 = ("--kv-cache-dtype", "fp8")
+GRAPHS = ("--compilation-config", '{"cudagraph_mode": "FULL_AND_PIECEWISE"}')
+
+
+@pytest.mark.parametrize(
+    ("log", "kept"),
+    [
+        ("rocm-0.11", plan(*EIGHT, *FP8, *GRAPHS)),
+        ("rocm-0.14", plan(*EIGHT, "--enable-expert-parallel", backend="ROCM_AITER_MLA", kv_tokens=900_000)),
+        ("rocm-0.19", plan(*EIGHT, *FP8, backend="ROCM_ATTN", kv_tokens=700_000)),
+        ("rocm-0.24", plan("--tensor-parallel-size=2", "--data-parallel-size", "2")),
+        ("rocm-0.32", plan(*EIGHT, *FP8, *GRAPHS)),
+    ],
+)
+def test_a_kept_promise_is_no_finding(log: str, kept: LaunchPlan) -> None:
+    kept = replace(kept, env={}) if log == "rocm-0.19" else kept
+    assert broken_promises(kept, scanned(log), quantization=None) == ()
+
+
+@pytest.mark.parametrize(
+    ("log", "broken", "quantization", "expected"),
+    [
+        (
+            "rocm-0.19",
+            plan(*EIGHT, *FP8, *GRAPHS),
+            "quark",
+            [
+                ("caution", "attention backend", "planned: ROCM_AITER_FA, seen: ROCM_ATTN"),
+                ("caution", "no kernel is AITER's", "seen: ROCM_ATTN, TritonFp8ScaledMMLinearKernel"),
+                ("caution", "KV cache has not the size", "planned: 1,050,000 tokens, seen: 700,000 (-33%)"),
+            ],
+        ),
+        (
+            "rocm-0.14",
+            plan(*EIGHT, *FP8, kv_tokens=900_000),
+            "fp8",
+            [
+                ("invalid", "KV cache is not FP8", "planned: fp8, seen: auto"),
+                ("caution", "attention backend", "planned: ROCM_AITER_FA, seen: ROCM_AITER_MLA"),
+            ],
+        ),
+        (
+            "rocm-0.24",
+            plan(*EIGHT, "--enable-expert-parallel"),
+            "quark",
+            [
+                ("invalid", "not quantized", "planned: quark, seen: none"),
+                ("caution", "tensor parallelism", "planned: 8, seen: 2"),
+                ("caution", "data parallelism", "planned: 1, seen: 2"),
+                ("caution", "experts are not spread", "planned: expert parallelism, seen: none in the log"),
+            ],
+        ),
+        (
+            "rocm-0.32",
+            plan("--pipeline-parallel-size", "2", "--compilation-config", '{"cudagraph_mode": "FULL"}', *EIGHT),
+            None,
+            [
+                ("caution", "graph mode", "planned: FULL, seen: FULL_AND_PIECEWISE"),
+                ("caution", "pipeline parallelism", "planned: 2, seen: 1"),
+            ],
+        ),
+    ],
+)
+def test_a_broken_promise_is_told(
+    log: str, broken: LaunchPlan, quantization: str | None, expected: list[tuple[str, str, str]]
+) -> None:
+    found = broken_promises(broken, scanned(log), quantization=quantization)
+    assert [(finding.level, finding.line) for finding in found] == [(level, line) for level, _, line in expected]
+    for finding, (_, why, _) in zip(found, expected, strict=True):
+        assert why in finding.why
+
+
+def test_lengths_and_steps_that_vllm_changed() -> None:
+    other = replace(
+        plan(*EIGHT), argv=("vllm", "serve", "/m", "--max-model-len=4096", "--max-num-batched-tokens", "8192")
+    )
+    lines = [finding.line for finding in broken_promises(other, scanned("rocm-0.32"))]
+    assert lines == ["planned: 1, seen: 8", "planned: 4096, seen: 8192", "planned: 8192, seen: 16384"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "broken"), [(1_045_568, False), (1_150_000, False), (950_600, False), (1_170_000, True), (949_000, True)]
+)
+def test_a_tenth_of_memory_is_forgiven(tokens: int, broken: bool) -> None:
+    found = broken_promises(plan(*EIGHT, kv_tokens=tokens), scanned("rocm-0.32"))
+    assert bool(found) is broken
+
+
+def test_fewer_requests_where_no_tokens_are_logged() -> None:
+    silent = replace(scanned("rocm-0.32"), kv_tokens=None, concurrency=100.0)
+    (found,) = broken_promises(plan(*EIGHT), silent)
+    assert found.line == "planned: 128.2 of full length, seen: 100.0"
+
+
+@pytest.mark.parametrize(
+    ("line", "backend"),
+    [
+        ("[rocm.py:276] Using Aiter Flash Attention backend on V1 engine.", "ROCM_AITER_FA"),
+        ("[rocm.py:275] Using Aiter Flash Attention backend.", "ROCM_AITER_FA"),
+        ("[rocm.py:239] Using Flash Attention backend on V1 engine.", "ROCM_AITER_FA"),
+        ("[cuda.py:300] Using Flash Attention backend on V1 engine.", "FLASH_ATTN"),
+        ("[rocm.py:226] Using AITER MLA backend on V1 engine.", "ROCM_AITER_MLA"),
+        ("[rocm.py:231] Using AITER TRITON MLA backend.", "ROCM_AITER_TRITON_MLA"),
+        ("[rocm.py:218] Using Triton MLA backend on V1 engine.", "TRITON_MLA"),
+        ("[rocm.py:231] Using Sparse MLA backend on V1 engine.", "ROCM_AITER_MLA_SPARSE"),
+        ("[rocm.py:253] Using Triton Attention backend on V1 engine.", "TRITON_ATTN"),
+        ("[rocm.py:284] Using Aiter Unified Attention backend on V1 engine.", "ROCM_AITER_UNIFIED_ATTN"),
+        ("[rocm.py:270] Using Rocm Attention backend on V1 engine.", "ROCM_ATTN"),
+        ("[rocm.py:248] Using Rocm/Aiter Attention backend on V1 engine.", "ROCM_ATTN|ROCM_AITER_UNIFIED_ATTN"),
+        ("[rocm.py:241] Using FlexAttention backend.", "FLEX_ATTENTION"),
+        ("[rocm.py:750] Using ROCM_AITER_FA backend (selected via --attention-backend).", "ROCM_AITER_FA"),
+        ("[rocm.py:850] Using ROCM_ATTN backend out of potential backends: ['ROCM_ATTN'].", "ROCM_ATTN"),
+        ("[cuda.py:507] Using FLASH_ATTN attention backend out of potential backends: ['X'].", "FLASH_ATTN"),
+        ("[cpu.py:175] Using CPU_MLA backend.", "CPU_MLA"),
+        ("[rocm.py:330] Using AITER Flash Attention backend for ViT model.", None),
+        ("[rocm.py:341] Using Torch SDPA backend for ViT model.", None),
+        ("[fp8.py:140] Using AITER backend for FP8 MoE", None),
+        ("[selector.py:106] Using FLASHINFER MLA prefill backend.", None),
+    ],
+)
+def test_every_way_of_naming_a_backend(line: str, backend: str | None) -> None:
+    assert scan_log(f"(Worker pid=2) INFO 11-21 09:00:00 {line}\n").attention_backend == backend
+
+
+def test_a_line_that_leaves_the_backend_open_keeps_both_promises() -> None:
+    scan = scan_log("INFO [rocm.py:248] Using Rocm/Aiter Attention backend on V1 engine.\n")
+    for backend in ("ROCM_ATTN", "ROCM_AITER_UNIFIED_ATTN"):
+        assert broken_promises(plan(backend=backend), scan) == ()
+    assert broken_promises(plan(backend="ROCM_AITER_FA"), scan) != ()
+
+
+def test_without_a_log_no_promise_is_missed_and_with_one_it_is() -> None:
+    assert broken_promises(plan(), scan_log("")) == ()
+    (found,) = broken_promises(replace(plan(*EIGHT), env={}), replace(scanned("rocm-0.32"), attention_backends=()))
+    assert found.line == "planned: ROCM_AITER_FA, seen: none that the log names"
+
+
+def test_every_engine_is_read() -> None:
+    scan = scanned("rocm-0.24")
+    assert (scan.kv_tokens, scan.concurrency, scan.data_parallel) == (1_044_480, 127.5, 2)
+    assert scan.kernels == ("ROCm AITER",)
+    assert scanned("rocm-0.14").kernels == ("AITER",)
+    assert scanned("rocm-0.32").kernels == ("AiterPerTokenFp8ScaledMMLinearKernel", "AITER_MXFP4_BF16")
+
+
+def test_graphs_that_vllm_changed_are_a_caution() -> None:
+    (found,) = scanned("rocm-0.19").cautions
+    assert "other graphs" in found.why
+
+
+def test_a_real_log_of_the_cpu() -> None:
+    scan = scanned("cpu-0.32")
+    assert (scan.vllm_version, scan.kv_tokens, scan.concurrency) == ("0.32.0", 1_048_576, 4096.0)
+    assert (scan.tensor_parallel, scan.data_parallel, scan.max_model_len) == (1, 1, 256)
+    assert (scan.quantization, scan.kv_cache_dtype, scan.cudagraph_mode) == ("None", "auto", "NONE")
+    assert [finding.line.rpartition(" ")[2] for finding in scan.findings] == ["VLLM_NOT_A_VARIABLE"]
+    promised = LaunchPlan({}, ("vllm", "serve", "/m", "--max-model-len", "256", *FP8), "m", 1, (), Layout())
+    assert [finding.why for finding in broken_promises(promised, scan)] == ["the KV cache is not FP8"]
+
+
+def test_every_unknown_variable_is_a_finding() -> None:
+    text = "WARNING Unknown vLLM environment variable detected: VLLM_{}\n"
+    scan = scan_log(text.format("A") + text.format("B") + text.format("A"))
+    assert [finding.line[-6:] for finding in scan.findings] == ["VLLM_A", "VLLM_B"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"quantization_config": {"quant_method": "quark"}}, "quark"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+        ({"quantization_config": None}, None),
+        ([], None),
+    ],
+)
+def test_what_a_checkpoint_says_of_itself(config: object, expected: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert checkpoint_quantization(tmp_path) == expected
+    assert checkpoint_quantization(tmp_path / "gone") is None
