@@ -46,6 +46,8 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
     help="Default: local; ray for several nodes.",
 )
 @click.option("--endpoint", metavar="URL", help="A server that runs already, for --launcher endpoint.")
+@click.option("--api-key-variable", metavar="NAME", help="Variable that holds the endpoint's key.")
+@click.option("--strict", is_flag=True, help="Refuse an endpoint that cannot be shown to serve MODEL.")
 @click.option("--image", help="Container image (default: vLLM's own of the version).")
 @click.option("--volume-claim", metavar="NAME", help="PersistentVolumeClaim with the model, for --kubernetes.")
 @click.option("--host-ip", metavar="A,B,...", help="Addresses of several nodes on their private network, in order.")
@@ -83,6 +85,8 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
         startup_timeout=startup_timeout,
         image=given["image"],
         endpoint=given["endpoint"],
+        api_key_variable=given["api_key_variable"],
+        strict=given["strict"],
         node_rank=given["node_rank"],
     )
     return serve(request, how)

@@ -53,6 +53,8 @@ class How:
     startup_timeout: float
     image: str | None = None
     endpoint: str | None = None
+    api_key_variable: str | None = None
+    strict: bool = False
     node_rank: int = 0
 
 
@@ -114,9 +116,10 @@ def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
     """What the machine lacks for the plan, as `quantmint doctor` finds it."""
     from pipeline.serving.host.checks import preflight
     from pipeline.serving.host.machine import Machine
+    from pipeline.serving.host.model import wanted_by
 
     vllm = None if request.environment is None else request.environment.executable
-    for finding in preflight(plan, Machine(), vllm=vllm):
+    for finding in preflight(plan, Machine(), vllm=vllm, wanted=wanted_by(request.model.facts)):
         if finding.status in ("warn", "fail"):
             yield f"{finding.name}: found {finding.found}, expected {finding.expected}; {finding.fix}"
 
@@ -129,7 +132,7 @@ def _launcher(request: Request, plan: LaunchPlan, processes: Sequence[Process], 
     if how.kind == "endpoint":
         if how.endpoint is None:
             raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
-        return EndpointLauncher(how.endpoint)
+        return EndpointLauncher(how.endpoint, api_key_variable=how.api_key_variable, strict=how.strict)
     nodes = plan.layout.nodes
     if nodes > 1 and len(request.hosts) < nodes:
         raise UserError(f"--host-ip: found {len(request.hosts)} addresses, expected {nodes}, one for each node")

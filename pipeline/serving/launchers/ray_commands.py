@@ -38,15 +38,14 @@ def start_argv(process: Process, ray: Sequence[str]) -> list[str]:
 
 
 def ray_environment(plan: LaunchPlan, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables of `ray start`, which its workers inherit.
+    """Variables of `ray start`, which its workers inherit: on ROCm without a CUDA_VISIBLE_DEVICES of this shell.
 
-    On ROCm Ray gives each worker its accelerators in HIP_VISIBLE_DEVICES, and vLLM stops where CUDA_VISIBLE_DEVICES,
-    left from the machine's own list, says otherwise (vLLM 0.33 vllm/platforms/rocm.py): so the list goes by Ray's name.
+    Ray gives each worker its accelerators in HIP_VISIBLE_DEVICES, and vLLM stops where the other says otherwise (vLLM
+    0.33 vllm/platforms/rocm.py).
     """
-    found = dict(env)
-    if plan.target and accelerator(plan).kind == "rocm" and "CUDA_VISIBLE_DEVICES" in found:
-        found["HIP_VISIBLE_DEVICES"] = found.pop("CUDA_VISIBLE_DEVICES")
-    return found
+    if plan.target and accelerator(plan).kind == "rocm":
+        return {name: value for name, value in env.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return dict(env)
 
 
 def head_address(process: Process) -> str:

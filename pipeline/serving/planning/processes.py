@@ -4,9 +4,10 @@
     [((0, 1), 8000), ((2, 3), 8001)]
 
 CUDA_VISIBLE_DEVICES selects accelerators, on ROCm as well; HIP_VISIBLE_DEVICES stays unset, because two that differ
-raise (ROCm 2026: Tensor parallelism). An engine that spans nodes runs on Ray, as both guides say, although vLLM has a
-launcher of its own since 0.11.1 (--nnodes): Ray is what they were measured with. Data parallel engines on several nodes
-need none: the other nodes run theirs headless.
+raise (ROCm 2026: Tensor parallelism). Only `ray start` gets it on ROCm: Ray hands accelerators to its workers in that
+variable, and they would inherit the other one (vLLM 0.33 platforms/rocm.py). An engine that spans nodes runs on Ray, as
+both guides say, although vLLM has a launcher of its own since 0.11.1 (--nnodes): Ray is what they were measured with.
+Data parallel engines on several nodes need none: the other nodes run theirs headless.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ def _ray(plan: LaunchPlan, port: int, addresses: Sequence[str], first_gpu: int) 
     here = plan.layout.gpus // plan.layout.nodes
     gpus = tuple(range(first_gpu, first_gpu + here))
     head = f"{addresses[0]}:{RAY_PORT}"
+    visible = "HIP_VISIBLE_DEVICES" if parse_target(plan.target).accelerator.kind == "rocm" else "CUDA_VISIBLE_DEVICES"
     for node, address in enumerate(addresses):
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "VLLM_HOST_IP": address}
+        env = {visible: ",".join(map(str, gpus)), "VLLM_HOST_IP": address}
         where = ("--head", "--port", str(RAY_PORT)) if node == 0 else ("--address", head)
         argv = ("ray", "start", *where, "--node-ip-address", address, "--num-gpus", str(here), "--block")
         yield Process(node, "ray-head" if node == 0 else "ray-worker", 0, gpus, None, env, argv)

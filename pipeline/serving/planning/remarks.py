@@ -14,6 +14,8 @@ from pipeline.serving.planning.splitting import split_cautions
 OLDEST_READ, NEWEST_READ = "0.11.0", "0.33.0"
 """The versions of vLLM that the tables of knobs and backends were written against."""
 
+_IMAGES = (0, 14)
+"""The first version of vLLM that came as an image for ROCm."""
 _SPECULATION = (16, 64)
 _SPECULATIVE_TOKENS = 2
 _SMALL_B = 10
@@ -40,6 +42,11 @@ def remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:
             " times its throughput"
         )
     yield from _packing(request, layout)
+    if accelerator.kind == "rocm" and request.numbers < _IMAGES:
+        yield (
+            f"no image of vLLM's own for ROCm has {request.version}: rocm/vllm:latest says no version, so give --image"
+            " the tag that does"
+        )
     if request.numbers[:2] > tuple(int(part) for part in NEWEST_READ.split("."))[:2]:
         yield f"vLLM {request.version} is newer than the tables of this plan, which end at {NEWEST_READ}"
 

@@ -134,7 +134,7 @@ def _processes(plan: LaunchPlan) -> Iterator[str]:
         own = process.argv[len(plan.argv) :] if process.argv[0] == "vllm" else process.argv
         gpus = f" GPUs {','.join(map(str, process.gpus))}" if process.gpus else ""
         port = f" port {process.port}" if process.port is not None else ""
-        env = "".join(f" {name}={value}" for name, value in process.env.items() if name != "CUDA_VISIBLE_DEVICES")
+        env = "".join(f" {name}={value}" for name, value in process.env.items() if "VISIBLE_DEVICES" not in name)
         yield from _wrapped(f"node {process.node} {process.role}{gpus}{port}{env} {' '.join(own)}".rstrip(), 2, 4)
 
 

@@ -223,7 +223,7 @@ def _fields(process: Process) -> dict[str, object]:
 
 def test_on_rocm_the_devices_go_by_rays_name() -> None:
     plan, _ = launch(Path("/models/m"), 6379)
-    given = {"CUDA_VISIBLE_DEVICES": "0,1", "VLLM_HOST_IP": HEAD}
+    given = {"CUDA_VISIBLE_DEVICES": "3", "HIP_VISIBLE_DEVICES": "0,1", "VLLM_HOST_IP": HEAD}
     on_rocm = ray_environment(replace(plan, target="mi300x:8x2"), given)
     assert on_rocm == {"HIP_VISIBLE_DEVICES": "0,1", "VLLM_HOST_IP": HEAD}
     assert ray_environment(replace(plan, target="cuda:8x2"), given) == given
