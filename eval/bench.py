@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,8 +91,8 @@ class CellResult:
             raise MeasurementError(f"not the result of a cell: {error}") from error
 
 
-def read(result: Path, cell: Cell) -> CellResult:
-    """Read the JSON that `vllm bench serve` saved for a cell.
+def read(result: Path, cell: Cell, *, log: Path | None = None) -> CellResult:
+    """Read the JSON that `vllm bench serve` saved for a cell; `log` is what it printed, which says why requests failed.
 
     Raises `MeasurementError` where requests failed, where fewer completed than were sent, where answers are shorter
     than the cell asks for, or where a number is missing: throughput of a partial load is not comparable.
@@ -104,6 +105,7 @@ def read(result: Path, cell: Cell) -> CellResult:
     if failed or completed != cell.num_prompts:
         raise MeasurementError(
             f"{result}: cell {cell.name}: {completed} of {cell.num_prompts} requests completed, {failed} failed"
+            + _reason(log)
         )
     tokens = int(_number(result, data, "total_output_tokens"))
     if tokens != cell.num_prompts * cell.output_len:
@@ -124,6 +126,14 @@ def read(result: Path, cell: Cell) -> CellResult:
         total_throughput=_number(result, data, "total_token_throughput"),
         **latency,
     )
+
+
+def _reason(log: Path | None) -> str:
+    """The last line of the first failure that vLLM's client prints: most are tracebacks."""
+    text = "" if log is None or not log.exists() else log.read_text(encoding="utf-8", errors="replace")
+    _, found, rest = text.rpartition("\nError 0: ")
+    first = re.split(r"\n(?:Error 1: |=====)", rest, maxsplit=1)[0].strip()
+    return f": {first.splitlines()[-1].strip()[:300]}" if found and first else ""
 
 
 def _number(path: Path, data: Mapping[str, Any], key: str) -> float:

@@ -51,7 +51,7 @@ class BenchStage:
         results: dict[str, float] = {}
         with job.progress.bar(len(cells), "cells") as advance:
             for cell in cells:
-                path = result_file(job.path, cell)
+                path, log = result_file(job.path, cell), job.path / f"{cell.name}.log"
                 path.unlink(missing_ok=True)
                 argv = bench.command(
                     job.setting.vllm.executable,
@@ -64,7 +64,7 @@ class BenchStage:
                 try:
                     run_logged(
                         argv,
-                        job.path / f"{cell.name}.log",
+                        log,
                         what=f"vllm bench serve on {cell.name}",
                         env=CLIENT_ENV | server.client_environment(),
                     )
@@ -72,7 +72,7 @@ class BenchStage:
                     server.get("/health")
                     raise
                 try:
-                    results[cell.name] = bench.read(path, cell).output_throughput
+                    results[cell.name] = bench.read(path, cell, log=log).output_throughput
                 except MeasurementError as error:
                     raise InvalidMeasurementError(f"bench {self.side}: {error}") from error
                 advance(1)

@@ -127,7 +127,7 @@ def _cell(subject: Subject, server: Server, cell: Cell, folder: Path, deadline: 
     )
     what = f"vllm bench serve on {cell.name}"
     run_logged(argv, folder / CLIENT_LOG, what=what, env=CLIENT_ENV, watch=deadline.check)
-    return bench.read(path, cell)
+    return bench.read(path, cell, log=folder / CLIENT_LOG)
 
 
 def _cause(server: Server, cell: Cell, log: Path) -> ServingError | None:

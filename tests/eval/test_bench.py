@@ -58,6 +58,26 @@ def test_a_partial_load_is_not_a_measurement(tmp_path: Path, changes: dict[str, 
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("printed", "words"),
+    [
+        ("Error 0: Bad Request\nError 1: other\n", "1 failed: Bad Request"),
+        (
+            "\nError 0: Traceback (most recent call last):\n  File x\naiohttp.ServerDisconnectedError: gone\n"
+            "============ Serving Benchmark Result ============\nFailed requests: 1\n",
+            "1 failed: aiohttp.ServerDisconnectedError: gone",
+        ),
+        ("nothing of the kind\n", "1 failed"),
+    ],
+)
+def test_lost_requests_say_why(tmp_path: Path, printed: str, words: str) -> None:
+    log = tmp_path / "c4.log"
+    log.write_text(f"Failed requests during benchmark run detected (capping to 10):\n{printed}")
+    with pytest.raises(MeasurementError) as caught:
+        bench.read(save(tmp_path, failed=1, completed=31), CELL, log=log)
+    assert str(caught.value).endswith(words)
+
+
 def test_a_missing_result_is_named(tmp_path: Path) -> None:
     with pytest.raises(MeasurementError, match="no benchmark result"):
         bench.read(tmp_path / "none.json", CELL)
