@@ -22,6 +22,7 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 
 @click.command(name="serve")
 @click.argument("model")
+@click.argument("arguments", metavar="[-- ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--target", help="mi300x:8, mi355x:16 (two nodes), cpu, auto (default: the recipe's, else auto).")
 @click.option("--workload", help="latency, streaming, throughput, offline, or one of eval/workloads.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests in flight (default: the workload's).")
@@ -68,7 +69,8 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
     """Serve MODEL with vLLM, with the knobs that its hardware and load call for, until Ctrl-C.
 
     MODEL is a folder, organisation/name[@revision] of the Hub, or a recipe: what it has made, or its --baseline.
-    Servers listen on the loopback interface. To plan, a config.json is enough.
+    Servers listen on the loopback interface. To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
+    as they are.
     """
     from pipeline.launching.foreground import How, serve
 
@@ -127,6 +129,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         speculative=speculative or (None if recipe is None else recipe.serve.speculative),
         tunableop=found.tunableop,
         pack=given["pack"] or (1 if recipe is None else recipe.serve.pack),
+        arguments=(*(() if recipe is None else recipe.serve.arguments), *given["arguments"]),
         served_model_name=given["served_model_name"] or found.name,
         trust_remote_code=trusted,
         hosts=tuple(given["host_ip"].split(",")) if given["host_ip"] else (),

@@ -41,6 +41,7 @@ class Request:
     speculative: Speculative | None = None
     tunableop: Path | None = None
     pack: int = 1
+    arguments: Sequence[str] = ()
     served_model_name: str = "model"
     trust_remote_code: bool = False
     hosts: Sequence[str] = ()
@@ -62,6 +63,7 @@ class Request:
             cpu_threads=os.cpu_count() or 1,
             packed=self.pack,
             tunableop=None if self.tunableop is None else str(self.tunableop),
+            arguments=self.arguments,
         )
         if self.model.revision is not None:
             plan = replace(plan, argv=(*plan.argv, "--revision", self.model.revision))

@@ -22,6 +22,7 @@ from eval import suites, workloads
 from eval.errors import DefinitionError
 from eval.suites import Suite
 from pipeline.engines.algorithms import algorithm
+from pipeline.errors import UserError
 from pipeline.recipe import modules
 from pipeline.recipe.faults import Fault, YamlPath, did_you_mean
 from pipeline.recipe.load import LoadedRecipe
@@ -29,6 +30,7 @@ from pipeline.recipe.widths import InputWidth, input_widths, misfit
 from pipeline.schemes import scheme
 from pipeline.serving.hardware import refusal
 from pipeline.serving.knobs import table as knobs
+from pipeline.serving.knobs.passed import checked_arguments
 
 #: What an engine imports beside PyTorch and transformers, and what that is called when it is installed.
 _PACKAGES: Mapping[str, Mapping[str, str]] = {
@@ -191,6 +193,10 @@ def _serve(loaded: LoadedRecipe) -> Iterator[Fault]:
         elif knob.kind not in ("flag", "env"):
             message = f"found a setting of the {knob.kind}, expected an argument of `vllm serve` or a variable"
             yield Fault(loaded.place(*at, key=True), at, message)
+    try:
+        checked_arguments(serve.arguments)
+    except UserError as error:
+        yield loaded.fault(("serve", "arguments"), error.message)
     table = loaded.tunableop
     if table is not None and not table.is_file():
         yield loaded.fault(("serve", "tunableop"), f"found no file {table}, expected a CSV of TunableOp")

@@ -343,6 +343,12 @@ class Serve(Section):
         "nothing is tuned while serving.",
     )
     pack: int = Field(default=1, ge=1, le=8, description="Servers that share one accelerator; for small models.")
+    arguments: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Further arguments of `vllm serve`, word by word: [--reasoning-parser, qwen3]. What is a knob is "
+        "said under knobs.",
+    )
 
     @property
     def overrides(self) -> dict[str, str | bool]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -80,7 +81,9 @@ def hardware(name: str) -> Hardware:
     """The accelerator of that name; UserError with the known names where there is none."""
     known = table()
     if name not in known:
-        raise UserError(f"unknown hardware {name!r}: expected one of {', '.join(known)}")
+        near = get_close_matches(name.lower(), known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UserError(f"unknown hardware {name!r}: expected one of {', '.join(known)}{hint}")
     return known[name]
 
 

@@ -134,6 +134,7 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
         trust_remote_code=recipe.trust_remote_code,
         cpu_threads=os.cpu_count() or 1,
         packed=recipe.serve.pack,
+        arguments=recipe.serve.arguments,
         tunableop=None if tunableop is None else str(tunableop),
     )
     source = facts_of_config(setting.config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -35,6 +35,7 @@ def planner(
     packed: int = 1,
     tunableop: str | None = None,
     trust_remote_code: bool = False,
+    arguments: Sequence[str] = (),
 ) -> Planner:
     """Plan for one checkpoint; ``overrides`` hold for the base plan too, and what is changed goes on top of them.
 
@@ -57,6 +58,7 @@ def planner(
             cpu_threads=len(os.sched_getaffinity(0)),
             packed=packed,
             tunableop=tunableop,
+            arguments=arguments,
         )
 
     base: list[LaunchPlan] = []

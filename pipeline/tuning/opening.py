@@ -114,6 +114,7 @@ def open_subject(
             overrides={} if serve is None else serve.overrides,
             speculative=None if serve is None else serve.speculative,
             packed=1 if serve is None else serve.pack,
+            arguments=() if serve is None else serve.arguments,
             tunableop=None if kernels is None else str(kernels),
             trust_remote_code=recipe is not None and recipe.trust_remote_code,
         ),

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 BUDGET_S = 1200
 COMMAND = (
     "tune", RECIPE, "--target", "cpu", "--workload", "tiny", "--budget", f"{BUDGET_S}s",
-    "--knob", "--max-num-seqs=2,32", "--knob", "--max-num-batched-tokens=64,512",
+    "--knob", "--max-num-seqs=2",  # one value: each is a launch of some forty seconds; many are tuned with a stand-in
 )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_a_killed_sweep_goes_on_and_measures_nothing_twice(
     assert before.items() <= records(project).items()
     assert found["budget"]["spent"] <= BUDGET_S
     tried = {point["label"] for point in found["points"]}
-    assert {"base plan", "max-num-seqs 2", "max-num-batched-tokens 512"} <= tried | set(found["not_tried"])
+    assert tried == {"base plan", "max-num-seqs 2"}
     assert [point["status"] for point in found["points"]] == ["ok"] * len(found["points"])
     assert found["points"][0]["runs"] == 2
 

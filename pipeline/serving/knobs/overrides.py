@@ -51,7 +51,8 @@ def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict
         if not known_in(name, version):
             other = replacement(name, version)
             raise UserError(
-                f"vLLM {version} does not know {name}", hint=None if other is None else f"{other} does its work there"
+                f"vLLM {version} does not know {name}",
+                hint=entry.never if other is None else f"{other} does its work there",
             )
         if name in _NUMBERS and (isinstance(value, bool) or not value.isdecimal()):
             raise UserError(f"{name} is {value!r}: expected a whole number")

@@ -12,7 +12,7 @@ last what a reader should know (`remarks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from pipeline.errors import UserError
 from pipeline.recipe.schema import Speculative
 from pipeline.serving import hardware as accelerators
 from pipeline.serving.knobs.overrides import checked_overrides, layout_said
+from pipeline.serving.knobs.passed import checked_arguments
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory, Reason
 from pipeline.serving.planning.attention import known_on_rocm, running, takes
@@ -57,6 +58,7 @@ def plan_serving(
     cpu_threads: int = 1,
     packed: int = 1,
     tunableop: str | None = None,
+    arguments: Sequence[str] = (),
 ) -> LaunchPlan:
     """Plan how ``model`` is served.
 
@@ -65,6 +67,7 @@ def plan_serving(
     flag without a value, False leaves the knob out. ``layout`` is taken as it is, for a pair that must share one.
     ``kv_cache_dtype`` None follows the checkpoint. ``packed`` servers share each accelerator. ``cpu_threads`` are the
     cores that a CPU server may use. ``tunableop`` is the file of kernels that tuning found.
+    ``arguments`` are passed on to vLLM behind the plan's own.
 
     UserError, with what would do instead, for what does not load, does not fit or cannot be split.
     """
@@ -94,8 +97,10 @@ def plan_serving(
         cpu_threads=cpu_threads,
         tunableop=tunableop,
     )
+    passed = checked_arguments(arguments)
     request, choice = _laid_out(request, layout, packed)
-    return _assembled(str(model), request, choice)
+    plan = _assembled(str(model), request, choice)
+    return replace(plan, argv=(*plan.argv, *arguments), reasons=(*plan.reasons, *passed))
 
 
 def _laid_out(request: LaunchRequest, given: Layout | None, packed: int) -> tuple[LaunchRequest, Choice]:
