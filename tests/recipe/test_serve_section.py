@@ -62,3 +62,12 @@ def test_a_knob_of_the_machine(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert f"found no file {tmp_path}/tuned.csv" in faults("serve: {tunableop: tuned.csv}\n", tmp_path)
+
+
+def test_arguments_that_are_knobs_are_refused_where_they_stand(tmp_path: Path) -> None:
+    found = faults("serve:\n  arguments: [--max-num-seqs, '4']\n", tmp_path)
+    assert "r.yaml:5:" in found
+    assert "serve.arguments: --max-num-seqs is a knob of the plan" in found
+    passed = load("serve:\n  arguments: [--reasoning-parser, qwen3]\n", tmp_path)
+    assert not check(passed)
+    assert passed.recipe.serve.arguments == ("--reasoning-parser", "qwen3")
