@@ -2,6 +2,8 @@
 
 RECIPE  ?= tiny-ptpc-fp8kv
 ARGS    ?=
+# Test files that run at a time.
+JOBS    ?= 2
 PYTHON  ?= python3
 # A machine with a GPU wants its own build: TORCH="torch --index-url ..." or an environment that has it, VENV=...
 TORCH   ?= torch==2.13.0
@@ -32,7 +34,7 @@ report: $(RUN_ENV)  ## where the newest report of RECIPE is
 
 test: $(TEST_ENV) browser  ## all tests that this machine can run
 	@$(MAKE) --no-print-directory serving BACKEND=cpu
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(TEST_ENV)  ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .

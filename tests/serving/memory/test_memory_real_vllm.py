@@ -38,8 +38,6 @@ def vllm() -> VllmEnvironment:
     [
         ("grouped", "auto"),
         ("grouped", "fp8"),
-        ("every-head", "auto"),
-        ("window", "auto"),
         ("some-windows", "auto"),
         ("latent", "auto"),
         ("delta", "auto"),
