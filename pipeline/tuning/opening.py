@@ -60,6 +60,14 @@ class Opened:
         )
 
 
+def _room(load: workloads.Workload, facts: ModelFacts) -> int:
+    """Tokens that a request may have, where no recipe says it: the workload's, with a sixteenth to spare.
+
+    Random prompts are text again before they are sent, and the server may count some tokens more than were drawn.
+    """
+    return max(load.longest, min(load.longest + max(16, load.longest // 16), facts.context))
+
+
 def open_subject(
     text: str,
     *,
@@ -108,7 +116,7 @@ def open_subject(
             profile=profile(
                 load.profile if serve is None or serve.profile is None else serve.profile,
                 concurrency=max(cell.concurrency for cell in load.cells),
-                max_model_len=load.longest if recipe is None else recipe.target.max_model_len,
+                max_model_len=_room(load, found.facts) if recipe is None else recipe.target.max_model_len,
             ),
             vllm_version=environment.version,
             overrides={} if serve is None else serve.overrides,

@@ -6,7 +6,7 @@ from pipeline.errors import UserError
 from pipeline.serving import hardware as accelerators
 from pipeline.serving.host.finding import Outcome
 from pipeline.serving.host.look.processor import cpu_flags
-from pipeline.serving.host.subject import Subject
+from pipeline.serving.host.subject import Subject, Wanted
 from pipeline.serving.planning.remarks import NEWEST_READ, OLDEST_READ
 from pipeline.serving.versions import parse_version
 
@@ -58,7 +58,7 @@ def quark(subject: Subject) -> Outcome:
     needed = accelerators.needs(subject.target.hardware, wanted.scheme, wanted.kv_cache, wanted.checkpoint_format)
     if not needed:
         title = subject.target.accelerator.title
-        return Outcome("skipped", f"{wanted.scheme} is not emulated on {title}", values)
+        return Outcome("skipped", f"{_scheme(wanted)} is not emulated on {title}", values)
     if there is None:
         return Outcome("skipped", "there is no serving environment", values)
     values = {"distributions": " ".join(needed), "python": there.python}
@@ -82,9 +82,13 @@ def checkpoint(subject: Subject) -> Outcome:
     reason = accelerators.refusal(*asked, cpu_flags=flags)
     if reason is not None:
         return Outcome("fail", reason, values)
-    found = f"{'16 bit' if wanted.scheme == 'none' else wanted.scheme}, KV cache {wanted.kv_cache}"
+    found = f"{_scheme(wanted)}, KV cache {wanted.kv_cache}"
     cautions = accelerators.cautions(*asked, cpu_flags=flags)
     if cautions:
         values["fix"] = "it loads all the same; `quantmint schemes` shows what runs as it is stored"
         return Outcome("warn", f"{found}: {'; '.join(cautions)}", values)
     return Outcome("ok", found, values)
+
+
+def _scheme(wanted: Wanted) -> str:
+    return "16 bit" if wanted.scheme == "none" else wanted.scheme
