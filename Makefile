@@ -17,7 +17,7 @@ RUN_ENV   := $(VENV)/.quantmint-run
 TEST_ENV  := $(VENV)/.quantmint-test
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan test lint format bench-quantize bench-kernels report clean distclean serving browser
+.PHONY: help quantize plan test lint format bench-quantize bench-kernels bench-memory-fit report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -50,6 +50,10 @@ bench-kernels: $(TEST_ENV)  ## each scheme's kernel, eager and compiled
 
 bench-quantize: $(TEST_ENV)  ## how fast the stream engine is beside cp, llm-compressor and Quark
 	@$(BIN)/python -m tests.bench.quantize --double --json docs/bench-quantize.json --plot docs/bench-quantize.svg $(ARGS)
+
+bench-memory-fit: $(TEST_ENV)  ## the KV cache that plans predict beside the one that vLLM makes, on this GPU and CPU
+	@QUANTMINT_MEMORY_FIT=$${QUANTMINT_MEMORY_FIT:-memory-fit.jsonl} $(BIN)/python -m pytest -q -s \
+	  tests/gpu/test_memory_fit.py tests/serving/memory/test_memory_real_vllm.py $(ARGS)
 
 clean:  ## remove the store and what was published to ./published
 	rm -rf store published
