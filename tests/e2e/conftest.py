@@ -15,6 +15,7 @@ from pipeline.errors import UserError
 from pipeline.serving.environment import find_vllm
 from pipeline.serving.hardware import local_cpu_flags, refusal
 from tests.e2e.project import RECIPE, Finished, Project
+from tests.processes import processes_naming
 
 
 @pytest.fixture(scope="session")
@@ -67,18 +68,6 @@ def _wait_for(process: subprocess.Popen[bytes], log: Path, reached: Any, seconds
 def _gone_within(project: Project, *, seconds: float) -> tuple[str, ...]:
     """Command lines that still name the project's store after a grace period: none may be left."""
     end = time.monotonic() + seconds
-    while (left := _processes(str(project.store))) and time.monotonic() < end:
+    while (left := processes_naming(str(project.store))) and time.monotonic() < end:
         time.sleep(0.2)
     return left
-
-
-def _processes(needle: str) -> tuple[str, ...]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if needle in line:
-            found.append(line)
-    return tuple(found)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.project import Project
+from tests.processes import processes_naming
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -57,19 +58,6 @@ def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     return text
 
 
-def started_by(needle: str) -> list[str]:
-    """Command lines of processes that name it."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if needle in line:
-            found.append(line)
-    return found
-
-
 def answers(project: Project, port: int) -> list[str]:
     """What OpenAI's client prints: a completion, and an answer of a chat."""
     command = [project.vllm.parent / "python", "-c", CLIENT, f"http://127.0.0.1:{port}/v1", PROMPT]
@@ -108,7 +96,7 @@ def test_it_answers_and_leaves_nothing(
         code = process.wait(timeout=120)
     assert code == (-number if number == signal.SIGKILL else 0)
     end = time.monotonic() + 60
-    while (left := started_by(f"--port {port}")) and time.monotonic() < end:
+    while (left := processes_naming(f"--port {port}")) and time.monotonic() < end:
         time.sleep(0.2)
     assert not left
     with socket.socket() as probe:

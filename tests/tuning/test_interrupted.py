@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.store.tree import Store
+from tests.processes import processes_naming
 from tests.tuning.sweeping import run, starts, sweep_of
 
 pytestmark = pytest.mark.slow
@@ -37,18 +38,6 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 def records(folder: Path) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in (folder / "store" / "tune").glob("*/record.json")}
-
-
-def processes(needle: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if needle in line:
-            found.append(line)
-    return found
 
 
 def test_killed_at_any_moment_a_sweep_loses_no_trial_and_does_none_twice(surface: Surface) -> None:
@@ -76,9 +65,9 @@ def test_killed_at_any_moment_a_sweep_loses_no_trial_and_does_none_twice(surface
     assert committed == 5
     assert sum(trials.values()) <= committed + kills  # a kill costs the trial that it cut off, and no other
     deadline = time.monotonic() + 20
-    while processes(str(folder / "model")) and time.monotonic() < deadline:
+    while processes_naming(str(folder / "model")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert processes(str(folder / "model")) == []
+    assert processes_naming(str(folder / "model")) == ()
 
 
 def _knobs(folder: Path) -> list[dict[str, str]]:

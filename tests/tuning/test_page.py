@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from types import MappingProxyType
@@ -28,8 +27,6 @@ from pipeline.tuning.summary import markdown
 from pipeline.tuning.sweep import Sweep
 from tests.tuning.sweeping import FakeVllm, planner_for
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
 QUICK = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
 CELLS = (Cell("in1024-out1024-c64", 1024, 1024, 64, 512, 64), Cell("in1024-out1024-c256", 1024, 1024, 256, 512, 64))
 AXES = (
@@ -75,27 +72,6 @@ def make(tmp_path: Path) -> Callable[..., Report]:
         return report(sweep, Budget(7200.0), created="2026-01-02T03:04:05+00:00", existing={}, tunableop=None)
 
     return report_of
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("no Chromium or no chromedriver on PATH")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking",
-        "disable-component-update", "disable-sync", "disable-dev-shm-usage", "window-size=1100,900",
-        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
-    ):  # fmt: skip
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
 
 
 def luminance(css: str) -> float:
