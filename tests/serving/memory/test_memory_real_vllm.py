@@ -38,6 +38,8 @@ def vllm() -> VllmEnvironment:
     [
         ("grouped", "auto"),
         ("grouped", "fp8"),
+        ("every-head", "auto"),
+        ("window", "auto"),
         ("some-windows", "auto"),
         ("latent", "auto"),
         ("delta", "auto"),
