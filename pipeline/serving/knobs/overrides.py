@@ -74,7 +74,7 @@ def layout_said(overrides: Mapping[str, str | bool], target: Target, *, busy: bo
     layout = Layout(**said, expert=expert)
     total = target.gpus * target.nodes
     if layout.gpus > total or 0 in said.values():
-        raise UserError(f"the recipe's parallelism takes {layout.gpus} accelerators, and {target} has {total}")
+        raise UserError(f"the parallelism that is set takes {layout.gpus} accelerators, and {target} has {total}")
     if layout.gpus > target.gpus:
         return Layout(**said, expert=expert, nodes=-(-layout.gpus // target.gpus))
     return Layout(**said, expert=expert, replicas=target.gpus // layout.gpus * target.nodes if busy else 1)

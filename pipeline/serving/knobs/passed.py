@@ -42,5 +42,5 @@ def checked_arguments(arguments: Sequence[str]) -> tuple[Reason, ...]:
                 f"{name} is a knob of the plan, which would not know of it",
                 hint=f"Say it with --set {knob.removeprefix('--')}=VALUE, or under `serve: knobs:` of the recipe.",
             )
-        found.append(Reason(name, value or "on", "passed on as it was given", "command line or recipe"))
+        found.append(Reason(name, value or "on", "passed on as it was given", "given"))
     return tuple(found)

@@ -27,6 +27,8 @@ Purpose = Literal["serve", "measure"]
 KvDtype = Literal["auto", "fp8"]
 
 LEN_FLAG = "--max-model-len"
+SET, GIVEN = "set in the recipe or on the command line", "given"
+"""Why, and who says so, for what overrules the table."""
 _CPU_KV_MOST_GIB = 4
 #: What vLLM takes where a launch says nothing (config/cache.py, config/scheduler.py, engine/arg_utils.py).
 _SEQS, _BATCHED, _GRAPHS = 1024, 8192, "FULL_AND_PIECEWISE"
@@ -104,7 +106,7 @@ class LaunchRequest:
         """Value, why and source; None where the knob is left alone."""
         if name in self.overrides:
             given = self.overrides[name]
-            return None if given is False else (None if given is True else str(given), "set by the recipe", "recipe")
+            return None if given is False else (None if given is True else str(given), SET, GIVEN)
         if any(self.overrides.get(other) not in {None, False} for other in opposites(name)):
             return None
         rule = table()[name].choose(facts, self.numbers)

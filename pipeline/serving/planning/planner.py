@@ -12,7 +12,7 @@ last what a reader should know (`remarks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,9 +24,9 @@ from pipeline.serving import hardware as accelerators
 from pipeline.serving.knobs.overrides import checked_overrides, layout_said
 from pipeline.serving.knobs.passed import checked_arguments
 from pipeline.serving.model.facts import ModelFacts
-from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory, Reason
+from pipeline.serving.plan import LaunchPlan, Layout, Memory, Reason
 from pipeline.serving.planning.attention import known_on_rocm, running, takes
-from pipeline.serving.planning.launch_request import LEN_FLAG, KvDtype, LaunchRequest, Purpose
+from pipeline.serving.planning.launch_request import GIVEN, LEN_FLAG, SET, KvDtype, LaunchRequest, Purpose
 from pipeline.serving.planning.layout import Choice, choose
 from pipeline.serving.planning.profiles import Profile
 from pipeline.serving.planning.remarks import OLDEST_READ, remarks
@@ -148,7 +148,7 @@ def _fixed(request: LaunchRequest, layout: Layout, *, by_caller: bool) -> Choice
     if by_caller:
         why = "both sides of a comparison are laid out alike, as the larger of them needs it"
         return Choice(layout, why, "quantmint")
-    return Choice(layout, "set by the recipe", "recipe")
+    return Choice(layout, SET, GIVEN)
 
 
 def _assembled(model: str, request: LaunchRequest, choice: Choice) -> LaunchPlan:
@@ -166,7 +166,7 @@ def _assembled(model: str, request: LaunchRequest, choice: Choice) -> LaunchPlan
         reasons=(Reason("layout", layout_words(layout), choice.why, choice.source), *settings.reasons),
         layout=layout,
         memory=request.memory(layout),
-        host=(*settings.host, *_software(request)),
+        host=settings.host,
         warnings=(*choice.notes, *remarks(request, layout)),
         docker=tuple(word for pair in settings.docker if pair[0] != _IMAGE for word in pair if word is not None),
         image=dict(settings.docker).get(_IMAGE),
@@ -239,17 +239,3 @@ def _length(facts: ModelFacts, said: Mapping[str, str | bool], profile: Profile)
     if asked is not None and asked > facts.context:
         raise UserError(f"a context of {asked:,} tokens is asked for, but the model ends at {facts.context:,}")
     return asked
-
-
-def _software(request: LaunchRequest) -> Iterator[HostCheck]:
-    """What the serving environment needs beside vLLM."""
-    facts, accelerator = request.facts, request.target.accelerator
-    for name in accelerators.needs(
-        accelerator.name, facts.quantization, request.kv_cache_dtype, facts.checkpoint_format
-    ):
-        yield HostCheck(
-            name,
-            "in the serving environment",
-            "vLLM emulates this scheme in 16 bit here with its functions, and stops without them",
-            "vLLM 0.32 model_executor/kernels/linear/mxfp4/emulation.py",
-        )

@@ -50,4 +50,4 @@ def test_they_stand_behind_the_plans_own(capsys: pytest.CaptureFixture[str]) -> 
     plan = json.loads(capsys.readouterr().out)
     assert plan["argv"][-2:] == ["--reasoning-parser", "deepseek_r1"]
     assert plan["processes"][0]["argv"][-2:] == ["--reasoning-parser", "deepseek_r1"]
-    assert plan["reasons"][-1]["source"] == "command line or recipe"
+    assert plan["reasons"][-1]["source"] == "given"

@@ -91,7 +91,7 @@ def test_what_the_recipe_sets_wins_and_memory_follows():
     assert flag(made, "--max-num-seqs") == "100"
     assert made.env["VLLM_ROCM_USE_AITER"] == "0"
     reasons = {reason.knob: reason for reason in made.reasons}
-    assert reasons["--max-num-seqs"][2:] == ("set by the recipe", "recipe")
+    assert reasons["--max-num-seqs"][2:] == ("set in the recipe or on the command line", "given")
     assert made.memory.budget < plan().memory.budget
     assert "SAFETENSORS_FAST_GPU" not in plan(overrides={"SAFETENSORS_FAST_GPU": False}).env
     assert plan(overrides={"--max-model-len": "4096"}).memory.concurrency > plan().memory.concurrency
@@ -131,7 +131,7 @@ def test_parallelism_that_the_recipe_spells_out():
     spelled = {"--tensor-parallel-size": "2", "--enable-expert-parallel": True}
     made = plan(facts("Qwen3-30B-A3B"), "mi300x:8", overrides=spelled, for_="throughput", concurrency=512)
     assert made.layout == Layout(2, expert=True, replicas=4)
-    assert made.reasons[0].source == "recipe"
+    assert made.reasons[0].source == "given"
     with pytest.raises(UserError, match="64 attention heads cannot be split over 6"):
         plan(facts(LLAMA_70B), "mi300x:8", overrides={"--tensor-parallel-size": "6"})
 
