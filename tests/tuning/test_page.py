@@ -25,6 +25,7 @@ from pipeline.tuning.space import BASE, Axis, Point, Trial
 from pipeline.tuning.subject import Subject
 from pipeline.tuning.summary import markdown
 from pipeline.tuning.sweep import Sweep
+from tests.pages import contrast, luminance, media
 from tests.tuning.sweeping import FakeVllm, planner_for
 
 QUICK = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
@@ -74,18 +75,6 @@ def make(tmp_path: Path) -> Callable[..., Report]:
     return report_of
 
 
-def luminance(css: str) -> float:
-    """Relative luminance (WCAG 2) of `rgb(r, g, b)` or `rgba(r, g, b, a)`."""
-    channels = [float(c) / 255 for c in css[css.index("(") + 1 : -1].split(",")[:3]]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
 @pytest.mark.browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1100, 375])
@@ -93,13 +82,7 @@ def test_page_opens_silently_in_chromium(
     browser: Any, make: Callable[..., Report], tmp_path: Path, theme: str, width: int
 ) -> None:
     url = page.write(tmp_path, make()).as_uri()
-    browser.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}
-    )
-    browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500},
-    )
+    media(browser, theme, width)
     browser.get_log("performance")
     browser.get(url)
     assert browser.get_log("browser") == []
