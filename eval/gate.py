@@ -34,7 +34,8 @@ class Policy:
     `margins` maps each gated task to the loss in accuracy that is accepted, as a fraction (0.01 is one point); tasks
     that are not in it are shown only. `expected_flip_rate` stands in where no item flipped. `min_ratio` is the least
     output throughput relative to the baseline in every cell (None: throughput is shown only), backed by at least
-    `launches` launches a side. `baseline_floor` maps a task to the least plausible score of the baseline.
+    `launches` launches a side. `baseline_score` maps a task to the score that the baseline is known to reach, give or
+    take `baseline_tolerance`.
     """
 
     margins: Mapping[str, float]
@@ -43,7 +44,8 @@ class Policy:
     expected_flip_rate: float = 0.04
     min_ratio: float | None = None
     launches: int = 1
-    baseline_floor: Mapping[str, float] = field(default_factory=dict)
+    baseline_score: Mapping[str, float] = field(default_factory=dict)
+    baseline_tolerance: float = 0.03
 
     @classmethod
     def for_suite(
@@ -55,7 +57,8 @@ class Policy:
         power: float = 0.8,
         min_ratio: float | None = None,
         launches: int = 1,
-        baseline_floor: Mapping[str, float] | None = None,
+        baseline_score: Mapping[str, float] | None = None,
+        baseline_tolerance: float = 0.03,
     ) -> Policy:
         """The policy of a recipe on a suite: its margin for each gated task that has none of its own."""
         gated = [task for task in suite.tasks if task.gated]
@@ -66,7 +69,8 @@ class Policy:
             expected_flip_rate=max(task.expected_flip_rate for task in gated),
             min_ratio=min_ratio,
             launches=launches,
-            baseline_floor=dict(baseline_floor or {}),
+            baseline_score=dict(baseline_score or {}),
+            baseline_tolerance=baseline_tolerance,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -172,10 +176,10 @@ def _validity(measurements: Measurements) -> Iterable[Finding]:
 
 def _floors(compared: Iterable[Accuracy], policy: Policy) -> Iterable[Finding]:
     for result in compared:
-        floor = policy.baseline_floor.get(result.task)
-        if floor is not None and result.baseline < floor:
+        known = policy.baseline_score.get(result.task)
+        if known is not None and abs(result.baseline - known) > policy.baseline_tolerance:
             reason = (
-                f"The baseline scores {result.baseline:.2%} on {result.task}, below the {floor:.2%} that this model is "
+                f"The baseline scores {result.baseline:.2%} on {result.task}, not the {known:.2%} that this model is "
                 "known to reach, so something other than quantization is wrong."
             )
             yield Finding("validity", result.task, Verdict.INVALID, reason)

@@ -241,10 +241,10 @@ def _proof(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
     for sentence in suites.untestable(replace(suite, tasks=tasks), gate.margin, gate.confidence, gate.power):
         yield loaded.fault(("gate", "accuracy", "margin"), sentence)
     known = [task.task for task in suite.tasks]
-    for name in gate.baseline_floor:
+    for name in gate.baseline_score:
         if name not in known:
             yield loaded.fault(
-                ("gate", "accuracy", "baseline_floor", name),
+                ("gate", "accuracy", "baseline_score", name),
                 f"found no such task in suite {suite.name}, "
                 f"expected one of {', '.join(known)}{did_you_mean(name, known)}",
             )

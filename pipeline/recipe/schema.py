@@ -14,23 +14,18 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, model_validator
 
 from calibration.errors import CalibrationError
 from calibration.observers import ExpertTokens, Observation, ObserverName
 from calibration.sets import load_set
 from pipeline import schemes
+from pipeline.recipe.proof import Evaluation, Gate, Tracking
+from pipeline.recipe.section import PRINTABLE, Section, wrong
 from pipeline.schemes import Engine, Format
 from pipeline.serving import hardware
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_PRINTABLE = r"^[^\x00-\x1f]+$"  # no path can hold the rest
-
-
-def wrong(expected: str, *, found: str = "", at: str = "") -> PydanticCustomError:
-    """A fault of a rule: `found` stands for the value itself where it is empty, `at` for a field below it."""
-    return PydanticCustomError("rule", "expected {expected}", {"found": found, "expected": expected, "at": at})
 
 
 def _row_of(names: Iterable[str]) -> Any:
@@ -70,19 +65,13 @@ KnobValue = Annotated[
 ]
 
 
-class Section(BaseModel):
-    """What all sections share: no unknown keys, no silent conversion, no change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
 class Source(Section):
     """The 16-bit model to start from: a folder, or a repository of the Hub at a revision."""
 
     folder: str | None = Field(
         default=None,
         min_length=1,
-        pattern=_PRINTABLE,
+        pattern=PRINTABLE,
         description="Folder with config.json, safetensors and tokenizer; relative to this file.",
     )
     repo: str | None = Field(
@@ -309,13 +298,13 @@ class Speculative(Section):
 
     method: str = Field(
         min_length=1,
-        pattern=_PRINTABLE,
+        pattern=PRINTABLE,
         description="vLLM's name of the method: eagle3, draft_model, mtp, ngram, ...",
     )
     model: str | None = Field(
         default=None,
         min_length=1,
-        pattern=_PRINTABLE,
+        pattern=PRINTABLE,
         description="Folder of the model that proposes; null where the served one does it by itself (mtp, ngram).",
     )
     tokens: int = Field(
@@ -338,7 +327,7 @@ class Serve(Section):
     tunableop: str | None = Field(
         default=None,
         min_length=1,
-        pattern=_PRINTABLE,
+        pattern=PRINTABLE,
         description="CSV file with the matrix kernels that TunableOp found; relative to this file. It is read, and "
         "nothing is tuned while serving.",
     )
@@ -356,63 +345,13 @@ class Serve(Section):
         return {name: value if isinstance(value, bool) else str(value) for name, value in self.knobs.items()}
 
 
-class Evaluation(Section):
-    """How good the checkpoint is: the tasks that the baseline and the candidate both answer."""
-
-    suite: str = Field(default="core", description="Name of a suite in eval/suites.")
-    limit: int | None = Field(
-        default=None, ge=1, description="Use only the first items of each task (null: all of them)."
-    )
-    concurrency: int = Field(default=32, ge=1, description="Requests in flight.")
-
-
-class AccuracyGate(Section):
-    """How much accuracy may be lost, and how sure the gate must be."""
-
-    margin: float = Field(
-        default=0.01, gt=0, lt=1, description="Largest loss that is accepted, as a fraction: 0.01 is one point."
-    )
-    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of the one-sided bound.")
-    power: float = Field(
-        default=0.8,
-        ge=0.5,
-        lt=1,
-        description="Chance that a lossless checkpoint passes; a suite too small for it is refused.",
-    )
-    expected_flip_rate: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Share of items whose score changes (null: what the suite expects of each task).",
-    )
-    baseline_floor: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
-        default_factory=dict,
-        description="Lowest plausible score of the 16-bit baseline by task; below it nothing is judged.",
-    )
-
-
-class ThroughputGate(Section):
-    """How fast the checkpoint must be."""
-
-    min_ratio: float = Field(
-        default=1.0, gt=0, description="Least ratio of the candidate's throughput to the 16-bit baseline's."
-    )
-
-
-class Gate(Section):
-    """What a checkpoint must show before it is published."""
-
-    accuracy: AccuracyGate = Field(default_factory=AccuracyGate, description="Loss of accuracy that is accepted.")
-    throughput: ThroughputGate = Field(default_factory=ThroughputGate, description="Speed that is required.")
-
-
 class Publish(Section):
     """Where a checkpoint that passed goes."""
 
     folder: str = Field(
         default="published",
         min_length=1,
-        pattern=_PRINTABLE,
+        pattern=PRINTABLE,
         description="Folder that receives a subfolder with the recipe's name; relative to where the run starts.",
     )
 
@@ -439,3 +378,4 @@ class Recipe(Section):
     evaluation: Evaluation = Field(default_factory=Evaluation, description="How its accuracy is measured.")
     gate: Gate = Field(default_factory=Gate, description="What it must show.")
     publish: Publish = Field(default_factory=Publish, description="Where it goes after a PASS.")
+    tracking: Tracking = Field(default_factory=Tracking, description="Where its figures are logged.")

@@ -95,7 +95,8 @@ def policy_of(setting: Setting) -> Policy:
         confidence=gate.accuracy.confidence,
         power=gate.accuracy.power,
         min_ratio=gate.throughput.min_ratio,
-        baseline_floor=gate.accuracy.baseline_floor,
+        baseline_score=gate.accuracy.baseline_score,
+        baseline_tolerance=gate.accuracy.baseline_tolerance,
     )
     rate = gate.accuracy.expected_flip_rate
     return policy if rate is None else replace(policy, expected_flip_rate=rate)

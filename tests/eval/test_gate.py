@@ -153,7 +153,7 @@ def test_throughput_without_a_promise_is_shown_only(measurements: Measurements, 
 
 
 def test_implausible_baseline(measurements: Measurements, policy: Policy) -> None:
-    report = judge(measurements, dataclasses.replace(policy, baseline_floor={"tiny_facts": 0.95}))
+    report = judge(measurements, dataclasses.replace(policy, baseline_score={"tiny_facts": 0.95}))
     assert report.verdict is INVALID
     assert any("something other than quantization is wrong" in f.reason for f in report.findings)
 

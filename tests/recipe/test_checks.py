@@ -222,10 +222,10 @@ def test_a_limit_or_more_flips_make_it_untestable(load: Load) -> None:
 def test_a_floor_for_no_task(load: Load) -> None:
     loaded = load(
         HEAD + "quantization: {scheme: ptpc_fp8}\nevaluation: {suite: tiny}\n"
-        "gate: {accuracy: {baseline_floor: {tiny_fact: 0.9}}}\n"
+        "gate: {accuracy: {baseline_score: {tiny_fact: 0.9}}}\n"
     )
     assert faults(loaded) == [
-        "r.yaml:5:47: gate.accuracy.baseline_floor.tiny_fact: found no such task in suite tiny, "
+        "r.yaml:5:47: gate.accuracy.baseline_score.tiny_fact: found no such task in suite tiny, "
         'expected one of tiny_facts, tiny_arithmetic (did you mean "tiny_facts"?)'
     ]
 

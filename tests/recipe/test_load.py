@@ -207,7 +207,7 @@ def test_importing_recipes_is_cheap() -> None:
 KEYS = st.sampled_from(
     [
         *("name", "extends", "source", "repo", "folder", "quantization", "scheme", "exclude", "overrides", "modules"),
-        *("gate", "accuracy", "margin", "baseline_floor", "target", "gpus", "calibration", "set", "x"),
+        *("gate", "accuracy", "margin", "baseline_score", "target", "gpus", "calibration", "set", "x"),
     ]
 )
 SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text(max_size=4) | st.just("fp8")

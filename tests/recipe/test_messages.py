@@ -35,7 +35,7 @@ CASES = {
     "key in the wrong section": (
         OK + "kv_cache: fp8\n",
         "r.yaml:4:1: kv_cache: found an unknown key, expected one of calibration, description, evaluation, extends, "
-        "gate, name, publish, quantization, serve, source, target, trust_remote_code "
+        "gate, name, publish, quantization, serve, source, target, tracking, trust_remote_code "
         '(did you mean "quantization.kv_cache"?)',
     ),
     "missing key": (
@@ -73,12 +73,12 @@ CASES = {
         "r.yaml:4:27: gate.accuracy.margin: found 2, expected a number above 0, below 1",
     ),
     "floor of a task": (
-        OK + "gate: {accuracy: {baseline_floor: {gsm8k: 91}}}\n",
-        "r.yaml:4:43: gate.accuracy.baseline_floor.gsm8k: found 91, expected a number of at least 0, up to 1",
+        OK + "gate: {accuracy: {baseline_score: {gsm8k: -1}}}\n",
+        "r.yaml:4:43: gate.accuracy.baseline_score.gsm8k: found -1, expected a number of at least 0",
     ),
     "scalar for a section": (
         OK + "gate: strict\n",
-        'r.yaml:4:7: gate: found "strict", expected a mapping with accuracy, throughput',
+        'r.yaml:4:7: gate: found "strict", expected a mapping with accuracy, canary, throughput',
     ),
     "nothing in a section": (
         OK + "target:\n",

@@ -1,0 +1,131 @@
+"""What a recipe says about its proof: how a checkpoint is measured, and what it must show.
+
+evaluation: {suite: core}
+gate:
+  accuracy: {margin: 0.01}
+  throughput: {min_ratio: 1.1, launches: 4}
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipeline.recipe.section import Section
+
+Runtime = Literal["vllm", "reference"]
+
+
+class Evaluation(Section):
+    """How good the checkpoint is: the tasks that the baseline and the candidate both answer."""
+
+    suite: str = Field(default="core", description="Name of a suite in eval/suites.")
+    limit: int | None = Field(
+        default=None, ge=1, description="Use at most so many items of each task, drawn by the seed (null: all of them)."
+    )
+    concurrency: int = Field(default=32, ge=1, description="Requests in flight.")
+    runtime: Runtime = Field(
+        default="vllm",
+        description="What answers. vllm: the server that will serve the checkpoint. reference: transformers with the "
+        "weights that the bytes stand for, activations and KV cache rounded as the format says; for formats that no "
+        "vLLM here loads. It measures no throughput, and the verdict names it.",
+    )
+    looks: int = Field(
+        default=4,
+        ge=1,
+        le=20,
+        description="How often a task's items are judged while they are asked: a clear case stops early, by an "
+        "alpha-spending boundary that keeps the error rates. 1: only at the end.",
+    )
+    control: int | None = Field(
+        default=500,
+        ge=20,
+        description="Items of each task that the baseline answers a second time: how many answers change by "
+        "themselves (null: none).",
+    )
+    seed: int = Field(default=1234, ge=0, description="Seed of the order of items and of few-shot examples.")
+
+
+class AccuracyGate(Section):
+    """How much accuracy may be lost, and how sure the gate must be."""
+
+    margin: float = Field(
+        default=0.01, gt=0, lt=1, description="Largest loss that is accepted, as a fraction: 0.01 is one point."
+    )
+    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of the one-sided bound.")
+    power: float = Field(
+        default=0.8,
+        ge=0.5,
+        lt=1,
+        description="Chance that a lossless checkpoint passes; a suite too small for it is refused.",
+    )
+    expected_flip_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of items whose score changes (null: what the suite expects of each task).",
+    )
+    baseline_score: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="Score that the 16-bit baseline is known to reach, by task (a perplexity for perplexity tasks); "
+        "where it is elsewhere, nothing is judged.",
+    )
+    baseline_tolerance: float = Field(
+        default=0.03,
+        gt=0,
+        lt=1,
+        description="How far from it the baseline may be, beside its sampling error; relative for a perplexity.",
+    )
+
+
+class CanaryGate(Section):
+    """What a checkpoint must show before the long evaluation: it says much the same as its baseline, token by token."""
+
+    min_agreement: float = Field(
+        default=0.6,
+        ge=0,
+        le=1,
+        description="Least share of positions whose likeliest token is the baseline's, on held-out prompts.",
+    )
+    max_kl: float = Field(
+        default=1.0, gt=0, description="Largest mean KL divergence of the next token from the baseline's, in nats."
+    )
+
+
+class ThroughputGate(Section):
+    """How fast the checkpoint must be, on the target's hardware."""
+
+    min_ratio: float | None = Field(
+        default=1.0,
+        gt=0,
+        description="Least ratio of the candidate's output tokens/s to the 16-bit baseline's. Above 1: this gain and a "
+        "significant one. Up to 1: no slower than this, shown by an equivalence test. null: shown only.",
+    )
+    launches: int = Field(
+        default=4,
+        ge=1,
+        le=20,
+        description="Fresh launches of the server on each side, in the order ABBA BAAB. Three are the fewest that an "
+        "exact test can decide by at 95 %.",
+    )
+    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of the exact one-sided rank test.")
+
+
+class Gate(Section):
+    """What a checkpoint must show before it is published."""
+
+    accuracy: AccuracyGate = Field(default_factory=AccuracyGate, description="Loss of accuracy that is accepted.")
+    canary: CanaryGate = Field(default_factory=CanaryGate, description="What stops a broken checkpoint in a minute.")
+    throughput: ThroughputGate = Field(default_factory=ThroughputGate, description="Speed that is required.")
+
+
+class Tracking(Section):
+    """Where the figures of a run are logged, beside the report."""
+
+    mlflow: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Tracking URI of an MLflow server (null: none). A key for it is read from MLflow's own variables.",
+    )
+    experiment: str = Field(default="quantmint", min_length=1, description="Experiment that the runs are put into.")
