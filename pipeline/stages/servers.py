@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -46,6 +48,25 @@ class Servers:
         if self._server is not None and self._side == side:
             return self._server
         self.stop()
+        log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-{side}.log"
+        context = self._launch(side, plan, log)
+        self._server = context.__enter__()
+        self._context, self._side = context, side
+        self._tell(self._server)
+        return self._server
+
+    @contextmanager
+    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Server]:
+        """A server that was started for this block and ends with it; what ran before is stopped.
+
+        Its log is ``log``. Raises `ServingError` where it does not start.
+        """
+        self.stop()
+        with self._launch(side, plan, log) as server:
+            self._tell(server)
+            yield server
+
+    def _launch(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
         if self._setting.vllm is None:
             raise UserError(
                 "no vLLM was found to serve with.",
@@ -53,15 +74,13 @@ class Servers:
             )
         from pipeline.serving.launchers.local import LocalLauncher
 
-        log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-{side}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._progress.say(f"starting vLLM {self._setting.vllm.version} with the {side}, log in {log}")
         launcher = LocalLauncher(self._setting.vllm.executable)
-        context = launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
-        self._server = context.__enter__()
-        self._context, self._side = context, side
-        self._progress.say(f"ready after {self._server.started_seconds:.0f} s at {self._server.base_url}")
-        return self._server
+        return launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
+
+    def _tell(self, server: Server) -> None:
+        self._progress.say(f"ready after {server.started_seconds:.0f} s at {server.base_url}")
 
     def stop(self) -> None:
         """Stop the server that runs, if one does."""
