@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from eval.errors import DefinitionError, MeasurementError
-from eval.samples import SampleSet, read_log
+from eval.harness_log import read_log
+from eval.samples import SampleSet
 from eval.suites import SuiteTask
 
 

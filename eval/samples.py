@@ -1,18 +1,16 @@
-"""Scores per item, as lm-eval logs them, joined between two models."""
+"""Scores per item, joined between two models."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, Literal
 
 from eval.errors import MeasurementError
 
-# 64 bits of each SHA-256 are kept: enough to tell two documents apart, a quarter of the bytes to publish.
-HASH_DIGITS = 16
+Kind = Literal["score", "perplexity"]
+"""score: the mean over items counts. perplexity: exp(-sum of log likelihoods / sum of words) counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,9 @@ class Sample:
     """One scored item.
 
     `task` is the leaf task (a group such as mmlu has many), `doc_id` the item's number in it. The three hashes are
-    the first 16 hexadecimal digits of lm-eval's SHA-256 of the document, the prompt and the target.
+    the first 16 hexadecimal digits of the SHA-256 of the document, the prompt and the target. Of a perplexity task,
+    `score` is the document's log likelihood in nats and `weight` its number of words. `cluster` is the hash of the
+    passage that several items share ("": an item of its own), `look` the 0-based batch in which the item was asked.
     """
 
     task: str
@@ -30,6 +30,9 @@ class Sample:
     prompt_hash: str
     target_hash: str
     score: float
+    weight: float = 1.0
+    cluster: str = ""
+    look: int = 0
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -37,110 +40,213 @@ class Sample:
         return (self.task, self.doc_id, self.filter)
 
 
+_DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(Sample) if f.default is not MISSING}
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    f.name: {"str": (str,), "int": (int,), "float": (int, float)}[str(f.type)] for f in fields(Sample)
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SampleSet:
-    """All samples of one task (or group) of a suite, by one metric, from one model."""
+    """The samples of one task (or group) of a suite, by one metric, from one model.
+
+    `planned` is the number of items that all `looks` together have, `len(samples)` where nothing stopped early.
+    `settings` is how the items were asked (temperature, num_fewshot, chat_template, seed, lm_eval, tokenizer, limit);
+    two sets are comparable only where theirs are equal.
+    """
 
     task: str
     metric: str
     samples: tuple[Sample, ...]
+    kind: Kind = "score"
+    planned: int = 0  # 0, which no measurement plans, stands for len(samples)
+    looks: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.planned:
+            object.__setattr__(self, "planned", len(self.samples))
+
+    @property
+    def mean(self) -> float:
+        """The score that is reported: the mean, or the perplexity per word. Raises `MeasurementError` without items."""
+        if not self.samples:
+            raise MeasurementError(f"{self.task}: no items")
+        total = math.fsum(sample.score for sample in self.samples)
+        if self.kind == "perplexity":
+            return math.exp(-total / math.fsum(sample.weight for sample in self.samples))
+        return total / len(self.samples)
+
+    def on(self, other: SampleSet) -> SampleSet:
+        """The samples of the items that `other` has too, as one look: what an A/A control is paired with."""
+        keys = {sample.key for sample in other.samples}
+        kept = tuple(replace(sample, look=0) for sample in self.samples if sample.key in keys)
+        return replace(self, samples=kept, planned=len(kept), looks=1)
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping of plain lists, one per field of `Sample`: compact, and readable by any language."""
+        """A mapping of plain lists, one per field of `Sample`: compact, and readable by any language.
+
+        A column whose values are all its default (no weights, no clusters, one look) is left out.
+        """
         columns = {field.name: [getattr(s, field.name) for s in self.samples] for field in fields(Sample)}
-        return {"task": self.task, "metric": self.metric, "samples": columns}
+        for name, default in _DEFAULTS.items():
+            if all(value == default for value in columns[name]):
+                del columns[name]
+        return {
+            "task": self.task,
+            "metric": self.metric,
+            "kind": self.kind,
+            "planned": self.planned,
+            "looks": self.looks,
+            "settings": dict(self.settings),
+            "samples": columns,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SampleSet:
-        """Read back what `to_json` wrote; `MeasurementError` where columns are missing or of unequal length."""
+        """Read back what `to_json` wrote; `MeasurementError` for columns missing, of unequal length or wrong type."""
         try:
-            columns = [data["samples"][field.name] for field in fields(Sample)]
-            rows = tuple(Sample(*row) for row in zip(*columns, strict=True))
-            return cls(str(data["task"]), str(data["metric"]), rows)
-        except (KeyError, TypeError, ValueError) as error:
+            columns: dict[str, list[Any]] = dict(data["samples"])
+            items = len(columns["doc_id"])
+            for name, default in _DEFAULTS.items():
+                columns.setdefault(name, [default] * items)
+            if unknown := columns.keys() - _TYPES.keys():
+                raise ValueError(f"unknown column {min(unknown)!r}")
+            for name, types in _TYPES.items():
+                for value in columns[name]:
+                    if not isinstance(value, types) or isinstance(value, bool):
+                        raise ValueError(f"{name} {value!r}")
+                    if isinstance(value, float) and not math.isfinite(value):
+                        raise ValueError(f"{name} {value!r}")
+            rows = tuple(Sample(*row) for row in zip(*(columns[name] for name in _TYPES), strict=True))
+            kind, planned, looks = data.get("kind", "score"), data.get("planned", items), data.get("looks", 1)
+            if kind not in ("score", "perplexity"):
+                raise ValueError(f"kind {kind!r}")
+            if planned < items or looks < 1 or not all(0 <= row.look < looks for row in rows):
+                raise ValueError(f"{items} of {planned} planned items in {looks} looks")
+            if kind == "perplexity" and not all(row.weight > 0 for row in rows):
+                raise ValueError("a document without words")
+            settings = dict(data.get("settings", {}))
+            return cls(str(data["task"]), str(data["metric"]), rows, kind, int(planned), int(looks), settings)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise MeasurementError(f"not a sample set: {error}") from error
-
-
-def read_log(path: Path, task: str, metric: str, filter_name: str) -> tuple[Sample, ...]:
-    """Read one `samples_*.jsonl` of lm-eval, keeping the rows of one filter.
-
-    Raises `MeasurementError` where the file is broken, lacks the metric, or has a score that is not a finite number.
-    """
-    found: list[Sample] = []
-    filters: set[str] = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            filters.add(row["filter"])
-            if row["filter"] != filter_name:
-                continue
-            document, prompt, target = (row[f"{name}_hash"][:HASH_DIGITS] for name in ("doc", "prompt", "target"))
-            if metric not in row:
-                raise MeasurementError(f"{path}:{number}: no metric {metric!r}; the row has {row['metrics']}")
-            score = float(row[metric])
-            if not math.isfinite(score):
-                raise MeasurementError(f"{path}:{number}: {metric} is {score}")
-            found.append(Sample(task, int(row["doc_id"]), filter_name, document, prompt, target, score))
-        except (KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"{path}:{number}: not a sample of lm-eval: {error!r}") from error
-    if not found:
-        raise MeasurementError(f"{path}: no sample with filter {filter_name!r}; the file has {sorted(filters)}")
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The scores of both models on the same items, in the same order."""
+    """The scores of both models on the same items, in the same order.
+
+    `baseline`, `candidate`, `weights`, `clusters` and `looks` have one value an item; see `Sample`. An item that shares
+    no passage is a cluster of its own. `planned` and `planned_looks` are those of the sets. Left out, they say:
+    independent items of weight 1, all asked in one look.
+    """
 
     task: str
     metric: str
     baseline: tuple[float, ...]
     candidate: tuple[float, ...]
+    kind: Kind = "score"
+    weights: tuple[float, ...] = ()
+    clusters: tuple[str, ...] = ()
+    looks: tuple[int, ...] = ()
+    planned: int = 0
+    planned_looks: int = 1
+
+    def __post_init__(self) -> None:
+        items = len(self.baseline)
+        left_out: dict[str, Any] = {
+            "weights": (1.0,) * items,
+            "clusters": tuple(f"#{number}" for number in range(items)),
+            "looks": (0,) * items,
+            "planned": items,
+        }
+        for name, value in left_out.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+        for name in ("candidate", "weights", "clusters", "looks"):
+            if len(getattr(self, name)) != items:
+                raise MeasurementError(f"{self.task}: {items} items, but {len(getattr(self, name))} {name}")
 
 
 def pair(baseline: SampleSet, candidate: SampleSet) -> Pairs:
     """Join two runs on (task, doc_id, filter).
 
-    Raises `MeasurementError` when an item is missing or repeated on a side, or when its document, prompt or target
-    differs: scores on different questions cannot be compared.
+    A candidate that stopped early is compared on the looks that it was asked: each must be whole on both sides.
+    Raises `MeasurementError` when an item is missing or repeated on a side, or when its document, prompt, target,
+    words, passage or look differs, or when the sides were asked in different ways: scores on different questions
+    cannot be compared.
     """
-    if (baseline.task, baseline.metric) != (candidate.task, candidate.metric):
-        raise MeasurementError(
-            f"{baseline.task} by {baseline.metric} cannot be paired with {candidate.task} by {candidate.metric}"
-        )
-    left = _by_key(baseline, "baseline")
-    right = _by_key(candidate, "candidate")
+    same_measure(baseline, candidate)
+    last = max((sample.look for sample in candidate.samples), default=0)
+    left = _by_key(baseline, "baseline", last)
+    right = _by_key(candidate, "candidate", last)
     for missing, side in ((left.keys() - right.keys(), "candidate"), (right.keys() - left.keys(), "baseline")):
         if missing:
             raise MeasurementError(
                 f"{baseline.task}: {len(missing)} of {len(left.keys() | right.keys())} items are missing "
                 f"from the {side}, first {_names(missing)}"
             )
-    for what in ("doc_hash", "prompt_hash", "target_hash"):
+    for what, noun in _SAME.items():
         other = [key for key in left if getattr(left[key], what) != getattr(right[key], what)]
         if other:
-            noun = {"doc_hash": "document", "prompt_hash": "prompt", "target_hash": "target"}[what]
             raise MeasurementError(
                 f"{baseline.task}: the {noun} differs in {len(other)} of {len(left)} items, first {_names(other)}; "
                 "both sides must see the same questions in the same template"
             )
     if not left:
         raise MeasurementError(f"{baseline.task}: no items")
+    if (baseline.planned, baseline.looks) != (candidate.planned, candidate.looks):
+        raise MeasurementError(
+            f"{baseline.task}: the baseline has {baseline.planned} items in {baseline.looks} looks, "
+            f"the candidate {candidate.planned} in {candidate.looks}"
+        )
     keys = sorted(left)
+    if last == candidate.looks - 1 and len(keys) != candidate.planned:
+        raise MeasurementError(f"{baseline.task}: all looks were asked, but {len(keys)} of {candidate.planned} items")
     return Pairs(
         baseline.task,
         baseline.metric,
         tuple(left[key].score for key in keys),
         tuple(right[key].score for key in keys),
+        baseline.kind,
+        tuple(left[key].weight for key in keys),
+        tuple(left[key].cluster or "#".join(map(str, key)) for key in keys),
+        tuple(left[key].look for key in keys),
+        baseline.planned,
+        baseline.looks,
     )
 
 
-def _by_key(samples: SampleSet, side: str) -> dict[tuple[str, int, str], Sample]:
+_SAME: Mapping[str, str] = {
+    "doc_hash": "document",
+    "prompt_hash": "prompt",
+    "target_hash": "target",
+    "weight": "number of words",
+    "cluster": "passage",
+    "look": "look",
+}
+
+
+def same_measure(baseline: SampleSet, candidate: SampleSet) -> None:
+    """Raise `MeasurementError` where the sets are of different tasks, or were asked in different ways."""
+    if (baseline.task, baseline.metric, baseline.kind) != (candidate.task, candidate.metric, candidate.kind):
+        raise MeasurementError(
+            f"{baseline.task} by {baseline.metric} cannot be paired with {candidate.task} by {candidate.metric}"
+        )
+    for name in sorted(baseline.settings.keys() | candidate.settings.keys()):
+        ours, theirs = baseline.settings.get(name), candidate.settings.get(name)
+        if ours != theirs:
+            raise MeasurementError(
+                f"{baseline.task}: asked with {name} {ours!r} of the baseline, {theirs!r} of the candidate"
+            )
+
+
+def _by_key(samples: SampleSet, side: str, last: int) -> dict[tuple[str, int, str], Sample]:
     found = {sample.key: sample for sample in samples.samples}
     repeated = len(samples.samples) - len(found)
     if repeated:
         raise MeasurementError(f"{samples.task}: {repeated} items appear more than once in the {side}")
-    return found
+    return {key: sample for key, sample in found.items() if sample.look <= last}
 
 
 def _names(keys: Iterable[tuple[str, int, str]]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import samples
+from eval import harness_log, samples
 from eval.errors import MeasurementError
 from eval.samples import Sample, SampleSet
 
@@ -87,5 +87,5 @@ def test_broken_logs(tmp_path: Path, change: Callable[[dict[str, object]], dict[
     path = tmp_path / "samples_facts_1.jsonl"
     path.write_text(json.dumps(change(dict(ROW))) + "\n")
     with pytest.raises(MeasurementError) as caught:
-        samples.read_log(path, "facts", "acc", "none")
+        harness_log.read_log(path, "facts", "acc", "none")
     assert words in str(caught.value)
