@@ -1,0 +1,265 @@
+"""The canary: does a checkpoint still say what its baseline says, token by token, on texts that neither was made with?
+
+Both sides read the same prompts and tell, at every position, the log probability of the token that follows and those
+of the likeliest few (vLLM's ``prompt_logprobs``). That takes seconds, and a checkpoint with broken scales shows there
+as plainly as after an hour of tasks. It is a screen: it stops what is broken and decides nothing about what is not.
+
+**Agreement** is the share of positions at which both sides have the same likeliest token. Logits of bfloat16 tie; the
+sides agree where one token is among the likeliest of both.
+
+**KL** is KL(baseline || candidate) in nats, averaged over positions. Only the likeliest tokens are known, so the
+distributions are coarsened: each of the baseline's likeliest tokens, and all others together. By the data processing
+inequality (Cover and Thomas, Elements of Information Theory, 2nd ed., section 2.8, and the log sum inequality, theorem
+2.7.1) a coarser view never has the larger divergence. A token of the baseline's that the candidate does not list has
+at most the probability of the last one that it lists; with each unknown probability at its largest the sum only gets
+smaller. So what is given is a lower bound of the true KL: where it is too large, so is the true one.
+
+**Intervals** treat a prompt as a cluster: neighbouring positions err together. Both figures are ratios of sums over
+prompts, with the linearised variance (Cochran, Sampling Techniques, 3rd ed., section 6.4) and Student's t.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from eval.errors import MeasurementError
+from eval.verdict import Verdict
+
+DIGITS = 6
+"""Decimals of a log probability that are kept; float32 knows no more of it."""
+
+_LEAST = 1e-6  # a probability that is found by subtraction is known to this, by the digits kept
+_WORST = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one side says to one prompt of n tokens, in nats.
+
+    ``actual`` [n - 1] are the log probabilities of the tokens that follow, from the second on; ``tokens`` and
+    ``logprobs`` [n - 1][k] the likeliest k at each position, likeliest first. All three are empty where the server
+    answered with no finite number.
+    """
+
+    prompt: str
+    ids: tuple[int, ...]
+    actual: tuple[float, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+
+    @property
+    def positions(self) -> int:
+        """How many positions the prompt has, answered or not."""
+        return len(self.ids) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryAnswers:
+    """All answers of one side, in the order of the prompts."""
+
+    answers: tuple[Answer, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A mapping of plain lists, one per field of `Answer`."""
+        return {field.name: [getattr(answer, field.name) for answer in self.answers] for field in fields(Answer)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CanaryAnswers:
+        """Read back what `to_json` wrote; `MeasurementError` where it is not that."""
+        try:
+            rows = zip(*(data[field.name] for field in fields(Answer)), strict=True)
+            return cls(
+                tuple(
+                    Answer(
+                        str(prompt),
+                        tuple(map(int, ids)),
+                        tuple(map(float, actual)),
+                        tuple(tuple(map(int, position)) for position in tokens),
+                        tuple(tuple(map(float, position)) for position in logprobs),
+                    )
+                    for prompt, ids, actual, tokens, logprobs in rows
+                )
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise MeasurementError(f"not the answers of a canary: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A candidate's answers against its baseline's.
+
+    ``agreement`` is a share of ``positions``, where a prompt without an answer agrees nowhere. ``kl`` is a mean in
+    nats over the positions that were answered, a lower bound of the true one. The intervals are two-sided at
+    ``confidence``. The perplexities are of the prompts themselves, over answered positions. ``worst`` are the prompts
+    of the largest mean KL, worst first; ``unanswered`` those for which the candidate gave no finite number. Where fewer than two
+    were answered, the KL has no interval.
+    """
+
+    prompts: int
+    positions: int
+    confidence: float
+    agreement: float
+    agreement_low: float
+    agreement_high: float
+    kl: float
+    kl_low: float
+    kl_high: float
+    baseline_perplexity: float
+    candidate_perplexity: float
+    worst: tuple[tuple[str, float], ...]
+    unanswered: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Canary:
+        """Read back what `to_json` wrote; `MeasurementError` where it is not that."""
+        try:
+            worst = tuple((str(prompt), float(kl)) for prompt, kl in data["worst"])
+            return cls(**{**data, "worst": worst, "unanswered": tuple(map(str, data["unanswered"]))})
+        except (KeyError, TypeError, ValueError) as error:
+            raise MeasurementError(f"not the comparison of a canary: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryPolicy:
+    """What is broken: an agreement below ``min_agreement`` (a share), a mean KL above ``max_kl`` (nats)."""
+
+    min_agreement: float
+    max_kl: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CanaryPolicy:
+        """Read back what `to_json` wrote; `MeasurementError` where it is not that."""
+        try:
+            return cls(float(data["min_agreement"]), float(data["max_kl"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise MeasurementError(f"not the policy of a canary: {error}") from error
+
+
+def compare(baseline: CanaryAnswers, candidate: CanaryAnswers, confidence: float = 0.95) -> Canary:
+    """Compare two sides' answers to the same prompts, at least two.
+
+    Raises `MeasurementError` where the sides were asked different tokens, or where the baseline left one unanswered.
+    """
+    _require_comparable(baseline, candidate)
+    agreeing: list[float] = []
+    divergences: list[float] = []
+    both = list(zip(baseline.answers, candidate.answers, strict=True))
+    for one, other in both:
+        rows = list(zip(one.tokens, one.logprobs, other.tokens, other.logprobs, strict=bool(other.tokens)))
+        agreeing.append(float(sum(_agree(*row) for row in rows)))
+        divergences.append(sum(divergence(*row) for row in rows))
+    answered = [number for number, (_, other) in enumerate(both) if other.actual]
+    sizes = [one.positions for one, _ in both]
+    agreement, agreement_error = _ratio(agreeing, sizes, confidence)
+    kl, kl_error = _ratio([divergences[n] for n in answered], [sizes[n] for n in answered], confidence)
+    means = [(both[n][0].prompt, divergences[n] / sizes[n]) for n in answered]
+    return Canary(
+        prompts=len(both),
+        positions=sum(sizes),
+        confidence=confidence,
+        agreement=agreement,
+        agreement_low=max(0.0, agreement - agreement_error),
+        agreement_high=min(1.0, agreement + agreement_error),
+        kl=kl,
+        kl_low=max(0.0, kl - kl_error),
+        kl_high=kl + kl_error,
+        baseline_perplexity=_perplexity([both[n][0] for n in answered]),
+        candidate_perplexity=_perplexity([both[n][1] for n in answered]),
+        worst=tuple(sorted(means, key=lambda mean: -mean[1])[:_WORST]),
+        unanswered=tuple(other.prompt for _, other in both if not other.actual),
+    )
+
+
+def judge(canary: Canary, policy: CanaryPolicy) -> tuple[Verdict, str]:
+    """FAIL where the whole interval of a figure lies beyond its limit, or a prompt has no answer; else PASS."""
+    figures = (
+        f"the likeliest token is the baseline's at {canary.agreement:.1%} of {canary.positions:,} positions "
+        f"({canary.agreement_low:.1%} to {canary.agreement_high:.1%}), "
+        f"KL {canary.kl:.3g} nats ({canary.kl_low:.3g} to {canary.kl_high:.3g})"
+    )
+    broken = []
+    if canary.unanswered:
+        broken.append(f"no finite log probability for {len(canary.unanswered)} of {canary.prompts} prompts")
+    if canary.agreement_high < policy.min_agreement:
+        broken.append(f"agreement below {policy.min_agreement:.1%}")
+    if canary.kl_low > policy.max_kl:
+        broken.append(f"KL above {policy.max_kl:.3g} nats")
+    if broken:
+        worst = f"; worst: {canary.worst[0][0]}" if canary.worst else ""
+        return Verdict.FAIL, f"{', '.join(broken)}: {figures}{worst}"
+    return Verdict.PASS, f"{figures}; asked for: at least {policy.min_agreement:.1%}, at most {policy.max_kl:.3g}"
+
+
+def divergence(
+    tokens: Sequence[int], logprobs: Sequence[float], other_tokens: Sequence[int], other_logprobs: Sequence[float]
+) -> float:
+    """A lower bound of KL(first || other) in nats, from the likeliest tokens of each, likeliest first."""
+    listed = dict(zip(other_tokens, other_logprobs, strict=True))
+    total, rest, other_rest = 0.0, 1.0, 1.0
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        probability = math.exp(logprob)
+        rest -= probability
+        if token in listed:
+            other_rest -= math.exp(listed[token])
+        total += probability * (logprob - listed.get(token, other_logprobs[-1]))
+    if rest > _LEAST:
+        total += rest * math.log(rest / max(other_rest, _LEAST))
+    return max(0.0, total)  # where the unknown were put too high, zero is the better bound
+
+
+def _agree(
+    tokens: Sequence[int], logprobs: Sequence[float], other_tokens: Sequence[int], other_logprobs: Sequence[float]
+) -> bool:
+    likeliest = {token for token, value in zip(tokens, logprobs, strict=True) if value == logprobs[0]}
+    others = {token for token, value in zip(other_tokens, other_logprobs, strict=True) if value == other_logprobs[0]}
+    return bool(likeliest & others)
+
+
+def _ratio(sums: Sequence[float], sizes: Sequence[int], confidence: float) -> tuple[float, float]:
+    """A mean over all positions of all prompts, and half the width of its interval; fewer than two prompts have none."""
+    from scipy import stats
+
+    count, total = len(sizes), sum(sizes)
+    mean = sum(sums) / total if total else 0.0
+    if count < 2:
+        return mean, 0.0
+    residuals = sum((value - mean * size) ** 2 for value, size in zip(sums, sizes, strict=True))
+    error = math.sqrt(count / (count - 1) * residuals) / total
+    return mean, float(stats.t.ppf((1 + confidence) / 2, count - 1)) * error
+
+
+def _perplexity(answers: Sequence[Answer]) -> float:
+    values = [value for answer in answers for value in answer.actual]
+    return math.exp(min(-sum(values) / len(values), 700.0)) if values else 0.0
+
+
+def _require_comparable(baseline: CanaryAnswers, candidate: CanaryAnswers) -> None:
+    names = [[answer.prompt for answer in side.answers] for side in (baseline, candidate)]
+    if names[0] != names[1]:
+        raise MeasurementError(f"the canaries were asked different prompts: {_first(*names)}")
+    if len(names[0]) < 2:
+        raise MeasurementError(f"a canary needs two prompts at least, found {len(names[0])}")
+    for one, other in zip(baseline.answers, candidate.answers, strict=True):
+        if one.ids != other.ids:
+            raise MeasurementError(f"prompt {one.prompt!r} has other tokens on the two sides, so nothing is compared")
+        if not one.actual:
+            raise MeasurementError(f"the baseline has no finite log probabilities for prompt {one.prompt!r}")
+
+
+def _first(names: Sequence[str], others: Sequence[str]) -> str:
+    """The first difference of two lists."""
+    for name, other in zip(names, others, strict=False):
+        if name != other:
+            return f"{name!r} and {other!r}"
+    return f"{len(names)} and {len(others)} of them"
