@@ -8,12 +8,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from eval.errors import MeasurementError
 from eval.workloads import Cell
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
+Side = Literal["baseline", "candidate"]
 
 
 def command(
@@ -61,6 +62,12 @@ class CellResult:
 
     `duration` is in seconds, throughputs in tokens per second over all requests, latencies in milliseconds: time to
     first token (ttft), time per output token after the first (tpot), gap between tokens (itl), whole request (e2el).
+
+    `gpus` shared the work. `concurrency` and `request_rate` (requests per second) are the cell's limits, None without
+    one: a cell with a rate offers that load whatever the server could do, so that its throughput says nothing about
+    speed, only its latencies do. `goodput` counts the requests per second that met the cell's latency goals, None
+    where it has none. `peak_concurrency` and `peak_output_throughput` are vLLM's: requests that were in flight at any
+    time of a second, which may be more than were at once, and tokens of a second, each the largest of all seconds.
     """
 
     cell: str
@@ -77,6 +84,18 @@ class CellResult:
     itl_p99: float
     e2el_p50: float
     e2el_p99: float
+    gpus: int = 1
+    concurrency: int | None = None
+    request_rate: float | None = None
+    requests_per_second: float | None = None
+    goodput: float | None = None
+    peak_concurrency: int | None = None
+    peak_output_throughput: float | None = None
+
+    @property
+    def output_throughput_per_gpu(self) -> float:
+        """Output tokens per second and GPU."""
+        return self.output_throughput / self.gpus
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping of the fields."""
@@ -89,6 +108,92 @@ class CellResult:
             return cls(**data)
         except TypeError as error:
             raise MeasurementError(f"not the result of a cell: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The accelerators (on a CPU server: the cores) while the cells of a launch ran; None where nothing tells.
+
+    `clock_mhz` is the median clock under load, `clock_mhz_low` its 5th percentile, `temperature_c` the highest
+    temperature, `power_w` the median power of all accelerators together. `throttled` names what slowed them down that
+    should not: heat, a failing power supply; a power cap that is reached under load is as it should be, and shows in
+    the clock. `samples` counts the looks.
+    """
+
+    clock_mhz: float | None = None
+    clock_mhz_low: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    throttled: tuple[str, ...] = ()
+    samples: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return {**asdict(self), "throttled": list(self.throttled)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Machine:
+        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
+        try:
+            return cls(**{**data, "throttled": tuple(data["throttled"])})
+        except (TypeError, KeyError) as error:
+            raise MeasurementError(f"not the state of a machine: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One fresh server of a side, with what every cell measured on it: the replicate of a comparison.
+
+    `number` counts the launches of both sides in the order in which they were made, from 0. `kv_tokens`,
+    `kv_cache_dtype` and `attention_backend` are those that the server's log says were really chosen, None where it
+    does not say. `started_seconds` went by before it answered. `client_cpu` is the largest share of one core that the
+    load generator used while a cell ran: it is one thread, so that near 1.0 it sets the pace and not the server; None
+    where it was not seen. `started` is the time of the start (ISO 8601, UTC): launches of a series that was
+    interrupted lie further apart. `faults` are lines of the log that void what was measured, each with what it means.
+    """
+
+    side: Side
+    number: int
+    cells: Mapping[str, CellResult]
+    kv_tokens: int | None
+    kv_cache_dtype: str | None
+    started_seconds: float
+    client_cpu: float | None
+    machine: Machine
+    started: str | None = None
+    attention_backend: str | None = None
+    faults: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return {
+            **asdict(self),
+            "cells": {name: cell.to_json() for name, cell in self.cells.items()},
+            "machine": self.machine.to_json(),
+            "faults": list(self.faults),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Launch:
+        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
+        try:
+            cells = {name: CellResult.from_json(cell) for name, cell in data["cells"].items()}
+            machine = Machine.from_json(data["machine"])
+            launch = cls(**{**data, "cells": cells, "machine": machine, "faults": tuple(data["faults"])})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise MeasurementError(f"not a launch: {error}") from error
+        if launch.side not in get_args(Side):
+            raise MeasurementError(f"not a launch: side {launch.side!r}, expected {' or '.join(get_args(Side))}")
+        return launch
+
+
+def order(launches: int) -> tuple[Side, ...]:
+    """The sides of a series with so many launches on each: ABBA BAAB BAAB ABBA, A being the baseline.
+
+    It is the Thue-Morse sequence: a drift of the machine that is linear in time (of any degree d, over 2^(d+1)
+    launches) is the same on both sides and cancels (Prouhet 1851).
+    """
+    return tuple("candidate" if number.bit_count() % 2 else "baseline" for number in range(2 * launches))
 
 
 def read(result: Path, cell: Cell, *, log: Path | None = None) -> CellResult:
@@ -117,14 +222,16 @@ def read(result: Path, cell: Cell, *, log: Path | None = None) -> CellResult:
         for name in LATENCIES
         for percent in (50, 99)
     }
-    return CellResult(
-        cell=cell.name,
-        completed=completed,
-        failed=failed,
-        duration=_number(result, data, "duration"),
-        output_throughput=_number(result, data, "output_throughput"),
-        total_throughput=_number(result, data, "total_token_throughput"),
-        **latency,
+    return CellResult.from_json(
+        {
+            "cell": cell.name,
+            "completed": completed,
+            "failed": failed,
+            "duration": _number(result, data, "duration"),
+            "output_throughput": _number(result, data, "output_throughput"),
+            "total_throughput": _number(result, data, "total_token_throughput"),
+            **latency,
+        }
     )
 
 
