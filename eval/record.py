@@ -1,41 +1,53 @@
 """The gate's record on disk: enough to judge again, without the models.
 
-folder/gate.json                          verdict, findings, policy, servers, launches of every cell
-folder/samples/<task>.<side>.json         scores per item, named with their SHA-256 in gate.json
+folder/gate.json                          verdict, findings, policy, servers, launches, canary
+folder/samples/<task>.<side>.json.gz      scores per item, named with their SHA-256 in gate.json; the sides are
+                                          baseline and candidate, and of a control first and again
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from eval.errors import MeasurementError
 from eval.gate import GateReport, Policy, judge
-from eval.measurements import Measurements
+from eval.measurements import Both, Measurements
 from eval.samples import SampleSet
 
-SCHEMA = 1
+SCHEMA = 2
+LARGEST = 1 << 30
+"""Bytes that a sample file may unpack to: MMLU takes four million, and a record may come from anywhere."""
+
+_SIDES = {"samples": ("baseline", "candidate"), "control": ("first", "again")}
 
 
 def write(folder: Path, measurements: Measurements, report: GateReport) -> Path:
     """Write a judgement with its measurements into `folder`; returns the path of `gate.json`.
 
-    The samples are written first, so that a `gate.json` never names files that are not there.
+    The samples are written first, so that a `gate.json` never names files that are not there. The bytes depend on
+    nothing but the arguments (a gzip member can hold a time: it is 0).
     """
     (folder / "samples").mkdir(parents=True, exist_ok=True)
-    files: dict[str, dict[str, dict[str, str]]] = {}
-    for task, pair in measurements.samples.items():
-        files[task] = {}
-        for side, samples in zip(("baseline", "candidate"), pair, strict=True):
-            data = json.dumps(samples.to_json(), separators=(",", ":")).encode()
-            name = f"samples/{re.sub(r'[^A-Za-z0-9._-]', '_', task)}.{side}.json"
-            (folder / name).write_bytes(data)
-            files[task][side] = {"file": name, "sha256": hashlib.sha256(data).hexdigest()}
+    taken: set[str] = set()
+    files = {
+        kind: {
+            task: {
+                side: _write_samples(folder, task, side, samples, taken)
+                for side, samples in zip(_SIDES[kind], pair, strict=True)
+            }
+            for task, pair in pairs.items()
+        }
+        for kind, pairs in (("samples", measurements.samples), ("control", measurements.control))
+    }
     path = folder / "gate.json"
-    content = {"schema": SCHEMA, **report.to_json(), "measurements": {**measurements.to_json(), "samples": files}}
+    content = {"schema": SCHEMA, **report.to_json(), "measurements": {**measurements.to_json(), **files}}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -50,14 +62,11 @@ def read(path: Path) -> tuple[Measurements, GateReport]:
         if data["schema"] != SCHEMA:
             raise MeasurementError(f"{path}: schema {data['schema']}, this version reads {SCHEMA}")
         recorded = data["measurements"]
-        samples = {
-            task: (_samples(path.parent, sides["baseline"]), _samples(path.parent, sides["candidate"]))
-            for task, sides in recorded["samples"].items()
-        }
-        return Measurements.from_json(recorded, samples), GateReport.from_json(data)
+        samples, control = (_read_pairs(path.parent, recorded[kind], sides) for kind, sides in _SIDES.items())
+        return Measurements.from_json(recorded, samples, control), GateReport.from_json(data)
     except OSError as error:
         raise MeasurementError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise MeasurementError(f"{path}: not a record of the gate: {error!r}") from error
 
 
@@ -70,11 +79,33 @@ def rejudge(path: Path, policy: Policy | None = None) -> GateReport:
     return judge(measurements, policy or recorded.policy)
 
 
-def _samples(folder: Path, entry: dict[str, Any]) -> SampleSet:
+def _write_samples(folder: Path, task: str, side: str, samples: SampleSet, taken: set[str]) -> dict[str, str]:
+    data = gzip.compress(json.dumps(samples.to_json(), separators=(",", ":")).encode(), mtime=0)
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", task)
+    name = f"samples/{plain}.{side}.json.gz"
+    if name in taken:  # two tasks whose names differ only in what a file name cannot hold
+        name = f"samples/{plain}.{hashlib.sha256(task.encode()).hexdigest()[:8]}.{side}.json.gz"
+    taken.add(name)
+    (folder / name).write_bytes(data)
+    return {"file": name, "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _read_pairs(folder: Path, entries: Mapping[str, Any], sides: tuple[str, str]) -> dict[str, Both]:
+    first, second = sides
+    return {task: (_samples(folder, entry[first]), _samples(folder, entry[second])) for task, entry in entries.items()}
+
+
+def _samples(folder: Path, entry: Mapping[str, str]) -> SampleSet:
     path = folder / entry["file"]
     if not path.resolve().is_relative_to(folder.resolve()):
         raise MeasurementError(f"{entry['file']}: lies outside the record's folder")
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise MeasurementError(f"{path}: SHA-256 differs from the recorded {entry['sha256']}")
-    return SampleSet.from_json(json.loads(data))
+    try:
+        text = gzip.GzipFile(fileobj=io.BytesIO(data)).read(LARGEST + 1)
+    except (EOFError, OSError) as error:
+        raise MeasurementError(f"{path}: cannot be unpacked: {error}") from error
+    if len(text) > LARGEST:
+        raise MeasurementError(f"{path}: unpacks to more than {LARGEST:,} bytes")
+    return SampleSet.from_json(json.loads(text))

@@ -6,18 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from eval.errors import MeasurementError
+
 # What a checkpoint brings with it: these differ by design between a baseline and its quantized candidate.
 ARTEFACT_FLAGS = frozenset({"--model", "--tokenizer", "--revision", "--quantization", "--kv-cache-dtype"})
 # Where the server listens or writes, which no result depends on.
 ENDPOINT_FLAGS = frozenset({"--host", "--port", "--served-model-name", "--api-key", "--uvicorn-log-level"})
+UNKNOWN = "unknown"
+"""Hardware that no table names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
     """How one side was served.
 
-    `version` is vLLM's, `image` the container's digest (None outside one), `device` the accelerator's name or "CPU",
-    `argv` the command, `env` the variables of the launch plan, `faults` what its log says that voids a measurement.
+    `version` is that of the runtime, `device` what the accelerator calls itself ("NVIDIA H100 80GB HBM3") or the CPU's
+    model, `hardware` its name in the table of targets: both were measured where the server ran, not taken from the
+    recipe. `argv` is the command, `env` the variables of the launch plan, `image` the container's digest (None outside
+    one), `faults` what the log says that voids a measurement.
+
+    `runtime` is "vllm", or what stood in for it: the engine, then after a comma what it does with this checkpoint
+    ("transformers 5.17.0, dequantized weights, simulated FP8 activations"). `kv_cache_dtype` is what the launch plan
+    promised (None: not said), `template` and `tokenizer` the SHA-256 of the chat template and of the tokenizer's files
+    (None: there is none, or nobody looked).
     """
 
     version: str
@@ -26,6 +37,16 @@ class Server:
     env: Mapping[str, str]
     image: str | None = None
     faults: tuple[str, ...] = ()
+    runtime: str = "vllm"
+    hardware: str = UNKNOWN
+    kv_cache_dtype: str | None = None
+    template: str | None = None
+    tokenizer: str | None = None
+
+    @property
+    def engine(self) -> str:
+        """What answered, without what it did to this side's checkpoint: the part that both sides share."""
+        return self.runtime.partition(",")[0].strip()
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping of the fields."""
@@ -33,8 +54,11 @@ class Server:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Server:
-        """Read back what `to_json` wrote."""
-        return cls(**{**data, "argv": tuple(data["argv"]), "faults": tuple(data["faults"])})
+        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
+        try:
+            return cls(**{**data, "argv": tuple(data["argv"]), "faults": tuple(data["faults"])})
+        except (KeyError, TypeError) as error:
+            raise MeasurementError(f"not a server: {error!r}") from error
 
 
 def differences(baseline: Server, candidate: Server) -> tuple[str, ...]:
@@ -42,9 +66,13 @@ def differences(baseline: Server, candidate: Server) -> tuple[str, ...]:
     found = [
         f"{noun} differs: {before} for the baseline, {after} for the candidate"
         for noun, before, after in (
-            ("vLLM version", baseline.version, candidate.version),
+            ("runtime", baseline.engine, candidate.engine),
+            ("vLLM version" if baseline.engine == "vllm" else "runtime version", baseline.version, candidate.version),
             ("container image", baseline.image, candidate.image),
+            ("hardware", baseline.hardware, candidate.hardware),
             ("device", baseline.device, candidate.device),
+            ("chat template", _short(baseline.template), _short(candidate.template)),
+            ("tokenizer", _short(baseline.tokenizer), _short(candidate.tokenizer)),
         )
         if before != after
     ]
@@ -59,6 +87,10 @@ def differences(baseline: Server, candidate: Server) -> tuple[str, ...]:
             if before_map.get(key) != after_map.get(key)
         ]
     return tuple(found)
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:16]
 
 
 def _flags(argv: Sequence[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from eval import bench, record
+from eval.bench import Launch, Machine
 from eval.gate import Policy, judge
 from eval.measurements import Measurements, Structure
 from eval.servers import Server
@@ -22,7 +23,6 @@ from pipeline.stages.serve import LAUNCH, Side, measured_inputs
 from pipeline.store.entries import Entry
 
 if TYPE_CHECKING:
-    from eval.bench import CellResult
     from eval.samples import SampleSet
 
 GATE = "gate.json"
@@ -58,24 +58,19 @@ class GateStage:
         for task in job.setting.suite.tasks:
             baseline, candidate = (read_samples(job.inputs[f"evaluate-{side}"].path, task) for side in _ORDER)
             samples[task.task] = (baseline, candidate)
-        cells: dict[str, tuple[tuple[CellResult, ...], tuple[CellResult, ...]]] = {}
-        for cell in job.setting.workload.cells:
-            pair = [bench.read(result_file(job.inputs[f"bench-{side}"].path, cell), cell) for side in _ORDER]
-            cells[cell.name] = ((pair[0],), (pair[1],))
         measurements = Measurements(
             artefact=checkpoint_digest(job.inputs["quantize"]),
             structure=_structure(job.inputs["inspect"]),
             baseline=_server(job, "baseline"),
             candidate=_server(job, "candidate"),
             samples=samples,
-            cells=cells,
+            launches=_launches(job),
         )
         report = judge(measurements, policy_of(job.setting))
         record.write(job.path, measurements, report)
-        reasons = [finding.reason for finding in report.findings if finding.verdict is report.verdict]
         return Output(
-            result={"verdict": report.verdict.value, "artefact": report.artefact, "reasons": reasons},
-            summary=f"{report.verdict.value}: {reasons[0] if reasons else 'nothing was judged'}",
+            result={"verdict": report.verdict.value, "artefact": report.artefact, "reasons": list(report.reasons)},
+            summary=f"{report.verdict.value}: {next(iter(report.reasons), 'nothing was judged')}",
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
@@ -126,7 +121,18 @@ def _server(job: Job, side: Side) -> Server:
     return Server(
         version=serve.record.tools["vllm"],
         device=job.setting.recipe.target.hardware,
+        hardware=job.setting.recipe.target.hardware,
         argv=tuple(launch["plan"]["argv"]),
         env=launch["plan"]["env"],
         faults=tuple(faults),
     )
+
+
+def _launches(job: Job) -> tuple[Launch, ...]:
+    """One launch a side, as the stage `bench` keeps it."""
+    found = []
+    for number, side in enumerate(_ORDER):
+        folder = job.inputs[f"bench-{side}"].path
+        cells = {cell.name: bench.read(result_file(folder, cell), cell) for cell in job.setting.workload.cells}
+        found.append(Launch(side, number, cells, None, None, 0.0, None, Machine()))
+    return tuple(found)

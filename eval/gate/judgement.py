@@ -1,7 +1,4 @@
-"""The judgement of a candidate: PASS, FAIL, INCONCLUSIVE or INVALID, with every reason in a sentence.
-
-    report = judge(measurements, Policy.for_suite(suite, margin=0.01, min_ratio=1.0))
-    report.verdict, [finding.reason for finding in report.findings]
+"""From measurements and a policy to a report.
 
 Accuracy is a test of non-inferiority per gated task: PASS where the lower bound of the difference is above -margin,
 FAIL where the upper bound is below -margin, INCONCLUSIVE between. All gated tasks must pass (an intersection-union
@@ -10,127 +7,21 @@ test), so several tasks need no correction: each alone keeps the risk of a false
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable
 
 from eval import accuracy, servers, throughput
 from eval.accuracy import Accuracy
+from eval.bench import CellResult
 from eval.errors import MeasurementError
+from eval.gate import headlines
+from eval.gate.finding import Finding, sentence
+from eval.gate.policy import Policy
+from eval.gate.report import GateReport
 from eval.measurements import Measurements
 from eval.power import items_needed
 from eval.samples import pair
-from eval.suites import Suite
 from eval.throughput import Throughput
 from eval.verdict import Verdict
-
-Kind = Literal["validity", "accuracy", "throughput", "structure"]
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What a recipe promises.
-
-    `margins` maps each gated task to the loss in accuracy that is accepted, as a fraction (0.01 is one point); tasks
-    that are not in it are shown only. `expected_flip_rate` stands in where no item flipped. `min_ratio` is the least
-    output throughput relative to the baseline in every cell (None: throughput is shown only), backed by at least
-    `launches` launches a side. `baseline_score` maps a task to the score that the baseline is known to reach, give or
-    take `baseline_tolerance`.
-    """
-
-    margins: Mapping[str, float]
-    confidence: float = 0.95
-    power: float = 0.8
-    expected_flip_rate: float = 0.04
-    min_ratio: float | None = None
-    launches: int = 1
-    baseline_score: Mapping[str, float] = field(default_factory=dict)
-    baseline_tolerance: float = 0.03
-
-    @classmethod
-    def for_suite(
-        cls,
-        suite: Suite,
-        *,
-        margin: float,
-        confidence: float = 0.95,
-        power: float = 0.8,
-        min_ratio: float | None = None,
-        launches: int = 1,
-        baseline_score: Mapping[str, float] | None = None,
-        baseline_tolerance: float = 0.03,
-    ) -> Policy:
-        """The policy of a recipe on a suite: its margin for each gated task that has none of its own."""
-        gated = [task for task in suite.tasks if task.gated]
-        return cls(
-            margins={task.task: task.margin or margin for task in gated},
-            confidence=confidence,
-            power=power,
-            expected_flip_rate=max(task.expected_flip_rate for task in gated),
-            min_ratio=min_ratio,
-            launches=launches,
-            baseline_score=dict(baseline_score or {}),
-            baseline_tolerance=baseline_tolerance,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Policy:
-        """Read back what `to_json` wrote."""
-        return cls(**data)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check: what was checked (a task, a cell, a side), how it ended, why."""
-
-    kind: Kind
-    subject: str
-    verdict: Verdict
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GateReport:
-    """The verdict with all that led to it."""
-
-    artefact: str
-    verdict: Verdict
-    findings: tuple[Finding, ...]
-    accuracy: tuple[Accuracy, ...]
-    throughput: tuple[Throughput, ...]
-    policy: Policy
-
-    def verdict_of(self, kind: Kind, subject: str | None = None) -> Verdict | None:
-        """Verdict of one kind of check, or of one subject in it; None where nothing of it was judged."""
-        found = [f.verdict for f in self.findings if f.kind == kind and subject in (None, f.subject)]
-        return Verdict.combine(found) if found else None
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return {
-            "artefact": self.artefact,
-            "verdict": self.verdict.value,
-            "findings": [{**asdict(f), "verdict": f.verdict.value} for f in self.findings],
-            "accuracy": [a.to_json() for a in self.accuracy],
-            "throughput": [t.to_json() for t in self.throughput],
-            "policy": self.policy.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> GateReport:
-        """Read back what `to_json` wrote."""
-        return cls(
-            artefact=str(data["artefact"]),
-            verdict=Verdict(data["verdict"]),
-            findings=tuple(Finding(**{**f, "verdict": Verdict(f["verdict"])}) for f in data["findings"]),
-            accuracy=tuple(Accuracy.from_json(a) for a in data["accuracy"]),
-            throughput=tuple(Throughput.from_json(t) for t in data["throughput"]),
-            policy=Policy.from_json(data["policy"]),
-        )
 
 
 def judge(measurements: Measurements, policy: Policy) -> GateReport:
@@ -141,19 +32,19 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         try:
             compared.append(accuracy.compare(pair(baseline, candidate), policy.confidence))
         except MeasurementError as error:
-            findings.append(Finding("validity", task, Verdict.INVALID, _sentence(str(error))))
+            findings.append(Finding("validity", task, Verdict.INVALID, sentence(str(error))))
     cells: list[Throughput] = []
-    for cell, (before, after) in measurements.cells.items():
+    for cell, (before, after) in _cells(measurements).items():
         try:
             cells.append(throughput.compare(before, after))
         except MeasurementError as error:
-            findings.append(Finding("validity", cell, Verdict.INVALID, _sentence(str(error))))
+            findings.append(Finding("validity", cell, Verdict.INVALID, sentence(str(error))))
     findings += _floors(compared, policy)
     findings += _accuracy(compared, measurements, policy)
     findings += _throughput(cells, measurements, policy)
     structure = measurements.structure
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
-        findings.append(Finding("structure", "checkpoint", structure.verdict, _sentence(reason)))
+        findings.append(Finding("structure", "checkpoint", structure.verdict, sentence(reason)))
     return GateReport(
         artefact=measurements.artefact,
         verdict=Verdict.combine(finding.verdict for finding in findings),
@@ -161,17 +52,22 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         accuracy=tuple(compared),
         throughput=tuple(cells),
         policy=policy,
+        canary=measurements.canary,
+        headlines=tuple(headlines.measure(measurements, cells)),
+        runtime=measurements.candidate.runtime,
+        hardware=measurements.candidate.hardware,
+        device=measurements.candidate.device,
     )
 
 
 def _validity(measurements: Measurements) -> Iterable[Finding]:
     for fault in measurements.faults:
-        yield Finding("validity", "measurement", Verdict.INVALID, _sentence(fault))
+        yield Finding("validity", "measurement", Verdict.INVALID, sentence(fault))
     for difference in servers.differences(measurements.baseline, measurements.candidate):
-        yield Finding("validity", "servers", Verdict.INVALID, _sentence(difference))
+        yield Finding("validity", "servers", Verdict.INVALID, sentence(difference))
     for side, server in (("baseline", measurements.baseline), ("candidate", measurements.candidate)):
         for line in server.faults:
-            yield Finding("validity", side, Verdict.INVALID, _sentence(f"The {side}'s server log says: {line}"))
+            yield Finding("validity", side, Verdict.INVALID, sentence(f"The {side}'s server log says: {line}"))
 
 
 def _floors(compared: Iterable[Accuracy], policy: Policy) -> Iterable[Finding]:
@@ -224,7 +120,7 @@ def _more(result: Accuracy, margin: float, policy: Policy) -> str:
 def _throughput(cells: Iterable[Throughput], measurements: Measurements, policy: Policy) -> Iterable[Finding]:
     if policy.min_ratio is None:
         return
-    if not measurements.cells:
+    if not measurements.launches:
         yield Finding("throughput", "all cells", Verdict.INVALID, "Throughput decides, but was not measured.")
     for cell in cells:
         before, after = cell.launches
@@ -240,6 +136,9 @@ def _throughput(cells: Iterable[Throughput], measurements: Measurements, policy:
             yield Finding("throughput", cell.cell, Verdict.FAIL, f"{ratio}, less than {policy.min_ratio:.3f}.")
 
 
-def _sentence(text: str) -> str:
-    text = text.strip()
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+def _cells(measurements: Measurements) -> dict[str, tuple[list[CellResult], list[CellResult]]]:
+    found: dict[str, tuple[list[CellResult], list[CellResult]]] = {}
+    for launch in measurements.launches:
+        for name, cell in launch.cells.items():
+            found.setdefault(name, ([], []))[launch.side == "candidate"].append(cell)
+    return found

@@ -1,0 +1,17 @@
+"""The judgement of a candidate: PASS, FAIL, INCONCLUSIVE or INVALID, with every reason in a sentence.
+
+    report = judge(measurements, Policy.for_suite(suite, margin=0.01, min_ratio=1.0))
+    report.verdict, [finding.reason for finding in report.findings]
+
+Everything here is pure: measurements and a policy in, a report out, the same on every machine. `eval.record` writes
+both into files from which anyone judges again.
+"""
+
+from eval.gate.control import Control
+from eval.gate.finding import ANOMALOUS, Finding, Kind
+from eval.gate.headlines import Headline
+from eval.gate.judgement import judge
+from eval.gate.policy import Policy
+from eval.gate.report import GateReport
+
+__all__ = ["ANOMALOUS", "Control", "Finding", "GateReport", "Headline", "Kind", "Policy", "judge"]
