@@ -1,6 +1,8 @@
 """The speed of a candidate relative to its baseline, cell by cell.
 
 The replicate is a launch of the server, not a request: requests of one launch share its memory layout, clocks, cache.
+A handful of launches bears no assumption about their distribution, so the tests are exact rank tests, and the intervals
+count every resample of the launches (`eval.statistics.ranks`).
 """
 
 from __future__ import annotations
@@ -12,27 +14,52 @@ from typing import Any
 
 from eval.bench import CellResult
 from eval.errors import MeasurementError
+from eval.statistics.ranks import fewest_launches, median_interval, rank_test, ratio_interval
+
+__all__ = ["LATENCY_FIELDS", "Throughput", "compare", "fewest_launches"]
 
 LATENCY_FIELDS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99")
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
     """One cell on both sides, medians over launches.
 
-    `baseline` and `candidate` are output tokens per second; `ratio` is candidate / baseline, above 1 where the
-    candidate is faster. `launches` counts (baseline, candidate). `latency` maps a field of `CellResult`, such as
-    `ttft_p50`, to (baseline, candidate) in milliseconds.
+    `baseline` and `candidate` are output tokens per second on `gpus` GPUs, `values_baseline` and `values_candidate`
+    those of each launch in the order made; `ratio` is candidate / baseline, above 1 where the candidate is faster, with
+    a two-sided bootstrap interval over launches at `confidence`. `launches` counts (baseline, candidate).
+
+    The p-values are exact and one-sided: `p_faster` that the candidate is faster than the baseline, `p_promise` that it
+    is faster than `promise` times the baseline, `p_short` that it is slower than that (None without a promise).
+
+    `latency` maps a field of `CellResult`, such as `ttft_p50`, to (baseline, candidate) in milliseconds, and
+    `latency_intervals` to the bootstrap intervals of both. `goodput` (requests per second that met their limits) and
+    `peak_concurrency` (requests) are (baseline, candidate), None where a launch did not report them.
     """
 
     cell: str
+    gpus: int
     launches: tuple[int, int]
+    values_baseline: tuple[float, ...]
+    values_candidate: tuple[float, ...]
     baseline: float
     candidate: float
     ratio: float
+    ratio_low: float
+    ratio_high: float
+    confidence: float
+    p_faster: float
+    p_promise: float | None
+    p_short: float | None
+    promise: float | None
     total_baseline: float
     total_candidate: float
     latency: Mapping[str, tuple[float, float]]
+    latency_intervals: Mapping[str, tuple[Interval, Interval]]
+    goodput: tuple[float, float] | None
+    peak_concurrency: tuple[float, float] | None
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping of the fields."""
@@ -40,39 +67,82 @@ class Throughput:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Throughput:
-        """Read back what `to_json` wrote."""
-        latency = {name: (float(pair[0]), float(pair[1])) for name, pair in data["latency"].items()}
-        return cls(**{**data, "launches": tuple(data["launches"]), "latency": latency})
+        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
+        try:
+            tuples = ("launches", "values_baseline", "values_candidate", "goodput", "peak_concurrency")
+            fields = {name: None if data[name] is None else tuple(data[name]) for name in tuples}
+            intervals = {name: (tuple(b), tuple(c)) for name, (b, c) in data["latency_intervals"].items()}
+            latency = {name: tuple(pair) for name, pair in data["latency"].items()}
+            return cls(**{**data, **fields, "latency": latency, "latency_intervals": intervals})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise MeasurementError(f"not a comparison of throughput: {error!r}") from error
 
 
-def compare(baseline: Sequence[CellResult], candidate: Sequence[CellResult]) -> Throughput:
+def compare(
+    cell: str,
+    baseline: Sequence[CellResult],
+    candidate: Sequence[CellResult],
+    promise: float | None = None,
+    confidence: float = 0.95,
+) -> Throughput:
     """Compare the launches of one cell, at least one a side.
 
-    Raises `MeasurementError` when a side is empty, when cells are mixed, or when the baseline produced nothing.
+    `promise` is the least ratio that the candidate must reach. Raises `MeasurementError` when a side is empty, when
+    cells or numbers of GPUs are mixed, or when a launch produced nothing.
     """
-    cells = {result.cell for result in (*baseline, *candidate)}
-    if not baseline or not candidate or len(cells) != 1:
+    results = (*baseline, *candidate)
+    cells = sorted({result.cell for result in results})
+    if not baseline or not candidate or cells != [cell]:
         raise MeasurementError(
-            f"cells {sorted(cells)}: {len(baseline)} baseline, {len(candidate)} candidate launches cannot be compared"
+            f"cell {cell}: {len(baseline)} baseline and {len(candidate)} candidate launches of {', '.join(cells)} "
+            "cannot be compared"
+        )
+    gpus = {result.gpus for result in results}
+    if len(gpus) != 1:
+        raise MeasurementError(
+            f"cell {cell}: launches on {' and '.join(map(str, sorted(gpus)))} GPUs cannot be compared"
         )
 
-    def sides(field: str) -> tuple[float, float]:
-        return (
-            float(median(getattr(result, field) for result in baseline)),
-            float(median(getattr(result, field) for result in candidate)),
-        )
+    def values(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return tuple(getattr(r, name) for r in baseline), tuple(getattr(r, name) for r in candidate)
 
-    before, after = sides("output_throughput")
-    if before <= 0:
-        raise MeasurementError(f"cell {cells.pop()}: the baseline's output throughput is {before}")
-    total_before, total_after = sides("total_throughput")
+    def medians(name: str) -> tuple[float, float]:
+        before, after = values(name)
+        return float(median(before)), float(median(after))
+
+    def reported(name: str) -> tuple[float, float] | None:
+        return None if None in (*values(name)[0], *values(name)[1]) else medians(name)
+
+    before, after = values("output_throughput")
+    if min(*before, *after) <= 0:
+        raise MeasurementError(f"cell {cell}: a launch put out {min(*before, *after)} tokens per second")
+    middle = medians("output_throughput")
+    low, high = ratio_interval(after, before, confidence)
+    total = medians("total_throughput")
+    promised = None if promise is None else [promise * value for value in before]
     return Throughput(
-        cell=cells.pop(),
-        launches=(len(baseline), len(candidate)),
-        baseline=before,
-        candidate=after,
-        ratio=after / before,
-        total_baseline=total_before,
-        total_candidate=total_after,
-        latency={field: sides(field) for field in LATENCY_FIELDS},
+        cell=cell,
+        gpus=gpus.pop(),
+        launches=(len(before), len(after)),
+        values_baseline=before,
+        values_candidate=after,
+        baseline=middle[0],
+        candidate=middle[1],
+        ratio=middle[1] / middle[0],
+        ratio_low=low,
+        ratio_high=high,
+        confidence=confidence,
+        p_faster=rank_test(after, before),
+        p_promise=None if promised is None else rank_test(after, promised),
+        p_short=None if promised is None else rank_test(promised, after),
+        promise=promise,
+        total_baseline=total[0],
+        total_candidate=total[1],
+        latency={name: medians(name) for name in LATENCY_FIELDS},
+        latency_intervals={
+            name: (median_interval(values(name)[0], confidence), median_interval(values(name)[1], confidence))
+            for name in LATENCY_FIELDS
+        },
+        goodput=reported("goodput"),
+        peak_concurrency=reported("peak_concurrency"),
     )

@@ -36,7 +36,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     cells: list[Throughput] = []
     for cell, (before, after) in _cells(measurements).items():
         try:
-            cells.append(throughput.compare(before, after))
+            cells.append(throughput.compare(cell, before, after))
         except MeasurementError as error:
             findings.append(Finding("validity", cell, Verdict.INVALID, sentence(str(error))))
     findings += _floors(compared, policy)
