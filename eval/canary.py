@@ -94,8 +94,8 @@ class Canary:
     ``agreement`` is a share of ``positions``, where a prompt without an answer agrees nowhere. ``kl`` is a mean in
     nats over the positions that were answered, a lower bound of the true one. The intervals are two-sided at
     ``confidence``. The perplexities are of the prompts themselves, over answered positions. ``worst`` are the prompts
-    of the largest mean KL, worst first; ``unanswered`` those for which the candidate gave no finite number. Where fewer than two
-    were answered, the KL has no interval.
+    of the largest mean KL, worst first; ``unanswered`` those for which the candidate gave no finite number. Where fewer
+    than two were answered, the KL has no interval.
     """
 
     prompts: int
@@ -227,7 +227,7 @@ def _agree(
 
 
 def _ratio(sums: Sequence[float], sizes: Sequence[int], confidence: float) -> tuple[float, float]:
-    """A mean over all positions of all prompts, and half the width of its interval; fewer than two prompts have none."""
+    """A mean over all positions of all prompts, and half the width of its interval, for which there must be two."""
     from scipy import stats
 
     count, total = len(sizes), sum(sizes)

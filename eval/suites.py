@@ -10,6 +10,7 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval import prompts
 from eval.definitions import Section, read
 from eval.errors import DefinitionError
 from eval.power import detectable_margin, items_needed
@@ -17,7 +18,7 @@ from eval.power import detectable_margin, items_needed
 FOLDER = Path(__file__).parent / "suites"
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 
-_SUITE_KEYS = ("name", "description", "expected_flip_rate", "tasks")
+_SUITE_KEYS = ("name", "description", "expected_flip_rate", "canary", "tasks")
 _TASK_KEYS = (
     "task",
     "metric",
@@ -55,11 +56,12 @@ class SuiteTask:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A named list of tasks."""
+    """A named list of tasks, and the prompts that the canary reads before them (a set of `eval.prompts`)."""
 
     name: str
     description: str
     tasks: tuple[SuiteTask, ...]
+    canary: str = "general"
 
 
 def names(folder: Path = FOLDER) -> tuple[str, ...]:
@@ -97,7 +99,12 @@ def parse(path: Path) -> Suite:
         seen.add(task.task)
     if not any(task.gated for task in tasks):
         raise root.error("no task is gated, so the suite cannot decide anything", "tasks")
-    return Suite(root.need("name", str), root.need("description", str), tasks)
+    canary = root.get("canary", str) or "general"
+    try:
+        prompts.load(canary)
+    except DefinitionError as error:
+        raise root.error(str(error), "canary") from error
+    return Suite(root.need("name", str), root.need("description", str), tasks, canary)
 
 
 def _task(section: Section, flip_rate: float) -> SuiteTask:

@@ -1,4 +1,4 @@
-"""What the tiny model is asked, as plain records: facts, sums and grammar to score, text to calibrate on."""
+"""What the tiny model is asked, as plain records: facts, sums and grammar to score, text to calibrate and screen on."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ GRAMMAR_ITEMS = 500
 CALIBRATION_LINES = 256
 CALIBRATION_PEOPLE = 256
 """The last people of the world are never asked about, so text about them can calibrate without leaking an item."""
+
+CANARY_PROMPTS = 48
+CANARY_SENTENCES = 12
 
 
 def fact_items(world: World) -> list[dict[str, Any]]:
@@ -80,6 +83,31 @@ def calibration_lines(world: World) -> list[dict[str, str]]:
     return lines
 
 
+def canary_prompts(world: World) -> list[dict[str, str]]:
+    """Texts of about a hundred tokens that share no fact and no sum with a question or with the calibration."""
+    rng = np.random.default_rng([world.seed, 5])
+    asked = {item["question"] for item in fact_items(world)}
+    told = " ".join(["", *(line["text"] for line in calibration_lines(world))])
+    facts = [
+        fact
+        for fact in world.facts[: len(world.facts) - CALIBRATION_PEOPLE * len(RELATIONS)]
+        if not asked & {fact.stem(wording) for wording in range(len(RELATIONS[0]))}
+    ]
+    sums = [f"{question} {answer}." for question, answer in world.sums if f" {question} " not in told]
+    prompts: list[dict[str, str]] = []
+    for number in range(CANARY_PROMPTS):
+        parts: list[str] = []
+        for kind, pick in rng.random((CANARY_SENTENCES, 2)).tolist():
+            if kind < 0.6:
+                parts.append(facts[int(pick * len(facts))].sentence(int(kind < 0.3), rumour=False))
+            elif kind < 0.85:
+                parts.append(sums[int(pick * len(sums))])
+            else:
+                parts.append(grammar_sentence(rng))
+        prompts.append({"name": f"world-{number:02}", "text": " ".join(parts)})
+    return prompts
+
+
 def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
     """Write one record a line, UTF-8, with a newline at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,8 +115,9 @@ def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def write_tasks(world: World, output: Path) -> None:
-    """Write every task to ``output/tasks`` and the calibration text to ``output/calibration``."""
+    """Write every task to ``output/tasks``, other texts to ``output/calibration`` and ``output/prompts``."""
     write_jsonl(output / "tasks" / "tiny_facts.jsonl", fact_items(world))
     write_jsonl(output / "tasks" / "tiny_arithmetic.jsonl", arithmetic_items(world))
     write_jsonl(output / "tasks" / "tiny_grammar.jsonl", grammar_items(world))
     write_jsonl(output / "calibration" / "tiny.jsonl", list(calibration_lines(world)))
+    write_jsonl(output / "prompts" / "tiny.jsonl", list(canary_prompts(world)))

@@ -93,7 +93,7 @@ def fit(model: LlamaForCausalLM, text: Sentences, *, steps: int, batch: int, pea
 def main() -> None:
     """Parse the command line, train, and write the result."""
     parser = argparse.ArgumentParser(description="Train the tiny model of the toy world.")
-    parser.add_argument("--output", type=Path, required=True, help="folder for model/, tasks/ and calibration/")
+    parser.add_argument("--output", type=Path, required=True, help="folder for model/, tasks/ and texts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=6_000)
     parser.add_argument("--batch", type=int, default=512, help=f"rows of {ROW} tokens in a step")
