@@ -25,10 +25,10 @@ class Server:
     recipe. `argv` is the command, `env` the variables of the launch plan, `image` the container's digest (None outside
     one), `faults` what the log says that voids a measurement.
 
-    `runtime` is "vllm", or what stood in for it: the engine, then after a comma what it does with this checkpoint
-    ("transformers 5.17.0, dequantized weights, simulated FP8 activations"). `kv_cache_dtype` is what the launch plan
-    promised (None: not said), `template` and `tokenizer` the SHA-256 of the chat template and of the tokenizer's files
-    (None: there is none, or nobody looked).
+    `runtime` is what answered: the engine, then after a comma what it does with this checkpoint ("vllm 0.32.0",
+    "transformers 5.17.0, dequantized weights, simulated FP8 activations"). `kv_cache_dtype` is the type that the cache
+    really has (None: nothing tells), `template` and `tokenizer` are the SHA-256 of the chat template and of the
+    tokenizer's files (None: there is none, or nobody looked).
     """
 
     version: str
@@ -47,6 +47,16 @@ class Server:
     def engine(self) -> str:
         """What answered, without what it did to this side's checkpoint: the part that both sides share."""
         return self.runtime.partition(",")[0].strip()
+
+    @property
+    def measures_speed(self) -> bool:
+        """Whether figures of throughput mean anything: what stands in for vLLM runs other kernels."""
+        return self.engine.startswith("vllm")
+
+    @property
+    def promised_kv_cache(self) -> str:
+        """The type that the launch plan asked for; "auto" is the model's own."""
+        return _options(self.argv).get("--kv-cache-dtype", "auto")
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping of the fields."""
@@ -67,7 +77,7 @@ def differences(baseline: Server, candidate: Server) -> tuple[str, ...]:
         f"{noun} differs: {before} for the baseline, {after} for the candidate"
         for noun, before, after in (
             ("runtime", baseline.engine, candidate.engine),
-            ("vLLM version" if baseline.engine == "vllm" else "runtime version", baseline.version, candidate.version),
+            ("version", baseline.version, candidate.version),
             ("container image", baseline.image, candidate.image),
             ("hardware", baseline.hardware, candidate.hardware),
             ("device", baseline.device, candidate.device),
@@ -94,7 +104,13 @@ def _short(digest: str | None) -> str:
 
 
 def _flags(argv: Sequence[str]) -> dict[str, str]:
-    """Flags that both sides must share, with their values; what comes before the first flag names the checkpoint."""
+    """Flags that both sides must share, with their values."""
+    ignored = ARTEFACT_FLAGS | ENDPOINT_FLAGS
+    return {name: value for name, value in _options(argv).items() if name not in ignored}
+
+
+def _options(argv: Sequence[str]) -> dict[str, str]:
+    """All flags with their values; what comes before the first one names the checkpoint."""
     flags: dict[str, list[str]] = {}
     current: list[str] | None = None
     for token in argv:
@@ -105,5 +121,4 @@ def _flags(argv: Sequence[str]) -> dict[str, str]:
                 current.append(value)
         elif current is not None:
             current.append(token)
-    ignored = ARTEFACT_FLAGS | ENDPOINT_FLAGS
-    return {name: " ".join(values) or "set" for name, values in flags.items() if name not in ignored}
+    return {name: " ".join(values) or "set" for name, values in flags.items()}

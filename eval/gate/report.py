@@ -14,6 +14,7 @@ from eval.gate.finding import Finding, Kind
 from eval.gate.headlines import Headline
 from eval.gate.policy import Policy
 from eval.servers import UNKNOWN
+from eval.statistics.sequential import Look
 from eval.throughput import Throughput
 from eval.verdict import Verdict
 
@@ -23,8 +24,8 @@ class GateReport:
     """What a reader is told first: the verdict, on which runtime and hardware, and every finding.
 
     `runtime` and `hardware` are part of the verdict: a figure belongs to what it was measured on. `hardware` is a name
-    of the table of targets, `device` what the accelerator calls itself. `control` maps a task to how often the
-    baseline disagrees with itself on it.
+    of the table of targets, `device` what the accelerator calls itself. `looks` maps a task to the looks up to the one
+    that decided (none where it is shown only), `control` to how often the baseline disagrees with itself on it.
     """
 
     artefact: str
@@ -33,6 +34,7 @@ class GateReport:
     accuracy: tuple[Accuracy, ...]
     throughput: tuple[Throughput, ...]
     policy: Policy
+    looks: Mapping[str, tuple[Look, ...]] = field(default_factory=dict)
     control: Mapping[str, Control] = field(default_factory=dict)
     canary: Canary | None = None
     headlines: tuple[Headline, ...] = ()
@@ -60,6 +62,7 @@ class GateReport:
             "device": self.device,
             "findings": [finding.to_json() for finding in self.findings],
             "accuracy": [result.to_json() for result in self.accuracy],
+            "looks": {task: [look.to_json() for look in looks] for task, looks in self.looks.items()},
             "control": {task: control.to_json() for task, control in self.control.items()},
             "canary": None if self.canary is None else self.canary.to_json(),
             "throughput": [cell.to_json() for cell in self.throughput],
@@ -78,6 +81,7 @@ class GateReport:
                 accuracy=tuple(map(Accuracy.from_json, data["accuracy"])),
                 throughput=tuple(map(Throughput.from_json, data["throughput"])),
                 policy=Policy.from_json(data["policy"]),
+                looks={task: tuple(map(Look.from_json, looks)) for task, looks in data["looks"].items()},
                 control={task: Control.from_json(control) for task, control in data["control"].items()},
                 canary=None if data["canary"] is None else Canary.from_json(data["canary"]),
                 headlines=tuple(map(Headline.from_json, data["headlines"])),

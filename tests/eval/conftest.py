@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from eval.bench import CellResult
+from eval.bench import CellResult, Launch, Machine, order
+from eval.canary import Canary
 from eval.gate import Policy, judge
+from eval.gate.headlines import claims
 from eval.measurements import Measurements, Structure
 from eval.report.model import LayerError, Report
 from eval.samples import Sample, SampleSet
@@ -53,41 +56,86 @@ def make_cell(cell: str, speed: float, latency: float = 1.0) -> CellResult:
     )  # fmt: skip
 
 
+SPEED = {  # output tokens/s and latency of (baseline, candidate)
+    "in1024-out1024-c64": ((4118.0, 1.0), (5230.0, 0.81)),
+    "in1024-out1024-c256": ((9875.0, 2.6), (13120.0, 2.1)),
+}
+WOBBLE = (1.0, 0.996, 1.003, 0.999)  # from launch to launch, as on a quiet machine
+
+
+def make_launches(a_side: int = 4) -> tuple[Launch, ...]:
+    """So many launches a side, in the order ABBA BAAB, the candidate a quarter faster."""
+    made: list[Launch] = []
+    for number, side in enumerate(order(a_side)):
+        quick = side == "candidate"
+        wobble = WOBBLE[sum(launch.side == side for launch in made) % len(WOBBLE)]
+        cells = {name: make_cell(name, wobble * both[quick][0], both[quick][1]) for name, both in SPEED.items()}
+        machine = Machine(clock_mhz=2080.0 if quick else 2095.0, temperature_c=71.0, power_w=690.0, samples=60)
+        made.append(
+            Launch(
+                side,
+                number,
+                cells,
+                2_524_704 if quick else 1_262_352,
+                "fp8" if quick else "auto",
+                41.0,
+                0.37,
+                machine,
+                attention_backend="ROCM_AITER_FA",
+            )
+        )
+    return tuple(made)
+
+
 @pytest.fixture
 def measurements() -> Measurements:
     """A good candidate: no loss beyond a point, a quarter faster."""
     argv = ("vllm", "serve", "models/base", "--port", "8000", "--max-model-len", "512", "--max-num-seqs", "256")
+    baseline = Server(
+        "vllm 0.32.0",
+        "AMD Instinct MI300X",
+        argv,
+        {"VLLM_ROCM_USE_AITER": "1"},
+        runtime="vllm 0.32.0",
+        hardware="mi300x",
+        kv_cache_dtype="auto",
+        template=digest("template"),
+        tokenizer=digest("tokenizer"),
+    )
+    facts = make_pair("tiny_facts", 2000, right=1741, losses=21, gains=19)
     return Measurements(
         artefact="sha256:" + "ab" * 32,
         structure=Structure(Verdict.PASS),
-        baseline=Server("0.32.0", "AMD Instinct MI300X", argv, {"VLLM_ROCM_USE_AITER": "1"}),
-        candidate=Server(
-            "0.32.0",
-            "AMD Instinct MI300X",
-            ("vllm", "serve", "out/model", "--port", "8001", *argv[5:], "--kv-cache-dtype", "fp8"),
-            {"VLLM_ROCM_USE_AITER": "1"},
+        baseline=baseline,
+        candidate=replace(
+            baseline,
+            argv=("vllm", "serve", "out/model", "--port", "8001", *argv[5:], "--kv-cache-dtype", "fp8"),
+            kv_cache_dtype="fp8",
         ),
         samples={
-            "tiny_facts": make_pair("tiny_facts", 2000, right=1741, losses=21, gains=19),
+            "tiny_facts": facts,
             "tiny_arithmetic": make_pair("tiny_arithmetic", 400, right=312, losses=9, gains=10, metric="exact_match"),
             "tiny_grammar": make_pair("tiny_grammar", 250, right=201, losses=6, gains=3),
         },
-        cells={
-            "in1024-out1024-c64": (
-                (make_cell("in1024-out1024-c64", 4118.0),),
-                (make_cell("in1024-out1024-c64", 5230.0, 0.81),),
-            ),
-            "in1024-out1024-c256": (
-                (make_cell("in1024-out1024-c256", 9875.0, 2.6),),
-                (make_cell("in1024-out1024-c256", 13120.0, 2.1),),
-            ),
-        },
+        control={"tiny_facts": (facts[0], again(facts[0], items=500, flips=2))},
+        canary=Canary(24, 3120, 0.95, 0.962, 0.949, 0.975, 0.018, 0.012, 0.024, 11.2, 11.4, (("recipe", 0.041),)),
+        launches=make_launches(),
+        weights=(16_060_522_496, 9_083_392_000),
+        claims=claims(weights="e4m3", kv_cache="fp8"),
     )
+
+
+def again(samples: SampleSet, *, items: int, flips: int) -> SampleSet:
+    """The first items once more; so many of them change their score."""
+    asked = tuple(
+        replace(s, score=1 - s.score if i < flips else s.score) for i, s in enumerate(samples.samples[:items])
+    )
+    return replace(samples, samples=asked, planned=items)
 
 
 @pytest.fixture
 def policy() -> Policy:
-    return Policy(margins={"tiny_facts": 0.01, "tiny_arithmetic": 0.04}, min_ratio=1.0)
+    return Policy(margins={"tiny_facts": 0.01, "tiny_arithmetic": 0.04}, min_ratio=1.0, launches=4, hardware="mi300x")
 
 
 @pytest.fixture

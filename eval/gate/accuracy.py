@@ -1,0 +1,137 @@
+"""The verdict on each task: is the loss within the margin, at the first look that could tell?
+
+PASS where the lower bound of the difference is above -margin, FAIL where the upper bound is below it, INCONCLUSIVE
+where no look decided. The evaluation stopped by the same replay of the same numbers, so both agree on where. All gated
+tasks must pass (an intersection-union test), so several tasks need no correction: each alone keeps the risk of a false
+PASS at 1 - confidence.
+
+A gain beyond the margin is no PASS: quantization does not teach a model. Something else differs between the sides, so
+the comparison is void, ANOMALOUS. Only where the baseline disagrees with itself as often may it be chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import NormalDist
+
+from eval import accuracy
+from eval.accuracy import Accuracy, margin_in_units
+from eval.errors import MeasurementError
+from eval.gate.control import Control
+from eval.gate.finding import ANOMALOUS, Finding, sentence
+from eval.gate.policy import Policy
+from eval.measurements import Both, Measurements
+from eval.power import items_needed
+from eval.samples import pair
+from eval.statistics.sequential import Look, decide, until
+from eval.verdict import Verdict
+
+
+def compare(task: str, both: Both, policy: Policy) -> tuple[Accuracy, tuple[Look, ...]]:
+    """The comparison of a task at the look that decides, and the looks up to it (none for a task that is shown only).
+
+    Raises `MeasurementError` where the sides cannot be paired.
+    """
+    pairs = pair(*both)
+    margin = policy.margins.get(task)
+    if margin is None:
+        if len(pairs.baseline) != pairs.planned:
+            found = f"{len(pairs.baseline)} of {pairs.planned} items"
+            raise MeasurementError(f"{task}: {found} were asked, and nothing but a margin could end it early")
+        return accuracy.compare(pairs, policy.confidence), ()
+    looks = decide(pairs, margin_in_units(pairs.kind, margin), policy.confidence)
+    seen = until(pairs, len(looks) - 1)
+    return accuracy.compare(seen, policy.confidence, bound_confidence=looks[-1].bound_confidence), looks
+
+
+def judge(task: str, result: Accuracy, looks: tuple[Look, ...], control: Control | None, policy: Policy) -> Finding:
+    """The finding of a gated task."""
+    margin = margin_in_units(result.kind, policy.margins[task])
+    promised = policy.margins[task]
+    size = f"{promised:.2%}" if result.kind == "perplexity" else f"{100 * promised:.2f} points"
+    limit = f"the margin of {size} at {policy.confidence:.0%} confidence"
+    no_worse, no_better = _beyond(result, result.lower, better=True), _beyond(result, result.upper, better=False)
+    if _implausible(result, margin, control):
+        reason = (
+            f"{_change(result)}; the true change is {no_worse}, a gain of more than {limit}. Quantization does not "
+            f"improve a model, so something else differs between the sides.{_flips(result, control)}"
+        )
+        return Finding("accuracy", task, Verdict.INVALID, reason, ANOMALOUS)
+    match looks[-1].decision:
+        case "PASS":
+            verdict, where = Verdict.PASS, f"the true change is {no_worse}, within {limit}"
+        case "FAIL":
+            verdict, where = Verdict.FAIL, f"the true change is {no_better}, outside {limit}"
+        case _:
+            verdict = Verdict.INCONCLUSIVE
+            between = f"between {_signed(result, result.lower)} and {_signed(result, result.upper)}"
+            where = f"the true change may lie {between}, on both sides of {limit}. {_more(result, margin, policy)}"
+    saved = result.planned - result.items if verdict is not Verdict.INCONCLUSIVE else 0
+    early = f" Decided after {result.items:,} of {result.planned:,} items, which saves {saved:,}." if saved else ""
+    change = sentence(f"{_change(result)}; {where}")
+    return Finding("accuracy", task, verdict, f"{change}{early}{_flips(result, control)}")
+
+
+def unmeasured(measurements: Measurements, policy: Policy, *, broken: bool) -> Iterator[Finding]:
+    """Gated tasks without samples: a fault, unless the canary ended the run, which then says why itself (`broken`)."""
+    for task in policy.margins:
+        if task in measurements.samples:
+            continue
+        if measurements.stopped is None:
+            yield Finding("accuracy", task, Verdict.INVALID, f"{task} decides, but was not measured.")
+        elif not broken:
+            reason = f"{task} was not measured: the {measurements.stopped} ended the run by limits that were stricter."
+            yield Finding("accuracy", task, Verdict.INCONCLUSIVE, reason)
+
+
+def _implausible(result: Accuracy, margin: float, control: Control | None) -> bool:
+    return result.lower > margin and (control is None or result.flip_rate > control.high)
+
+
+def _more(result: Accuracy, margin: float, policy: Policy) -> str:
+    """How many items would decide, were the change what it seems: (z_confidence + z_power)^2 variance / distance^2."""
+    distance = abs(margin + result.difference)
+    if distance < 1e-12:
+        return "The change lies on the margin, where no number of items decides."
+    if result.kind == "binary" and result.clusters is None:
+        rate = result.flip_rate or policy.expected_flip_rate
+        needed = items_needed(margin, rate, policy.confidence, policy.power, result.difference)
+    else:
+        spread = NormalDist().inv_cdf(policy.confidence) + NormalDist().inv_cdf(policy.power)
+        needed = math.ceil(result.items * (spread * result.standard_error / distance) ** 2)
+    left = result.planned - result.items
+    planned = f" {left:,} of the planned ones were not asked." if left else ""
+    if needed <= result.items:
+        return f"A few more items would decide.{planned}"
+    return f"About {needed - result.items} more items would decide, if the change stays as it is.{planned}"
+
+
+def _flips(result: Accuracy, control: Control | None) -> str:
+    """The candidate's flips against those that the baseline has by itself; of answers that are right or wrong only."""
+    if control is None or result.kind != "binary":
+        return ""
+    return (
+        f" {result.flip_rate:.1%} of the answers flipped; asked again, the baseline flips {control.rate:.1%} of its "
+        f"own ({control.low:.1%} to {control.high:.1%}, {control.items:,} items)."
+    )
+
+
+def _change(result: Accuracy) -> str:
+    size, on = _signed(result, result.difference), f"on {result.task}"
+    if result.kind == "perplexity":
+        return f"{size} {on} (perplexity {result.baseline:.4g} to {result.candidate:.4g}, {result.items} documents)"
+    return f"{size} {on} ({result.items} items)"
+
+
+def _signed(result: Accuracy, difference: float) -> str:
+    """A difference as it is written: points of a score; per cent of a perplexity, which rises as it gets worse."""
+    if result.kind == "perplexity":
+        return f"{100 * math.expm1(-difference):+.2f}%"
+    return f"{100 * difference:+.2f} points"
+
+
+def _beyond(result: Accuracy, bound: float, *, better: bool) -> str:
+    """On which side of a bound the truth lies; of a perplexity, better is below."""
+    side = "above" if better == (result.kind != "perplexity") else "below"
+    return f"{side} {_signed(result, bound)}"

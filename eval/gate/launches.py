@@ -1,0 +1,115 @@
+"""Whether the launches that a throughput is taken from can be compared.
+
+**Clocks.** A kernel that draws more power runs at a lower clock under the same cap. That is the checkpoint's own speed,
+so a clock that differs between the sides is no fault, as long as each side's is the same in all its launches. What
+changes between launches of one side is the machine: another tenant, a fan, a cap that somebody set. A throttle for heat
+or power supply voids a launch whatever its clock. A drift of both sides together needs no check of its own: it shows as
+a change within each side, and the order ABBA BAAB balances what is too small to be seen.
+
+**Client.** The load generator is one thread. Where it is busy all the time, it sets the pace, and two servers of
+different speed look alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+
+from eval.bench import Launch, Side, order
+from eval.gate.finding import Finding
+from eval.gate.validity import kv_cache_fault
+from eval.measurements import Measurements
+
+CLOCK_TOLERANCE = 0.05
+"""Relative: what clocks of one GPU differ by from launch to launch is below this, what a throttle takes is above."""
+
+CLIENT_LIMIT = 0.95
+"""Share of one core from which on the load generator has no time to spare."""
+
+_SIDES: tuple[Side, ...] = ("baseline", "candidate")
+
+
+def check(measurements: Measurements) -> Iterator[Finding]:
+    """What voids the launches; nothing where there are none."""
+    launches = sorted(measurements.launches, key=lambda launch: launch.number)
+    if not launches:
+        return
+    yield from _series(launches)
+    yield from _results(launches)
+    promised = {
+        "baseline": measurements.baseline.promised_kv_cache,
+        "candidate": measurements.candidate.promised_kv_cache,
+    }
+    for launch in launches:
+        faults = [*launch.faults, kv_cache_fault(promised[launch.side], launch.kv_cache_dtype)]
+        for fault in filter(None, faults):
+            yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side}: {fault}")
+    yield from _machine(launches)
+
+
+def _series(launches: Sequence[Launch]) -> Iterator[Finding]:
+    """Every launch is there, in the order that keeps a drift of the machine off the ratio."""
+    counts = [sum(launch.side == side for launch in launches) for side in _SIDES]
+    if counts[0] != counts[1]:
+        yield Finding.invalid(
+            "launches", f"There are {counts[0]} launches of the baseline, {counts[1]} of the candidate"
+        )
+        return
+    numbers = [launch.number for launch in launches]
+    if numbers != list(range(len(launches))):
+        yield Finding.invalid("launches", f"Launches are missing or repeated: found the numbers {_list(numbers)}")
+    elif tuple(launch.side for launch in launches) != order(counts[0]):
+        found = "".join("AB"[launch.side == "candidate"] for launch in launches)
+        expected = "".join("AB"[side == "candidate"] for side in order(counts[0]))
+        yield Finding.invalid(
+            "launches", f"The launches were made in the order {found}, expected {expected} (A is the baseline)"
+        )
+
+
+def _results(launches: Sequence[Launch]) -> Iterator[Finding]:
+    cells = dict.fromkeys(name for launch in launches for name in launch.cells)
+    for cell in cells:
+        without = [launch.number for launch in launches if cell not in launch.cells]
+        if without:
+            yield Finding.invalid(cell, f"Launches without a result of {cell}: {_list(without)}")
+        failed = sum(launch.cells[cell].failed for launch in launches if cell in launch.cells)
+        if failed:
+            yield Finding.invalid(cell, f"{failed} requests of {cell} failed, so that the load was not the planned one")
+
+
+def _machine(launches: Sequence[Launch]) -> Iterator[Finding]:
+    busy = [launch for launch in launches if (launch.client_cpu or 0.0) > CLIENT_LIMIT]
+    if busy:
+        most = max(launch.client_cpu or 0.0 for launch in busy)
+        yield Finding.invalid(
+            "client",
+            f"The load generator used {most:.0%} of its core in {_launches(busy)}: the client was measured",
+        )
+    throttled = [launch for launch in launches if launch.machine.throttled]
+    if throttled:
+        reasons = ", ".join(dict.fromkeys(reason for launch in throttled for reason in launch.machine.throttled))
+        yield Finding.invalid("machine", f"The machine was slowed down in {_launches(throttled)}: {reasons}")
+    for side in _SIDES:
+        same = [launch for launch in launches if launch.side == side]
+        clocks = [launch.machine.clock_mhz for launch in same if launch.machine.clock_mhz is not None]
+        if clocks and max(clocks) - min(clocks) > CLOCK_TOLERANCE * median(clocks):
+            yield Finding.invalid(
+                side,
+                f"The clock changed between launches of the {side}, from {min(clocks):,.0f} to {max(clocks):,.0f} MHz",
+            )
+        backends = _distinct(same, lambda launch: launch.attention_backend)
+        if len(backends) > 1:
+            yield Finding.invalid(side, f"The {side} ran on several attention backends: {', '.join(backends)}")
+
+
+def _distinct(launches: Sequence[Launch], fact: Callable[[Launch], str | None]) -> list[str]:
+    return list(dict.fromkeys(value for value in map(fact, launches) if value is not None))
+
+
+def _launches(launches: Sequence[Launch]) -> str:
+    noun = "launch" if len(launches) == 1 else "launches"
+    return f"{noun} {_list([launch.number for launch in launches])}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

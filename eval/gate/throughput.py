@@ -1,0 +1,103 @@
+"""The verdict on each cell of the workload.
+
+A promise above 1 is a gain: PASS where the median ratio reaches it and the exact rank test says that the candidate is
+faster at all, FAIL where the ratio is short of it and the test says that it really is. A promise of up to 1 is "no
+slower than": it takes an equivalence test to show that, so PASS where the candidate is significantly faster than the
+promised share of the baseline. Between lies INCONCLUSIVE. All cells must pass, so several cells need no correction.
+
+A promise is made for a machine. Measured on another one it is neither kept nor broken, whatever the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from eval import throughput
+from eval.bench import CellResult, Side
+from eval.errors import MeasurementError
+from eval.gate.finding import Finding, sentence
+from eval.gate.policy import Policy
+from eval.measurements import Measurements
+from eval.throughput import Throughput, fewest_launches
+from eval.verdict import Verdict
+
+
+def compare(measurements: Measurements, policy: Policy) -> tuple[list[Throughput], list[Finding]]:
+    """Every cell that both sides have, and why the others cannot be compared."""
+    compared: list[Throughput] = []
+    faults: list[Finding] = []
+    for cell in dict.fromkeys(name for launch in measurements.launches for name in launch.cells):
+        before, after = (_of(measurements, cell, side) for side in ("baseline", "candidate"))
+        promise = None if _offered(before + after) else policy.min_ratio
+        try:
+            compared.append(throughput.compare(cell, before, after, promise, policy.throughput_confidence))
+        except MeasurementError as error:
+            faults.append(Finding.invalid(cell, str(error)))
+    return compared, faults
+
+
+def judge(cells: Sequence[Throughput], measurements: Measurements, policy: Policy) -> Iterator[Finding]:
+    """A finding for each cell that the promise is about; none without a promise."""
+    if policy.min_ratio is None or measurements.stopped is not None:
+        return
+    candidate = measurements.candidate
+    if not candidate.measures_speed:
+        reason = f"The promise of {policy.min_ratio:.3g} times is open: {candidate.runtime} measures no throughput."
+        yield Finding("throughput", "all cells", Verdict.INCONCLUSIVE, reason)
+        return
+    if not measurements.launches:
+        yield Finding("throughput", "all cells", Verdict.INVALID, "Throughput decides, but was not measured.")
+        return
+    judged = [cell for cell in cells if cell.promise is not None]
+    if cells and not judged:
+        reason = "Every cell offers a fixed rate of requests, which tells latencies but no speed to be judged."
+        yield Finding("throughput", "all cells", Verdict.INCONCLUSIVE, reason)
+    for cell in judged:
+        verdict, reason = _cell(cell, measurements, policy)
+        yield Finding("throughput", cell.cell, verdict, sentence(f"{_figures(cell)}; {reason}"))
+
+
+def _cell(cell: Throughput, measurements: Measurements, policy: Policy) -> tuple[Verdict, str]:
+    promise, hardware = cell.promise or 0.0, measurements.candidate.hardware
+    if policy.hardware is not None and hardware != policy.hardware:
+        device = measurements.candidate.device
+        return Verdict.INCONCLUSIVE, f"measured on {device or hardware}, promised for {policy.hardware}"
+    needed = max(policy.launches, fewest_launches(policy.throughput_confidence))
+    if min(cell.launches) < needed:
+        why = f"at {policy.throughput_confidence:.0%} confidence" if needed > policy.launches else "as the recipe asks"
+        return Verdict.INCONCLUSIVE, f"{needed} launches a side are needed to decide {why}"
+    alpha = 1 - policy.throughput_confidence + 1e-12  # 1 - 0.95 is a hair below or above 1/20
+    short = cell.p_short is not None and cell.p_short <= alpha
+    if promise > 1:
+        if cell.ratio >= promise and cell.p_faster <= alpha:
+            return Verdict.PASS, f"at least {promise:.3g} was promised, and it is faster (p = {cell.p_faster:.2g})"
+        if cell.ratio < promise and short:
+            return Verdict.FAIL, f"{promise:.3g} was promised, and it is short of that (p = {cell.p_short:.2g})"
+        p = cell.p_faster if cell.ratio >= promise else cell.p_short
+        return (
+            Verdict.INCONCLUSIVE,
+            f"{promise:.3g} was promised, and the launches spread too far to tell (p = {p:.2g})",
+        )
+    if cell.p_promise is not None and cell.p_promise <= alpha:
+        return Verdict.PASS, f"no slower than the promised {promise:.3g} (p = {cell.p_promise:.2g})"
+    if short:
+        return Verdict.FAIL, f"slower than the promised {promise:.3g} (p = {cell.p_short:.2g})"
+    reason = f"whether it is slower than the promised {promise:.3g} is not shown (p = {cell.p_promise:.2g})"
+    return Verdict.INCONCLUSIVE, f"{reason}; more launches, or a promise a little lower, would tell"
+
+
+def _figures(cell: Throughput) -> str:
+    before, after = cell.launches
+    noun = "launch" if before == 1 else "launches"
+    backing = f"{before} {noun} a side" if before == after else f"{before} against {after} launches"
+    interval = f"{cell.ratio_low:.3f} to {cell.ratio_high:.3f}, " if min(cell.launches) > 1 else ""
+    return f"{cell.ratio:.3f} times the baseline's output tokens/s in {cell.cell} ({interval}{backing})"
+
+
+def _of(measurements: Measurements, cell: str, side: Side) -> list[CellResult]:
+    return [launch.cells[cell] for launch in measurements.launches if launch.side == side and cell in launch.cells]
+
+
+def _offered(results: Sequence[CellResult]) -> bool:
+    """Whether the load arrived at a rate of its own: its throughput is then the client's."""
+    return any(result.request_rate is not None for result in results)
