@@ -7,6 +7,7 @@
     │   └── RecipeError             2  ... and it stands in a recipe, at file:line:column
     ├── StageError                  5  a stage broke
     │   ├── ServingError            5  vLLM did not start, died or answered nonsense
+    │   │   └── RefusalError        5  ... it is there, and answered a request with an error
     │   ├── StoreError              5  the store cannot be read or written
     │   ├── UnstableValueError      5  a value in a fingerprint has no stable form (`pipeline.canonical`)
     │   └── InspectionError         1  the checkpoint is structurally wrong: it must not be served
@@ -50,6 +51,14 @@ class StageError(QuantmintError):
 
 class ServingError(StageError):
     """vLLM did not start, died, or answered with nonsense."""
+
+
+class RefusalError(ServingError):
+    """A server that is there answered a request with an error, whose HTTP status this is."""
+
+    def __init__(self, message: str, *, status: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
 
 
 class StoreError(StageError):

@@ -61,6 +61,11 @@ class RunLog:
         log._write()
         return log
 
+    def replan(self, plan: Sequence[tuple[str, str]]) -> None:
+        """Write that the run goes on with another plan, before it looks for what that names. Raises `StoreError`."""
+        self.run = replace(self.run, plan=tuple(plan))
+        self._write()
+
     def finish(self, verdict: str | None, exit_code: int, *, facts: Mapping[str, object] | None = None) -> Run:
         """Write how the run ended. ``facts`` is small plain JSON for readers. Raises `ValueError` or `StoreError`."""
         ended = timestamp(datetime.now(UTC))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pipeline.errors import ServingError
+from pipeline.errors import RefusalError, ServingError
 from pipeline.serving.running.logscan import Finding, LogScan, scan_log
 
 HOST = "127.0.0.1"
@@ -108,7 +108,7 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             raise ServingError(f"the server does not answer {path}: {error}", hint=where) from error
         if status != 200:
-            raise ServingError(f"the server answers {path} with {status}", hint=where)
+            raise RefusalError(f"the server answers {path} with {status}", status=status, hint=where)
         return answer
 
 

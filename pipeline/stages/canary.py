@@ -1,0 +1,235 @@
+"""canary: held-out prompts read by both sides, and whether the candidate still says what its baseline says.
+
+One request at a time: nothing that happens to be in the same batch changes an answer, and the prompts are few.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from eval import prompts
+from eval.canary import DIGITS, Answer, Canary, CanaryAnswers, CanaryPolicy, compare, judge
+from eval.errors import DefinitionError, MeasurementError
+from eval.prompts import Prompt
+from eval.verdict import Verdict
+from pipeline.errors import InvalidMeasurementError, RecipeError, RefusalError, ServingError, StageError
+from pipeline.serving.running.server import Server
+from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stages.serve import Side, launch_plan, model_key, vllm_version
+from pipeline.stages.source import model_folder
+from pipeline.store.disk import sha256_of
+from pipeline.store.entries import Entry
+
+ANSWERS, COMPARISON = "canary.json.gz", "comparison.json"
+LIKELIEST = 20
+"""Log probabilities for each position: as many as vLLM gives without another --max-logprobs."""
+
+_TIMEOUT_S = 600.0  # the first request may compile kernels
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryStage:
+    """The baseline's answers concern the model alone, so that all recipes of it share them.
+
+    The candidate is given the baseline's token ids. It is compared and judged in its own stage, because the run ends
+    there if it is broken.
+    """
+
+    side: Side
+    family: str = "canary"
+    version: int = 1
+
+    @property
+    def key(self) -> str:
+        """One for each side."""
+        return f"canary-{self.side}"
+
+    def inputs(self, setting: Setting) -> Mapping[str, str]:
+        """The server, which stands for the model and the launch; the model; for the candidate what to compare with."""
+        compared = {"baseline": "canary-baseline"} if self.side == "candidate" else {}
+        return {"serve": f"serve-{self.side}", "model": model_key(self.side), **compared}
+
+    def settings(self, setting: Setting) -> Mapping[str, object]:
+        """The prompts by content and length; for the candidate what it is judged by."""
+        if self.side == "candidate":
+            return {"side": self.side, "policy": policy_of(setting).to_json()}
+        return {
+            "side": self.side,
+            "prompts": sha256_of(_prompts_file(setting)),
+            "max_length": setting.recipe.target.max_model_len,
+            "likeliest": LIKELIEST,
+        }
+
+    def tools(self, setting: Setting) -> Mapping[str, str]:
+        """What tokenizes and what answers."""
+        tokenizes = versions("transformers", "tokenizers") if self.side == "baseline" else {}
+        return {**tokenizes, **vllm_version(setting)}
+
+    def run(self, job: Job) -> Output:
+        """Ask every prompt, keep every answer."""
+        folder = model_folder(job.inputs["model"])
+        baseline = None if self.side == "baseline" else read_answers(job.inputs["baseline"].path)
+        asked = tokenized(job.setting, folder) if baseline is None else _same_ids(baseline)
+        server = job.servers.get(self.side, launch_plan(job.setting, self.side, folder))
+        found: list[Answer] = []
+        with job.progress.bar(len(asked), "prompts") as advance:
+            for name, ids in asked:
+                found.append(_ask(server, name, ids))
+                advance(1)
+        answers = CanaryAnswers(tuple(found))
+        _write(job.path / ANSWERS, answers)
+        return _told(answers) if baseline is None else _compared(job, baseline, answers)
+
+    def intact(self, entry: Entry, setting: Setting) -> bool:
+        """Nothing lies outside the store."""
+        return True
+
+
+def policy_of(setting: Setting) -> CanaryPolicy:
+    """What the recipe calls broken."""
+    canary = setting.recipe.gate.canary
+    return CanaryPolicy(canary.min_agreement, canary.max_kl)
+
+
+def read_answers(folder: Path) -> CanaryAnswers:
+    """The answers that a stage has kept. Raises `StageError` where the file is none."""
+    path = folder / ANSWERS
+    try:
+        return CanaryAnswers.from_json(json.loads(gzip.decompress(path.read_bytes())))
+    except (OSError, EOFError, ValueError, MeasurementError) as error:
+        raise StageError(f"{path}: {error}", hint="`--redo canary` asks again.") from error
+
+
+def read_comparison(folder: Path) -> Canary:
+    """What the stage of the candidate found. Raises `StageError` where the file is none."""
+    path = folder / COMPARISON
+    try:
+        return Canary.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, MeasurementError) as error:
+        raise StageError(f"{path}: {error}", hint="`--redo canary` compares again.") from error
+
+
+def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Name and token ids of each prompt, as the model's own tokenizer opens a text, cut to what the server takes."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=setting.recipe.trust_remote_code
+    )
+    longest = setting.recipe.target.max_model_len - 1  # one token is left for the answer
+    asked = tuple(
+        (prompt.name, tuple(int(token) for token in tokenizer(prompt.text)["input_ids"][:longest]))
+        for prompt in _prompts(setting)
+    )
+    short = [name for name, ids in asked if len(ids) < 2]
+    if short:
+        raise InvalidMeasurementError(f"canary: the tokenizer makes fewer than two tokens of prompt {short[0]!r}")
+    return asked
+
+
+def _ask(server: Server, name: str, ids: Sequence[int]) -> Answer:
+    """One prompt's answer, an empty one where a server that is well has no finite number to give."""
+    body = {
+        "model": server.model_name,
+        "prompt": list(ids),
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": LIKELIEST,
+    }
+    try:
+        text = server.post("/v1/completions", body, timeout=_TIMEOUT_S)
+    except RefusalError as error:
+        if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        server.get("/health")  # NaN has no JSON: a server that computes it answers with an error and lives on
+        return Answer(name, tuple(ids), (), (), ())
+    try:
+        return _parsed(name, ids, json.loads(text)["choices"][0]["prompt_logprobs"])
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ServingError(
+            f"the server's answer to prompt {name!r} has no prompt_logprobs for {len(ids)} tokens: {error!r}"
+        ) from error
+
+
+def _parsed(name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapping[str, Any]] | None]) -> Answer:
+    """``positions`` [n]: of each token, the first has none, the log probabilities by id; its own is among them."""
+    if len(positions) != len(ids):
+        raise ValueError(f"{len(positions)} positions")
+    actual: list[float] = []
+    tokens: list[tuple[int, ...]] = []
+    logprobs: list[tuple[float, ...]] = []
+    for token, position in zip(ids[1:], positions[1:], strict=True):
+        if position is None:
+            raise ValueError("a position without log probabilities")
+        listed = {int(number): said["logprob"] for number, said in position.items()}
+        if not all(value is not None and math.isfinite(value) for value in listed.values()):
+            return Answer(name, tuple(ids), (), (), ())
+        rounded = {number: round(float(value), DIGITS) for number, value in listed.items()}
+        likeliest = sorted(rounded.items(), key=lambda item: (-item[1], item[0]))[:LIKELIEST]
+        actual.append(rounded[token])
+        tokens.append(tuple(number for number, _ in likeliest))
+        logprobs.append(tuple(value for _, value in likeliest))
+    return Answer(name, tuple(ids), tuple(actual), tuple(tokens), tuple(logprobs))
+
+
+def _told(answers: CanaryAnswers) -> Output:
+    """The baseline's own summary; it is no baseline where it has no numbers."""
+    silent = [answer.prompt for answer in answers.answers if not answer.actual]
+    if silent:
+        raise InvalidMeasurementError(
+            f"canary: the baseline has no finite log probabilities for {len(silent)} of "
+            f"{len(answers.answers)} prompts, such as {silent[0]!r}, so nothing can be held against it."
+        )
+    values = [value for answer in answers.answers for value in answer.actual]
+    perplexity = math.exp(-math.fsum(values) / len(values))
+    return Output(
+        result={"positions": len(values), "perplexity": perplexity},
+        summary=f"{len(answers.answers)} prompts, {len(values):,} positions, perplexity {perplexity:.4g}",
+    )
+
+
+def _compared(job: Job, baseline: CanaryAnswers, candidate: CanaryAnswers) -> Output:
+    try:
+        canary = compare(baseline, candidate)
+    except MeasurementError as error:
+        raise InvalidMeasurementError(f"canary: {error}") from error
+    verdict, reason = judge(canary, policy_of(job.setting))
+    write_json(job.path / COMPARISON, canary.to_json())
+    if verdict is not Verdict.PASS:
+        job.progress.warn(f"the canary stops this checkpoint: {reason}")
+    return Output(
+        result={
+            "verdict": verdict.value,
+            "reasons": [] if verdict is Verdict.PASS else [reason],
+            "agreement": canary.agreement,
+            "kl": canary.kl,
+        },
+        summary=f"{verdict.value}: top-1 agreement {canary.agreement:.1%}, KL {canary.kl:.3g} nats",
+    )
+
+
+def _same_ids(answers: CanaryAnswers) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((answer.prompt, answer.ids) for answer in answers.answers)
+
+
+def _write(path: Path, answers: CanaryAnswers) -> None:
+    text = json.dumps(answers.to_json(), allow_nan=False, separators=(",", ":"))
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))  # no time in it: the same answers are the same bytes
+
+
+def _prompts_file(setting: Setting) -> Path:
+    return prompts.FOLDER / f"{setting.suite.canary}.jsonl"
+
+
+def _prompts(setting: Setting) -> tuple[Prompt, ...]:
+    try:
+        return prompts.load(setting.suite.canary)
+    except DefinitionError as error:
+        raise RecipeError(str(error)) from error
