@@ -6,7 +6,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.errors import StageError
@@ -26,14 +27,33 @@ def run_logged(
     what: str,
     env: Mapping[str, str],
     watch: Callable[[str], None] = lambda _: None,
+    started: Callable[[int], None] = lambda _: None,
     secrets: Collection[str] = (),
 ) -> None:
     """Run a program to its end, its output in ``log``.
 
     It runs below a supervisor that ends it, and all that it started, whenever we leave early, however we leave.
-    ``watch`` is shown the end of the log twice a second. ``secrets`` names the variables with tokens that the program
-    may have; all others are kept from it. Raises `StageError` with the last lines of the log when the program fails.
+    ``watch`` is shown the end of the log twice a second, ``started`` once the process that the program is a child of.
+    ``secrets`` names the variables with tokens that the program may have; all others are kept from it. Raises
+    `StageError` with the last lines of the log when the program fails.
     """
+    with supervised(argv, log, env=env, secrets=secrets) as process:
+        started(process.pid)
+        while True:
+            try:
+                code = process.wait(timeout=_WATCH_S)
+                break
+            except subprocess.TimeoutExpired:
+                watch(_end_of(log))
+    if code != 0:
+        raise failed(what, code, log)
+
+
+@contextmanager
+def supervised(
+    argv: Sequence[str], log: Path, *, env: Mapping[str, str], secrets: Collection[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The supervisor of a program, whose exit code is the program's; see `run_logged`. All has ended at the exit."""
     with log.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(_GRACE_S), *argv],
@@ -44,22 +64,20 @@ def run_logged(
             start_new_session=True,
         )
         try:
-            while True:
-                try:
-                    code = process.wait(timeout=_WATCH_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    watch(_end_of(log))
+            yield process
         finally:
             assert process.stdin is not None  # noqa: S101 - asked for above
             process.stdin.close()
             process.wait()
-    if code != 0:
-        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        raise StageError(
-            f"{what} ended with exit code {code}: {' | '.join(lines[-_TAIL:]) or 'it printed nothing'}",
-            hint=f"Its whole log: {log}",
-        )
+
+
+def failed(what: str, code: int, log: Path) -> StageError:
+    """The error of a program that ended with an exit code, with the last lines of its log."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return StageError(
+        f"{what} ended with exit code {code}: {' | '.join(lines[-_TAIL:]) or 'it printed nothing'}",
+        hint=f"Its whole log: {log}",
+    )
 
 
 def _end_of(log: Path) -> str:

@@ -40,8 +40,7 @@ def test_its_output_is_kept_and_its_end_is_watched(tmp_path: Path) -> None:
     code = "import time; print('half', flush=True); time.sleep(1.3); print('whole')"
     run_logged(python(code), tmp_path / "log", what="it", env={}, watch=seen.append)
     assert (tmp_path / "log").read_text() == "half\nwhole\n"
-    assert seen
-    assert seen[-1].endswith("half\n")
+    assert any(end.endswith("half\n") for end in seen)  # the last look may fall between its last word and its end
 
 
 def test_a_failure_quotes_its_last_words_and_names_the_log(tmp_path: Path) -> None:
