@@ -22,6 +22,7 @@ _COMMANDS = {
     "serve": ("serve", "Serve a model with the knobs that its hardware calls for, or print the launch."),
     "tune": ("tune", "Measure which knobs serve a model best, and print them for its recipe."),
     "report": ("report", "Print where a recipe's report is."),
+    "compare": ("compare", "Put checkpoints side by side: accuracy, size, throughput."),
     "judge": ("judge", "Judge again from a published gate.json."),
     "recipes": ("recipes", "List the recipes, or print one resolved."),
     "schemes": ("schemes", "List the quantization schemes."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -25,3 +26,24 @@ def luminance(css: str) -> float:
 def contrast(one: str, other: str) -> float:
     high, low = sorted((luminance(one), luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
+
+
+def visit(browser: Any, url: str, theme: str, width: int) -> None:
+    """Open a page, which must be silent on the console and the network, fit the width and follow the theme."""
+    media(browser, theme, width)
+    browser.get_log("performance")
+    browser.get(url)
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
+    assert {u for u in asked if not u.startswith("data:")} == {url}
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    doubled = "return [...document.querySelectorAll('[id]')].map(e => e.id).filter((x, i, a) => a.indexOf(x) != i)"
+    assert browser.execute_script(doubled) == []
+    paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (luminance(paper) < 0.1) == (theme == "dark")
+    texts = "return [...document.querySelectorAll('svg.plot text')].filter(t => t.getBoundingClientRect().height)"
+    for label in browser.execute_script(texts):
+        fill = label.value_of_css_property("fill")
+        # What stands in a filled mark has the paper's colour.
+        assert contrast(fill, paper) >= 4.5 or fill == paper, label.text

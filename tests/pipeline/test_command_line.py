@@ -18,7 +18,7 @@ from pipeline.errors import ServingError
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "pydantic", "rich", "scipy", "matplotlib", "datasets", "lm_eval", "numpy", "yaml")
 COMMANDS = (
-    "run", "plan", "quantize", "explain", "inspect", "report", "judge", "recipes", "schemes", "schema", "runs", "gc"
+    "run", "plan", "quantize", "explain", "inspect", "report", "compare", "judge", "recipes", "schemes", "schema", "runs", "gc"
 )  # fmt: skip
 Quantmint = Callable[..., Any]
 

@@ -1,0 +1,276 @@
+"""Checkpoints side by side, in groups that share a baseline: only within one do accuracies have a common zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval.accuracy import Accuracy
+from eval.comparison.contender import Contender, Place
+from eval.comparison.direct import Direct, compare_all
+from eval.comparison.front import Score, front
+from eval.throughput import Throughput
+from eval.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """One task by one metric, with each contender's result by its place in the group; None where it was not asked."""
+
+    task: str
+    metric: str
+    results: tuple[Accuracy | None, ...]
+    margins: tuple[float | None, ...]
+    verdicts: tuple[Verdict | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CellRow:
+    """One cell of a workload, with each contender's result by its place in the group."""
+
+    cell: str
+    results: tuple[Throughput | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """The throughput of the contenders that were measured in one place, and in no other table."""
+
+    place: Place
+    cells: tuple[CellRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a contender stands: the recovery of its worst task and the speed of its worst cell, with intervals.
+
+    `worst` are the result on the shared gated task with the least recovery, and the cell with the least ratio; None
+    where there is none that all share. `on_front`: nothing that it can be compared with beats it.
+    """
+
+    letter: str
+    contender: Contender
+    worst: Accuracy | None
+    slowest: Throughput | None
+    on_front: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The contenders that were judged against one baseline."""
+
+    model: str
+    baseline: str
+    marks: tuple[Mark, ...]
+    tasks: tuple[TaskRow, ...]
+    speeds: tuple[Speeds, ...]
+    direct: tuple[Direct, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All that the page and the terminal show. `warnings` come before any figure."""
+
+    groups: tuple[Group, ...]
+    warnings: tuple[str, ...]
+
+
+def letter(number: int) -> str:
+    """A, B, ... Z, AA, AB, ..."""
+    text = ""
+    while number >= 0:
+        number, digit = number // 26 - 1, number % 26
+        text = chr(ord("A") + digit) + text
+    return text
+
+
+def side_by_side(contenders: Sequence[Contender], confidence: float = 0.95) -> Comparison:
+    """Put contenders side by side, lettered in their order; `confidence` is that of the direct differences."""
+    lettered = [(letter(number), contender) for number, contender in enumerate(contenders)]
+    baselines: dict[str, list[tuple[str, Contender]]] = {}
+    for name, contender in lettered:
+        baselines.setdefault(contender.baseline, []).append((name, contender))
+    groups = tuple(_group(members, confidence) for members in baselines.values())
+    return Comparison(groups, tuple(_warnings(lettered, groups)))
+
+
+def _group(members: Sequence[tuple[str, Contender]], confidence: float) -> Group:
+    contenders = [contender for _, contender in members]
+    shared = _shared_tasks(contenders)
+    worst = [_worst(contender, shared) for contender in contenders]
+    slowest = _slowest(contenders)
+    scores = [
+        None
+        if result is None or result.recovery is None or contender.gate.verdict is Verdict.INVALID
+        else Score(result.recovery, contender.size_ratio, cell.ratio if cell else None, contender.place)
+        for contender, result, cell in zip(contenders, worst, slowest, strict=True)
+    ]
+    marks = tuple(
+        Mark(name, contender, result, cell, best)
+        for (name, contender), result, cell, best in zip(members, worst, slowest, front(scores), strict=True)
+    )
+    answers = {number: c.answers for number, c in enumerate(contenders) if c.answers}
+    return Group(
+        model=contenders[0].model,
+        baseline=contenders[0].baseline,
+        marks=marks,
+        tasks=_task_rows(contenders),
+        speeds=_speeds(contenders),
+        direct=compare_all(answers, confidence) if len(answers) > 1 else (),
+        notes=tuple(_notes(marks, shared)),
+    )
+
+
+def _task_rows(contenders: Sequence[Contender]) -> tuple[TaskRow, ...]:
+    names = dict.fromkeys((result.task, result.metric) for c in contenders for result in c.gate.accuracy)
+    return tuple(
+        TaskRow(
+            task,
+            metric,
+            tuple(c.accuracy(task, metric) for c in contenders),
+            tuple(c.gate.policy.margins.get(task) for c in contenders),
+            tuple(c.gate.verdict_of("accuracy", task) for c in contenders),
+        )
+        for task, metric in names
+    )
+
+
+def _gated(contender: Contender) -> dict[tuple[str, str], Accuracy]:
+    margins = contender.gate.policy.margins
+    found = contender.gate.accuracy
+    return {(r.task, r.metric): r for r in found if r.task in margins and r.recovery is not None}
+
+
+def _shared_tasks(contenders: Iterable[Contender]) -> frozenset[tuple[str, str]]:
+    """Gated tasks that every contender with any accuracy was asked: only these rank them."""
+    asked = [frozenset(found) for c in contenders if (found := _gated(c))]
+    return frozenset.intersection(*asked) if asked else frozenset()
+
+
+def _worst(contender: Contender, shared: frozenset[tuple[str, str]]) -> Accuracy | None:
+    found = [result for key, result in _gated(contender).items() if key in shared]
+    return min(found, key=lambda result: result.recovery or 0.0, default=None)
+
+
+def _slowest(contenders: Sequence[Contender]) -> list[Throughput | None]:
+    """Each one's least ratio over the cells that all contenders measured in the same place share."""
+    found: list[Throughput | None] = []
+    for contender in contenders:
+        beside = [c for c in contenders if c.place == contender.place and c.gate.throughput]
+        names = [{cell.cell for cell in c.gate.throughput} - c.paced for c in beside]
+        shared = set.intersection(*names) if names else set()
+        cells = [cell for cell in contender.gate.throughput if cell.cell in shared]
+        found.append(min(cells, key=lambda cell: cell.ratio, default=None))
+    return found
+
+
+def _speeds(contenders: Sequence[Contender]) -> tuple[Speeds, ...]:
+    tables = []
+    for place in dict.fromkeys(c.place for c in contenders if c.gate.throughput):
+        here = [{t.cell: t for t in c.gate.throughput} if c.place == place else {} for c in contenders]
+        names = dict.fromkeys(cell for cells in here for cell in cells)
+        tables.append(Speeds(place, tuple(CellRow(n, tuple(cells.get(n) for cells in here)) for n in names)))
+    return tuple(tables)
+
+
+def _warnings(lettered: Sequence[tuple[str, Contender]], groups: Sequence[Group]) -> Iterable[str]:
+    if len(groups) > 1:
+        parts = "; ".join(f"{_names(g.marks)} against {g.model} ({g.baseline[:20]})" for g in groups)
+        yield (
+            f"These checkpoints have {len(groups)} different baselines: {parts}. A change from one baseline says "
+            "nothing beside a change from another, so each group stands alone."
+        )
+    places: dict[Place, list[str]] = {}
+    for name, contender in lettered:
+        if contender.gate.throughput:
+            places.setdefault(contender.place, []).append(name)
+    if len(places) > 1:
+        parts = "; ".join(f"{', '.join(names)} on {where(place)}" for place, names in places.items())
+        yield (
+            f"Throughput was measured in {len(places)} places: {parts}. Figures of different hardware or software are "
+            "never compared: each place has a table of its own."
+        )
+    same: dict[str, list[str]] = {}
+    for name, contender in lettered:
+        same.setdefault(contender.gate.artefact, []).append(name)
+    for names in same.values():
+        if len(names) > 1:
+            yield f"{' and '.join(names)} are the same checkpoint, byte for byte."
+    for name, contender in lettered:
+        if contender.gate.verdict is Verdict.INVALID:
+            yield f"{name} ({contender.name}) is INVALID: its figures are shown, but mean nothing."
+
+
+def _notes(marks: Sequence[Mark], shared: frozenset[tuple[str, str]]) -> Iterable[str]:
+    if not shared and any(mark.contender.gate.accuracy for mark in marks):
+        yield "No gated task was asked of all of them, so nothing ranks them by accuracy."
+    runtimes = dict.fromkeys(mark.contender.place for mark in marks)
+    if len(runtimes) > 1:
+        parts = "; ".join(
+            f"{', '.join(m.letter for m in marks if m.contender.place == place)} on {where(place)}"
+            for place in runtimes
+        )
+        yield f"Not all were asked through the same server: {parts}. Kernels that round differently move a few answers."
+    silent = [mark for mark in marks if mark.contender.unread]
+    if len(marks) > 1:
+        for mark in silent:
+            yield f"{mark.letter} has no part in the direct comparison: {mark.contender.unread}."
+
+
+def where(place: Place) -> str:
+    """A place in words."""
+    hardware, device, engine = place
+    return f"{hardware} ({device}) by {engine}" if device else f"{hardware} by {engine}"
+
+
+def _names(marks: Iterable[Mark]) -> str:
+    return ", ".join(mark.letter for mark in marks)
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as plain JSON, each contender under its letter."""
+    return {
+        "warnings": list(comparison.warnings),
+        "groups": [
+            {
+                "model": group.model,
+                "baseline": group.baseline,
+                "notes": list(group.notes),
+                "contenders": {mark.letter: _contender(mark) for mark in group.marks},
+                "direct": [_direct(direct, group.marks) for direct in group.direct],
+            }
+            for group in comparison.groups
+        ],
+    }
+
+
+def _direct(direct: Direct, marks: Sequence[Mark]) -> Mapping[str, Any]:
+    return {**direct.to_json(), "first": marks[direct.first].letter, "second": marks[direct.second].letter}
+
+
+def _contender(mark: Mark) -> dict[str, Any]:
+    found = mark.contender
+    gate = found.gate
+    return {
+        "name": found.name,
+        "scheme": found.scheme,
+        "created": found.created,
+        "artefact": gate.artefact,
+        "verdict": gate.verdict.value,
+        "reasons": list(gate.reasons),
+        "on_front": mark.on_front,
+        "hardware": gate.hardware,
+        "device": gate.device,
+        "runtime": gate.runtime,
+        "bytes": {"baseline": found.size[0], "candidate": found.size[1], "ratio": found.size_ratio},
+        "worst_task": None if mark.worst is None else mark.worst.task,
+        "accuracy": [result.to_json() for result in gate.accuracy],
+        "throughput": [cell.to_json() for cell in gate.throughput],
+        "canary": None if gate.canary is None else gate.canary.to_json(),
+        "kv_tokens": None
+        if found.kv_tokens is None
+        else {"baseline": found.kv_tokens[0], "candidate": found.kv_tokens[1]},
+        "headlines": [headline.to_json() for headline in gate.headlines],
+    }

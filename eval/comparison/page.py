@@ -1,0 +1,93 @@
+"""The HTML page of a comparison: it loads nothing and runs no script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import eval.report
+from eval.comparison import plots, words
+from eval.comparison.direct import word
+from eval.comparison.model import Comparison, Group, Mark, where
+from eval.comparison.plots import Spot
+from eval.report.numbers import FILTERS
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+WIDE, NARROW = 912, 340
+
+
+def environment(folder: Path) -> Environment:
+    """Templates of a folder, escaped, with the filters of figures and the report's style sheet before its own."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    made = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= FILTERS
+    sheets = (Path(eval.report.__file__).parent / "page.css", folder / "page.css")
+    # Ours: two files of this package.
+    made.globals["style"] = Markup("".join(sheet.read_text(encoding="utf-8") for sheet in sheets))  # noqa: S704
+    return made
+
+
+def both(draw: Callable[..., str], name: str, *, wide: int = WIDE) -> Any:
+    """A plot twice, for wide and for narrow screens; the style sheet shows the one that fits."""
+    from markupsafe import Markup
+
+    broad, slim = draw(width=wide, name=f"{name}-w"), draw(width=NARROW, name=f"{name}-n")
+    return Markup(f'<div class="wide">{broad}</div><div class="narrow">{slim}</div>')  # noqa: S704 - our own SVG
+
+
+def render(comparison: Comparison) -> str:
+    """Render the page."""
+    made = environment(Path(__file__).parent)
+    made.globals |= {"words": words, "word": word, "where": where}
+    return made.get_template("page.html.j2").render(
+        comparison=comparison,
+        marks=[mark for group in comparison.groups for mark in group.marks],
+        drawn=[_plots(group, index) for index, group in enumerate(comparison.groups)],
+    )
+
+
+def _plots(group: Group, index: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"planes": []}
+    for name, kinds in (("forest", ("binary", "graded")), ("perplexity", ("perplexity",))):
+        rows = [row for row in group.tasks if any(r and r.kind in kinds for r in row.results)]
+        found[name] = both(partial(plots.forest, group, rows), f"g{index}-{name}") if rows else None
+    ranked = [mark for mark in group.marks if mark.worst and mark.worst.recovery is not None]
+    views = [("", "size over the baseline's", True, [_over_size(mark) for mark in ranked])]
+    for speeds in group.speeds:
+        spots = [spot for mark in ranked if mark.contender.place == speeds.place and (spot := _over_speed(mark))]
+        views.append((where(speeds.place), "tokens/s over the baseline's", False, spots))
+    for number, (caption, title, smaller, spots) in enumerate(views):
+        if spots:
+            half = (WIDE - 32) // 2 if len(views) > 1 else WIDE
+            draw = partial(plots.plane, spots, x_title=title, smaller_is_better=smaller)
+            found["planes"].append((caption, both(draw, f"g{index}-plane{number}", wide=half)))
+    return found
+
+
+def _over_size(mark: Mark) -> Spot:
+    return _spot(mark, mark.contender.size_ratio, None)
+
+
+def _over_speed(mark: Mark) -> Spot | None:
+    cell = mark.slowest
+    return None if cell is None else _spot(mark, cell.ratio, (cell.ratio_low, cell.ratio_high))
+
+
+def _spot(mark: Mark, x: float, x_range: tuple[float, float] | None) -> Spot:
+    worst = mark.worst
+    assert worst is not None and worst.recovery is not None  # noqa: S101, PT018 - only ranked ones are drawn
+    low, high = worst.recovery_low, worst.recovery_high
+    y_range = None if low is None or high is None else (100 * low, 100 * high)
+    return Spot(mark.letter, mark.contender.gate.verdict, mark.on_front, x, x_range, 100 * worst.recovery, y_range)

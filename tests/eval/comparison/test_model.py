@@ -1,0 +1,143 @@
+"""What is compared with what: one baseline a group, one place a table of throughput, tasks by their names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eval.comparison.contender import Contender, read
+from eval.comparison.model import Comparison, letter, side_by_side, to_json
+from eval.errors import MeasurementError
+from eval.verdict import Verdict
+from tests.checkpoints import GOOD, SMALL, WORSE, Checkpoint
+
+
+def contender(checkpoint: Checkpoint, folder: Path) -> Contender:
+    return read(checkpoint.write(folder / checkpoint.name), folder / checkpoint.name / "gate.json")
+
+
+def compared(folder: Path, *checkpoints: Checkpoint) -> Comparison:
+    return side_by_side([contender(checkpoint, folder) for checkpoint in checkpoints])
+
+
+def test_letters_go_on_after_z() -> None:
+    assert [letter(number) for number in (0, 1, 25, 26, 27, 701, 702)] == ["A", "B", "Z", "AA", "AB", "ZZ", "AAA"]
+
+
+def test_three_of_one_baseline(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, GOOD, SMALL, WORSE)
+    (group,) = comparison.groups
+    assert comparison.warnings == group.notes == ()
+    # Smaller, or faster and more accurate: nothing beats the first two; the third is beaten by the first in all.
+    assert [(mark.letter, mark.on_front) for mark in group.marks] == [("A", True), ("B", True), ("C", False)]
+    assert [mark.worst and mark.worst.task for mark in group.marks] == ["sums", "prose", "sums"]
+    assert [mark.slowest and mark.slowest.cell for mark in group.marks] == ["c64"] * 3
+    assert [row.task for row in group.tasks] == ["facts", "sums", "prose"]
+    assert [(direct.first, direct.second, len(direct.results)) for direct in group.direct] == [
+        (0, 1, 3), (0, 2, 3), (1, 2, 3)
+    ]  # fmt: skip
+    assert group.marks[0].contender.kv_tokens == (1_262_352, 2_524_704)
+
+
+def test_other_baselines_stand_alone_and_are_said(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, GOOD, replace(SMALL, model="Qwen/Qwen3-8B"), WORSE)
+    assert [[mark.letter for mark in group.marks] for group in comparison.groups] == [["A", "C"], ["B"]]
+    assert "2 different baselines: A, C against meta-llama/Llama-3.1-8B-Instruct" in comparison.warnings[0]
+    assert comparison.groups[1].direct == ()
+    # Alone against its baseline, nothing beats it.
+    assert comparison.groups[1].marks[0].on_front
+
+
+def test_throughput_of_other_hardware_has_its_own_table_and_beats_nobody(tmp_path: Path) -> None:
+    elsewhere = replace(WORSE, hardware="h100", device="NVIDIA H100 80GB HBM3")
+    comparison = compared(tmp_path, GOOD, elsewhere)
+    (group,) = comparison.groups
+    assert "Throughput was measured in 2 places: A on mi300x" in comparison.warnings[0]
+    assert "B on h100 (NVIDIA H100 80GB HBM3) by vllm" in comparison.warnings[0]
+    for speeds, number in zip(group.speeds, (0, 1), strict=True):
+        assert all([cell is not None for cell in row.results] == [number == 0, number == 1] for row in speeds.cells)
+    assert all(mark.on_front for mark in group.marks)
+    assert "Not all were asked through the same server" in group.notes[0]
+
+
+def test_tasks_are_aligned_by_name_and_rank_only_where_all_were_asked(tmp_path: Path) -> None:
+    fewer = replace(WORSE, lost={"facts": 44}, gained={"facts": 12}, nats=None)
+    (group,) = compared(tmp_path, GOOD, fewer).groups
+    rows = {row.task: [result is not None for result in row.results] for row in group.tasks}
+    assert rows == {"facts": [True, True], "sums": [True, False], "prose": [True, False]}
+    assert {mark.worst.task for mark in group.marks if mark.worst} == {"facts"}
+    assert [result.task for result in group.direct[0].results] == ["facts"]
+
+
+def test_nothing_in_common_ranks_nobody(tmp_path: Path) -> None:
+    one, other = (replace(GOOD, name=t, lost={t: 4}, gained={t: 4}, nats=None) for t in ("facts", "sums"))
+    (group,) = compared(tmp_path, one, other).groups
+    assert [(mark.worst, mark.on_front) for mark in group.marks] == [(None, False)] * 2
+    assert group.notes == ("No gated task was asked of all of them, so nothing ranks them by accuracy.",)
+
+
+def test_an_invalid_one_is_named_and_never_on_the_front(tmp_path: Path) -> None:
+    broken = replace(SMALL, faults=("default KV scales were used",))
+    comparison = compared(tmp_path, GOOD, broken)
+    assert comparison.groups[0].marks[1].contender.gate.verdict is Verdict.INVALID
+    assert comparison.groups[0].marks[1].on_front is False
+    assert comparison.warnings == ("B (llama8b-mxfp4) is INVALID: its figures are shown, but mean nothing.",)
+
+
+def test_the_same_bytes_twice_are_said(tmp_path: Path) -> None:
+    report = GOOD.write(tmp_path)
+    assert "A and B are the same checkpoint, byte for byte." in side_by_side([read(report, None)] * 2).warnings
+
+
+def test_without_the_record_only_the_direct_comparison_is_lost(tmp_path: Path) -> None:
+    one, other = contender(GOOD, tmp_path), read(SMALL.write(tmp_path / "b"), None)
+    (group,) = side_by_side([one, other]).groups
+    assert group.direct == ()
+    assert "B has no part in the direct comparison: its gate.json is not at hand." in group.notes
+    assert group.tasks[0].results[1] is not None
+
+
+def test_a_record_of_another_judgement_is_not_used(tmp_path: Path) -> None:
+    report = GOOD.write(tmp_path / "a")
+    WORSE.write(tmp_path / "b")
+    found = read(report, tmp_path / "b" / "gate.json")
+    assert found.answers == {}
+    assert "is of another judgement than the report" in str(found.unread)
+    (tmp_path / "b" / "gate.json").write_text("{}")
+    assert "gate.json" in str(read(report, tmp_path / "b" / "gate.json").unread)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"gate": None}, "nothing at gate"),
+        ({"gate": {}}, "its gate: not a report of the gate"),
+        ({"size": {"baseline_bytes": 1.5, "candidate_bytes": 1}}, "float at size.baseline_bytes"),
+        ({"size": {"baseline_bytes": 0, "candidate_bytes": 1}}, "sizes of 0 and 1 bytes"),
+        ({"digests": {}}, "nothing at digests.source"),
+        ({"name": ["x"]}, "list at name"),
+    ],
+)
+def test_what_a_report_lacks_is_named(tmp_path: Path, broken: dict[str, object], words: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({**GOOD.report(), **broken}))
+    with pytest.raises(MeasurementError, match=words):
+        read(path, None)
+    path.write_text("[1]")
+    with pytest.raises(MeasurementError, match=r"nothing at size\.baseline_bytes"):
+        read(path, None)
+    path.write_text("{")
+    with pytest.raises(MeasurementError, match="not JSON"):
+        read(path, None)
+
+
+def test_json_is_plain_and_by_letter(tmp_path: Path) -> None:
+    data = json.loads(json.dumps(to_json(compared(tmp_path, GOOD, SMALL)), allow_nan=False))
+    (group,) = data["groups"]
+    assert group["contenders"]["A"]["on_front"] is True
+    assert group["contenders"]["B"]["verdict"] == "FAIL"
+    assert group["contenders"]["B"]["reasons"]
+    assert (group["direct"][0]["first"], group["direct"][0]["second"]) == ("A", "B")

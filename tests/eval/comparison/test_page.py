@@ -1,0 +1,65 @@
+"""The page of a comparison in a real browser: readable in both themes and on a phone, silent, escaped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.comparison.contender import read
+from eval.comparison.model import Comparison, side_by_side
+from eval.comparison.page import render
+from tests.checkpoints import GOOD, SMALL, WORSE
+from tests.pages import visit
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    elsewhere = replace(
+        WORSE, name="llama8b-on-h100", hardware="h100", device="NVIDIA H100 80GB HBM3", scheme=HOSTILE, nats=None
+    )
+    other = replace(GOOD, name="qwen", model="Qwen/Qwen3-8B", speeds={}, nats=None)
+    made = (GOOD, SMALL, WORSE, elsewhere, other)
+    return side_by_side([read(c.write(folder / c.name), folder / c.name / "gate.json") for c in made])
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1100, 375])
+def test_page_opens_silently(browser: Any, comparison: Comparison, tmp_path: Path, theme: str, width: int) -> None:
+    path = tmp_path / "compare.html"
+    path.write_text(render(comparison))
+    visit(browser, path.as_uri(), theme, width)
+    warning = browser.find_element("css selector", ".warning")
+    assert "2 different baselines" in warning.text
+    assert warning.location["y"] < 900
+    plots = browser.find_elements("css selector", "svg.plot")
+    # Of the first baseline: size, two places, scores, perplexity; of the second: size, scores.
+    assert sum(svg.is_displayed() for svg in plots) == len(plots) // 2 == 7
+    reasons = browser.find_element("css selector", "details")
+    assert not reasons.find_element("tag name", "li").is_displayed()
+    reasons.find_element("tag name", "summary").click()
+    assert reasons.find_element("tag name", "li").is_displayed()
+
+
+def test_what_reports_say_is_escaped(comparison: Comparison) -> None:
+    text = render(comparison)
+    assert HOSTILE not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "<script" not in text
+
+
+def test_the_same_comparison_gives_the_same_bytes(comparison: Comparison) -> None:
+    assert render(comparison) == render(comparison)
+
+
+def test_missing_tasks_and_places_are_shown_as_such(comparison: Comparison) -> None:
+    text = render(comparison)
+    assert text.count("not asked") == 1  # prose, of the one on the H100
+    assert "h100 (NVIDIA H100 80GB HBM3) by vllm" in text
+    assert "not measured" in text  # the throughput of the other model
