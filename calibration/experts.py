@@ -8,7 +8,7 @@ is dropped, and what the model goes on with is its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,16 +92,7 @@ class _Stack:
 
     def owner(self, weight: Any) -> tuple[str, int | None] | None:
         """The parameter that a tensor is a part of, with the expert; None for the whole parameter's."""
-        import torch
-
-        if not isinstance(weight, torch.Tensor):
-            return None
-        for key, parameter in self.parameters.items():
-            if weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
-                whole = weight.ndim == 3 and weight.shape[0] == parameter.shape[0]
-                offset = weight.storage_offset() - parameter.storage_offset()
-                return key, None if whole else offset // parameter.stride(0)
-        return None
+        return stacked_part(self.parameters, weight)
 
     def see(self, weight: Any, entering: torch.Tensor) -> None:
         """Take the input of a product with a part of the stack: [tokens, I], or [E, tokens, I] for all of it."""
@@ -152,6 +143,23 @@ class _Stack:
         step = max(hidden.shape[0] // self.count, 1)
         for start in range(0, rows.shape[0], step):
             module(rows[start : start + step].repeat(self.count, 1))
+
+
+def stacked_part(parameters: Mapping[str, torch.nn.Parameter], weight: Any) -> tuple[str, int | None] | None:
+    """Which of some 3-D parameters [E, ., .] a tensor is a part of, with the expert; None in place of one for all.
+
+    None for a tensor that is no part of any.
+    """
+    import torch
+
+    if not isinstance(weight, torch.Tensor):
+        return None
+    for key, parameter in parameters.items():
+        if weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
+            whole = weight.ndim == 3 and weight.shape[0] == parameter.shape[0]
+            offset = weight.storage_offset() - parameter.storage_offset()
+            return key, None if whole else offset // parameter.stride(0)
+    return None
 
 
 def _seeing(stack: _Stack) -> Any:

@@ -7,7 +7,7 @@ parameters by transformers' own rules (renamed, stacked, concatenated), one part
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,22 +73,26 @@ class _Tensor:
 class Shards:
     """The tensors of a model folder, safetensors only.
 
-    Raises `CalibrationError` for a folder without safetensors, and for weights that are quantized already, but for FP8
-    in blocks (``weight_scale_inv``, as DeepSeek publishes it), which is decoded.
+    ``only`` names the ones that are wanted, as they are stored: those of a quantized checkpoint that stay in 16 bit.
+
+    Raises `CalibrationError` for a folder without safetensors, and, without ``only``, for weights that are quantized
+    already, but for FP8 in blocks (``weight_scale_inv``, as DeepSeek publishes it), which is decoded.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, only: Collection[str] | None = None) -> None:
         from safetensors import SafetensorError
 
         self.folder = folder
         try:
-            self._block = _block_size(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder)
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            self._block = _block_size(config, folder) if only is None else None
             self._files = _files(folder)
             self._open: dict[str, Any] = {}
             self.unmap()
         except (OSError, ValueError, SafetensorError) as error:
             raise CalibrationError(f"{folder}: the weights cannot be read: {error}") from error
-        self._place = {name: file for file, handle in self._open.items() for name in handle.keys()}  # noqa: SIM118
+        place = {name: file for file, handle in self._open.items() for name in handle.keys()}  # noqa: SIM118
+        self._place = {name: file for name, file in place.items() if only is None or name in only}
 
     @property
     def names(self) -> tuple[str, ...]:

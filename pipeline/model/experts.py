@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
@@ -50,6 +51,27 @@ def part_of(module_name: str) -> tuple[int, str] | None:
     """Number and projection of a single expert's module, under whatever names; None for any other name."""
     one = _ONE.fullmatch(module_name)
     return (int(one[2]), _MIXTRAL.get(one[3], one[3])) if one else None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The part of a stack that is one projection of one expert: ``parameter``[expert], transposed to [O, I] where it
+    is stored as [I, O], and of that the rows [first, last)."""
+
+    parameter: str
+    expert: int
+    rows: tuple[int, int]
+    transposed: bool
+
+
+def place_of(experts: Any, name: str, expert: int, projection: str) -> Place:
+    """Where a module that stacks experts, called ``name`` in the model, holds a projection of one of them."""
+    stacks = dict(experts.named_parameters(recurse=False))
+    key = next(key for key, parts in _PARTS.items() if projection in parts and key in stacks)
+    own = f"{name}.{key}"
+    height, _ = expert_shape(experts, own, stacks[key])
+    first = _PARTS[key].index(projection) * height
+    return Place(key, expert, (first, first + height), _is_transposed(experts, own))
 
 
 def expert_shape(experts: Any, own: str, parameter: torch.Tensor) -> tuple[int, int]:

@@ -1,0 +1,82 @@
+"""Questions of all connections, answered together: what waits while the model computes is its next work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+from pipeline.reference.questions import Answer, Question
+
+_TOKENS = 8192  # of the prompts of a batch, padding included
+_CACHED = 4 * _TOKENS  # with the answers
+_LOGITS = 1 << 28  # of a batch, where those of the prompts are wanted: 1 GiB in float32
+_SPREAD = 1.25
+
+_Waiting = tuple[Question, "Future[Answer]"]
+
+
+class Batches:
+    """Answers questions on one thread of its own, for any number of callers."""
+
+    def __init__(self, answer: Callable[[Sequence[Question]], Sequence[Answer]], vocabulary: int) -> None:
+        self._answer, self._vocabulary = answer, vocabulary
+        self._queue: SimpleQueue[_Waiting] = SimpleQueue()
+        threading.Thread(target=self._work, name="batches", daemon=True).start()
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        """Answers in the order of the questions; raises what computing them raised."""
+        waiting: list[_Waiting] = [(question, Future()) for question in questions]
+        for one in waiting:
+            self._queue.put(one)
+        return [future.result() for _, future in waiting]
+
+    def _work(self) -> None:
+        while True:
+            waiting = [self._queue.get()]
+            while not self._queue.empty():
+                waiting.append(self._queue.get())
+            for numbers in cut([question for question, _ in waiting], self._vocabulary):
+                self._settle([waiting[number] for number in numbers])
+
+    def _settle(self, batch: Sequence[_Waiting]) -> None:
+        try:
+            answers = self._answer([question for question, _ in batch])
+        except Exception as error:  # whatever it was, somebody waits for it
+            for _, future in batch:
+                future.set_exception(error)
+            return
+        for (_, future), found in zip(batch, answers, strict=True):
+            future.set_result(found)
+
+
+def cut(questions: Sequence[Question], vocabulary: int) -> list[list[int]]:
+    """Numbers of the questions that are answered together.
+
+    Those of similar length are: the shortest first, what is only read apart from what is also continued.
+    """
+    order = sorted(range(len(questions)), key=lambda number: _kind(questions[number]))
+    batches: list[list[int]] = []
+    for number in order:
+        question = questions[number]
+        batch = batches[-1] if batches else []
+        if batch and _fits(questions[batch[0]], question, len(batch) + 1, vocabulary):
+            batch.append(number)
+        else:
+            batches.append([number])
+    return batches
+
+
+def _kind(question: Question) -> tuple[bool, bool, int, int]:
+    return question.max_tokens > 1, question.prompt_top is not None, len(question.ids), question.max_tokens
+
+
+def _fits(first: Question, question: Question, rows: int, vocabulary: int) -> bool:
+    """Whether a question, the longest up to now, may join a batch that would have so many rows."""
+    if _kind(first)[:2] != _kind(question)[:2] or len(question.ids) > _SPREAD * len(first.ids) + 8:
+        return False
+    tokens = rows * len(question.ids)
+    if question.max_tokens > 1 and rows * max(first.longest, question.longest) > _CACHED:
+        return False
+    return tokens <= _TOKENS and (question.prompt_top is None or tokens * vocabulary <= _LOGITS)

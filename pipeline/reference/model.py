@@ -1,0 +1,102 @@
+"""A checkpoint as a model of transformers that computes what the stored bytes stand for.
+
+>>> loaded = load(Path("model-fp8"), "cpu")
+>>> loaded.runtime
+'transformers 5.17.0 in float32, dequantized weights, simulated FP8 activations, FP8 KV cache'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.formats.layout import Claims, layout_of
+from pipeline.inspection.structure import check_structure
+from pipeline.model.structure import Structure, meta_model, read_structure
+from pipeline.recipe.modules import text_config
+from pipeline.reference.cache import Scales
+from pipeline.reference.placing import Placing
+from pipeline.reference.words import runtime_words
+
+_RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to answer; ``kv_scales`` are empty where the cache stays as it is.
+
+    ``runtime`` are the words for what computes.
+    """
+
+    model: Any
+    device: str
+    kv_scales: Scales
+    runtime: str
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """Of the cache that answers are computed with, as vLLM names it: "fp8" or "auto"."""
+        return "fp8" if self.kv_scales else "auto"
+
+
+def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> Loaded:
+    """Load a 16-bit model, or a checkpoint in either layout, onto a device, in float32.
+
+    Raises `UserError` for a checkpoint that is not what its configuration promises, and for one that cannot be
+    represented: an unknown scheme, rotations that are computed when the model runs, an FP8 cache of latents, layers
+    that keep a state.
+    """
+    checkpoint = open_checkpoint(folder)
+    structure = read_structure(folder, checkpoint.tensors, trust_remote_code=trust_remote_code)
+    claims = _claims(checkpoint, structure)
+    model = meta_model(folder, trust_remote_code=trust_remote_code).float().eval()
+    _refuse_states(folder, model)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # products of single experts, which can be seen
+    placing = Placing(checkpoint, structure, claims, model, device)
+    placing.weights()
+    placing.activations()
+    used = sorted({scheme for scheme in claims.schemes.values() if scheme is not None})
+    return Loaded(model, device, placing.kv_scales(), runtime_words(used, fp8_cache=claims.kv_cache))
+
+
+def _claims(checkpoint: Checkpoint, structure: Structure) -> Claims:
+    """What is quantized how; nothing for a model that is in 16 bit, or that is decoded to it."""
+    if structure.quantized_by is None:
+        return Claims({}, {}, kv_cache=False)
+    form = layout_of(checkpoint.config)
+    declared: Mapping[str, Any] = checkpoint.config["quantization_config"]
+    if (declared.get("transform_config") or {}).get("config_groups"):
+        raise _unknown(checkpoint.folder, "its transform_config rotates activations when the model runs")
+    claims = form.claims(declared, [*structure.linear, *structure.kept])
+    if claims.unknown:
+        module, what = next(iter(claims.unknown.items()))
+        raise _unknown(checkpoint.folder, f"the configuration of {module} ({what}) is no scheme that quantmint knows")
+    rank = text_config(checkpoint.config).get("kv_lora_rank")
+    if claims.kv_cache and rank is not None:
+        raise _unknown(checkpoint.folder, f"it has an FP8 cache for latent attention (kv_lora_rank {rank})")
+    finding = next(check_structure(checkpoint, structure, claims), None)
+    if finding is not None:
+        raise UserError(
+            f"{checkpoint.folder}: it is not what its configuration promises: {finding.where}: {finding.message}",
+            hint="`quantmint inspect` lists every such finding.",
+        )
+    return claims
+
+
+def _refuse_states(folder: Path, model: Any) -> None:
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    state = next((kind for kind in kinds if any(word in kind for word in _RECURRENT)), None)
+    if state is not None or getattr(model, "_is_stateful", False):
+        raise _unknown(folder, f"its layers keep a state ({state or 'stateful'}), which padding would change")
+
+
+def _unknown(folder: Path, why: str) -> UserError:
+    return UserError(
+        f"{folder}: the reference runtime cannot represent this checkpoint: {why}.",
+        hint="Take evaluation.runtime: vllm.",
+    )
