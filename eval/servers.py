@@ -76,19 +76,19 @@ def differences(baseline: Server, candidate: Server) -> tuple[str, ...]:
     found = [
         f"{noun} differs: {before} for the baseline, {after} for the candidate"
         for noun, before, after in (
-            ("runtime", baseline.engine, candidate.engine),
-            ("version", baseline.version, candidate.version),
-            ("container image", baseline.image, candidate.image),
-            ("hardware", baseline.hardware, candidate.hardware),
-            ("device", baseline.device, candidate.device),
-            ("chat template", _short(baseline.template), _short(candidate.template)),
-            ("tokenizer", _short(baseline.tokenizer), _short(candidate.tokenizer)),
+            ("Runtime", baseline.engine, candidate.engine),
+            ("Version", baseline.version, candidate.version),
+            ("Container image", baseline.image, candidate.image),
+            ("Hardware", baseline.hardware, candidate.hardware),
+            ("Device", baseline.device, candidate.device),
+            ("Chat template", _short(baseline.template), _short(candidate.template)),
+            ("Tokenizer", _short(baseline.tokenizer), _short(candidate.tokenizer)),
         )
         if before != after
     ]
     for noun, before_map, after_map in (
-        ("server flag", _flags(baseline.argv), _flags(candidate.argv)),
-        ("environment variable", dict(baseline.env), dict(candidate.env)),
+        ("Server flag", _flags(baseline.argv), _flags(candidate.argv)),
+        ("Environment variable", dict(baseline.env), dict(candidate.env)),
     ):
         found += [
             f"{noun} {key} differs: {before_map.get(key, 'unset')} for the baseline, "

@@ -43,7 +43,6 @@ class Finding:
 
 
 def sentence(text: str) -> str:
-    """Text with a capital and a full stop, as reasons are printed one after the other."""
+    """Text with a full stop, as reasons are printed one after the other."""
     text = text.strip()
-    text = text[:1].upper() + text[1:] if text[:1].islower() and " " in text and "_" not in text.split()[0] else text
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,94 @@
+"""Launches that must not be compared: missing, out of order, throttled, at another clock, with a busy client."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from eval.bench import Launch, Machine
+from eval.gate import Policy, judge
+from eval.measurements import Measurements
+from eval.verdict import Verdict
+
+Launches = list[Launch]
+
+
+def at(number: int, **changes: object) -> Callable[[Launches], Launches]:
+    """One launch otherwise; in ABBA BAAB, the first is the baseline's."""
+    return lambda made: [
+        dataclasses.replace(launch, **changes) if launch.number == number else launch for launch in made
+    ]
+
+
+def clock(mhz: dict[int, float]) -> Callable[[Launches], Launches]:
+    return lambda made: [
+        dataclasses.replace(launch, machine=Machine(clock_mhz=mhz.get(launch.number, 2000.0))) for launch in made
+    ]
+
+
+def failing(made: Launches) -> Launches:
+    cells = {name: dataclasses.replace(cell, failed=3) for name, cell in made[2].cells.items()}
+    return [*made[:2], dataclasses.replace(made[2], cells=cells), *made[3:]]
+
+
+def without_a_cell(made: Launches) -> Launches:
+    cells = dict(list(made[5].cells.items())[1:])
+    return [*made[:5], dataclasses.replace(made[5], cells=cells), *made[6:]]
+
+
+def in_blocks(made: Launches) -> Launches:
+    """First all of the baseline, then all of the candidate."""
+    by_side = sorted(made, key=lambda launch: launch.side)
+    return [dataclasses.replace(launch, number=number) for number, launch in enumerate(by_side)]
+
+
+FAULTS: list[tuple[str, Callable[[Launches], Launches], str]] = [
+    ("one side short", lambda made: made[:-1], "There are 4 launches of the baseline, 3 of the candidate."),
+    (
+        "a gap",
+        lambda made: [made[0], made[1], *made[4:]],
+        "Launches are missing or repeated: found the numbers 0, 1, 4",
+    ),
+    ("blocks", in_blocks, "The launches were made in the order AAAABBBB, expected ABBABAAB (A is the baseline)."),
+    ("failed requests", failing, "3 requests of in1024-out1024-c64 failed"),
+    ("no cell", without_a_cell, "Launches without a result of in1024-out1024-c64: 5."),
+    (
+        "cache",
+        at(2, kv_cache_dtype="auto"),
+        "Launch 2 of the candidate: its KV cache is auto, but the launch asked for",
+    ),
+    ("log", at(1, faults=("scales were 1.0: WARNING x",)), "Launch 1 of the candidate: scales were 1.0: WARNING x."),
+    ("client", at(3, client_cpu=0.99), "The load generator used 99% of its core in launch 3"),
+    ("heat", at(6, machine=Machine(throttled=("thermal",))), "The machine was slowed down in launch 6: thermal."),
+    ("clock", clock({3: 1800.0}), "The clock changed between launches of the baseline, from 1,800 to 2,000 MHz."),
+    (
+        "backend",
+        at(4, attention_backend="TRITON_ATTN"),
+        "ran on several attention backends: ROCM_AITER_FA, TRITON_ATTN",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), [row[1:] for row in FAULTS], ids=[row[0] for row in FAULTS])
+def test_faults(
+    measurements: Measurements, policy: Policy, change: Callable[[Launches], Launches], reason: str
+) -> None:
+    changed = dataclasses.replace(measurements, launches=tuple(change(list(measurements.launches))))
+    report = judge(changed, policy)
+    assert report.verdict is Verdict.INVALID
+    assert any(reason in found for found in report.reasons), report.reasons
+
+
+def test_what_is_no_fault(measurements: Measurements, policy: Policy) -> None:
+    for change in (
+        # The candidate's kernels draw more power, so all of its launches run at a lower clock: that is its own speed.
+        clock({launch.number: 1600.0 for launch in measurements.launches if launch.side == "candidate"}),
+        clock({2: 1960.0, 5: 2040.0}),
+        at(3, client_cpu=0.6),
+        at(3, client_cpu=None, machine=Machine(), kv_cache_dtype=None, attention_backend=None),
+        lambda made: list(reversed(made)),  # numbers tell the order, not the file
+    ):
+        changed = dataclasses.replace(measurements, launches=tuple(change(list(measurements.launches))))
+        assert judge(changed, policy).verdict is Verdict.PASS

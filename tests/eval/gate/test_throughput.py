@@ -1,0 +1,134 @@
+"""A promise of speed: kept, broken, open, or made for another machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from eval.bench import Launch, Machine, order
+from eval.gate import Policy, judge
+from eval.measurements import Measurements
+from eval.verdict import Verdict
+from tests.eval.measured import make_cell
+
+PASS, FAIL, INCONCLUSIVE = Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE
+STEADY = (1000.0, 1004.0, 998.0, 1002.0)
+
+
+def launches(baseline: Sequence[float], candidate: Sequence[float], rate: float | None = None) -> tuple[Launch, ...]:
+    """One cell, with so many output tokens/s in each launch of a side."""
+    values = {"baseline": iter(baseline), "candidate": iter(candidate)}
+    return tuple(
+        Launch(
+            side,
+            n,
+            {"c": dataclasses.replace(make_cell("c", next(values[side])), request_rate=rate)},
+            None,
+            None,
+            1.0,
+            None,
+            Machine(),
+        )
+        for n, side in enumerate(order(len(baseline)))
+    )
+
+
+def verdict(measurements: Measurements, policy: Policy, *sides: Sequence[float]) -> tuple[Verdict, str]:
+    report = judge(dataclasses.replace(measurements, launches=launches(*sides)), policy)
+    (finding,) = [f for f in report.findings if f.kind == "throughput"]
+    return finding.verdict, finding.reason
+
+
+@pytest.mark.parametrize(
+    ("promise", "factor", "expected", "word"),
+    [
+        (1.2, 1.25, PASS, "at least 1.2 was promised, and it is faster (p = 0.014)"),
+        (1.2, 1.15, FAIL, "1.2 was promised, and it is short of that (p = 0.014)"),
+        (1.2, 1.199, INCONCLUSIVE, "the launches spread too far to tell"),
+        (1.0, 1.25, PASS, "no slower than the promised 1 (p = 0.014)"),
+        (1.0, 1.0, INCONCLUSIVE, "more launches, or a promise a little lower, would tell"),
+        (0.98, 1.0, PASS, "no slower than the promised 0.98 (p = 0.014)"),
+        (0.98, 0.9, FAIL, "slower than the promised 0.98 (p = 0.014)"),
+    ],
+)
+def test_rule(
+    measurements: Measurements, policy: Policy, promise: float, factor: float, expected: Verdict, word: str
+) -> None:
+    promised = dataclasses.replace(policy, min_ratio=promise)
+    found, reason = verdict(measurements, promised, STEADY, [factor * value for value in STEADY])
+    assert found is expected
+    assert word in reason
+
+
+def test_a_gain_that_only_some_launches_show_is_open(measurements: Measurements, policy: Policy) -> None:
+    wild = dataclasses.replace(policy, min_ratio=1.05)
+    found, reason = verdict(measurements, wild, (900.0, 1300.0, 950.0, 1250.0), (1000.0, 1400.0, 1280.0, 1180.0))
+    assert found is INCONCLUSIVE
+    assert "the launches spread too far" in reason
+
+
+@pytest.mark.parametrize(
+    ("made", "launches_asked", "confidence", "word"),
+    [
+        (2, 1, 0.95, "3 launches a side are needed to decide at 95% confidence"),
+        (3, 1, 0.99, "5 launches a side are needed to decide at 99% confidence"),
+        (3, 4, 0.95, "4 launches a side are needed to decide as the recipe asks"),
+    ],
+)
+def test_too_few_launches_say_how_many_are_needed(
+    measurements: Measurements, policy: Policy, made: int, launches_asked: int, confidence: float, word: str
+) -> None:
+    few = dataclasses.replace(policy, min_ratio=1.2, launches=launches_asked, throughput_confidence=confidence)
+    found, reason = verdict(measurements, few, STEADY[:made], [2 * value for value in STEADY[:made]])
+    assert found is INCONCLUSIVE
+    assert word in reason
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_another_machine_neither_keeps_nor_breaks_a_promise(
+    measurements: Measurements, policy: Policy, factor: float
+) -> None:
+    h100 = {"hardware": "h100", "device": "NVIDIA H100 80GB HBM3"}
+    there = dataclasses.replace(
+        measurements,
+        baseline=dataclasses.replace(measurements.baseline, **h100),
+        candidate=dataclasses.replace(measurements.candidate, **h100),
+    )
+    found, reason = verdict(there, policy, STEADY, [factor * value for value in STEADY])
+    assert found is INCONCLUSIVE
+    assert f"{factor:.3f} times" in reason  # it is shown all the same
+    assert reason.endswith("measured on NVIDIA H100 80GB HBM3, promised for mi300x.")
+    anywhere = dataclasses.replace(policy, hardware=None)
+    assert verdict(there, anywhere, STEADY, [2 * value for value in STEADY])[0] is PASS
+
+
+def test_a_load_that_arrives_at_its_own_rate_tells_no_speed(measurements: Measurements, policy: Policy) -> None:
+    both = launches(STEADY, STEADY, rate=4.0)
+    report = judge(dataclasses.replace(measurements, launches=both), policy)
+    (finding,) = [f for f in report.findings if f.kind == "throughput"]
+    assert finding.verdict is INCONCLUSIVE
+    assert "fixed rate of requests" in finding.reason
+    assert [cell.promise for cell in report.throughput] == [None]
+
+
+def test_without_a_promise_it_is_shown_only(measurements: Measurements, policy: Policy) -> None:
+    slow = dataclasses.replace(measurements, launches=launches(STEADY, [0.3 * value for value in STEADY]))
+    report = judge(slow, dataclasses.replace(policy, min_ratio=None))
+    assert report.verdict is PASS
+    assert [cell.ratio for cell in report.throughput] == pytest.approx([0.3])
+
+
+def test_what_stands_in_for_vllm_measures_no_speed(measurements: Measurements, policy: Policy) -> None:
+    words = "transformers 5.17.0, dequantized weights"
+    there = dataclasses.replace(
+        measurements,
+        baseline=dataclasses.replace(measurements.baseline, runtime=words),
+        candidate=dataclasses.replace(measurements.candidate, runtime=words),
+        launches=(),
+    )
+    report = judge(there, policy)
+    assert report.verdict is INCONCLUSIVE
+    assert report.reasons == (f"The promise of 1 times is open: {words} measures no throughput.",)
+    assert judge(there, dataclasses.replace(policy, min_ratio=None)).verdict is PASS
