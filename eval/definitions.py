@@ -84,6 +84,13 @@ class Section:
             raise self.error(f"{key!r} is a fraction between 0 and 1 (0.01 is one point), found {value}", key)
         return value
 
+    def section(self, key: str) -> Section | None:
+        """A mapping of its own; None where the key is absent or null."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, Section):
+            raise self.error(f"{key!r} must be a mapping, found {value!r}", key)
+        return value
+
     def sections(self, key: str) -> tuple[Section, ...]:
         """A non-empty list of mappings."""
         value = self.values.get(key)

@@ -97,7 +97,7 @@ def profile_for(
     if text in profiles():
         return profile(str(text), concurrency=concurrency, max_model_len=length)
     name = text if text is not None else recipe.target.workload if recipe is not None else ""
-    if text is not None and text not in workloads.names():
+    if text is not None and text not in workloads.names() and not workloads.is_path(text):
         known = dict.fromkeys((*profiles(), *workloads.names()))
         near = nearest(text, known)
         raise UserError(
@@ -108,7 +108,7 @@ def profile_for(
         load = workloads.load(name)
     except DefinitionError as error:
         raise UserError(str(error)) from error
-    most = max(cell.concurrency for cell in load.cells)
+    most = load.in_flight
     chosen = load.profile
     if recipe is not None and text is None:
         chosen = recipe.serve.profile or chosen

@@ -1,84 +1,91 @@
-"""bench: vLLM's own load generator against one side's server, cell by cell."""
+"""bench: vLLM's own load generator against fresh servers of both sides by turns, cell by cell.
+
+A server that is started anew has another memory layout and finds the machine warmer: launches differ by more than the
+requests of one, so the launch is what is repeated, and sides take turns so that a drift of the machine meets both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
 
-from eval import bench
+from eval.bench import CellResult, Launch, Side, order
 from eval.errors import MeasurementError
 from eval.workloads import Cell
 from pipeline.errors import InvalidMeasurementError, StageError
-from pipeline.stage import Job, Output, Setting
-from pipeline.stages.commands import run_logged
-from pipeline.stages.serve import Side, launch_plan, model_key, vllm_version
+from pipeline.measuring.cell import run_cell
+from pipeline.measuring.reading import Reading, summary
+from pipeline.measuring.sensors import sensor_for
+from pipeline.measuring.watch import LoadWatch
+from pipeline.serving.hardware import hardware
+from pipeline.serving.running.logscan import Finding, LogScan, scan_log
+from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
+from pipeline.stage import Job, Output, Setting, write_json
+from pipeline.stages.serve import SERVER_LOG, SIDES, ServeStage, faults, launch_plan, model_key, vllm_version
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
+
+if TYPE_CHECKING:
+    from pipeline.measuring.reading import Sensor
+    from pipeline.serving.plan import LaunchPlan
+    from pipeline.serving.running.server import Server
+
+LAUNCHES, LAUNCH = "launches.json", "launch.json"
+_SEEDS = 1000  # more cells than any workload has
 
 
 @dataclass(frozen=True, slots=True)
 class BenchStage:
-    """One launch a side; the same seed gives both sides the same prompts."""
+    """Both sides. A launch that was finished is not made again after an interruption; its time tells of the break."""
 
-    side: Side
+    key: str = "bench"
     family: str = "bench"
-    version: int = 1
-
-    @property
-    def key(self) -> str:
-        """One for each side."""
-        return f"bench-{self.side}"
+    version: int = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The server, and the model for its tokenizer."""
-        return {"serve": f"serve-{self.side}", "model": model_key(self.side)}
+        """Both models."""
+        return {model_key(side): model_key(side) for side in SIDES}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The cells."""
-        return {"cells": [asdict(cell) for cell in setting.workload.cells]}
+        """How both are served, the cells by content, how often."""
+        return {
+            "launch": {side: ServeStage(side).settings(setting)["launch"] for side in SIDES},
+            "hardware": setting.recipe.target.hardware,
+            "cells": [cell.to_json() for cell in setting.workload.cells],
+            "launches": setting.recipe.gate.throughput.launches,
+        }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """vLLM is both the server and the client."""
         return vllm_version(setting)
 
     def run(self, job: Job) -> Output:
-        """Measure each cell, keep each result."""
-        folder = model_folder(job.inputs["model"])
-        server = job.servers.get(self.side, launch_plan(job.setting, self.side, folder))
+        """Launch by launch, each kept as soon as it is finished."""
+        turns = _turns(job.setting.recipe.gate.throughput.launches, job.path / "launches")
         cells = job.setting.workload.cells
-        assert job.setting.vllm is not None  # noqa: S101 - a server runs, so there is one
-        results: dict[str, float] = {}
-        with job.progress.bar(len(cells), "cells") as advance:
-            for cell in cells:
-                path, log = result_file(job.path, cell), job.path / f"{cell.name}.log"
-                path.unlink(missing_ok=True)
-                argv = bench.command(
-                    job.setting.vllm.executable,
-                    cell,
-                    base_url=server.base_url,
-                    model=folder,
-                    served_model_name=server.model_name,
-                    result=path,
-                )
-                try:
-                    run_logged(
-                        argv,
-                        log,
-                        what=f"vllm bench serve on {cell.name}",
-                        env=CLIENT_ENV | server.client_environment(),
-                    )
-                except StageError:
-                    server.get("/health")
-                    raise
-                try:
-                    results[cell.name] = bench.read(path, cell, log=log).output_throughput
-                except MeasurementError as error:
-                    raise InvalidMeasurementError(f"bench {self.side}: {error}") from error
-                advance(1)
+        launches: list[Launch] = []
+        left = sum(not turn.finished for turn in turns)
+        if left < len(turns):
+            job.progress.say(f"{len(turns) - left} of {len(turns)} launches are there already")
+        with job.progress.bar(left * len(cells), "cells") as advance:
+            for turn in turns:
+                if not turn.finished:
+                    job.progress.say(f"launch {turn.number + 1} of {len(turns)}: the {turn.side}")
+                    _launch(job, turn, advance)
+                launches.append(_read(turn.folder / LAUNCH))
+        write_json(job.path / LAUNCHES, {"launches": [launch.to_json() for launch in launches]})
+        ratios = {cell.name: _ratio(cell, launches) for cell in cells}
+        found = [f"launch {launch.number} ({launch.side}): {fault}" for launch in launches for fault in launch.faults]
         return Output(
-            result={"output_tokens_per_second": results},
-            summary=", ".join(f"{name} {value:,.0f} tok/s" for name, value in results.items()),
+            result={"faults": found, "ratios": ratios},
+            summary=", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
+            + f", medians of {len(turns) // 2} launches a side",
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
@@ -86,10 +93,131 @@ class BenchStage:
         return True
 
 
-CLIENT_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
-"""The variables of `vllm bench serve`: no network, and output that is seen at once."""
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A launch to be made: `replicate` counts the launches of its side.
+
+    The same number on both sides asks the same prompts; each cell and each number has its own.
+    """
+
+    side: Side
+    number: int
+    replicate: int
+    folder: Path
+
+    @property
+    def finished(self) -> bool:
+        """Its file is written last."""
+        return (self.folder / LAUNCH).is_file()
 
 
-def result_file(folder: Path, cell: Cell) -> Path:
-    """Where the JSON of a cell lies."""
-    return folder / f"{cell.name}.json"
+def _turns(launches: int, folder: Path) -> list[_Turn]:
+    series = order(launches)
+    return [
+        _Turn(side, number, series[:number].count(side), folder / f"{number:02}-{side}")
+        for number, side in enumerate(series)
+    ]
+
+
+def read_launches(folder: Path) -> tuple[Launch, ...]:
+    """The launches of an entry, in the order in which they were made. Raises `MeasurementError`."""
+    data = json.loads((folder / LAUNCHES).read_text(encoding="utf-8"))
+    return tuple(Launch.from_json(launch) for launch in data["launches"])
+
+
+def _read(path: Path) -> Launch:
+    return Launch.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _ratio(cell: Cell, launches: Sequence[Launch]) -> float:
+    """Median over median of the output throughput."""
+    medians = [
+        median(launch.cells[cell.name].output_throughput for launch in launches if launch.side == side)
+        for side in ("candidate", "baseline")
+    ]
+    return medians[0] / medians[1]
+
+
+def _launch(job: Job, turn: _Turn, advance: Callable[[int], None]) -> None:
+    """Serve a side once, measure each cell, and write what was found last."""
+    model = model_folder(job.inputs[model_key(turn.side)])
+    plan = launch_plan(job.setting, turn.side, model)
+    shutil.rmtree(turn.folder, ignore_errors=True)  # half a launch is none: its server is gone
+    turn.folder.mkdir(parents=True)
+    started = datetime.now(UTC)
+    with job.servers.fresh(turn.side, plan, turn.folder / SERVER_LOG) as server:
+        measured = _cells(job, turn, plan, server, model, advance)
+    scan = _scan(plan, model, turn.folder)
+    for finding in scan.findings:
+        if turn.replicate == 0 or finding in scan.invalid:  # cautions are the same every time
+            job.progress.warn(f"{turn.side}: {finding.why}: {finding.line}")
+    launch = Launch(
+        side=turn.side,
+        number=turn.number,
+        cells=measured.results,
+        kv_tokens=scan.kv_tokens,
+        kv_cache_dtype=scan.kv_cache_dtype,
+        started_seconds=round(server.started_seconds, 1),
+        client_cpu=max(measured.shares, default=None),
+        machine=summary(measured.readings),
+        started=started.isoformat(timespec="seconds"),
+        attention_backend=scan.attention_backend,
+        faults=tuple(faults(scan)),
+    )
+    write_json(turn.folder / LAUNCH, launch.to_json())
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Results by cell; the machine's state in each, and the client's share of a core."""
+
+    results: dict[str, CellResult] = field(default_factory=dict)
+    readings: list[tuple[Reading, ...]] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+
+def _cells(
+    job: Job, turn: _Turn, plan: LaunchPlan, server: Server, model: Path, advance: Callable[[int], None]
+) -> _Measured:
+    vllm = job.setting.vllm
+    assert vllm is not None  # noqa: S101 - a server runs, so there is one
+    sensor = _sensor(job.setting, plan)
+    measured = _Measured()
+    for index, cell in enumerate(job.setting.workload.cells):
+        log = turn.folder / f"{cell.name}.log"
+        try:
+            with LoadWatch(sensor, log) as watch:
+                result = run_cell(
+                    vllm,
+                    cell,
+                    server,
+                    model=model,
+                    folder=turn.folder,
+                    log=log,
+                    seed=_SEEDS * turn.replicate + index,
+                    gpus=plan.layout.gpus,
+                    started=watch.follow,
+                )
+        except StageError:
+            server.get("/health")
+            raise
+        except MeasurementError as error:
+            raise InvalidMeasurementError(f"bench {turn.side}: {error}") from error
+        seen = watch.seen(result.duration)
+        measured.results[cell.name] = result
+        measured.readings.append(seen.readings)
+        measured.shares.extend([] if seen.client_cpu is None else [round(seen.client_cpu, 3)])
+        advance(1)
+    return measured
+
+
+def _sensor(setting: Setting, plan: LaunchPlan) -> Sensor | None:
+    kind = hardware(setting.recipe.target.hardware).kind
+    return sensor_for(kind, gpus=plan.layout.gpus, env=plan.env)
+
+
+def _scan(plan: LaunchPlan, model: Path, folder: Path) -> LogScan:
+    """What the whole log says, with what it should say and does not."""
+    scan = scan_log((folder / SERVER_LOG).read_text(encoding="utf-8", errors="replace"))
+    broken: tuple[Finding, ...] = broken_promises(plan, scan, quantization=checkpoint_quantization(model))
+    return replace(scan, findings=(*scan.findings, *broken))

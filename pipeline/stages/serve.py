@@ -14,7 +14,7 @@ from pipeline.serving.planning.remarks import (
     NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed
 )
 from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
-from pipeline.stage import Job, Output, Setting, write_json
+from pipeline.stage import Job, Output, Setting, versions, write_json
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
@@ -94,7 +94,7 @@ def _plain(scan: LogScan) -> dict[str, object]:
 
 def measured_inputs() -> dict[str, str]:
     """What was measured on both sides, as the inputs of a stage that looks at all of it."""
-    keys = [f"{kind}-{side}" for side in SIDES for kind in ("serve", "evaluate", "bench")]
+    keys = [*(f"{kind}-{side}" for side in SIDES for kind in ("serve", "evaluate")), "bench"]
     return dict(zip(keys, keys, strict=True))
 
 
@@ -116,7 +116,7 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
     from pipeline.serving.planning.target import parse_target
 
     recipe = setting.recipe
-    in_flight = max(recipe.evaluation.concurrency, *(cell.concurrency for cell in setting.workload.cells))
+    in_flight = max(recipe.evaluation.concurrency, setting.workload.in_flight)
     tunableop = setting.loaded.tunableop
     plan = partial(
         plan_serving,
@@ -155,3 +155,9 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
 def vllm_version(setting: Setting) -> dict[str, str]:
     """The serving environment's version, "absent" where there is none."""
     return {"vllm": "absent" if setting.vllm is None else setting.vllm.version}
+
+
+def runtime_tools(setting: Setting) -> dict[str, str]:
+    """Versions of what answers."""
+    reference = setting.recipe.evaluation.runtime == "reference"
+    return versions("transformers", "torch") if reference else vllm_version(setting)

@@ -9,18 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from eval import bench
+from eval.bench import CellResult
 from eval.errors import MeasurementError
 from eval.workloads import Cell
 from pipeline.errors import ServingError, StageError
+from pipeline.measuring.cell import run_cell
 from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running.diagnosis import diagnose
 from pipeline.serving.running.logscan import scan_log
 from pipeline.serving.running.server import Server
 from pipeline.stage import Progress
-from pipeline.stages.bench import CLIENT_ENV, result_file
-from pipeline.stages.commands import run_logged
 from pipeline.tuning.results import Outcome
 from pipeline.tuning.subject import Subject
 
@@ -76,7 +75,7 @@ def measure(
     """
     began = time.monotonic()
     patience = startup_timeout if deadline.left is None else max(1.0, min(startup_timeout, deadline.left))
-    cells: dict[str, bench.CellResult] = {}
+    cells: dict[str, CellResult] = {}
     started: float | None = None
     failure: StageError | MeasurementError | None = None
     try:
@@ -115,19 +114,16 @@ def measure(
     return outcome
 
 
-def _cell(subject: Subject, server: Server, cell: Cell, folder: Path, deadline: Deadline) -> bench.CellResult:
-    path = result_file(folder, cell)
-    argv = bench.command(
-        subject.vllm.executable,
+def _cell(subject: Subject, server: Server, cell: Cell, folder: Path, deadline: Deadline) -> CellResult:
+    return run_cell(
+        subject.vllm,
         cell,
-        base_url=server.base_url,
+        server,
         model=subject.model,
-        served_model_name=server.model_name,
-        result=path,
+        folder=folder,
+        log=folder / CLIENT_LOG,
+        watch=deadline.check,
     )
-    what = f"vllm bench serve on {cell.name}"
-    run_logged(argv, folder / CLIENT_LOG, what=what, env=CLIENT_ENV, watch=deadline.check)
-    return bench.read(path, cell, log=folder / CLIENT_LOG)
 
 
 def _cause(server: Server, cell: Cell, log: Path) -> ServingError | None:

@@ -56,7 +56,7 @@ class Opened:
             },
             version=self.subject.vllm.version,
             cores=len(os.sched_getaffinity(0)),
-            concurrency=max(cell.concurrency for cell in self.subject.cells),
+            concurrency=max(cell.in_flight for cell in self.subject.cells),
         )
 
 
@@ -115,7 +115,7 @@ def open_subject(
             target=place,
             profile=profile(
                 load.profile if serve is None or serve.profile is None else serve.profile,
-                concurrency=max(cell.concurrency for cell in load.cells),
+                concurrency=load.in_flight,
                 max_model_len=_room(load, found.facts) if recipe is None else recipe.target.max_model_len,
             ),
             vllm_version=environment.version,

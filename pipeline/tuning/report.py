@@ -122,7 +122,7 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
         device=device_name(dict(subject.machine)),
         vllm=subject.vllm.version,
         workload=subject.workload.name,
-        cells=[asdict(cell) for cell in subject.cells],
+        cells=[cell.to_json() for cell in subject.cells],
         gpus=base.layout.gpus,
         replicas=base.layout.replicas,
         mode=sweep.design.mode,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -65,7 +65,7 @@ class Subject:
             "version": VERSION,
             "inputs": {"model": self.digest},
             "launch": launch,
-            "cells": [asdict(cell) for cell in self.cells],
+            "cells": [cell.to_json() for cell in self.cells],
             "vllm": self.vllm.version,
             "machine": dict(self.machine),
             **more,
@@ -83,11 +83,13 @@ class Subject:
 def _share(cell: Cell, replicas: int) -> Cell:
     if replicas == 1:
         return cell
+    in_flight = None if cell.concurrency is None else max(1, cell.concurrency // replicas)
     return replace(
         cell,
-        concurrency=max(1, cell.concurrency // replicas),
-        num_prompts=max(1, cell.num_prompts // replicas, cell.concurrency // replicas),
+        concurrency=in_flight,
+        num_prompts=max(1, cell.num_prompts // replicas, in_flight or 1),
         warmups=-(-cell.warmups // replicas),
+        rate=None if cell.rate is None else cell.rate / replicas,
     )
 
 

@@ -8,8 +8,10 @@
     noise                 the largest relative error of a figure, spread over the starts of a server
     start, bench          seconds that a start and a cell take
     devices               TunableOp files that a server which tunes writes when it is asked to stop
+    lose                  starts, counted from 1, whose first request is lost
 
-Every start appends a line to ``starts`` in that folder, with the arguments and the variables that matter.
+Every start appends a line to ``starts`` in that folder, with the arguments and the variables that matter; every load
+one to ``loads``, with its options and the number of the start.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ def serve(argv: list[str]) -> int:
     name = given["--served-model-name"]
     pages = {
         "/health": "",
+        "/model": str(model),
         "/v1/models": json.dumps({"data": [{"id": name, "root": str(model)}]}),
         "/knobs": json.dumps({"knobs": given, "surface": surface, "start": number}),
     }
@@ -98,6 +101,11 @@ def bench(argv: list[str]) -> int:
     with urllib.request.urlopen(f"{given['--base-url']}/knobs") as answer:
         server = json.load(answer)
     surface = server["surface"]
+    with urllib.request.urlopen(f"{given['--base-url']}/model") as answer:
+        model = Path(answer.read().decode())
+    with (model / "loads").open("a") as file:
+        file.write(json.dumps({**given, "start": server["start"]}) + "\n")
+    sys.stdout.write("Starting main benchmark run...\n")
     time.sleep(surface.get("bench", 0))
     wobble = 1 + surface.get("noise", 0) * ((server["start"] * 7919) % 11 - 5) / 5
     speed, wait = 1000.0 * wobble, 50.0 / wobble
@@ -105,14 +113,19 @@ def bench(argv: list[str]) -> int:
         speed *= values.get(server["knobs"].get(knob), 1.0)
     for knob, values in surface.get("latency", {}).items():
         wait *= values.get(server["knobs"].get(knob), 1.0)
+    lost = int(server["start"] in surface.get("lose", []))
     prompts, length = int(given["--num-prompts"]), int(given["--random-output-len"])
     result = {
-        "completed": prompts,
-        "failed": 0,
+        "completed": prompts - lost,
+        "failed": lost,
         "duration": prompts * length / speed,
         "total_output_tokens": prompts * length,
         "output_throughput": speed,
         "total_token_throughput": 2 * speed,
+        "request_throughput": speed / length,
+        "request_goodput": speed / length / 2 if "--goodput" in given else None,
+        "max_concurrent_requests": int(given["--max-concurrency"]),
+        "max_output_tokens_per_s": 1.5 * speed,
     }
     for name, share in (("ttft", 1.0), ("tpot", 0.1), ("itl", 0.1), ("e2el", 5.0)):
         result |= {f"p50_{name}_ms": wait * share, f"p99_{name}_ms": 2 * wait * share}
