@@ -59,7 +59,7 @@ def open_setting(
         config=facts,
         suite=suite,
         workload=workload,
-        vllm=_find_vllm(vllm),
+        vllm=None if loaded.recipe.evaluation.runtime == "reference" else _find_vllm(vllm),
         device=device,
         home=Path.cwd(),
     )

@@ -28,6 +28,7 @@ from pipeline.recipe.faults import Fault, YamlPath, did_you_mean
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.widths import InputWidth, input_widths, misfit
 from pipeline.schemes import scheme
+from pipeline.serving import hardware as accelerators
 from pipeline.serving.hardware import refusal
 from pipeline.serving.knobs import table as knobs
 from pipeline.serving.knobs.passed import checked_arguments
@@ -140,10 +141,11 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
             expected, why = " or ".join(row.formats), dict(row.refused)[layout]
             yield loaded.fault(path, f"found {name} in {layout}, expected format {expected}: {why}")
             continue
-        reason = refusal(hardware, name, "auto", layout, cpu_flags=cpu_flags)
+        served = not _stands_in(loaded)
+        reason = refusal(hardware, name, "auto", layout, cpu_flags=cpu_flags) if served else None
         if reason is not None:
             yield loaded.fault(path, f"found {name}, which {hardware} cannot serve: {reason}")
-        elif (reason := refusal(hardware, name, kv_cache, layout, cpu_flags=cpu_flags)) is not None:
+        elif served and (reason := refusal(hardware, name, kv_cache, layout, cpu_flags=cpu_flags)) is not None:
             yield loaded.fault(
                 ("quantization", "kv_cache"), f"found {kv_cache}, which {hardware} cannot serve: {reason}"
             )
@@ -153,6 +155,16 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
             yield loaded.fault(field, f"{reason}, expected {' or '.join(row.makers(layout))}")
         elif (reason := algorithm(quantization.algorithm).refusal(engine, name)) is not None:
             yield loaded.fault(("quantization", "algorithm"), reason)
+
+
+def _stands_in(loaded: LoadedRecipe) -> bool:
+    """Whether the target only lends its arithmetic: a CPU, with the reference runtime.
+
+    Nothing is served there, so what vLLM's CPU build has no kernel for may be made and proven all the same. A GPU is
+    what the checkpoint is made for, whatever answers the questions: what cannot be served on it stays refused.
+    """
+    recipe = loaded.recipe
+    return recipe.evaluation.runtime == "reference" and accelerators.hardware(recipe.target.hardware).kind == "cpu"
 
 
 def _kv_granularity(loaded: LoadedRecipe) -> Iterator[Fault]:

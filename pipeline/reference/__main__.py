@@ -43,6 +43,8 @@ def _serve(options: argparse.Namespace) -> None:
         )
     folder, device = Path(options.model), resolve_device(options.device)
     loaded = load(folder, device, trust_remote_code=options.trust_remote_code)
+    if options.kv_cache_dtype == "fp8" and not loaded.kv_scales:
+        raise UserError(f"{folder}: --kv-cache-dtype fp8, but the checkpoint has no scales for its cache.")
     config = loaded.model.config
     text = Text.of(folder, config, trust_remote_code=options.trust_remote_code)
     inner = config.get_text_config()
@@ -82,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="an address of the loopback interface (default: %(default)s)")
     add("--served-model-name", help="what requests call it (default: the folder)")
     add("--max-model-len", type=int, help="tokens of a prompt with its answer (default: the model's)")
+    add(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="fp8: refuse a checkpoint without scales for its cache (default: what the checkpoint says)",
+    )
     add("--device", default="auto", help="PyTorch's name of a device (default: a GPU where there is one)")
     add("--trust-remote-code", action="store_true", help="run Python code of the model's folder")
     return parser

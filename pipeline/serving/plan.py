@@ -89,7 +89,10 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What `vllm serve` gets. `argv` starts with ("vllm", "serve", MODEL) and names neither host nor port."""
+    """What `vllm serve` gets. `argv` starts with ("vllm", "serve", MODEL) and names neither host nor port.
+
+    That of the reference runtime starts with ("python", "-mpipeline.reference", MODEL).
+    """
 
     env: Mapping[str, str]
     argv: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""serve: one side on vLLM, from a launch plan; what its start says about the checkpoint."""
+"""serve: one side on vLLM or the reference runtime, from a launch plan; what its start says about the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pipeline.formats.tokenization import template_digest, tokenizer_digest
+from pipeline.serving.launchers.reference import reference_plan
 from pipeline.serving.planning.remarks import (
     NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed
 )
 from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
 from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stages.answering import runtime_of
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
@@ -35,7 +38,7 @@ class ServeStage:
 
     side: Side
     family: str = "serve"
-    version: int = 1
+    version: int = 2
 
     @property
     def key(self) -> str:
@@ -54,11 +57,12 @@ class ServeStage:
             digest = hashlib.sha256(kernels.read_bytes()).hexdigest()
             env = {name: digest if value == str(kernels) else value for name, value in launch["env"].items()}
             launch = {**launch, "env": env}
-        return {"launch": launch, "hardware": setting.recipe.target.hardware}
+        runtime = setting.recipe.evaluation.runtime
+        return {"launch": launch, "hardware": setting.recipe.target.hardware, "runtime": runtime}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """vLLM's version."""
-        return vllm_version(setting)
+        """Versions of what answers."""
+        return runtime_tools(setting)
 
     def run(self, job: Job) -> Output:
         """Start the server and keep what its log says."""
@@ -71,7 +75,18 @@ class ServeStage:
         for finding in scan.findings:
             job.progress.warn(f"{finding.why}: {finding.line}")
         launch = launch_plan(job.setting, self.side, Path("MODEL")).to_json()
-        write_json(job.path / LAUNCH, {"plan": launch, "log": _plain(scan)})
+        answering = runtime_of(job.setting.recipe.evaluation.runtime, server, scan, job.path / SERVER_LOG)
+        template = template_digest(folder, plan.option("--chat-template"))
+        write_json(
+            job.path / LAUNCH,
+            {
+                "plan": launch,
+                "log": _plain(scan),
+                **answering.to_json(),
+                "template": template,
+                "tokenizer": tokenizer_digest(folder),
+            },
+        )
         tokens = f", room for {scan.kv_tokens:,} tokens of KV cache" if scan.kv_tokens is not None else ""
         return Output(
             result={"faults": faults(scan), "started_seconds": round(server.started_seconds, 1)},
@@ -104,7 +119,7 @@ def model_key(side: Side) -> str:
 
 
 def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
-    """The launch of a side: the layout that the 16-bit side needs, and the same knobs for both.
+    """The launch of a side on what answers: the layout that the 16-bit side needs, and the same knobs for both.
 
     What differs belongs to the checkpoint, which is the type of the KV cache. Of several independent servers one is
     planned for and measured.
@@ -116,6 +131,14 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
     from pipeline.serving.planning.target import parse_target
 
     recipe = setting.recipe
+    if recipe.evaluation.runtime == "reference":
+        return reference_plan(
+            model,
+            served_model_name="model",
+            max_model_len=recipe.target.max_model_len,
+            kv_cache_dtype="auto" if side == "baseline" else recipe.quantization.kv_cache,
+            trust_remote_code=recipe.trust_remote_code,
+        )
     in_flight = max(recipe.evaluation.concurrency, setting.workload.in_flight)
     tunableop = setting.loaded.tunableop
     plan = partial(
@@ -152,12 +175,13 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
     return plan(made, kv_cache_dtype=quantization.kv_cache, layout=baseline.layout)
 
 
+def runtime_tools(setting: Setting) -> dict[str, str]:
+    """Versions of what answers questions: of vLLM, or of the libraries of the reference runtime."""
+    if setting.recipe.evaluation.runtime == "reference":
+        return versions("transformers", "torch")
+    return vllm_version(setting)
+
+
 def vllm_version(setting: Setting) -> dict[str, str]:
     """The serving environment's version, "absent" where there is none."""
     return {"vllm": "absent" if setting.vllm is None else setting.vllm.version}
-
-
-def runtime_tools(setting: Setting) -> dict[str, str]:
-    """Versions of what answers."""
-    reference = setting.recipe.evaluation.runtime == "reference"
-    return versions("transformers", "torch") if reference else vllm_version(setting)

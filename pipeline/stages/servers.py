@@ -15,6 +15,8 @@ from pipeline.stage import Progress, Setting
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from pipeline.serving.launchers.local import LocalLauncher
+    from pipeline.serving.launchers.reference import ReferenceLauncher
     from pipeline.serving.plan import LaunchPlan
     from pipeline.serving.running.server import Server
 
@@ -67,16 +69,23 @@ class Servers:
             yield server
 
     def _launch(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
-        if self._setting.vllm is None:
+        setting = self._setting
+        launcher: ReferenceLauncher | LocalLauncher
+        if setting.recipe.evaluation.runtime == "reference":
+            from pipeline.serving.launchers.reference import ReferenceLauncher
+
+            launcher, title = ReferenceLauncher(setting.device.partition(",")[0]), "the reference runtime"
+        elif setting.vllm is None:
             raise UserError(
                 "no vLLM was found to serve with.",
                 hint="`make serving` builds one for a CPU; or set QUANTMINT_VLLM to a `vllm` executable.",
             )
-        from pipeline.serving.launchers.local import LocalLauncher
+        else:
+            from pipeline.serving.launchers.local import LocalLauncher
 
+            launcher, title = LocalLauncher(setting.vllm.executable), f"vLLM {setting.vllm.version}"
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._progress.say(f"starting vLLM {self._setting.vllm.version} with the {side}, log in {log}")
-        launcher = LocalLauncher(self._setting.vllm.executable)
+        self._progress.say(f"starting {title} with the {side}, log in {log}")
         return launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
 
     def _tell(self, server: Server) -> None:

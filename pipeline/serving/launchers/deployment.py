@@ -189,11 +189,11 @@ def _healthy(plan: LaunchPlan, member: Member) -> bool:
 
 
 def _title(process: Process, processes: Sequence[Process]) -> str:
-    """Just vLLM where there is one process, else which of them."""
+    """Just what it is where there is one process, else which of them."""
     if process.role in {"ray-head", "ray-worker"}:
         return "Ray"
     if len(processes) == 1:
-        return "vLLM"
+        return "the reference runtime" if process.argv[0] == "python" else "vLLM"
     if process.role == "server":
         return f"replica {process.replica}" if sum(other.role == "server" for other in processes) > 1 else "the server"
     return f"the headless engine of replica {process.replica}"
