@@ -136,7 +136,12 @@ def _binary(scores: NDArray[Any]) -> bool:
 
 
 def _design_effect(clustered: means.Ratio, single: means.Ratio, items: int) -> float:
-    """Variance by clusters over variance by items, at least 1; without any flip as if each cluster were one item."""
+    """Variance by clusters over variance by items, at least 1; without any flip as if each cluster were one item.
+
+    A few flips say little about whether flips come together. One more passage in which two items flip is added to
+    those seen (4 to the squares by cluster, 2 to those by item): without it, 6 losses among 600 items of 60 passages
+    pass 6.3 % of the time at a drop equal to the margin.
+    """
     if single.standard_error == 0:
         return items / clustered.units
-    return max(1.0, (clustered.standard_error / single.standard_error) ** 2)
+    return max(1.0, ((clustered.standard_error * items) ** 2 + 4) / ((single.standard_error * items) ** 2 + 2))

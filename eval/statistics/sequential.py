@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from eval.errors import MeasurementError
@@ -105,6 +106,7 @@ def until(pairs: Pairs, look: int) -> Pairs:
     )
 
 
+@lru_cache(maxsize=256)
 def inflation(looks: int, confidence: float = 0.95, power: float = 0.8) -> float:
     """How many times the items of one fixed test a plan of equal looks needs for the same power.
 
