@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from statistics import NormalDist
 
 from eval import accuracy
 from eval.accuracy import Accuracy, margin_in_units
@@ -22,7 +21,7 @@ from eval.gate.control import Control
 from eval.gate.finding import ANOMALOUS, Finding, sentence
 from eval.gate.policy import Policy
 from eval.measurements import Both, Measurements
-from eval.power import items_needed
+from eval.power import more_items
 from eval.samples import pair
 from eval.statistics.sequential import Look, decide, until
 from eval.verdict import Verdict
@@ -45,8 +44,11 @@ def compare(task: str, both: Both, policy: Policy) -> tuple[Accuracy, tuple[Look
     return accuracy.compare(seen, policy.confidence, bound_confidence=looks[-1].bound_confidence), looks
 
 
-def judge(task: str, result: Accuracy, looks: tuple[Look, ...], control: Control | None, policy: Policy) -> Finding:
-    """The finding of a gated task."""
+def judge(
+    result: Accuracy, looks: tuple[Look, ...], control: Control | None, policy: Policy, *, planned_looks: int
+) -> Finding:
+    """The finding of a gated task, from what `compare` found and the baseline's own flips."""
+    task = result.task
     margin = margin_in_units(result.kind, policy.margins[task])
     promised = policy.margins[task]
     size = f"{promised:.2%}" if result.kind == "perplexity" else f"{100 * promised:.2f} points"
@@ -66,7 +68,8 @@ def judge(task: str, result: Accuracy, looks: tuple[Look, ...], control: Control
         case _:
             verdict = Verdict.INCONCLUSIVE
             between = f"between {_signed(result, result.lower)} and {_signed(result, result.upper)}"
-            where = f"the true change may lie {between}, on both sides of {limit}. {_more(result, margin, policy)}"
+            more = _more(result, margin, planned_looks, policy)
+            where = f"the true change may lie {between}, on both sides of {limit}. {more}"
     saved = result.planned - result.items if verdict is not Verdict.INCONCLUSIVE else 0
     early = f" Decided after {result.items:,} of {result.planned:,} items, which saves {saved:,}." if saved else ""
     change = sentence(f"{_change(result)}; {where}")
@@ -89,22 +92,13 @@ def _implausible(result: Accuracy, margin: float, control: Control | None) -> bo
     return result.lower > margin and (control is None or result.flip_rate > control.high)
 
 
-def _more(result: Accuracy, margin: float, policy: Policy) -> str:
-    """How many items would decide, were the change what it seems: (z_confidence + z_power)^2 variance / distance^2."""
-    distance = abs(margin + result.difference)
-    if distance < 1e-12:
+def _more(result: Accuracy, margin: float, looks: int, policy: Policy) -> str:
+    needed = more_items(result, margin, policy.power, expected_flip_rate=policy.expected_flip_rate, looks=looks)
+    if needed is None:
         return "The change lies on the margin, where no number of items decides."
-    if result.kind == "binary" and result.clusters is None:
-        rate = result.flip_rate or policy.expected_flip_rate
-        needed = items_needed(margin, rate, policy.confidence, policy.power, result.difference)
-    else:
-        spread = NormalDist().inv_cdf(policy.confidence) + NormalDist().inv_cdf(policy.power)
-        needed = math.ceil(result.items * (spread * result.standard_error / distance) ** 2)
     left = result.planned - result.items
     planned = f" {left:,} of the planned ones were not asked." if left else ""
-    if needed <= result.items:
-        return f"A few more items would decide.{planned}"
-    return f"About {needed - result.items} more items would decide, if the change stays as it is.{planned}"
+    return f"About {needed:,} more items would decide, if the change stays as it is.{planned}"
 
 
 def _flips(result: Accuracy, control: Control | None) -> str:

@@ -33,9 +33,9 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     if measurements.canary is not None:
         verdict, reason = canary.judge(measurements.canary, policy.canary)
         broken = verdict is not Verdict.PASS
-        findings.append(Finding("canary", "prompts", verdict, sentence(reason)))
+        findings.append(Finding("canary", "prompts", verdict, sentence(reason[:1].upper() + reason[1:])))
     findings += [
-        accuracy.judge(task, result, looks[task], again.get(task), policy)
+        accuracy.judge(result, looks[task], again.get(task), policy, planned_looks=measurements.samples[task][0].looks)
         for task, result in compared.items()
         if task in policy.margins
     ]

@@ -32,7 +32,7 @@ class Policy:
     expected_flip_rate: float = 0.04
     baseline_score: Mapping[str, float] = field(default_factory=dict)
     baseline_tolerance: float = 0.03
-    canary: CanaryPolicy = field(default_factory=lambda: CanaryPolicy(min_agreement=0.6, max_kl=1.0))
+    canary: CanaryPolicy = field(default_factory=lambda: CanaryPolicy(min_agreement=0.7, max_kl=0.5))
     min_ratio: float | None = None
     launches: int = 1
     throughput_confidence: float = 0.95
