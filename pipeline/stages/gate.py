@@ -4,47 +4,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eval import bench, record
-from eval.bench import Launch, Machine
+from eval import record
 from eval.gate import Policy, judge
+from eval.gate.headlines import claims
 from eval.measurements import Measurements, Structure
 from eval.servers import Server
 from eval.verdict import Verdict
 from pipeline.digest import folder_digest
+from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.schemes import scheme
 from pipeline.stage import Job, Output, Setting
-from pipeline.stages.bench import result_file
+from pipeline.stages.bench import read_launches
+from pipeline.stages.canary import policy_of as canary_policy
+from pipeline.stages.canary import read_comparison
 from pipeline.stages.evaluate import read_samples
-from pipeline.stages.inspect import reasons_of
+from pipeline.stages.inspect import INSPECTION, reasons_of
+from pipeline.stages.measured import measured_inputs
 from pipeline.stages.quantize import CHECKPOINT
-from pipeline.stages.serve import LAUNCH, Side, measured_inputs
+from pipeline.stages.serve import LAUNCH, Side
+from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
 
 if TYPE_CHECKING:
-    from eval.samples import SampleSet
+    from eval.measurements import Both
 
 GATE = "gate.json"
 
 
 @dataclass(frozen=True, slots=True)
 class GateStage:
-    """Pure over the entries before it."""
+    """Pure over the entries before it. ``stopped``: nothing was measured after the canary, which failed."""
 
+    stopped: bool = False
     key: str = "gate"
     family: str = "gate"
-    version: int = 1
+    version: int = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The checkpoint with its proof, and both sides' measurements."""
-        return {"quantize": "quantize", "inspect": "inspect", **measured_inputs()}
+        """Both models, the checkpoint's proof, and both sides' measurements."""
+        models = {"source": "source", "quantize": "quantize", "inspect": "inspect"}
+        return {**models, **measured_inputs(setting, stopped=self.stopped)}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """What the recipe promises, task by task."""
+        """What the recipe promises, task by task, and what the guides promise of such a checkpoint."""
         return {
             "policy": policy_of(setting).to_json(),
-            "hardware": setting.recipe.target.hardware,
+            "claims": _claims(setting),
             "tasks": [task.task for task in setting.suite.tasks],
         }
 
@@ -54,17 +62,28 @@ class GateStage:
 
     def run(self, job: Job) -> Output:
         """Judge."""
-        samples: dict[str, tuple[SampleSet, SampleSet]] = {}
-        for task in job.setting.suite.tasks:
+        samples: dict[str, Both] = {}
+        control: dict[str, Both] = {}
+        for task in () if self.stopped else job.setting.suite.tasks:
             baseline, candidate = (read_samples(job.inputs[f"evaluate-{side}"].path, task) for side in _ORDER)
             samples[task.task] = (baseline, candidate)
+            if "control" in job.inputs and task.kind == "score":
+                again = read_samples(job.inputs["control"].path, task)
+                control[task.task] = (baseline.on(again), again)
         measurements = Measurements(
             artefact=checkpoint_digest(job.inputs["quantize"]),
-            structure=_structure(job.inputs["inspect"]),
+            structure=Structure(
+                Verdict(str(job.inputs["inspect"].record.result["verdict"])), reasons_of(job.inputs["inspect"])
+            ),
             baseline=_server(job, "baseline"),
             candidate=_server(job, "candidate"),
             samples=samples,
-            launches=_launches(job),
+            control=control,
+            canary=read_comparison(job.inputs["canary-candidate"].path),
+            launches=read_launches(job.inputs["bench"].path) if "bench" in job.inputs else (),
+            weights=_weights(job),
+            claims=_claims(job.setting),
+            stopped="canary" if self.stopped else None,
         )
         report = judge(measurements, policy_of(job.setting))
         record.write(job.path, measurements, report)
@@ -82,19 +101,23 @@ _ORDER: tuple[Side, ...] = ("baseline", "candidate")
 
 
 def policy_of(setting: Setting) -> Policy:
-    """The recipe's promises on its suite."""
+    """The recipe's promises on its suite. What it promises of speed, it promises of its target."""
     gate = setting.recipe.gate
-    policy = Policy.for_suite(
+    rate = gate.accuracy.expected_flip_rate
+    return Policy.for_suite(
         setting.suite,
         margin=gate.accuracy.margin,
         confidence=gate.accuracy.confidence,
         power=gate.accuracy.power,
-        min_ratio=gate.throughput.min_ratio,
-        baseline_score=gate.accuracy.baseline_score,
+        baseline_score=dict(gate.accuracy.baseline_score),
         baseline_tolerance=gate.accuracy.baseline_tolerance,
+        canary=canary_policy(setting),
+        min_ratio=gate.throughput.min_ratio,
+        launches=gate.throughput.launches,
+        throughput_confidence=gate.throughput.confidence,
+        hardware=setting.recipe.target.hardware,
+        **({} if rate is None else {"expected_flip_rate": rate}),
     )
-    rate = gate.accuracy.expected_flip_rate
-    return policy if rate is None else replace(policy, expected_flip_rate=rate)
 
 
 def checkpoint_digest(entry: Entry) -> str:
@@ -109,30 +132,33 @@ def checkpoint_digest(entry: Entry) -> str:
     )
 
 
-def _structure(entry: Entry) -> Structure:
-    return Structure(Verdict(str(entry.record.result["verdict"])), reasons_of(entry))
+def _claims(setting: Setting) -> dict[str, float]:
+    quantization = setting.recipe.quantization
+    return claims(weights=scheme(quantization.scheme).weight.dtype, kv_cache=quantization.kv_cache)
+
+
+def _weights(job: Job) -> tuple[int, int]:
+    """Bytes of all tensors on both sides."""
+    inspection = json.loads(job.inputs["inspect"].file(INSPECTION).read_text(encoding="utf-8"))
+    return open_checkpoint(model_folder(job.inputs["source"])).nbytes, sum(inspection["bytes_by_part"].values())
 
 
 def _server(job: Job, side: Side) -> Server:
-    serve = job.inputs[f"serve-{side}"]
-    launch = json.loads(serve.file(LAUNCH).read_text(encoding="utf-8"))
-    found = [job.inputs[f"{kind}-{side}"].record.result["faults"] for kind in ("serve", "evaluate")]
+    """What the launch recorded, with every line of the log that voids what was asked since."""
+    launch = json.loads(job.inputs[f"serve-{side}"].file(LAUNCH).read_text(encoding="utf-8"))
+    asked = [job.inputs[key] for key in (f"serve-{side}", f"evaluate-{side}") if key in job.inputs]
+    found = [entry.record.result["faults"] for entry in asked]
     faults = dict.fromkeys(str(line) for lines in found if isinstance(lines, list) for line in lines)
+    plan = launch["plan"]
     return Server(
-        version=serve.record.tools["vllm"],
-        device=job.setting.recipe.target.hardware,
-        hardware=job.setting.recipe.target.hardware,
-        argv=tuple(launch["plan"]["argv"]),
-        env=launch["plan"]["env"],
+        version=launch["version"],
+        device=launch["device"]["name"],
+        argv=tuple(plan["argv"]),
+        env=plan["env"],
         faults=tuple(faults),
+        runtime=launch["runtime"],
+        hardware=launch["device"]["hardware"],
+        kv_cache_dtype=launch["kv_cache_dtype"],
+        template=launch["template"],
+        tokenizer=launch["tokenizer"],
     )
-
-
-def _launches(job: Job) -> tuple[Launch, ...]:
-    """One launch a side, as the stage `bench` keeps it."""
-    found = []
-    for number, side in enumerate(_ORDER):
-        folder = job.inputs[f"bench-{side}"].path
-        cells = {cell.name: bench.read(result_file(folder, cell), cell) for cell in job.setting.workload.cells}
-        found.append(Launch(side, number, cells, None, None, 0.0, None, Machine()))
-    return tuple(found)

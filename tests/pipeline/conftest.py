@@ -281,7 +281,6 @@ def write_gate() -> Callable[..., Path]:
             baseline=Server("0.32.0", "mi300x", argv, {}),
             candidate=Server("0.32.0", "mi300x", argv, {}, faults=faults),
             samples={"t": (answers(0), answers(lost))},
-            cells={},
         )
         report = judge(measurements, Policy(margins={"t": 0.01}))
         assert report.verdict.value == verdict

@@ -1,4 +1,4 @@
-"""The commands that only look: recipes, schemes, schema, runs, gc, explain, judge, inspect, report."""
+"""The commands that only look: recipes, schemes, schema, runs, gc, explain, inspect, report."""
 
 from __future__ import annotations
 
@@ -208,51 +208,6 @@ def test_explain_of_a_real_recipe(quantmint: Quantmint, project: Path) -> None:
     [source, *_] = quantmint("explain", "r.yaml", "--json").json
     assert source["state"] == "changed"
     assert [change["path"] for change in source["changes"]] == ["$.settings.sha256"]
-
-
-VERDICTS = [("PASS", 0), ("FAIL", 1), ("INCONCLUSIVE", 3), ("INVALID", 4)]
-
-
-@pytest.mark.parametrize(("verdict", "code"), VERDICTS)
-def test_judge(quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path, verdict: str, code: int) -> None:
-    path = write_gate(tmp_path, verdict)
-    for where in (path, tmp_path):
-        ended = quantmint("judge", where)
-        assert ended.code == code
-        assert ended.out.startswith(f"{verdict}  {'ab' * 32}")
-        told = quantmint("judge", where, "--json")
-        assert (told.code, told.json["verdict"]) == (code, verdict)
-
-
-def test_judge_believes_the_numbers_and_not_the_word(
-    quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path
-) -> None:
-    path = write_gate(tmp_path, "FAIL")
-    record = json.loads(path.read_text())
-    record["verdict"] = "PASS"
-    path.write_text(json.dumps(record))
-    assert quantmint("judge", path).code == 1
-
-
-@pytest.mark.parametrize(
-    ("tamper", "words"),
-    [
-        (lambda folder: (folder / "samples/t.candidate.json").write_text("[]"), "SHA-256 differs"),
-        (lambda folder: (folder / "samples/t.candidate.json").unlink(), "cannot be read"),
-        (lambda folder: (folder / "gate.json").write_text("{}"), "not a record of the gate"),
-        (lambda folder: (folder / "gate.json").write_text("{"), "not a record of the gate"),
-        (lambda folder: (folder / "gate.json").unlink(), "cannot be read"),
-    ],
-)
-def test_judge_refuses_what_was_tampered_with(
-    quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path, tamper: Callable[[Path], None], words: str
-) -> None:
-    write_gate(tmp_path, "PASS")
-    tamper(tmp_path)
-    ended = quantmint("judge", tmp_path)
-    assert (ended.code, ended.out) == (2, "")
-    assert words in ended.err
-    assert quantmint("judge", tmp_path, "--json").json["exit_code"] == 2
 
 
 @pytest.fixture

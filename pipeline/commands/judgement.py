@@ -1,0 +1,102 @@
+"""A judgement as it is printed: the verdict and why, then the figures that it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from eval.accuracy import Accuracy
+from eval.gate import Finding, GateReport
+from eval.gate.headlines import Headline
+from eval.throughput import Throughput
+from eval.verdict import Verdict
+from pipeline.commands.tables import table
+
+_COLOURS = {
+    Verdict.PASS: "green",
+    Verdict.INCONCLUSIVE: "yellow",
+    Verdict.FAIL: "red",
+    Verdict.INVALID: "magenta",
+}
+
+
+def print_judgement(
+    report: GateReport, recorded: GateReport, path: Path, *, own: bool, differences: Sequence[str]
+) -> None:
+    """The first screen of a report, in text; `own` says that the limits are not the recorded ones."""
+    word = click.style(report.verdict.value, fg=_COLOURS[report.verdict], bold=True)
+    click.echo(f"{word}  {report.artefact}")
+    click.echo(f"on {report.runtime}, {report.device or 'unknown device'} ({report.hardware})")
+    if own:
+        click.echo(f"by your policy; by its own, {path} says {recorded.verdict.value}")
+    elif differences:
+        click.echo(click.style(f"{path} does not follow from its own numbers:", fg="red", bold=True))
+        for difference in differences:
+            click.echo(f"  {difference}")
+    else:
+        click.echo(f"by its own policy, as {path} says")
+    click.echo()
+    for finding in _worst_first(report.findings):
+        label = f" {finding.label}" if finding.label else ""
+        click.echo(f"  {finding.verdict.value + label:<12} {finding.kind}: {finding.reason}")
+    console = Console(highlight=False)
+    if report.accuracy:
+        _print_accuracy(console, report.accuracy, report)
+    if report.throughput:
+        _print_throughput(console, report.throughput)
+    if report.headlines:
+        _print_headlines(console, report.headlines)
+
+
+def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    order = list(Verdict)
+    return sorted(findings, key=lambda finding: -order.index(finding.verdict))
+
+
+def _print_accuracy(console: Console, results: Sequence[Accuracy], report: GateReport) -> None:
+    numbers = ("items", "baseline", "candidate", "change", "interval", "margin", "flips", "left")
+    rows = table("task", *numbers, right=numbers)
+    for result in results:
+        margin = report.policy.margins.get(result.task)
+        level = "{:.4g}" if result.kind == "perplexity" else "{:.2%}"
+        rows.add_row(
+            escape(result.task),
+            f"{result.items:,}" if result.items == result.planned else f"{result.items:,} of {result.planned:,}",
+            level.format(result.baseline),
+            level.format(result.candidate),
+            f"{100 * result.difference:+.2f}",
+            f"{100 * result.interval_low:+.2f} to {100 * result.interval_high:+.2f}",
+            "shown" if margin is None else f"{100 * margin:.2f}",
+            f"+{result.gains} -{result.losses}",
+            "-" if result.recovery is None else f"{result.recovery:.1%}",
+        )
+    console.print(rows)
+
+
+def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
+    numbers = ("launches", "baseline tok/s", "candidate tok/s", "ratio", "interval")
+    rows = table("cell", *numbers, right=numbers)
+    for cell in cells:
+        before, after = cell.launches
+        rows.add_row(
+            escape(cell.cell),
+            f"{before}" if before == after else f"{before}, {after}",
+            f"{cell.baseline:,.0f}",
+            f"{cell.candidate:,.0f}",
+            f"{cell.ratio:.3f}",
+            f"{cell.ratio_low:.3f} to {cell.ratio_high:.3f}",
+        )
+    console.print(rows)
+
+
+def _print_headlines(console: Console, headlines: Sequence[Headline]) -> None:
+    rows = table("what the guides say", "promised", "measured", "source", right=("promised", "measured"))
+    for headline in headlines:
+        upto = "up to " if headline.upto else ""
+        measured = "-" if headline.measured is None else f"{headline.measured:.2f}"
+        rows.add_row(escape(headline.title), f"{upto}{headline.promised:g}", measured, escape(headline.source))
+    console.print(rows)

@@ -1,0 +1,132 @@
+"""quantmint gate: judging again from files, by their own policy or by one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Quantmint = Callable[..., Any]
+WriteGate = Callable[..., Path]
+
+VERDICTS = [("PASS", 0), ("FAIL", 1), ("INCONCLUSIVE", 3), ("INVALID", 4)]
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(("verdict", "code"), VERDICTS)
+def test_the_same_verdict_from_the_files(
+    quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path, verdict: str, code: int
+) -> None:
+    path = write_gate(tmp_path / "entry", verdict)
+    write_gate(tmp_path / "published" / "quantmint", verdict)
+    for where in (path, path.parent, tmp_path / "published"):
+        ended = quantmint("gate", where)
+        assert ended.code == code
+        assert ended.out.startswith(f"{verdict}  {'ab' * 32}")
+        assert "by its own policy, as " in ended.out
+        told = quantmint("gate", where, "--json")
+        assert (told.code, told.json["verdict"], told.json["recorded"]) == (code, verdict, verdict)
+        assert (told.json["judged_by"], told.json["differences"]) == ("the recorded policy", [])
+
+
+def test_the_first_screen(quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path) -> None:
+    lines = quantmint("gate", write_gate(tmp_path, "FAIL")).out.splitlines()
+    assert lines[1] == "on vllm, mi300x (unknown)"
+    findings = [line.split(maxsplit=2) for line in lines[lines.index("") + 1 :] if line.startswith("  ")]
+    assert [(word, kind) for word, kind, _ in findings[:2]] == [("FAIL", "accuracy:"), ("PASS", "structure:")]
+    row = next(line for line in lines if line.split()[:2] == ["t", "2,000"])
+    assert "100.00%" in row
+    assert "+0 -" in row
+
+
+def test_the_numbers_are_believed_and_not_the_word(quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path) -> None:
+    path = write_gate(tmp_path, "FAIL")
+    edit(path, verdict="PASS")
+    ended = quantmint("gate", path)
+    assert ended.code == 1
+    assert "does not follow from its own numbers" in ended.out
+    assert "The numbers lead to FAIL, the record says PASS." in ended.out
+    told = quantmint("gate", path, "--json").json
+    assert (told["verdict"], told["recorded"]) == ("FAIL", "PASS")
+    assert told["differences"] == ["The numbers lead to FAIL, the record says PASS."]
+
+
+def test_findings_and_figures_that_were_edited_are_named(
+    quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path
+) -> None:
+    path = write_gate(tmp_path, "PASS")
+    record = json.loads(path.read_text())
+    record["findings"][0]["reason"] = "All is well."
+    record["findings"][1]["verdict"] = "FAIL"
+    record["accuracy"][0]["candidate"] = 0.99
+    path.write_text(json.dumps(record))
+    differences = quantmint("gate", path, "--json").json["differences"]
+    assert differences[0] == "Only the record says: PASS, accuracy: All is well."
+    assert differences[1].startswith("The record does not say: PASS, accuracy: -0.10 points on t")
+    assert differences[2].startswith("The record says FAIL of: PASS, structure: ")
+    assert differences[3:] == ["Other figures than recorded: accuracy."]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "limits", "verdict"),
+    [
+        ("FAIL", ("--margin", "0.5"), "PASS"),
+        ("PASS", ("--margin", "0.0001"), "INCONCLUSIVE"),
+        ("PASS", ("--min-ratio", "1.2"), "INVALID"),  # nothing was measured to judge it by
+        ("INCONCLUSIVE", ("--margin", "0.03"), "PASS"),
+        ("PASS", ("--confidence", "0.999999999999"), "INCONCLUSIVE"),
+    ],
+)
+def test_your_own_policy(
+    quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path, recorded: str, limits: tuple[str, str], verdict: str
+) -> None:
+    path = write_gate(tmp_path, recorded)
+    ended = quantmint("gate", path, *limits)
+    assert ended.out.startswith(verdict)
+    assert f"by your policy; by its own, {path} says {recorded}" in ended.out
+    told = quantmint("gate", path, *limits, "--json").json
+    assert (told["judged_by"], told["verdict"], told["recorded"]) == ("your policy", verdict, recorded)
+
+
+def test_limits_that_are_the_recorded_ones_change_nothing(
+    quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path
+) -> None:
+    told = quantmint("gate", write_gate(tmp_path, "PASS"), "--margin", "0.01", "--json").json
+    assert told["judged_by"] == "the recorded policy"
+
+
+@pytest.mark.parametrize(
+    "limits", [("--margin", "0"), ("--margin", "1"), ("--confidence", "0.4"), ("--min-ratio", "0")]
+)
+def test_limits_that_are_none(
+    quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path, limits: tuple[str, str]
+) -> None:
+    assert quantmint("gate", write_gate(tmp_path, "PASS"), *limits).code == 2
+
+
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (lambda folder: (folder / "samples/t.candidate.json.gz").write_text("[]"), "SHA-256 differs"),
+        (lambda folder: (folder / "samples/t.candidate.json.gz").unlink(), "cannot be read"),
+        (lambda folder: (folder / "gate.json").write_text("{}"), "not a record of the gate"),
+        (lambda folder: (folder / "gate.json").write_text("{"), "not a record of the gate"),
+        (lambda folder: edit(folder / "gate.json", schema=1), "schema 1, this version reads 2"),
+        (lambda folder: (folder / "gate.json").unlink(), "found no gate.json, neither there nor in quantmint/"),
+    ],
+)
+def test_what_was_tampered_with_is_refused(
+    quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path, tamper: Callable[[Path], None], words: str
+) -> None:
+    write_gate(tmp_path, "PASS")
+    tamper(tmp_path)
+    ended = quantmint("gate", tmp_path)
+    assert (ended.code, ended.out) == (2, "")
+    assert words in ended.err
+    assert quantmint("gate", tmp_path, "--json").json["exit_code"] == 2
