@@ -15,7 +15,7 @@ at most the probability of the last one that it lists; with each unknown probabi
 smaller. So what is given is a lower bound of the true KL: where it is too large, so is the true one.
 
 **Intervals** treat a prompt as a cluster: neighbouring positions err together. Both figures are ratios of sums over
-prompts, with the linearised variance (Cochran, Sampling Techniques, 3rd ed., section 6.4) and Student's t.
+prompts (`eval.statistics.means.ratio`), with Student's t.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from eval.errors import MeasurementError
+from eval.statistics.means import ratio
 from eval.verdict import Verdict
 
 DIGITS = 6
@@ -228,15 +229,13 @@ def _agree(
 
 def _ratio(sums: Sequence[float], sizes: Sequence[int], confidence: float) -> tuple[float, float]:
     """A mean over all positions of all prompts, and half the width of its interval, for which there must be two."""
+    import numpy as np
     from scipy import stats
 
-    count, total = len(sizes), sum(sizes)
-    mean = sum(sums) / total if total else 0.0
-    if count < 2:
-        return mean, 0.0
-    residuals = sum((value - mean * size) ** 2 for value, size in zip(sums, sizes, strict=True))
-    error = math.sqrt(count / (count - 1) * residuals) / total
-    return mean, float(stats.t.ppf((1 + confidence) / 2, count - 1)) * error
+    if len(sizes) < 2:
+        return (sums[0] / sizes[0] if sizes else 0.0), 0.0
+    found = ratio(np.array(sums), np.array(sizes, dtype=np.float64))
+    return found.value, float(stats.t.ppf((1 + confidence) / 2, found.units - 1)) * found.standard_error
 
 
 def _perplexity(answers: Sequence[Answer]) -> float:

@@ -13,41 +13,67 @@ from pipeline.recipe.faults import did_you_mean
 from pipeline.stage import Planned, Setting, Stage
 from pipeline.stages.bench import BenchStage
 from pipeline.stages.calibrate import CalibrateStage
+from pipeline.stages.canary import CanaryStage
+from pipeline.stages.control import ControlStage
 from pipeline.stages.evaluate import EvaluateStage
 from pipeline.stages.gate import GateStage
 from pipeline.stages.inspect import InspectStage
+from pipeline.stages.measured import asks_twice, has_throughput
 from pipeline.stages.publish import PublishStage
 from pipeline.stages.quantize import QuantizeStage, needs_ranges
 from pipeline.stages.report import ReportStage
-from pipeline.stages.serve import SIDES, ServeStage
+from pipeline.stages.serve import ServeStage
 from pipeline.stages.source import SourceStage
 
 
 def stages_of(setting: Setting) -> tuple[Stage, ...]:
     """The stages of a recipe, in the order in which they run.
 
-    The candidate is measured before the baseline, so that one that does not load costs no baseline. Each server is
-    asked everything before the next one starts: there may be no room for two.
+    The baseline comes first, because everything about the candidate is held against it: the canary's answers, and a
+    sequential evaluation that stops as soon as the two are told apart. What concerns the baseline alone has nothing of
+    the candidate in its fingerprint, so all recipes of a model share it. The canary comes before whatever takes long.
+    Servers are started in the order B, C, B, C, one at a time, as there may be no room for two; where the baseline is
+    known already, only the candidate's is.
     """
-    calibrate: tuple[Stage, ...] = (CalibrateStage(),) if needs_ranges(setting.recipe.quantization) else ()
-    measured: list[Stage] = []
-    for side in SIDES:
-        measured += [ServeStage(side), EvaluateStage(side), BenchStage(side)]
     return (
-        SourceStage(),
-        *calibrate,
-        QuantizeStage(),
-        InspectStage(),
-        *measured,
+        *_until_canary(setting),
+        EvaluateStage("baseline"),
+        *([ControlStage()] if asks_twice(setting) else []),
+        EvaluateStage("candidate"),
+        *([BenchStage()] if has_throughput(setting) else []),
         GateStage(),
         ReportStage(),
         PublishStage(),
     )
 
 
+def stopped_stages(setting: Setting) -> tuple[Stage, ...]:
+    """The stages of a run that the canary stops: what was found is judged and shown, nothing long is measured."""
+    return (*_until_canary(setting), GateStage(stopped=True), ReportStage(stopped=True))
+
+
+def _until_canary(setting: Setting) -> tuple[Stage, ...]:
+    calibrate: tuple[Stage, ...] = (CalibrateStage(),) if needs_ranges(setting.recipe.quantization) else ()
+    return (
+        SourceStage(),
+        *calibrate,
+        QuantizeStage(),
+        InspectStage(),
+        ServeStage("baseline"),
+        CanaryStage("baseline"),
+        ServeStage("candidate"),
+        CanaryStage("candidate"),
+    )
+
+
 def build_plan(setting: Setting) -> tuple[Planned, ...]:
     """The stages of a recipe, with their fingerprints."""
     return plan_stages(stages_of(setting), setting)
+
+
+def stopped_plan(setting: Setting) -> tuple[Planned, ...]:
+    """What a run goes on with where its canary fails; up to there the two plans are the same."""
+    return plan_stages(stopped_stages(setting), setting)
 
 
 def plan_stages(stages: Iterable[Stage], setting: Setting) -> tuple[Planned, ...]:

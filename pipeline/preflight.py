@@ -13,7 +13,7 @@ from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.model.structure import Structure, imagine, read_structure
 from pipeline.prediction import Prediction, disk_needed, predict, require_disk
-from pipeline.runner import find_entry
+from pipeline.runner import find_entry, foreseen
 from pipeline.stage import Planned, Setting
 from pipeline.stages.calibrate import pinned_set
 from pipeline.stages.source import config_folder
@@ -22,9 +22,12 @@ from pipeline.store.disk import free_bytes
 _PACKAGES = (
     ("calibrate", ("torch", "transformers"), "quantize"),
     ("quantize", ("torch", "transformers"), "quantize"),
+    ("canary", ("transformers",), "evaluate"),
     ("evaluate", ("lm_eval",), "evaluate"),
+    ("control", ("lm_eval",), "evaluate"),
     ("report", ("jinja2", "matplotlib"), "report"),
 )
+_SERVED = ("serve", "canary", "evaluate", "control", "bench")  # what asks a server
 
 
 def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> list[str]:
@@ -47,17 +50,15 @@ def known_unsound(plan: Sequence[Planned], setting: Setting, redo: Collection[st
 
 def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> None:
     """Raise `UserError` where a run could not come to its end."""
+    plan = foreseen(plan, setting, redo)
     missing = missing_stages(plan, setting, redo)
     if known_unsound(plan, setting, redo):
         return  # the run ends there, and says why
     _require_packages(missing)
     if "calibrate" in missing and setting.recipe.calibration is not None:
         pinned_set(setting.recipe.calibration)
-    if setting.vllm is None and any(key.startswith(("serve", "evaluate", "bench")) for key in missing):
-        raise UserError(
-            "no vLLM was found to serve with, which this recipe needs.",
-            hint="`make serving` builds one for a CPU; else set QUANTMINT_VLLM, or stop earlier with --until inspect.",
-        )
+    if any(key.startswith(_SERVED) for key in missing):
+        _require_server(setting)
     if "quantize" in missing:
         prediction = predict_for(setting, config_folder(setting.source))
         where = setting.store.root.absolute()
@@ -70,15 +71,30 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
             require_library_memory(prediction.source, device_memory(device), device, engine)
 
 
+def _require_server(setting: Setting) -> None:
+    if setting.recipe.evaluation.runtime == "reference":
+        _require_installed("serve, with the runtime reference,", ("torch", "transformers"), "quantize")
+    elif setting.vllm is None:
+        raise UserError(
+            "no vLLM was found to serve with, which this recipe needs.",
+            hint="`make serving` builds one for a CPU; else set QUANTMINT_VLLM, or stop earlier with --until inspect.",
+        )
+
+
 def _require_packages(missing: Sequence[str]) -> None:
     """An hour of measuring must not end at a package that draws the page."""
     for stage, packages, extra in _PACKAGES:
-        absent = [name for name in packages if find_spec(name) is None]
-        if absent and any(key.startswith(stage) for key in missing):
-            raise UserError(
-                f"the stage {stage} needs {', '.join(absent)}, which is not installed.",
-                hint=f"pip install 'quantmint[{extra}]'",
-            )
+        if any(key.startswith(stage) for key in missing):
+            _require_installed(stage, packages, extra)
+
+
+def _require_installed(stage: str, packages: Sequence[str], extra: str) -> None:
+    absent = [name for name in packages if find_spec(name) is None]
+    if absent:
+        raise UserError(
+            f"the stage {stage} needs {', '.join(absent)}, which is not installed.",
+            hint=f"pip install 'quantmint[{extra}]'",
+        )
 
 
 def require_memory(prediction: Prediction, setting: Setting) -> None:

@@ -1,4 +1,9 @@
-"""Running a plan: find or make each stage's entry, in order, and stop where a verdict says so."""
+"""Running a plan: find or make each stage's entry, in order, and stop where a verdict says so.
+
+Two things end a run before its plan does. An unsound checkpoint is an error: it is never served. One that the canary
+finds broken is a measured FAIL: the run goes on with the plan of `planning.stopped_plan`, whose gate and report need
+nothing that takes long.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.verdict import Verdict
+from pipeline import planning
 from pipeline.canonical import fingerprint
 from pipeline.errors import InspectionError, QuantmintError, StageError, StoreError
 from pipeline.progress import Reporter
@@ -33,11 +39,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run that ended without an error; ``verdict`` is None where it stopped before the gate."""
+    """A run that ended without an error.
+
+    ``verdict`` is None where it stopped before anything was judged; ``stopped`` is the key of the stage that judged
+    the checkpoint broken, after which nothing was measured.
+    """
 
     steps: tuple[Step, ...]
     verdict: Verdict | None
     run: str
+    stopped: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -53,6 +64,29 @@ def find_entry(planned: Planned, setting: Setting) -> Entry | None:
     """The stage's entry, where it is there and what it stands for is intact."""
     entry = setting.store.find(planned.stage.family, planned.fingerprint)
     return entry if entry is not None and planned.stage.intact(entry, setting) else None
+
+
+def stopped_by(key: str, entry: Entry) -> bool:
+    """Whether a stage's entry is the canary's word that the checkpoint is broken."""
+    return key == "canary-candidate" and entry.record.result.get("verdict") == Verdict.FAIL.value
+
+
+def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]:
+    """What is left of a plan where the canary stopped it: the stages of `stopped_plan` as far as the plan had them."""
+    wanted = {planned.key for planned in plan}
+    return tuple(planned for planned in planning.stopped_plan(setting) if planned.key in wanted)
+
+
+def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> tuple[Planned, ...]:
+    """The plan that a run would follow, as far as the store knows: stopped where the canary has failed before."""
+    for planned in plan:
+        again = planned.key in redo or planned.stage.family in redo
+        entry = None if again else find_entry(planned, setting)
+        if entry is None:
+            break
+        if stopped_by(planned.key, entry):
+            return after_stop(plan, setting)
+    return tuple(plan)
 
 
 def run_plan(
@@ -72,29 +106,44 @@ def run_plan(
         setting.store.root,
         recipe.name,
         fingerprint(recipe.model_dump(mode="json")),
-        [(planned.stage.family, planned.fingerprint) for planned in plan],
+        _named(plan),
     )
     entries: dict[str, Entry] = {}
     steps: list[Step] = []
     verdict: Verdict | None = None
+    stopped: str | None = None
+    left = list(plan)
     try:
         with Servers(setting, reporter) as servers:
-            for number, planned in enumerate(plan, start=1):
+            while left:
+                planned = left.pop(0)
                 if planned.key == "publish" and verdict is not Verdict.PASS:
                     reporter.say(f"not published: the verdict is {verdict.value if verdict else 'missing'}")
                     continue
-                step = _step(planned, number, len(plan), setting, reporter, entries, servers, redo)
+                number, total = len(steps) + 1, len(steps) + 1 + len(left)
+                step = _step(planned, number, total, setting, reporter, entries, servers, redo)
                 entries[planned.key] = step.entry
                 steps.append(step)
                 _stop_if_unsound(step)
+                if stopped_by(planned.key, step.entry):
+                    servers.stop()
+                    verdict, stopped = Verdict.FAIL, planned.key
+                    plan = after_stop(plan, setting)
+                    log.replan(_named(plan))
+                    left = [planned for planned in plan if planned.key not in entries]
+                    reporter.say(f"stopped by {stopped}: nothing more is measured, and nothing published")
                 if planned.key == "gate":
                     verdict = Verdict(str(step.entry.record.result["verdict"]))
     except BaseException as error:
         _log_end(log, error)
         raise
-    outcome = Outcome(tuple(steps), verdict, log.run.id)
+    outcome = Outcome(tuple(steps), verdict, log.run.id, stopped)
     log.finish(None if verdict is None else verdict.value, outcome.exit_code, facts=_facts(outcome))
     return outcome
+
+
+def _named(plan: Sequence[Planned]) -> list[tuple[str, str]]:
+    return [(planned.stage.family, planned.fingerprint) for planned in plan]
 
 
 def _step(
@@ -180,9 +229,15 @@ def _stop_if_unsound(step: Step) -> None:
 
 def _facts(outcome: Outcome) -> dict[str, Any]:
     return {
+        **({} if outcome.stopped is None else {"stopped": outcome.stopped}),
         "stages": {
-            step.planned.key: {"cached": step.cached, "seconds": round(step.seconds, 1)} for step in outcome.steps
-        }
+            step.planned.key: {
+                "cached": step.cached,
+                "seconds": round(step.seconds, 1),
+                "fingerprint": step.planned.fingerprint,
+            }
+            for step in outcome.steps
+        },
     }
 
 

@@ -19,11 +19,12 @@ def command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> i
     """Say which input of which stage changed since RECIPE was last run."""
     from pipeline.explanation import explain
     from pipeline.planning import build_plan
+    from pipeline.runner import foreseen
     from pipeline.session import open_setting
     from pipeline.store.tree import Store
 
     setting = open_setting(recipe, store=Store(store_path), vllm=vllm)
-    explained = explain(build_plan(setting), setting)
+    explained = explain(foreseen(build_plan(setting), setting), setting)
     if as_json:
         emit([{"stage": e.key, "state": e.state, "changes": [_change(c) for c in e.changes]} for e in explained])
         return 0

@@ -34,6 +34,7 @@ def command(
     from pipeline.planning import build_plan
     from pipeline.prediction import disk_needed, predict, require_disk
     from pipeline.preflight import missing_stages, model_for
+    from pipeline.runner import foreseen
     from pipeline.serving.hardware import cautions
     from pipeline.session import open_setting
     from pipeline.stages.gate import policy_of
@@ -42,7 +43,7 @@ def command(
     from pipeline.store.tree import Store
 
     setting = open_setting(recipe, store=Store(store_path), vllm=vllm, config=config_folder)
-    plan = build_plan(setting)
+    plan = foreseen(build_plan(setting), setting)
     missing = missing_stages(plan, setting)
     model = model_for(setting, config_folder or fetched(setting.source))
     prediction = predict(*model, setting.recipe)

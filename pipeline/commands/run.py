@@ -54,14 +54,15 @@ def command(
     checkpoint = published_path(setting) if publish is not None else None
     if checkpoint is not None:
         page = checkpoint / EVIDENCE / PAGE
-    gate = outcome.entry("gate")
-    reasons: object = [] if gate is None else gate.record.result["reasons"]
+    judged = outcome.entry("gate") or (None if outcome.stopped is None else outcome.entry(outcome.stopped))
+    reasons: object = [] if judged is None else judged.record.result["reasons"]
     if as_json:
         emit(
             {
                 "recipe": setting.recipe.name,
                 "verdict": None if outcome.verdict is None else outcome.verdict.value,
                 "reasons": reasons,
+                "stopped": outcome.stopped,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
                 "report": None if page is None else str(page.absolute()),
                 "stages": [

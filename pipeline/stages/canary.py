@@ -22,7 +22,7 @@ from eval.verdict import Verdict
 from pipeline.errors import InvalidMeasurementError, RecipeError, RefusalError, ServingError, StageError
 from pipeline.serving.running.server import Server
 from pipeline.stage import Job, Output, Setting, versions, write_json
-from pipeline.stages.serve import Side, launch_plan, model_key, vllm_version
+from pipeline.stages.serve import Side, launch_plan, model_key, runtime_tools
 from pipeline.stages.source import model_folder
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
@@ -70,7 +70,7 @@ class CanaryStage:
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """What tokenizes and what answers."""
         tokenizes = versions("transformers", "tokenizers") if self.side == "baseline" else {}
-        return {**tokenizes, **vllm_version(setting)}
+        return {**tokenizes, **runtime_tools(setting)}
 
     def run(self, job: Job) -> Output:
         """Ask every prompt, keep every answer."""
@@ -230,6 +230,6 @@ def _prompts_file(setting: Setting) -> Path:
 
 def _prompts(setting: Setting) -> tuple[Prompt, ...]:
     try:
-        return prompts.load(setting.suite.canary)
+        return prompts.parse(_prompts_file(setting))
     except DefinitionError as error:
         raise RecipeError(str(error)) from error
