@@ -17,7 +17,7 @@ RUN_ENV   := $(VENV)/.quantmint-run
 TEST_ENV  := $(VENV)/.quantmint-test
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan test lint format bench-quantize bench-kernels bench-memory-fit report clean distclean serving browser
+.PHONY: help quantize plan test lint format bench-quantize bench-kernels bench-memory-fit bench-throughput report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -54,6 +54,9 @@ bench-quantize: $(TEST_ENV)  ## how fast the stream engine is beside cp, llm-com
 bench-memory-fit: $(TEST_ENV)  ## the KV cache that plans predict beside the one that vLLM makes, on this GPU and CPU
 	@QUANTMINT_MEMORY_FIT=$${QUANTMINT_MEMORY_FIT:-memory-fit.jsonl} $(BIN)/python -m pytest -q -s \
 	  tests/gpu/test_memory_fit.py tests/serving/memory/test_memory_real_vllm.py $(ARGS)
+
+bench-throughput: $(TEST_ENV)  ## served beside bf16 on this GPU: ratios over fresh launches; ARGS="--hardware mi300x"
+	@$(BIN)/python -m tests.bench.throughput $(ARGS)
 
 clean:  ## remove the store and what was published to ./published
 	rm -rf store published
