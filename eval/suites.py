@@ -7,13 +7,15 @@ must be known before anything is run.
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval import prompts
 from eval.definitions import Section, read
 from eval.errors import DefinitionError
-from eval.power import detectable_margin, items_needed
+from eval.power import detectable_margin, detectable_mean, items_needed, mean_items_needed
+from eval.samples import Kind
 
 FOLDER = Path(__file__).parent / "suites"
 TASKS_FOLDER = Path(__file__).parent / "tasks"
@@ -27,10 +29,15 @@ _TASK_KEYS = (
     "gated",
     "margin",
     "expected_flip_rate",
+    "expected_spread",
+    "cluster",
     "num_fewshot",
     "max_gen_tokens",
     "chat",
 )
+
+# Metrics that lm-eval logs as (log likelihood, words or bytes).
+_PERPLEXITIES = ("word_perplexity", "byte_perplexity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +45,10 @@ class SuiteTask:
     """One lm-eval task of a suite, or one group of tasks.
 
     `items` is the number of samples that the task is expected to have, `margin` its own accuracy margin as a fraction
-    (None: the recipe's), `expected_flip_rate` the share of items whose score changes under a good quantization.
-    `gated` tasks decide the verdict; the others are reported only.
+    (None: the recipe's; of a perplexity it is relative: 0.02 is two per cent more), `expected_flip_rate` the share of
+    items whose score changes under a good quantization; of a perplexity, `expected_spread` is the standard deviation
+    between documents of that change, in nats per word. `cluster` names the document's field whose equal values mean a
+    passage that items share. `gated` tasks decide the verdict; the others are reported only.
     """
 
     task: str
@@ -52,6 +61,25 @@ class SuiteTask:
     num_fewshot: int | None = None
     max_gen_tokens: int | None = None
     chat: bool = False
+    cluster: str | None = None
+    expected_spread: float | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What its metric is: a score of each item, or the perplexity of a text."""
+        return "perplexity" if self.metric in _PERPLEXITIES else "score"
+
+    def detectable(self, confidence: float = 0.95, power: float = 0.8, looks: int = 1) -> float:
+        """Smallest margin that a lossless candidate clears with probability `power`; relative of a perplexity."""
+        if self.expected_spread is None:
+            return detectable_margin(self.items, self.expected_flip_rate, confidence, power, looks=looks)
+        return math.expm1(detectable_mean(self.items, self.expected_spread, confidence, power, looks=looks))
+
+    def items_needed(self, margin: float, confidence: float = 0.95, power: float = 0.8, looks: int = 1) -> int:
+        """Items that make a margin testable."""
+        if self.expected_spread is None:
+            return items_needed(margin, self.expected_flip_rate, confidence, power, looks=looks)
+        return mean_items_needed(math.log1p(margin), self.expected_spread, confidence, power, looks=looks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +140,12 @@ def _task(section: Section, flip_rate: float) -> SuiteTask:
     gated = section.get("gated", bool)
     fewshot = section.count("num_fewshot", least=0) if section.get("num_fewshot", int) is not None else None
     tokens = section.count("max_gen_tokens") if section.get("max_gen_tokens", int) is not None else None
+    spread = section.fraction("expected_spread")
+    if (spread is None) == (section.need("metric", str) in _PERPLEXITIES):
+        wanted = (
+            "needs 'expected_spread'" if spread is None else "has no 'expected_spread', expected 'expected_flip_rate'"
+        )
+        raise section.error(f"metric {section.need('metric', str)!r} {wanted}", "metric")
     return SuiteTask(
         task=section.need("task", str),
         metric=section.need("metric", str),
@@ -123,23 +157,30 @@ def _task(section: Section, flip_rate: float) -> SuiteTask:
         num_fewshot=fewshot,
         max_gen_tokens=tokens,
         chat=section.get("chat", bool) or False,
+        cluster=section.get("cluster", str),
+        expected_spread=spread,
     )
 
 
-def untestable(suite: Suite, margin: float, confidence: float = 0.95, power: float = 0.8) -> tuple[str, ...]:
+def untestable(
+    suite: Suite, margin: float, confidence: float = 0.95, power: float = 0.8, looks: int = 1
+) -> tuple[str, ...]:
     """One sentence for each gated task whose margin is smaller than its size can test; empty when all can be.
 
-    `margin` is the recipe's, as a fraction; a task's own margin goes before it.
+    `margin` is the recipe's, as a fraction; a task's own margin goes before it. `looks` is how often the items are
+    judged while they are asked, which costs a little power.
     """
     sentences = []
     for task in suite.tasks:
         wanted = task.margin or margin
-        smallest = detectable_margin(task.items, task.expected_flip_rate, confidence, power)
+        smallest = task.detectable(confidence, power, looks)
         if task.gated and wanted < smallest:
-            needed = items_needed(wanted, task.expected_flip_rate, confidence, power)
+            needed = task.items_needed(wanted, confidence, power, looks)
+            expected = f"flip rate {task.expected_flip_rate:.1%}"
+            if task.expected_spread is not None:
+                expected = f"spread between documents {task.expected_spread:.1%}"
             sentences.append(
                 f"{task.task}: {task.items} items can test a margin of {smallest:.2%} or wider, not {wanted:.2%}, "
-                f"which needs {needed} items (flip rate {task.expected_flip_rate:.1%}, confidence {confidence:.0%}, "
-                f"power {power:.0%})"
+                f"which needs {needed} items ({expected}, confidence {confidence:.0%}, power {power:.0%})"
             )
     return tuple(sentences)

@@ -1,41 +1,44 @@
-"""evaluate: lm-eval's tasks against one side's server, every sample kept."""
+"""evaluate: a suite's tasks against one side's server, look by look, every sample and answer kept.
+
+The baseline is asked everything. Of the candidate, a task that decides the verdict is held against the baseline after
+each look and is over as soon as the boundary says PASS or FAIL (`eval.statistics.sequential`, which the gate reads the
+same samples by). The baseline's evaluation knows nothing of a candidate and is shared by all recipes of its model.
+"""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from eval import harness
+from eval import draw
+from eval.accuracy import margin_in_units
 from eval.errors import DefinitionError, MeasurementError
-from eval.samples import SampleSet
+from eval.harness_log import Asked, compressed
+from eval.samples import SampleSet, pair
+from eval.statistics import sequential
 from eval.suites import SuiteTask
-from pipeline.errors import InvalidMeasurementError, StageError
-from pipeline.serving.running.server import Server
+from pipeline.errors import InvalidMeasurementError
 from pipeline.stage import Job, Output, Setting, versions, write_json
-from pipeline.stages.commands import run_logged
-from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, vllm_version
+from pipeline.stages.asking import SAMPLES, Asker, asked_settings, asking, look_samples, samples_file, tidy
+from pipeline.stages.asking import TASKS as TASKS  # where the tasks of our own lie
+from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, runtime_tools
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
-from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 
-_REQUESTS = re.compile(r"Requesting API: +\d+%\|[^|]*\| (\d+)/(\d+) ")
-TASKS = Path(harness.__file__).parent / "tasks"
+ANSWERS = "answers"
+DATASETS = "datasets"
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateStage:
-    """A task that was finished is not asked again after an interruption."""
+    """A look that was finished is not asked again after an interruption."""
 
     side: Side
     family: str = "evaluate"
-    version: int = 1
+    version: int = 2
 
     @property
     def key(self) -> str:
@@ -43,121 +46,138 @@ class EvaluateStage:
         return f"evaluate-{self.side}"
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """The server, which stands for the model and the launch; the model for its tokenizer."""
-        return {"serve": f"serve-{self.side}", "model": model_key(self.side)}
+        """The server, for the model and its launch; the model for its tokenizer; what the candidate is held against."""
+        against = {"baseline": "evaluate-baseline"} if self.side == "candidate" else {}
+        return {"serve": f"serve-{self.side}", "model": model_key(self.side), **against}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The tasks by content, and how they are asked."""
+        """The tasks by content, how they are asked, and by which limits asking stops."""
         evaluation = setting.recipe.evaluation
+        stops = {"policy": _policy(setting)} if self.side == "candidate" and evaluation.looks > 1 else {}
         return {
-            "tasks": [{**_task_settings(task), "files": _task_files(task.task)} for task in setting.suite.tasks],
+            **asked_settings(setting, *setting.suite.tasks),
             "limit": evaluation.limit,
-            "concurrency": evaluation.concurrency,
-            "max_length": setting.recipe.target.max_model_len,
+            "looks": evaluation.looks,
+            **stops,
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """What asks, tokenizes and answers."""
-        return {**versions("lm-eval", "transformers", "datasets"), **vllm_version(setting)}
+        return {**versions("lm-eval", "transformers", "datasets"), **runtime_tools(setting)}
 
     def run(self, job: Job) -> Output:
-        """One lm-eval process a task."""
+        """One task after the other, by one lm-eval process."""
         setting = job.setting
         tokenizer = model_folder(job.inputs["model"])
-        unfinished = [task for task in setting.suite.tasks if not _samples_file(job.path, task).is_file()]
+        unfinished = [task for task in setting.suite.tasks if not samples_file(job.path, task).is_file()]
+        for folder in (SAMPLES, ANSWERS, DATASETS):
+            (job.path / folder).mkdir(exist_ok=True)
         server = job.servers.get(self.side, launch_plan(setting, self.side, tokenizer))
         try:
-            harness.materialise_tasks(TASKS, [task.task for task in setting.suite.tasks], job.path / "tasks")
-            for task in unfinished:
-                job.progress.say(f"{task.task}: {task.items:,} items")
-                with _requests_bar(job) as watch:
-                    _ask(job, task, server, tokenizer, watch)
-            sets = [read_samples(job.path, task) for task in setting.suite.tasks]
+            if unfinished:
+                concurrency = setting.recipe.evaluation.concurrency
+                with asking(job, server, tokenizer, unfinished, concurrency=concurrency) as asker:
+                    for task in unfinished:
+                        _evaluate(job, task, asker, self._baseline(job, task))
+            sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}
+            scores = {name: samples.mean for name, samples in sets.items()}
         except (MeasurementError, DefinitionError) as error:
             raise InvalidMeasurementError(f"evaluate {self.side}: {error}") from error
-        shutil.rmtree(job.path / "tasks")
+        tidy(job.path)
         scan = keep_log(server, job.path / SERVER_LOG)
-        scores = {
-            samples.task: sum(sample.score for sample in samples.samples) / len(samples.samples) for samples in sets
-        }
         return Output(
-            result={"scores": scores, "faults": faults(scan)},
-            summary=", ".join(f"{task} {score:.2%}" for task, score in scores.items()),
+            result={
+                "scores": scores,
+                "items": {name: [len(samples.samples), samples.planned] for name, samples in sets.items()},
+                "datasets": {name: _datasets(job.path, name) for name in sets},
+                "faults": faults(scan),
+            },
+            summary=", ".join(_summary(samples) for samples in sets.values()),
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
         """Nothing lies outside the store."""
         return True
 
-
-@contextmanager
-def _requests_bar(job: Job) -> Iterator[Callable[[str], None]]:
-    """A bar over the requests that lm-eval says it has sent, from the first time that it says how many there are."""
-    with ExitStack() as stack:
-        advance: Callable[[int], None] | None = None
-        told = 0
-
-        def watch(log: str) -> None:
-            nonlocal advance, told
-            seen = _REQUESTS.findall(log)
-            if seen:
-                done, total = map(int, seen[-1])
-                advance = advance or stack.enter_context(job.progress.bar(total, "requests"))
-                advance(done - told)
-                told = done
-
-        yield watch
+    def _baseline(self, job: Job, task: SuiteTask) -> SampleSet | None:
+        """The baseline's samples of a task that is held against them while it is asked."""
+        if self.side == "baseline" or not task.gated or job.setting.recipe.evaluation.looks == 1:
+            return None
+        return read_samples(job.inputs["baseline"].path, task)
 
 
 def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
     """The samples of a task that a stage has kept."""
-    path = _samples_file(folder, task)
+    path = samples_file(folder, task)
     return SampleSet.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _ask(job: Job, task: SuiteTask, server: Server, tokenizer: Path, watch: Callable[[str], None]) -> None:
-    setting = job.setting
-    output = job.path / "lm-eval" / task.task
-    shutil.rmtree(output, ignore_errors=True)  # half a task cannot be told from a whole one
-    output.mkdir(parents=True)
-    argv = harness.command(
-        sys.executable,
-        task,
-        base_url=server.base_url,
-        model_name=server.model_name,
-        tokenizer_path=tokenizer,
-        output_dir=output,
-        include_path=job.path / "tasks",
-        limit=setting.recipe.evaluation.limit,
-        num_concurrent=setting.recipe.evaluation.concurrency,
-        max_length=setting.recipe.target.max_model_len,
+def _datasets(folder: Path, name: str) -> object:
+    return json.loads((folder / DATASETS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _evaluate(job: Job, task: SuiteTask, asker: Asker, baseline: SampleSet | None) -> None:
+    """Ask a task until it is decided or over, and keep its samples and answers."""
+    evaluation = job.setting.recipe.evaluation
+    loaded = asker.load(task)
+    looks = draw.draw(loaded["documents"], looks=evaluation.looks, seed=evaluation.seed, limit=evaluation.limit)
+    planned = sum(map(len, looks))
+    job.progress.say(f"{task.task}: {planned:,} items in {len(looks)} looks")
+    asked: list[Asked] = []
+    for number, items in enumerate(looks):
+        asked.append(look_samples(asker.ask(task, items, number), number))
+        samples = _together(job.setting, task, asked, planned, len(looks))
+        decision = None if baseline is None else _decision(job, task, baseline, samples)
+        if decision is not None:
+            seen = f"after {len(samples.samples):,} of {planned:,} items"
+            job.progress.say(f"{task.task}: {decision} {seen}")
+            break
+    write_json(job.path / DATASETS / f"{task.task}.json", loaded["datasets"])
+    answers = [answer for part in asked for answer in part.answers]
+    if answers:
+        (job.path / ANSWERS / f"{task.task}.jsonl.gz").write_bytes(compressed(answers))
+    write_json(samples_file(job.path, task), samples.to_json())  # the last: it says that the task is finished
+
+
+def _together(setting: Setting, task: SuiteTask, asked: list[Asked], planned: int, looks: int) -> SampleSet:
+    first, *rest = asked
+    for part in rest:
+        if part.settings != first.settings:
+            raise MeasurementError(f"{task.task}: looks were asked as {dict(first.settings)}, {dict(part.settings)}")
+    return SampleSet(
+        task.task,
+        task.metric,
+        tuple(sample for part in asked for sample in part.samples),
+        task.kind,
+        planned,
+        looks,
+        {**first.settings, "limit": setting.recipe.evaluation.limit},
     )
-    local = (job.path / "tasks" / f"{task.task}.yaml").is_file()
-    env = {**server.client_environment(), "TOKENIZERS_PARALLELISM": "false"}
-    env |= {"HF_HUB_OFFLINE": "1"} if local else {}
-    log = job.path / f"{task.task}.log"
+
+
+def _decision(job: Job, task: SuiteTask, baseline: SampleSet, samples: SampleSet) -> str | None:
+    """What ends a task early, in one word or one sentence; None where asking goes on.
+
+    Sides that cannot be compared are the gate's to judge: more of the same answers would not change that.
+    """
+    accuracy = job.setting.recipe.gate.accuracy
+    margin = margin_in_units(task.kind, task.margin or accuracy.margin)
     try:
-        run_logged(
-            argv, log, what=f"lm-eval on {task.task}", env=env, watch=watch, secrets=() if local else ("HF_TOKEN",)
-        )
-    except StageError:
-        server.get("/health")
-        raise
-    samples = harness.read_samples(output, task.task, task.metric, task.filter)
-    _samples_file(job.path, task).parent.mkdir(exist_ok=True)
-    write_json(_samples_file(job.path, task), samples.to_json())
+        *_, last = sequential.decide(pair(baseline, samples), margin, accuracy.confidence)
+    except MeasurementError as error:
+        job.progress.warn(str(error))
+        return "not comparable with the baseline"
+    return None if last.decision == "GO ON" else last.decision
 
 
-def _samples_file(folder: Path, task: SuiteTask) -> Path:
-    return folder / "samples" / f"{task.task}.json"
+def _policy(setting: Setting) -> dict[str, object]:
+    accuracy = setting.recipe.gate.accuracy
+    margins = {task.task: task.margin or accuracy.margin for task in setting.suite.tasks if task.gated}
+    return {"margins": margins, "confidence": accuracy.confidence}
 
 
-def _task_settings(task: SuiteTask) -> dict[str, object]:
-    """What of a task shapes the answers; whether and how they are judged is the gate's business."""
-    judged = ("items", "expected_flip_rate", "gated", "margin")
-    return {key: value for key, value in asdict(task).items() if key not in judged}
-
-
-def _task_files(name: str) -> dict[str, str]:
-    """SHA-256 of the files of a task of ours, by name; a task of lm-eval is its version's."""
-    return {path.name: sha256_of(path) for path in (TASKS / f"{name}.yaml", TASKS / f"{name}.jsonl") if path.is_file()}
+def _summary(samples: SampleSet) -> str:
+    shown = f"{samples.mean:.2%}" if samples.kind == "score" else f"{samples.mean:.3f}"
+    asked = len(samples.samples)
+    early = f" after {asked:,} of {samples.planned:,} items" if asked < samples.planned else ""
+    return f"{samples.task} {shown}{early}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -41,18 +43,38 @@ def test_shipped_suites_can_test_a_margin_of_one_point(name: str) -> None:
 
 @pytest.mark.slow
 def test_shipped_suites_name_tasks_metrics_and_filters_of_lm_eval() -> None:
-    import lm_eval
+    """Read from the installed lm-eval's own definitions: no data set is fetched."""
     from lm_eval.tasks import TaskManager
 
-    known = set(TaskManager().all_tasks)
-    folders = [path for path in (Path(lm_eval.__file__).parent / "tasks").iterdir() if path.is_dir()]
+    index = TaskManager().task_index
+
+    def leaves(name: str) -> list[Mapping[str, Any]]:
+        entry = index[name]
+        if entry.kind.name == "TASK":
+            return [entry.cfg]
+        tagged = [other for other, found in index.items() if name in found.tags and found.kind.name == "TASK"]
+        return [leaf for child in (tagged or entry.cfg["task"]) for leaf in leaves(child)]
+
     shipped = [suites.load(name) for name in suites.names() if name != "tiny"]
+    counts = {}
     for task in (task for suite in shipped for task in suite.tasks):
-        assert task.task in known
-        folder = max((f for f in folders if task.task.startswith(f.name)), key=lambda f: len(f.name))
-        text = "\n".join(path.read_text() for path in folder.rglob("*yaml"))
-        assert f"metric: {task.metric}" in text
-        assert task.filter == "none" or f'name: "{task.filter}"' in text
+        found = leaves(task.task)
+        counts[task.task] = len(found)
+        for leaf in found:
+            assert task.metric in [metric["metric"] for metric in leaf["metric_list"]]
+            filters = [filter_["name"] for filter_ in leaf.get("filter_list", [{"name": "none"}])]
+            assert task.filter in filters, (task.task, filters)
+            assert (leaf["output_type"] == "loglikelihood_rolling") == (task.kind == "perplexity")
+            generates = leaf["output_type"] == "generate_until"
+            assert generates or task.max_gen_tokens is None
+            # What a task says itself about the length of an answer is not cut short.
+            assert (task.max_gen_tokens or 10**9) >= leaf.get("generation_kwargs", {}).get("max_gen_toks", 0)
+            # lm-eval ignores another number where a task insists on none.
+            assert leaf.get("num_fewshot") != 0 or not task.num_fewshot
+    assert counts == {
+        "mmlu": 57, "gsm8k": 1, "ifeval": 1, "wikitext": 1,
+        "mmlu_pro": 14, "gpqa_diamond_cot_zeroshot": 1, "aime24": 1, "aime25": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", workloads.names())
@@ -71,12 +93,27 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_suite_defaults(tmp_path: Path) -> None:
     task = suites.parse(write(tmp_path, SUITE)).tasks[0]
     assert task == suites.SuiteTask("facts", "acc", 2000, 0.03)
+    assert task.kind == "score"
+
+
+def test_a_passage_and_a_perplexity(tmp_path: Path) -> None:
+    text = SUITE.replace("items: 2000", "items: 2000\n    cluster: passage")
+    assert suites.parse(write(tmp_path, text)).tasks[0].cluster == "passage"
+    words = SUITE.replace("metric: acc", "metric: word_perplexity\n    expected_spread: 0.02").replace("2000", "62")
+    suite = suites.parse(write(tmp_path, words))
+    assert suite.tasks[0].kind == "perplexity"
+    assert suites.untestable(suite, margin=0.01) == ()
+    (sentence,) = suites.untestable(suite, margin=0.005)
+    assert "62 items can test a margin of 0.64% or wider, not 0.50%" in sentence
+    assert "(spread between documents 2.0%, confidence 95%, power 80%)" in sentence
 
 
 @pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [
         ("metric: acc", "metrc: acc", 6, "unknown key 'metrc'; did you mean 'metric'"),
+        ("metric: acc", "metric: word_perplexity", 6, "metric 'word_perplexity' needs 'expected_spread'"),
+        ("items: 2000", "items: 9\n    expected_spread: 0.1", 6, "metric 'acc' has no 'expected_spread'"),
         ("items: 2000", "items: 0", 7, "'items' must be at least 1, found 0"),
         ("items: 2000", "items: yes", 7, "'items' must be a whole number, found True"),
         ("items: 2000", "items: 2000\n    margin: 1", 8, "'margin' is a fraction between 0 and 1"),
@@ -124,7 +161,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 def test_a_margin_too_small_for_the_suite_is_named(tmp_path: Path) -> None:
     suite = suites.parse(write(tmp_path, SUITE.replace("2000", "400")))
     (sentence,) = suites.untestable(suite, margin=0.01)
-    assert sentence.startswith("facts: 400 items can test a margin of 2.15% or wider, not 1.00%")
+    assert sentence.startswith("facts: 400 items can test a margin of 2.58% or wider, not 1.00%")
     assert suites.untestable(suite, margin=0.03) == ()
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eval import harness_log, samples
+from eval import samples
 from eval.errors import MeasurementError
 from eval.samples import Sample, SampleSet
 
@@ -68,24 +69,103 @@ def test_json_round_trip_and_its_faults() -> None:
         SampleSet.from_json(data)
 
 
-ROW = {
-    "doc_id": 0, "filter": "none", "metrics": ["acc"], "acc": 1.0,
-    "doc_hash": "a" * 64, "prompt_hash": "b" * 64, "target_hash": "c" * 64,
-}  # fmt: skip
+def test_columns_that_say_nothing_are_left_out_and_read_back() -> None:
+    assert not {"weight", "cluster", "look"} & BASE.to_json()["samples"].keys()
+    full = dataclasses.replace(edit(weight=3.0, cluster="p", look=1), kind="perplexity", looks=2, settings={"seed": 1})
+    assert SampleSet.from_json(json.loads(json.dumps(full.to_json()))) == full
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        (lambda row: row | {"acc": float("nan")}, "acc is nan"),
-        (lambda row: {k: v for k, v in row.items() if k != "acc"}, "no metric 'acc'"),
-        (lambda row: row | {"filter": "strict-match"}, "no sample with filter 'none'; the file has ['strict-match']"),
-        (lambda row: {k: v for k, v in row.items() if k != "doc_hash"}, "not a sample of lm-eval"),
+        lambda data: data["samples"].update(score=["1.0"] * 10),
+        lambda data: data["samples"].update(score=[True] * 10),
+        lambda data: data["samples"].update(score=[float("nan")] * 10),
+        lambda data: data["samples"].update(look=[1] * 10),
+        lambda data: data["samples"].update(extra=[1] * 10),
+        lambda data: data["samples"].pop("doc_hash"),
+        lambda data: data.update(kind="else"),
+        lambda data: data.update(planned=9),
+        lambda data: data.update(kind="perplexity", samples={**data["samples"], "weight": [0.0] * 10}),
+        lambda data: data.update(samples=[]),
+        lambda data: data.pop("metric"),
     ],
 )
-def test_broken_logs(tmp_path: Path, change: Callable[[dict[str, object]], dict[str, object]], words: str) -> None:
-    path = tmp_path / "samples_facts_1.jsonl"
-    path.write_text(json.dumps(change(dict(ROW))) + "\n")
+def test_what_is_no_sample_set(change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(json.dumps(BASE.to_json()))
+    change(data)
+    with pytest.raises(MeasurementError, match="not a sample set"):
+        SampleSet.from_json(data)
+
+
+def in_looks(last: int) -> SampleSet:
+    """The base in five looks of two items, asked up to a look."""
+    rows = tuple(dataclasses.replace(sample, look=number // 2) for number, sample in enumerate(BASE.samples))
+    asked = tuple(sample for sample in rows if sample.look <= last)
+    return dataclasses.replace(BASE, samples=asked, planned=10, looks=5)
+
+
+def test_a_candidate_that_stopped_early_is_compared_on_its_looks() -> None:
+    pairs = samples.pair(in_looks(4), in_looks(1))
+    assert pairs.looks == (0, 0, 1, 1)
+    assert (len(pairs.candidate), pairs.planned, pairs.planned_looks) == (4, 10, 5)
+
+
+def test_a_look_that_is_not_whole_is_not_compared() -> None:
+    part = in_looks(2)
+    with pytest.raises(MeasurementError, match="1 of 6 items are missing from the candidate, first facts#0"):
+        samples.pair(in_looks(4), dataclasses.replace(part, samples=part.samples[1:]))
+    with pytest.raises(MeasurementError, match="2 of 6 items are missing from the baseline, first facts#4"):
+        samples.pair(in_looks(1), part)
+    moved = tuple(dataclasses.replace(sample, look=0) for sample in part.samples)
+    with pytest.raises(MeasurementError, match="missing from the baseline"):
+        samples.pair(in_looks(4), dataclasses.replace(part, samples=moved))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (dataclasses.replace(BASE, settings={"temperature": 0.7}), "asked with temperature None of the baseline, 0.7"),
+        (dataclasses.replace(BASE, kind="perplexity"), "cannot be paired"),
+        (dataclasses.replace(BASE, planned=12), "10 items in 1 looks, the candidate 12 in 1"),
+        (edit(weight=2.0), "the number of words differs in 1 of 10 items"),
+        (edit(cluster="p"), "the passage differs in 1 of 10 items"),
+    ],
+)
+def test_what_was_asked_in_another_way(other: SampleSet, words: str) -> None:
     with pytest.raises(MeasurementError) as caught:
-        harness_log.read_log(path, "facts", "acc", "none")
+        samples.pair(BASE, other)
     assert words in str(caught.value)
+
+
+def test_items_of_a_passage_are_a_cluster_and_others_their_own() -> None:
+    both = tuple(dataclasses.replace(s, cluster="p" if s.doc_id < 3 else "") for s in BASE.samples)
+    clustered = dataclasses.replace(BASE, samples=both)
+    pairs = samples.pair(clustered, clustered)
+    assert pairs.clusters[:3] == ("p", "p", "p")
+    assert len(set(pairs.clusters)) == 8
+
+
+def test_a_control_is_paired_with_the_items_that_it_has() -> None:
+    again = dataclasses.replace(BASE, samples=BASE.samples[2:5], planned=3)
+    pairs = samples.pair(in_looks(4).on(again), again)
+    assert (len(pairs.baseline), pairs.planned, pairs.planned_looks, set(pairs.looks)) == (3, 3, 1, {0})
+
+
+def test_the_mean_of_a_perplexity_is_by_word() -> None:
+    rows = (
+        dataclasses.replace(BASE.samples[0], score=-10.0, weight=5.0),
+        dataclasses.replace(BASE.samples[1], score=-20.0, weight=15.0),
+    )
+    texts = dataclasses.replace(BASE, samples=rows, kind="perplexity", planned=2)
+    assert texts.mean == pytest.approx(math.exp(30 / 20))
+    assert BASE.mean == 0.5
+    with pytest.raises(MeasurementError, match="no items"):
+        _ = dataclasses.replace(BASE, samples=()).mean
+
+
+def test_pairs_of_unequal_columns() -> None:
+    with pytest.raises(MeasurementError, match="2 items, but 1 weights"):
+        samples.Pairs("facts", "acc", (0.0, 1.0), (1.0, 1.0), weights=(1.0,))
+    plain = samples.Pairs("facts", "acc", (0.0, 1.0), (1.0, 1.0))
+    assert (plain.weights, len(set(plain.clusters)), plain.looks, plain.planned) == ((1.0, 1.0), 2, (0, 0), 2)

@@ -1,0 +1,189 @@
+"""lm-eval in a process of its own, told what to ask batch by batch: ``python -m eval.harness_child SOCKET``.
+
+One process for all tasks and batches of a stage: importing lm-eval and reading its index of tasks takes longer than
+many a batch. Messages are JSON lines on a Unix socket (`eval.harness` writes them). Each is answered by one line,
+``{"reply": ...}``, or ``{"refused": why}`` where what was asked for cannot be measured; lines ``{"expect": n}`` and
+``{"done": n}`` count requests before it. Whatever else goes wrong ends the process, with its traceback in the log.
+
+A prompt depends on its document and the seed alone. lm-eval draws few-shot examples from one stream for all documents
+of a call, so that a document's prompt would depend on those that are asked with it; here the stream begins anew for
+each document, at a seed of its own. So a batch that is asked again, after an interruption or as a control, is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.errors import MeasurementError
+from eval.harness_client import CountingClient
+from eval.harness_data import dataset_of
+from eval.harness_log import Asked, answer, digest, read_rows, write_asked
+from eval.samples import Sample
+from eval.suites import SuiteTask
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+class Harness:
+    """lm-eval with its model and the tasks that were loaded."""
+
+    def __init__(self, opening: Mapping[str, Any], tell: Tell) -> None:
+        from lm_eval.tasks import TaskManager
+
+        self._seed: int = opening["seed"]
+        self._manager = TaskManager(include_path=opening["include_path"], include_defaults=not opening["only_ours"])
+        self._model = CountingClient(
+            opening["model"], lambda count: tell({"expect": count}), lambda count: tell({"done": count})
+        )
+        self._loaded: dict[str, tuple[SuiteTask, dict[str, Any], dict[str, list[str]]]] = {}
+
+    def load(self, task: SuiteTask) -> dict[str, Any]:
+        """Load a task, or the leaf tasks of a group."""
+        self._reseed()
+        if task.task not in self._manager.all_tasks:
+            raise MeasurementError(f"lm-eval has no task {task.task!r}")
+        leaves: dict[str, Any] = self._manager.load([task.task])["tasks"]
+        for leaf in leaves.values():
+            _fix_documents(leaf)
+            _fix_prompts(leaf, self._seed)
+        clusters = {name: _clusters(leaf, task.cluster) for name, leaf in leaves.items()}
+        self._loaded[task.task] = (task, leaves, clusters)
+        datasets = {repr(found): found for found in map(dataset_of, leaves.values()) if found is not None}
+        return {"documents": clusters, "datasets": [datasets[key] for key in sorted(datasets)]}
+
+    def ask(self, name: str, documents: Mapping[str, list[int]], destination: Path) -> dict[str, Any]:
+        """Ask some documents of a task that was loaded, and write what came back."""
+        import lm_eval
+
+        task, leaves, clusters = self._loaded[name]
+        asked = [leaves[leaf] for leaf in documents]
+        kinds = {leaf.OUTPUT_TYPE for leaf in asked}
+        bos = self._model.begins_with_bos() and not task.chat and kinds != {"loglikelihood_rolling"}
+        self._model.add_bos_token = bos
+        self._model.temperatures.clear()
+        generation = {"temperature": 0}
+        if task.max_gen_tokens is not None:
+            generation["max_gen_toks"] = task.max_gen_tokens
+        results = lm_eval.simple_evaluate(
+            self._model,
+            tasks=asked,
+            task_manager=self._manager,
+            samples=dict(documents),
+            num_fewshot=task.num_fewshot,
+            gen_kwargs=generation if "generate_until" in kinds else None,
+            apply_chat_template=task.chat,
+            fewshot_as_multiturn=task.chat,
+            random_seed=self._seed,
+            numpy_random_seed=self._seed,
+            torch_random_seed=self._seed,
+            fewshot_random_seed=self._seed,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+        samples: list[Sample] = []
+        answers: list[dict[str, Any]] = []
+        for leaf in documents:
+            rows = results["samples"][leaf]
+            samples += read_rows(rows, leaf, task, clusters[leaf])
+            if task.kind == "score":
+                answers += [
+                    answer(row, leaf, task, _choices(leaves[leaf], row)) for row in rows if row["filter"] == task.filter
+                ]
+        settings = {
+            "temperature": max(self._model.temperatures, default=None),
+            "num_fewshot": _one([leaf.config.num_fewshot for leaf in asked]),
+            "chat_template": self._model.template_digest() if task.chat else None,
+            "bos": bos,
+            "seed": self._seed,
+            "lm_eval": lm_eval.__version__,
+            "tokenizer": self._model.tokenizer_digest(),
+        }
+        write_asked(destination, Asked(settings, tuple(samples), tuple(answers)))
+        return {"items": len(samples)}
+
+    def _reseed(self) -> None:
+        """Some tasks shuffle their choices with global generators while they are loaded."""
+        import numpy as np
+
+        random.seed(self._seed)
+        np.random.seed(self._seed)
+
+
+def _fix_documents(leaf: Any) -> None:
+    """Read the documents once: lm-eval reads them for every batch, and some tasks shuffle choices while reading."""
+    documents = leaf.eval_docs
+    setattr(leaf, "test_docs" if leaf.has_test_docs() else "validation_docs", lambda: documents)
+
+
+def _fix_prompts(leaf: Any, seed: int) -> None:
+    build = leaf.fewshot_context
+
+    def fewshot_context(doc: Any, *args: Any, **options: Any) -> Any:
+        leaf.set_fewshot_seed(seed=int(digest([seed, doc]), 16))
+        return build(doc, *args, **options)
+
+    leaf.fewshot_context = fewshot_context
+
+
+def _clusters(leaf: Any, field: str | None) -> list[str]:
+    """The hash of the passage of each document, "" for all where the suite names no field."""
+    documents = leaf.eval_docs
+    if field is None:
+        return [""] * len(documents)
+    found = []
+    for number, document in enumerate(documents):
+        if field not in document:
+            raise MeasurementError(
+                f"{leaf.task_name}#{number} has no field {field!r} to cluster by; there are {', '.join(document)}"
+            )
+        found.append(digest(document[field]))
+    return found
+
+
+def _choices(leaf: Any, row: Mapping[str, Any]) -> list[str] | None:
+    return list(leaf.doc_to_choice(row["doc"])) if leaf.OUTPUT_TYPE == "multiple_choice" else None
+
+
+def _one(values: list[Any]) -> Any:
+    """The value that all leaf tasks have, or all of theirs."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def main(path: str) -> None:
+    """Answer until the other end of the socket is closed."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        with connection.makefile("rw", encoding="utf-8") as lines:
+
+            def tell(message: Mapping[str, Any]) -> None:
+                lines.write(json.dumps(message) + "\n")
+                lines.flush()
+
+            harness: Harness | None = None
+            while line := lines.readline():
+                (what, given), *_ = json.loads(line).items()
+                try:
+                    if what == "open":
+                        harness, reply = Harness(given, tell), {}
+                    elif harness is None:
+                        raise ValueError(f"{what!r} before 'open'")
+                    elif what == "load":
+                        reply = harness.load(SuiteTask(**given))
+                    else:
+                        reply = harness.ask(given["task"], given["documents"], Path(given["destination"]))
+                except MeasurementError as error:
+                    tell({"refused": str(error)})
+                else:
+                    tell({"reply": reply})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,100 @@
+"""lm-eval's client of a completions server, as we need it: it counts, and it remembers what it sent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+# Parts of a fast tokenizer's state that only a call's padding and truncation depend on, and no text's tokens.
+_OF_A_CALL = ("padding", "truncation")
+
+
+class CountingClient(LocalCompletionsAPI):  # type: ignore[misc]
+    """`local-completions` of lm-eval. `expect` and `done` are told of numbers of requests as they come to be.
+
+    `temperatures` collects what generation requests really carried, whatever tasks and arguments said.
+    """
+
+    def __init__(
+        self, arguments: Mapping[str, Any], expect: Callable[[int], None], done: Callable[[int], None]
+    ) -> None:
+        super().__init__(**arguments)
+        self.temperatures: set[float] = set()
+        self._expect = expect
+        self._done = done
+        self._by_document = False
+
+    def loglikelihood(self, requests: list[Any], *args: Any, **options: Any) -> Any:
+        """See lm-eval."""
+        self._expect(len(requests))
+        return super().loglikelihood(requests, *args, **options)
+
+    def generate_until(self, requests: list[Any], *args: Any, **options: Any) -> Any:
+        """See lm-eval."""
+        self._expect(len(requests))
+        return super().generate_until(requests, *args, **options)
+
+    def loglikelihood_rolling(self, requests: list[Any], *args: Any, **options: Any) -> list[float]:
+        """See lm-eval, which asks for one document after the other; so it is counted by document."""
+        self._expect(len(requests))
+        found: list[float] = []
+        self._by_document = True
+        try:
+            for request in requests:
+                found += super().loglikelihood_rolling([request], *args, **options)
+                self._done(1)
+        finally:
+            self._by_document = False
+        return found
+
+    def model_call(self, messages: list[Any], **options: Any) -> Any:
+        """One request with several prompts, when only one is in flight."""
+        answer = super().model_call(messages, **options)
+        self._count(messages)
+        return answer
+
+    async def amodel_call(self, session: Any, sem: Any, messages: list[Any], **options: Any) -> Any:
+        """One request with several prompts, when several are in flight."""
+        answer = await super().amodel_call(session, sem, messages, **options)
+        self._count(messages)
+        return answer
+
+    def _count(self, messages: list[Any]) -> None:
+        if not self._by_document:
+            self._done(len(messages))
+
+    def _create_payload(self, *args: Any, **options: Any) -> dict[str, Any]:
+        payload: dict[str, Any] = super()._create_payload(*args, **options)
+        if options.get("generate"):
+            self.temperatures.add(float(payload["temperature"]))
+        return payload
+
+    def begins_with_bos(self) -> bool:
+        """Whether the tokenizer puts its BOS, and nothing else, around a text by itself.
+
+        vLLM does so with a prompt that comes as text; prompts that come as token ids must bring it.
+        """
+        bos = self.tokenizer.bos_token_id
+        plain = self.tokenizer("a", add_special_tokens=False).input_ids
+        return bos is not None and self.tokenizer("a").input_ids == [bos, *plain]
+
+    def tokenizer_digest(self) -> str:
+        """SHA-256 of what turns text into tokens: the same for copies of a tokenizer that were saved differently."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            state: Any = sorted(self.tokenizer.get_vocab().items())
+        else:
+            state = {key: value for key, value in json.loads(backend.to_str()).items() if key not in _OF_A_CALL}
+        return _sha256(json.dumps(state, sort_keys=True))
+
+    def template_digest(self) -> str:
+        """SHA-256 of the chat template that prompts are written in."""
+        return _sha256(str(self.chat_template(True)))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

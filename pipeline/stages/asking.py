@@ -1,0 +1,150 @@
+"""Asking a server the items of a task by lm-eval: one process for all tasks of a stage, every batch kept."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from eval import draw, harness
+from eval.errors import MeasurementError
+from eval.harness_log import Asked, read_asked
+from eval.suites import SuiteTask
+from pipeline.errors import StageError
+from pipeline.serving.running.server import Server
+from pipeline.stage import Job, Setting
+from pipeline.stages.conversation import Conversation, conversation
+from pipeline.store.disk import sha256_of
+
+TASKS = Path(harness.__file__).parent / "tasks"
+SAMPLES = "samples"
+LOG = "lm-eval.log"
+_BATCHES = "asked"
+_OURS = "tasks"
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """lm-eval while it runs."""
+
+    job: Job
+    talk: Conversation
+
+    def load(self, task: SuiteTask) -> Mapping[str, Any]:
+        """What `harness.loading` is answered with: the documents, and the data sets that they come from."""
+        self.job.progress.say(f"{task.task}: loading")
+        return self.talk.ask(harness.loading(task))
+
+    def ask(self, task: SuiteTask, items: Sequence[draw.Item], batch: int) -> Asked:
+        """The answers to items of a task that was loaded; not asked again where this batch was kept."""
+        path = self.job.path / _BATCHES / task.task / f"{batch}.jsonl.gz"
+        kept = _kept(path, items)
+        if kept is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _bar(self.job, f"{task.task} requests") as news:
+                self.talk.ask(harness.asking(task, draw.by_leaf(items), path), news)
+            kept = _kept(path, items)
+        if kept is None:
+            raise MeasurementError(f"{task.task}: lm-eval did not answer the {len(items)} items that it was asked")
+        return kept
+
+
+@contextmanager
+def asking(
+    job: Job, server: Server, tokenizer: Path, tasks: Sequence[SuiteTask], *, concurrency: int, batch_size: int = 32
+) -> Iterator[Asker]:
+    """Start lm-eval for these tasks; it has ended at the exit.
+
+    A token of the Hub goes to it only where a task's data is there, and without such a task it stays offline.
+    """
+    setting = job.setting
+    ours = harness.materialise_tasks(TASKS, [task.task for task in tasks], job.path / _OURS)
+    local = len(ours) == len(tasks)
+    endpoint = harness.Endpoint(
+        base_url=server.base_url,
+        model_name=server.model_name,
+        tokenizer=tokenizer,
+        max_length=setting.recipe.target.max_model_len,
+        seed=setting.recipe.evaluation.seed,
+        concurrency=concurrency,
+        batch_size=batch_size,
+    )
+    env = {**server.client_environment(), "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"} | (
+        {"HF_HUB_OFFLINE": "1"} if local else {}
+    )
+    argv = [sys.executable, "-m", "eval.harness_child"]
+    secrets = () if local else ("HF_TOKEN",)
+    try:
+        with conversation(argv, job.path / LOG, what="lm-eval", env=env, secrets=secrets) as talk:
+            job.progress.say(f"starting lm-eval, log in {job.path / LOG}")
+            talk.ask(harness.opening(endpoint, job.path / _OURS, only_ours=local))
+            yield Asker(job, talk)
+    except StageError:
+        server.get("/health")  # where the server has died, that is the error to tell
+        raise
+
+
+def tidy(folder: Path) -> None:
+    """Remove what only asking needed from a stage's folder, when all is kept otherwise."""
+    for name in (_OURS, _BATCHES):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def samples_file(folder: Path, task: SuiteTask) -> Path:
+    """Where a stage keeps the samples of a task."""
+    return folder / SAMPLES / f"{task.task}.json"
+
+
+def look_samples(asked: Asked, look: int) -> Asked:
+    """The same, its samples marked as those of a look."""
+    return replace(asked, samples=tuple(replace(sample, look=look) for sample in asked.samples))
+
+
+def asked_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
+    """What shapes the answers to tasks, for a fingerprint: the tasks by content, and how they are asked."""
+    evaluation = setting.recipe.evaluation
+    return {
+        "tasks": [{**_shape(task), "files": _files(task.task)} for task in tasks],
+        "seed": evaluation.seed,
+        "concurrency": evaluation.concurrency,
+        "max_length": setting.recipe.target.max_model_len,
+    }
+
+
+def _shape(task: SuiteTask) -> dict[str, object]:
+    """What of a task shapes the answers; whether and how they are judged is the gate's business."""
+    judged = ("items", "expected_flip_rate", "expected_spread", "gated", "margin")
+    return {key: value for key, value in asdict(task).items() if key not in judged}
+
+
+def _files(name: str) -> dict[str, str]:
+    """SHA-256 of the files of a task of ours, by name; a task of lm-eval is its version's."""
+    return {path.name: sha256_of(path) for path in (TASKS / f"{name}.yaml", TASKS / f"{name}.jsonl") if path.is_file()}
+
+
+def _kept(path: Path, items: Sequence[draw.Item]) -> Asked | None:
+    """A batch that was asked before an interruption, where it is of these items."""
+    if not path.is_file():
+        return None
+    asked = read_asked(path)
+    return asked if sorted((sample.task, sample.doc_id) for sample in asked.samples) == sorted(items) else None
+
+
+@contextmanager
+def _bar(job: Job, unit: str) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A bar over the requests of a batch, from the first time that lm-eval says how many there are."""
+    with ExitStack() as stack:
+        advance: Callable[[int], None] | None = None
+
+        def news(told: Mapping[str, Any]) -> None:
+            nonlocal advance
+            if "expect" in told:
+                advance = stack.enter_context(job.progress.bar(int(told["expect"]), unit))
+            elif advance is not None:
+                advance(int(told["done"]))
+
+        yield news
