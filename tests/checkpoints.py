@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,12 @@ from eval.measurements import Measurements, Structure
 from eval.samples import Sample, SampleSet
 from eval.servers import Server
 from eval.verdict import Verdict
+from pipeline.canonical import fingerprint
+from pipeline.store.runs import RunLog
+from pipeline.store.tree import Store
 
 GB = 1_000_000_000
+_JUDGED: dict[str, GateReport] = {}
 
 
 def digest(text: str) -> str:
@@ -117,7 +124,10 @@ class Checkpoint:
         return Policy({t: m for t, m in kept.items() if t != "prose" or self.nats is not None}, launches=4)
 
     def judged(self) -> GateReport:
-        return judge(self.measurements(), self.policy())
+        """The judgement, made once for equal checkpoints: its bootstraps take a second."""
+        if repr(self) not in _JUDGED:
+            _JUDGED[repr(self)] = judge(self.measurements(), self.policy())
+        return _JUDGED[repr(self)]
 
     def report(self) -> dict[str, Any]:
         """The parts of a report that are read again; the page's own tests look at the rest."""
@@ -139,6 +149,50 @@ class Checkpoint:
         path = folder / "report.json"
         path.write_text(json.dumps(self.report()))
         return path
+
+
+def run(root: Path, recipe: str, checkpoint: Checkpoint | None, started: str = "", **ended: Any) -> str:
+    """Leave a run of a recipe in a store with what it made of a checkpoint: gate and report; returns the run's name.
+
+    ``started`` replaces the time, ISO 8601; ``ended`` is how it ended where there is no checkpoint: ``error``,
+    ``unfinished`` or ``until``.
+    """
+    store = Store(root)
+    plan = [("quantize", digest(f"q{recipe}"))]
+    if checkpoint is not None:
+        gate = _entry(store, "gate", {}, checkpoint, {"gate.json", "samples"})
+        report = _entry(store, "report", {"gate": gate}, checkpoint, {"report.json", "report.html"})
+        plan += [("gate", gate), ("report", report)]
+    log = RunLog.start(root, recipe, digest(recipe), plan)
+    if not ended.get("unfinished"):
+        stages = {stage: {"cached": False, "seconds": 1.0, "fingerprint": made} for stage, made in plan}
+        if "until" in ended:
+            log.finish(None, 0, facts={"stages": {ended["until"]: {"cached": False, "seconds": 1.0}}})
+        elif checkpoint is None:
+            log.finish(None, 5, facts={"error": ended["error"]})
+        else:
+            verdict = checkpoint.judged().verdict
+            log.finish(verdict.value, verdict.exit_code, facts={"stages": stages})
+    if started:
+        path, data = log.run.path, json.loads(log.run.path.read_text())
+        name = re.sub(r"^[^Z]+Z", re.sub("[-:]", "", started[:19]) + ".000000Z", path.name)
+        path.unlink()
+        (path.parent / name).write_text(json.dumps({**data, "started": started}))
+        return name.removesuffix(".json")
+    return log.run.id
+
+
+def _entry(store: Store, stage: str, inputs: Mapping[str, str], checkpoint: Checkpoint, kept: set[str]) -> str:
+    payload = {"stage": stage, "version": 1, "inputs": dict(inputs), "of": digest(repr(checkpoint))}
+    made = fingerprint(payload)
+    with store.working(stage, made) as work:
+        if work.existing is None:
+            checkpoint.write(work.path)
+            for path in work.path.iterdir():
+                if path.name not in kept:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            work.commit(payload=payload, result={}, started=datetime.now(UTC), tools={})
+    return made
 
 
 GOOD = Checkpoint("llama8b-ptpc-kv")

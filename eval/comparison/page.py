@@ -21,7 +21,7 @@ WIDE, NARROW = 912, 340
 
 
 def environment(folder: Path) -> Environment:
-    """Templates of a folder, escaped, with the filters of figures and the report's style sheet before its own."""
+    """Templates of a folder, escaped, with the filters of figures; its style sheet follows the report's and ours."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -33,9 +33,9 @@ def environment(folder: Path) -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= FILTERS
-    sheets = (Path(eval.report.__file__).parent / "page.css", folder / "page.css")
-    # Ours: two files of this package.
-    made.globals["style"] = Markup("".join(sheet.read_text(encoding="utf-8") for sheet in sheets))  # noqa: S704
+    folders = dict.fromkeys((Path(eval.report.__file__).parent, Path(__file__).parent, folder))
+    sheets = [sheet / "page.css" for sheet in folders]
+    made.globals["style"] = Markup("".join(sheet.read_text(encoding="utf-8") for sheet in sheets))  # noqa: S704 - our own files
     return made
 
 

@@ -1,0 +1,103 @@
+"""`quantmint compare`: whatever a checkpoint is named by, what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.report.numbers import TIMES, signed
+from tests.checkpoints import GOOD, SMALL, run
+
+Quantmint = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two recipes in a store, and the first one published."""
+    folder = tmp_path_factory.mktemp("made")
+    run(folder / "store", "good", GOOD)
+    run(folder / "store", "small", SMALL)
+    run(folder / "store", "small", None, error="killed")
+    GOOD.write(folder / "published" / "good" / "quantmint")
+    return folder
+
+
+def test_published_store_entry_file_and_recipe_are_one_and_the_same(quantmint: Quantmint, made: Path) -> None:
+    store = made / "store"
+    (entry,) = [path.parent for path in store.glob("report/*/report.json") if GOOD.name in path.read_text()]
+    for name in (made / "published" / "good", entry, entry / "report.json", "good"):
+        told = quantmint("compare", name, "small", "--store", store, "--json").json
+        (group,) = told["groups"]
+        assert [c["verdict"] for c in group["contenders"].values()] == ["PASS", "FAIL"]
+        # The gate's record was found beside each, or through the entry that the report was made from.
+        assert len(group["direct"][0]["results"]) == 3, name
+        assert group["notes"] == []
+
+
+def test_a_lone_report_has_no_record(quantmint: Quantmint, made: Path, tmp_path: Path) -> None:
+    shutil.copyfile(made / "published" / "good" / "quantmint" / "report.json", tmp_path / "lone.json")
+    told = quantmint("compare", tmp_path / "lone.json", "small", "--store", made / "store", "--json").json
+    assert told["groups"][0]["direct"] == []
+    assert "its gate.json is not at hand" in told["groups"][0]["notes"][0]
+
+
+def test_the_terminal_shows_the_figures_and_the_page_is_written(quantmint: Quantmint, made: Path) -> None:
+    ended = quantmint("compare", "good", "small", "--store", made / "store", "--output", "both.html")
+    assert (ended.code, ended.err) == (0, "")
+    for words in (
+        "A*",
+        "B*",
+        "llama8b-mxfp4",
+        "FAIL",
+        f"0.31{TIMES}",
+        signed(-3.5),
+        "B against A",
+        "worse",
+        "page  both.html",
+    ):
+        assert words in ended.out, words
+    assert "2 checkpoints side by side" in Path("both.html").read_text()
+    assert [path.name for path in Path().glob("*both.html*")] == ["both.html"]
+
+
+def test_markup_of_a_report_is_not_ours(quantmint: Quantmint, made: Path, tmp_path: Path) -> None:
+    report = json.loads((made / "published" / "good" / "quantmint" / "report.json").read_text())
+    report["name"] = "[red]x[/nope]\x1b[2J"
+    (tmp_path / "r.json").write_text(json.dumps(report))
+    ended = quantmint("compare", tmp_path / "r.json", "small", "--store", made / "store")
+    assert ended.code == 0
+    assert "[red]x[/nope][2J" in ended.out
+    assert "\x1b" not in ended.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["good"], "found one checkpoint, good, expected at least two"),
+        ([], "Missing argument"),
+        (["good", "smal"], 'no run of such a recipe in STORE (did you mean "small"?)'),
+        (["good", "none/such"], "none/such: there is no such file or folder"),
+        (["good", "empty"], "empty: found neither quantmint/report.json nor report.json"),
+        (["good", "x.yaml"], "x.yaml: found a .yaml, expected a report.json, a folder or a recipe's name"),
+        (["good", "torn.json"], "torn.json: not a report of this version: nothing at size.baseline_bytes"),
+        (["good", "cut"], "cut: no run of it in STORE has a report"),
+        (["good", "small", "--output", "none/x.html"], "--output: none/x.html cannot be written"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_a_sentence(
+    quantmint: Quantmint, made: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(made / "store", store)
+    run(store, "cut", None, until="inspect")
+    Path("empty").mkdir()
+    Path("x.yaml").write_text("name: x\n")
+    Path("torn.json").write_text("{}")
+    ended = quantmint("compare", *arguments, "--store", store)
+    assert ended.code == 2
+    assert words.replace("STORE", str(store)) in ended.err
