@@ -16,15 +16,18 @@ from eval.suites import Suite
 from eval.workloads import Workload
 from pipeline.canonical import canonical_json
 from pipeline.errors import UserError
-from pipeline.planning import build_plan, cut
+from pipeline.planning import build_plan, cut, stopped_plan
 from pipeline.session import open_setting
 from pipeline.stage import Setting
 from pipeline.store.tree import Store
 
 ROOT = Path(__file__).parents[2]
-CANDIDATE = {"serve-candidate", "evaluate-candidate", "bench-candidate"}
-BASELINE = {"serve-baseline", "evaluate-baseline", "bench-baseline"}
 JUDGED = {"gate", "report", "publish"}
+STOPPING = {"evaluate-candidate"} | JUDGED  # a clear case stops as soon as it is one, by the margin
+CANARY = {"canary-baseline", "canary-candidate"}
+ASKED = {"evaluate-baseline", "control", "evaluate-candidate"}
+BASELINE = {"serve-baseline", "canary-baseline", "evaluate-baseline", "control"}
+CANDIDATE = {"serve-candidate", "canary-candidate", "evaluate-candidate", "bench"}
 FROM_QUANTIZE = {"quantize", "inspect"} | CANDIDATE | JUDGED
 EVERYTHING = {"source", "calibrate"} | FROM_QUANTIZE | BASELINE
 
@@ -53,22 +56,38 @@ def edit(setting: Setting, old: str, new: str) -> Setting:
 def test_the_order(setting: Setting) -> None:
     assert [planned.key for planned in build_plan(setting)] == [
         "source", "calibrate", "quantize", "inspect",
-        "serve-candidate", "evaluate-candidate", "bench-candidate",
-        "serve-baseline", "evaluate-baseline", "bench-baseline",
+        "serve-baseline", "canary-baseline", "serve-candidate", "canary-candidate",
+        "evaluate-baseline", "control", "evaluate-candidate", "bench",
         "gate", "report", "publish",
     ]  # fmt: skip
+
+
+def test_a_recipe_can_leave_stages_out(setting: Setting) -> None:
+    without = edit(setting, "concurrency: 8", "concurrency: 8, control: null, runtime: reference")
+    assert {planned.key for planned in build_plan(without)} == EVERYTHING - {"control", "bench"}
+
+
+def test_the_plan_of_a_stopped_run_is_the_same_up_to_the_canary(setting: Setting) -> None:
+    whole, stopped = build_plan(setting), stopped_plan(setting)
+    assert stopped[:8] == whole[:8]
+    assert [planned.key for planned in stopped[7:]] == ["canary-candidate", "gate", "report"]
+    last = {planned.key: planned for planned in whole[8:]}
+    for planned in stopped[8:]:
+        assert planned.fingerprint != last[planned.key].fingerprint
+        assert not set(planned.inputs) & {"evaluate-baseline", "evaluate-candidate", "control", "bench"}
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        pytest.param("margin: 0.02", "margin: 0.03", JUDGED, id="margin"),
-        pytest.param("margin: 0.02", "margin: 0.02, confidence: 0.9", JUDGED, id="confidence"),
+        pytest.param("margin: 0.02", "margin: 0.03", STOPPING, id="margin"),
+        pytest.param("margin: 0.02", "margin: 0.02, confidence: 0.9", STOPPING, id="confidence"),
         pytest.param("gate: {", "gate: {throughput: {min_ratio: 1.2}, ", JUDGED, id="speed"),
+        pytest.param("gate: {", "gate: {canary: {max_kl: 0.1}, ", {"canary-candidate"} | JUDGED, id="canary"),
         pytest.param(
             "concurrency: 8",
             "concurrency: 12",
-            {"evaluate-candidate", "evaluate-baseline"} | JUDGED,
+            ASKED | JUDGED,
             id="requests in flight, fewer than the workload's",
         ),
         pytest.param(
@@ -77,7 +96,7 @@ def test_the_order(setting: Setting) -> None:
         pytest.param(
             "concurrency: 8",
             "concurrency: 8, limit: 1500",
-            {"evaluate-candidate", "evaluate-baseline"} | JUDGED,
+            ASKED | JUDGED,
             id="limit",
         ),
         pytest.param("scheme: ptpc_fp8", "scheme: fp8", FROM_QUANTIZE, id="scheme"),
@@ -140,21 +159,26 @@ def test_a_task_of_the_suite_is_its_content(setting: Setting) -> None:
     suite: Suite = setting.suite
     first = replace(suite.tasks[0], num_fewshot=3)
     other = replace(setting, suite=replace(suite, tasks=(first, *suite.tasks[1:])))
-    assert changed(setting, other) == {"evaluate-candidate", "evaluate-baseline"} | JUDGED
+    assert changed(setting, other) == ASKED | JUDGED
 
 
-def test_a_margin_of_the_suite_is_only_judged(setting: Setting) -> None:
+def test_a_margin_of_the_suite_asks_no_baseline_again(setting: Setting) -> None:
     suite: Suite = setting.suite
     first = replace(suite.tasks[0], margin=0.5)
     other = replace(setting, suite=replace(suite, tasks=(first, *suite.tasks[1:])))
-    assert changed(setting, other) == JUDGED
+    assert changed(setting, other) == STOPPING
 
 
 def test_a_cell_is_benched_again(setting: Setting) -> None:
     workload: Workload = setting.workload
     last = replace(workload.cells[-1], num_prompts=workload.cells[-1].num_prompts + 1)
     other = replace(setting, workload=replace(workload, cells=(*workload.cells[:-1], last)))
-    assert changed(setting, other) == {"bench-candidate", "bench-baseline"} | JUDGED
+    assert changed(setting, other) == {"bench"} | JUDGED
+
+
+def test_other_prompts_are_read_again(setting: Setting) -> None:
+    other = replace(setting, suite=replace(setting.suite, canary="general"))
+    assert changed(setting, other) == CANARY | JUDGED
 
 
 def test_the_device_is_no_input(setting: Setting) -> None:
@@ -241,8 +265,9 @@ def test_another_folder_changes_only_where_it_is_published(
         ("source", "source"),
         ("inspect", "inspect"),
         ("serve-candidate", "serve-candidate"),
-        ("bench", "bench-baseline"),
-        ("evaluate", "evaluate-baseline"),
+        ("canary", "canary-candidate"),
+        ("bench", "bench"),
+        ("evaluate", "evaluate-candidate"),
         ("publish", "publish"),
         (None, "publish"),
     ],
