@@ -10,8 +10,8 @@ from pipeline.reference.rounding import round_fp8
 if TYPE_CHECKING:
     import torch
 
-Scales = Mapping[int, tuple["torch.Tensor", "torch.Tensor"]]
-"""Scales of K and of V by layer, [1], or [heads, 1, 1] with one for each KV head."""
+Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
+"""Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""
 
 
 def kv_cache(config: Any, scales: Scales, round_: Callable[..., torch.Tensor] = round_fp8) -> Any:

@@ -1,4 +1,9 @@
-"""The reference: transformers in float32 with the weights that the stored bytes stand for, inputs and cache rounded."""
+"""The reference: transformers in float32 with the weights that the stored bytes stand for, inputs and cache rounded.
+
+What a format makes of a number is the product's own arithmetic (`pipeline.reference.rounding`), which vLLM's answers
+are held against here. How a checkpoint becomes a model is not the product's: the source, as transformers loads it, gets
+each module's weight by the module's own name, read rightly or wrongly.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.engines.stream.kernels import FP8_MAX, MX_GROUP, mxfp4
+from pipeline.engines.stream.kernels import FP8_MAX
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.formats.layout import layout_of
 from pipeline.formats.tensors import weight_tensors
 from pipeline.inspection.dequantize import dequantize
 from pipeline.inspection.numbers import Reader
+from pipeline.reference.cache import kv_cache
+from pipeline.reference.rounding import round_activations, round_fp8
 from pipeline.schemes import ActivationFormat
 from pipeline.schemes import scheme as row_of
 from tests.served.cases import MODEL
@@ -22,8 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from tests.served.answers import Answers
-
-_INT8_MAX = 127.0
 
 
 class Reference:
@@ -74,60 +79,29 @@ class Reference:
         return found[prompt, place, token].double()
 
     def _rounding_cache(self, reading: Reading) -> Any:
-        from transformers.cache_utils import DynamicCache
-
-        layout, read = self._layout, self._read
-
-        class RoundingCache(DynamicCache):
-            """K after RoPE, and V, through FP8 with their layer's scales."""
-
-            def update(self, key: Any, value: Any, layer_idx: int, *rest: Any, **named: Any) -> Any:
-                names = layout.kv_scale_names(f"model.layers.{layer_idx}.self_attn")
-                scales = reading.kv_scales(*(float(read(name).float().reshape(())) for name in names))
-                key, value = (
-                    _fp8(x, scale, truncated=reading.truncated) for x, scale in zip((key, value), scales, strict=True)
-                )
-                return super().update(key, value, layer_idx, *rest, **named)
-
-        return RoundingCache()
+        config, scales = self._source.config, {}
+        for layer in range(config.num_hidden_layers):
+            names = self._layout.kv_scale_names(f"model.layers.{layer}.self_attn")
+            scales[layer] = reading.kv_scales(*(float(self._read(name).float().reshape(())) for name in names))
+        return kv_cache(config, scales, _cut_fp8 if reading.truncated else round_fp8)
 
 
 def _rounds(activations: ActivationFormat, parts: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
     """A hook that rounds a linear layer's input, [..., I], as its scheme says."""
 
     def hook(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (_rounded(inputs[0].float(), activations, parts).to(inputs[0].dtype), *inputs[1:])
+        scale = parts["input_scale"].float().reshape(()) if activations.kind == "static" else None
+        return (round_activations(inputs[0], activations, scale).to(inputs[0].dtype), *inputs[1:])
 
     return hook
 
 
-def _rounded(x: torch.Tensor, activations: ActivationFormat, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    import torch
-
-    if activations.kind == "none":
-        return x
-    if activations.dtype == "e2m1":
-        made = mxfp4(x.reshape(-1, x.shape[-1]))
-        return dequantize("mxfp4", made).reshape(x.shape)
-    if activations.kind == "static":
-        return _fp8(x, float(parts["input_scale"].float().reshape(())))
-    grouped = x.unflatten(-1, (-1, activations.group)) if activations.group else x
-    largest = grouped.abs().amax(-1, keepdim=True).clamp(min=1e-10)
-    if activations.dtype == "int8":
-        scale = largest / _INT8_MAX
-        return (grouped / scale).round().clamp(-_INT8_MAX, _INT8_MAX).mul(scale).reshape(x.shape)
-    assert activations.dtype == "e4m3"
-    assert activations.group != MX_GROUP, "MX scales are powers of two"
-    scale = largest / FP8_MAX
-    return (grouped / scale).to(torch.float8_e4m3fn).float().mul(scale).reshape(x.shape)
-
-
-def _fp8(x: torch.Tensor, scale: float, *, truncated: bool = False) -> torch.Tensor:
+def _cut_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """FP8 without rounding: of the two values around a number, the one nearer to zero."""
     import torch
 
     values = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX)
     stored = values.to(torch.float8_e4m3fn)
-    if truncated:  # without its sign, the code below a number is the next towards zero
-        larger = (stored.float().abs() > values.abs()).to(torch.uint8)
-        stored = (stored.view(torch.uint8) - larger).view(torch.float8_e4m3fn)
-    return stored.float().mul(scale).to(x.dtype)
+    # Without its sign, the code below a number is the next towards zero.
+    larger = (stored.float().abs() > values.abs()).to(torch.uint8)
+    return (stored.view(torch.uint8) - larger).view(torch.float8_e4m3fn).float().mul(scale).to(x.dtype)
