@@ -289,7 +289,9 @@ class Target(Section):
     gpus: int = Field(
         default=1, ge=1, description="Accelerators of the server; the launch plan splits or replicates over them."
     )
-    workload: str = Field(default="throughput", description="Name of a workload in eval/workloads.")
+    workload: str = Field(
+        default="throughput", description="Name of a workload in eval/workloads, or the path of a YAML file like those."
+    )
     max_model_len: int = Field(default=8192, ge=16, description="Longest prompt with its answer, in tokens.")
 
 

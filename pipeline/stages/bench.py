@@ -85,7 +85,7 @@ class BenchStage:
         return Output(
             result={"faults": found, "ratios": ratios},
             summary=", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
-            + f", medians of {len(turns) // 2} launches a side",
+            + f"; launches a side: {len(turns) // 2}",
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:

@@ -64,7 +64,7 @@ def test_it_is_served_and_judged(
     gate = outcome.entry("gate")
     assert gate is not None
     print(scheme, kv_cache, checkpoint_format, gate.record.result["reasons"])  # noqa: T201 - the figures are the point
-    for key in ("serve-candidate", "evaluate-candidate", "bench-candidate"):
+    for key in ("serve-candidate", "evaluate-candidate", "bench"):
         entry = outcome.entry(key)
         print("   ", key, entry.record.result["summary"] if entry else None)  # noqa: T201
     assert outcome.verdict is expected

@@ -89,7 +89,7 @@ def test_sides_take_turns_on_fresh_servers(series: Callable[..., Series]) -> Non
     assert [launch.cells["c4"].goodput is None for launch in launches] == [False] * 4
     assert entry.record.result["ratios"] == {"c2": 1.5, "c4": 1.5}
     assert entry.record.result["faults"] == []
-    assert "c2 1.50x, c4 1.50x, medians of 2 launches a side" in str(entry.record.result["summary"])
+    assert "c2 1.50x, c4 1.50x; launches a side: 2" in str(entry.record.result["summary"])
     assert sorted(path.name for path in (entry.path / "launches" / "02-candidate").iterdir()) == [
         "c2.json", "c2.log", "c4.json", "c4.log", "launch.json", "server.log",
     ]  # fmt: skip
