@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
+
+Direction = Literal["lost", "gained"]
 
 
 class SizePart(TypedDict):
-    """Bytes of one part of the checkpoint, such as "linear weights", "scales", "embeddings"."""
+    """Bytes of one part of the checkpoint, such as "linear weights", "scales", "embeddings and head"."""
 
     name: str
     baseline_bytes: int
@@ -24,28 +26,62 @@ class Size(TypedDict):
 class LayerError(TypedDict):
     """Error of one quantized linear: signal to quantization noise of its weight, in dB (higher is better).
 
-    `kind` is the linear's role, such as `q_proj`, `layer` the number of its decoder layer.
+    `kind` is the linear's role, such as `q_proj`, `layer` the number of its decoder layer, None outside the layers.
+    Experts of one layer are one entry: `modules` counts them, `sqnr_db` is that of the worst.
     """
 
-    layer: int
+    layer: int | None
     kind: str
     sqnr_db: float
+    modules: int
+
+
+class KvScale(TypedDict):
+    """The static scale of a layer's K or V cache (`which`): the least and the greatest where each head has one."""
+
+    layer: int
+    which: str
+    low: float
+    high: float
+
+
+class Flip(TypedDict):
+    """One item whose score changed: the end of its prompt, what was right, what each side said. "" where unknown."""
+
+    task: str
+    doc_id: int
+    direction: Direction
+    scores: tuple[float, float]
+    prompt: str
+    target: str
+    baseline: str
+    candidate: str
+
+
+class TaskFlips(TypedDict):
+    """All items of a task of the suite whose score changed."""
+
+    task: str
+    flips: list[Flip]
 
 
 class Stage(TypedDict):
-    """One stage of the run; `cached` stages were found in the store, `seconds` is then what they took originally."""
+    """One stage of the run. `started` is an ISO 8601 time in UTC; `cached` stages were made before this run began."""
 
     name: str
+    started: str
     seconds: float
     cached: bool
     fingerprint: str
 
 
 class LaunchPlan(TypedDict):
-    """How one side was served."""
+    """How one side was served: what answered, on what, and the command."""
 
     side: str
+    runtime: str
     version: str
+    hardware: str
     device: str
     image: str | None
     env: dict[str, str]
@@ -55,9 +91,11 @@ class LaunchPlan(TypedDict):
 class Report(TypedDict):
     """All that a report shows.
 
-    `gate` is `GateReport.to_json()`. `created` is an ISO 8601 time in UTC. `notes` are sentences that a reader must
-    know before the figures, such as the hardware that they come from. `reproduce` are shell commands. `versions`
-    maps a tool to its version, `digests` a name to a digest.
+    `gate` is `GateReport.to_json()`, `launches` are `Launch.to_json()`. `created` is an ISO 8601 time in UTC. `notes`
+    are sentences that a reader must know before the figures, such as the hardware that they come from. `stopped` names
+    the stage that ended the run early ("canary"). `kv_tokens` maps a side to the tokens that its KV cache holds, where
+    its server said so. `prompts` maps the name of a canary's prompt to its text. `reproduce` are shell commands.
+    `versions` maps a tool to its version, `digests` a name to a digest.
     """
 
     name: str
@@ -65,9 +103,15 @@ class Report(TypedDict):
     scheme: str
     created: str
     notes: list[str]
+    stopped: str | None
     gate: dict[str, Any]
     size: Size
+    kv_tokens: dict[str, int]
     layers: list[LayerError]
+    kv_scales: list[KvScale]
+    flips: list[TaskFlips]
+    prompts: dict[str, str]
+    launches: list[dict[str, Any]]
     stages: list[Stage]
     servers: list[LaunchPlan]
     recipe: str

@@ -18,6 +18,9 @@ _NAMES = ("ink", "muted", "rule", "baseline", "candidate", "pass", "inconclusive
 # Stand-ins differ in the last digits only, and no plot uses colours near them.
 _STAND_INS = {name: f"#0a0b{index:02x}" for index, name in enumerate(_NAMES)}
 _STAND_INS |= {f"series-{index}": f"#0a0c{index:02x}" for index in range(_SERIES)}
+HEATS = 9
+"""Steps of the colour scale of a heat map; step 0 is the least conspicuous."""
+_STAND_INS |= {f"heat-{index}": f"#0a0d{index:02x}" for index in range(HEATS)}
 
 PIXELS_PER_INCH = 72.0
 
@@ -32,9 +35,21 @@ def series(index: int) -> str:
     return _STAND_INS[f"series-{index % _SERIES}"]
 
 
+def heat(share: float) -> str:
+    """The stand-in for a place between 0 (least conspicuous) and 1 on the colour scale of a heat map."""
+    return _STAND_INS[f"heat-{min(HEATS - 1, max(0, int(share * HEATS)))}"]
+
+
 @contextmanager
 def figure(width: int, height: int) -> Iterator[tuple[Any, Any]]:
     """A figure with one plain axis, sized in CSS pixels; it is closed afterwards."""
+    with panels(width, height, 1, 1) as (drawing, axes):
+        yield drawing, axes[0]
+
+
+@contextmanager
+def panels(width: int, height: int, rows: int, columns: int) -> Iterator[tuple[Any, list[Any]]]:
+    """A figure with a grid of plain axes, in the order of reading, sized in CSS pixels; it is closed afterwards."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -61,9 +76,10 @@ def figure(width: int, height: int) -> Iterator[tuple[Any, Any]]:
         drawing = Figure(figsize=(width / PIXELS_PER_INCH, height / PIXELS_PER_INCH), dpi=PIXELS_PER_INCH)
         FigureCanvasSVG(drawing)
         drawing.patch.set_visible(False)
-        axis = drawing.add_subplot()
-        axis.patch.set_visible(False)
-        yield drawing, axis
+        axes = [drawing.add_subplot(rows, columns, number + 1) for number in range(rows * columns)]
+        for axis in axes:
+            axis.patch.set_visible(False)
+        yield drawing, axes
 
 
 def inline(drawing: Any, *, name: str, label: str, css_class: str) -> str:

@@ -1,4 +1,4 @@
-"""quantmint report RECIPE"""
+"""quantmint report RECIPE_OR_PATH"""
 
 from __future__ import annotations
 
@@ -9,36 +9,73 @@ import click
 
 from pipeline.commands.options import emit, json_option, store_option, vllm_option
 
+FORMATS = ("html", "markdown", "junit", "json")
+
 
 @click.command(name="report")
-@click.argument("recipe")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Copy the page there.")
+@click.argument("subject", metavar="RECIPE_OR_PATH")
+@click.option(
+    "--format", "form", type=click.Choice(FORMATS), default="html", show_default=True,
+    help="The page, the section of a model card, test results for a CI system, or the data.",
+)  # fmt: skip
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Copy it there.")
 @vllm_option
 @store_option
 @json_option
-def command(recipe: str, output: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> int:
-    """Print where the report of RECIPE's current state is."""
-    from pipeline.errors import UserError
-    from pipeline.planning import build_plan
-    from pipeline.runner import find_entry, relative
-    from pipeline.session import open_setting
-    from pipeline.stages.report import DATA, PAGE
-    from pipeline.store.tree import Store
+def command(subject: str, form: str, output: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> int:
+    """Show the report of a recipe's current state, of a published folder or of an entry of the store.
 
-    setting = open_setting(recipe, store=Store(store_path), vllm=vllm)
-    planned = next(planned for planned in build_plan(setting) if planned.key == "report")
-    entry = find_entry(planned, setting)
-    if entry is None:
-        raise UserError(f"{setting.recipe.name} has no report yet.", hint=f"Make it: quantmint run {recipe}")
-    page = entry.file(PAGE).resolve()
+    The page is told by its path; the other forms are printed, unless --output says where they go.
+    """
+    from pipeline.errors import UserError
+    from pipeline.runner import relative
+    from pipeline.stages.report import FILES
+
+    folder = _folder(subject, vllm, store_path)
+    file = (folder / FILES[form]).resolve()
+    if not file.is_file():
+        raise UserError(
+            f"{folder} has no {FILES[form]}: it was made by an earlier version.",
+            hint="Make it again: quantmint run RECIPE --redo report",
+        )
     if output is not None:
         try:
-            shutil.copyfile(page, output)
+            shutil.copyfile(file, output)
         except OSError as error:
             raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from None
-        page = output.resolve()
+        file = output.resolve()
     if as_json:
-        emit({"report": str(page), "data": str(entry.file(DATA).resolve())})
+        data = (folder / FILES["json"]).resolve()
+        emit({"report": str(file), "format": form, "data": str(data)})
+    elif form == "html" or output is not None:
+        click.echo(relative(file))
     else:
-        click.echo(relative(page))
+        click.echo(file.read_text(encoding="utf-8"), nl=False)
     return 0
+
+
+def _folder(subject: str, vllm: str | None, store_path: Path) -> Path:
+    """Where the files of the report lie: a folder that holds them, or the entry of a recipe's report."""
+    from pipeline.errors import UserError
+    from pipeline.planning import build_plan
+    from pipeline.runner import find_entry, foreseen
+    from pipeline.session import open_setting
+    from pipeline.stages.publish import EVIDENCE
+    from pipeline.stages.report import DATA
+    from pipeline.store.tree import Store
+
+    path = Path(subject)
+    if path.is_dir():
+        found = next((folder for folder in (path / EVIDENCE, path) if (folder / DATA).is_file()), None)
+        if found is None:
+            raise UserError(
+                f"{path} holds no report: found neither {EVIDENCE}/{DATA} nor {DATA}.",
+                hint="Name a recipe, a published folder, or an entry of the store's reports.",
+            )
+        return found
+    setting = open_setting(subject, store=Store(store_path), vllm=vllm)
+    planned = next(planned for planned in foreseen(build_plan(setting), setting) if planned.key == "report")
+    entry = find_entry(planned, setting)
+    if entry is None:
+        raise UserError(f"{setting.recipe.name} has no report yet.", hint=f"Make it: quantmint run {subject}")
+    return entry.path

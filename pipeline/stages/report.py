@@ -1,40 +1,62 @@
-"""report: one page and one JSON file over everything that a run found."""
+"""report: one page over everything that a run found, and the same for model cards, CI systems and programs."""
 
 from __future__ import annotations
 
+import gzip
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from eval.report.model import LaunchPlan, LayerError, Report, Size, Stage
+from eval import prompts, record
+from eval.errors import MeasurementError
+from eval.report import joined
+from eval.report.files import CARD, JUNIT
+from eval.report.files import DATA as DATA
+from eval.report.files import PAGE as PAGE
+from eval.report.model import LaunchPlan, Report, Stage, TaskFlips
+from eval.verdict import Verdict
 from pipeline import __version__
-from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.errors import StageError
+from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.reporting.contents import kv_scales, layer_errors, sizes
 from pipeline.serving import hardware
 from pipeline.stage import Job, Output, Setting, versions
+from pipeline.stages.evaluate import ANSWERS
 from pipeline.stages.gate import GATE
 from pipeline.stages.inspect import INSPECTION
-from pipeline.stages.serve import LAUNCH, SIDES, measured_inputs
+from pipeline.stages.measured import ORDER, measured_inputs
+from pipeline.stages.quantize import needs_ranges
+from pipeline.stages.serve import LAUNCH, SIDES
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
+from pipeline.store.runs import list_runs
 
-PAGE, DATA = "report.html", "report.json"
-_LAYER = re.compile(r"\.(\d+)\.")
+if TYPE_CHECKING:
+    from eval.gate import GateReport
+    from eval.measurements import Measurements
+    from eval.servers import Server
+
+FILES = {"html": PAGE, "markdown": CARD, "junit": JUNIT, "json": DATA}
+"""The file of each form."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportStage:
-    """Written for every verdict, not only for a PASS."""
+    """Written for every verdict, not only for a PASS; ``stopped``: of a run that ended with the canary."""
 
+    stopped: bool = False
     key: str = "report"
     family: str = "report"
-    version: int = 1
+    version: int = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Everything that is shown."""
-        return {"source": "source", "quantize": "quantize", "inspect": "inspect", **measured_inputs(), "gate": "gate"}
+        calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
+        made = {"source": "source", **calibrated, "quantize": "quantize", "inspect": "inspect"}
+        return {**made, **measured_inputs(setting, stopped=self.stopped), "gate": "gate"}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The recipe, which is printed."""
@@ -46,7 +68,7 @@ class ReportStage:
 
     def run(self, job: Job) -> Output:
         """Gather, write the data, draw the page."""
-        from eval.report.page import write
+        from eval.report.files import write
 
         size = write(job.path, gather(job)).stat().st_size
         return Output(result={"page": PAGE}, summary=f"{PAGE}, {size / 1e3:,.0f} kB")
@@ -58,30 +80,39 @@ class ReportStage:
 
 def gather(job: Job) -> Report:
     """Collect what the page shows."""
-    setting, inputs = job.setting, job.inputs
-    gate = json.loads(inputs["gate"].file(GATE).read_text(encoding="utf-8"))
+    setting, inputs, recipe = job.setting, job.inputs, job.setting.recipe
+    try:
+        measured, gate = record.read(inputs["gate"].file(GATE))
+    except MeasurementError as error:
+        raise StageError(f"the gate's record cannot be read: {error}") from error
     inspection = json.loads(inputs["inspect"].file(INSPECTION).read_text(encoding="utf-8"))
-    source = open_checkpoint(model_folder(inputs["source"]))
-    recipe = setting.recipe
+    checkpoint = open_checkpoint(model_folder(inputs["quantize"]))
+    model = recipe.source.repo or f"{recipe.source.folder}"
+    published = f"{recipe.publish.folder}/{recipe.name}"
     return Report(
         name=recipe.name,
-        model=recipe.source.repo or f"{recipe.source.folder}",
+        model=model,
         scheme=_scheme(setting),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=_notes(setting),
-        gate={key: value for key, value in gate.items() if key != "measurements"},
-        size=_size(source, inspection),
-        layers=_layers(inspection),
-        stages=[_stage(name, entry) for name, entry in inputs.items()],
-        servers=[_server(inputs[f"serve-{side}"], side, recipe.target.hardware) for side in SIDES],
+        notes=_notes(measured.candidate),
+        stopped=measured.stopped,
+        gate=gate.to_json(),
+        size=sizes(open_checkpoint(model_folder(inputs["source"])), checkpoint),
+        kv_tokens=_kv_tokens(measured, inputs),
+        layers=layer_errors(inspection["layers"]),
+        kv_scales=kv_scales(checkpoint, inspection["kv_scales"]),
+        flips=_flips(setting, measured, inputs),
+        prompts=_prompts(setting, gate),
+        launches=[launch.to_json() for launch in measured.launches],
+        stages=_stages(setting, inputs),
+        servers=[
+            _server("baseline", measured.baseline, model),
+            _server("candidate", measured.candidate, published),
+        ],
         recipe=setting.loaded.text_resolved,
-        reproduce=[f"quantmint run {recipe.name}", "quantmint judge gate.json"],
+        reproduce=[f"quantmint run {recipe.name}", f"quantmint gate {_evidence(gate, published, inputs['gate'])}"],
         versions={"quantmint": __version__, **_tools(inputs)},
-        digests={
-            "source": " ".join(map(str, setting.source.to_json().values())),
-            "checkpoint": str(gate["artefact"]),
-            **{f"stage {name}": entry.fingerprint for name, entry in inputs.items()},
-        },
+        digests={"source": " ".join(map(str, setting.source.to_json().values()))},
     )
 
 
@@ -91,56 +122,100 @@ def _scheme(setting: Setting) -> str:
     return f"{quantization.scheme}{cache}, {quantization.format}"
 
 
-def _notes(setting: Setting) -> list[str]:
-    kind = hardware.hardware(setting.recipe.target.hardware).kind
-    if kind == "cpu":
+def _notes(server: Server) -> list[str]:
+    """Where the figures come from, as far as that limits what they say."""
+    known = hardware.table().get(server.hardware)
+    if server.engine != "vllm":
+        return [
+            f"Both sides were answered by the reference runtime ({server.runtime}), not by vLLM: the checkpoint's "
+            "numbers are proven, the kernels that will serve it are not, and its speed was not measured."
+        ]
+    if known is not None and known.kind == "cpu":
         return [
             "Both sides were served on a CPU. Accuracy carries over to other hardware as far as the kernels round "
             "alike; throughput and latency say nothing of AMD Instinct."
         ]
-    if kind == "cuda":
+    if known is not None and known.kind == "cuda":
         return ["Both sides were served on an NVIDIA GPU: the format and the gate are proven, AMD's kernels are not."]
     return []
 
 
-def _size(source: Checkpoint, inspection: Mapping[str, Any]) -> Size:
-    parts: Mapping[str, int] = inspection["bytes_by_part"]
-    baseline_linear = source.nbytes - parts["16 bit"]
-    return Size(
-        baseline_bytes=source.nbytes,
-        candidate_bytes=sum(parts.values()),
-        parts=[
-            {
-                "name": "linear weights",
-                "baseline_bytes": baseline_linear,
-                "candidate_bytes": parts["quantized weights"],
-            },
-            {"name": "scales", "baseline_bytes": 0, "candidate_bytes": parts["scales"]},
-            {"name": "kept in 16 bit", "baseline_bytes": parts["16 bit"], "candidate_bytes": parts["16 bit"]},
-        ],
-    )
-
-
-def _layers(inspection: Mapping[str, Any]) -> list[LayerError]:
-    found: list[LayerError] = []
-    for layer in inspection["layers"]:
-        number = _LAYER.search(layer["module"])
-        if layer["sqnr_db"] is not None:
-            kind = layer["module"].rpartition(".")[2]
-            found.append({"layer": int(number[1]) if number else 0, "kind": kind, "sqnr_db": layer["sqnr_db"]})
+def _kv_tokens(measured: Measurements, inputs: Mapping[str, Entry]) -> dict[str, int]:
+    """Tokens that each side's cache holds: the median of its launches, or what its one server said."""
+    found: dict[str, int] = {}
+    for side in SIDES:
+        said = [launch.kv_tokens for launch in measured.launches if launch.side == side and launch.kv_tokens]
+        log = json.loads(inputs[f"serve-{side}"].file(LAUNCH).read_text(encoding="utf-8")).get("log") or {}
+        tokens = median(said) if said else log.get("kv_tokens")
+        if tokens:
+            found[side] = round(tokens)
     return found
 
 
-def _stage(name: str, entry: Entry) -> Stage:
-    return Stage(name=name, seconds=entry.record.duration_s, cached=False, fingerprint=entry.fingerprint)
+def _flips(setting: Setting, measured: Measurements, inputs: Mapping[str, Entry]) -> list[TaskFlips]:
+    found: list[TaskFlips] = []
+    for task in setting.suite.tasks:
+        if task.task in measured.samples:
+            before, after = (_answers(inputs[f"evaluate-{side}"], task.task) for side in ORDER)
+            baseline, candidate = measured.samples[task.task]
+            found.append(joined.flips(baseline, candidate, before, after))
+    return found
 
 
-def _server(entry: Entry, side: str, device: str) -> LaunchPlan:
-    plan = json.loads(entry.file(LAUNCH).read_text(encoding="utf-8"))["plan"]
-    version = entry.record.tools["vllm"]
-    return LaunchPlan(side=side, version=version, device=device, image=None, env=plan["env"], argv=plan["argv"])
+def _answers(entry: Entry, task: str) -> joined.Answers:
+    """What a side answered, by item; nothing for a task without answers, such as a perplexity."""
+    path = entry.path / ANSWERS / f"{task}.jsonl.gz"
+    if not path.is_file():
+        return {}
+    with gzip.open(path, "rt", encoding="utf-8") as stream:
+        return joined.by_item(json.loads(line) for line in stream)
 
 
-def _tools(inputs: Mapping[str, Entry]) -> dict[str, str]:
+def _prompts(setting: Setting, gate: GateReport) -> dict[str, str]:
+    """The texts of the prompts that the canary names."""
+    if gate.canary is None:
+        return {}
+    named = {name for name, _ in gate.canary.worst} | set(gate.canary.unanswered)
+    return {prompt.name: prompt.text for prompt in prompts.load(setting.suite.canary) if prompt.name in named}
+
+
+def _stages(setting: Setting, inputs: Mapping[str, Entry]) -> list[Stage]:
+    """The stages by the time at which they began; the run that goes on says which of them it found in the store."""
+    runs = [run for run in list_runs(setting.store.root) if run.recipe == setting.recipe.name and run.finished is None]
+    began = runs[0].started if runs else ""
+    found = [
+        Stage(
+            name=name,
+            started=entry.record.started,
+            seconds=entry.record.duration_s,
+            cached=entry.record.started < began,
+            fingerprint=entry.fingerprint,
+        )
+        for name, entry in inputs.items()
+    ]
+    return sorted(found, key=lambda stage: stage["started"])
+
+
+def _server(side: str, server: Server, model: str) -> LaunchPlan:
+    """How a side was served, with its model by the name that a reader knows."""
+    argv: Sequence[str] = [model if word == "MODEL" else word for word in server.argv]
+    return LaunchPlan(
+        side=side,
+        runtime=server.runtime,
+        version=server.version,
+        hardware=server.hardware,
+        device=server.device,
+        image=server.image,
+        env=dict(server.env),
+        argv=list(argv),
+    )
+
+
+def _evidence(gate: GateReport, published: str, entry: Entry) -> str:
+    """Where the gate's record lies: beside the checkpoint, or in the store where nothing was published."""
+    return published if gate.verdict is Verdict.PASS else f"store/gate/{entry.fingerprint}"
+
+
+def _tools(inputs: Mapping[str, Entry]) -> dict[str, Any]:
     tools = {name: version for entry in inputs.values() for name, version in entry.record.tools.items()}
     return dict(sorted(tools.items()))

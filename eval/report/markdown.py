@@ -1,0 +1,147 @@
+"""A report as the section of a model card: plain Markdown, with tables that every renderer knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.gate import GateReport
+from eval.report import numbers
+from eval.report.model import Report
+from eval.report.numbers import DASH, percent, signed, three
+from eval.report.views.accuracy import level, unit_of
+from eval.report.views.first_screen import meaning, notes, runtime, worst_first
+from eval.verdict import Verdict
+
+_SIGNS = str.maketrans({char: f"\\{char}" for char in "\\`*_[]<>|#"})
+
+
+def render(report: Report) -> str:
+    """Verdict, tables with intervals and counts, how it was made, what it does not say."""
+    gate = GateReport.from_json(report["gate"])
+    parts = [
+        _verdict(report, gate), _accuracy(gate), _throughput(report, gate), _size(report), _made(report),
+        _limits(report, gate),
+    ]  # fmt: skip
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def plain(text: str) -> str:
+    """Text as Markdown that shows exactly it, on one line."""
+    return " ".join(text.split()).translate(_SIGNS)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are figures."""
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *[[plain(cell) for cell in row] for row in rows]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _verdict(report: Report, gate: GateReport) -> str:
+    where = f"measured with {plain(runtime(report))} on {plain(gate.device or gate.hardware)}"
+    lines = ["## Evaluation", f"**{gate.verdict.value}**: {plain(meaning(report, gate))} Both sides were {where}."]
+    unresolved = [finding for finding in worst_first(gate.findings) if finding.verdict is not Verdict.PASS]
+    if unresolved:
+        lines.append("\n".join(f"- {finding.verdict.value}: {plain(finding.reason)}" for finding in unresolved))
+    return "\n\n".join(lines)
+
+
+def _accuracy(gate: GateReport) -> str:
+    if not gate.accuracy:
+        return ""
+    rows = []
+    for result in gate.accuracy:
+        unit, margin = unit_of(result), gate.policy.margins.get(result.task)
+        low, high = unit.span(result.interval_low, result.interval_high)
+        verdict = gate.verdict_of("accuracy", result.task)
+        rows.append(
+            [
+                f"{result.task} ({result.metric})",
+                level(result, result.baseline),
+                level(result, result.candidate),
+                unit.words(unit.scale(result.difference)),
+                f"{signed(low)} to {signed(high)}",
+                percent(result.recovery),
+                DASH if margin is None else unit.words(unit.margin(margin)),
+                f"{result.items:,}" + (f" of {result.planned:,}" if result.items < result.planned else ""),
+                verdict.value if verdict else "shown only",
+            ]
+        )
+    confidence = f"{gate.accuracy[0].confidence:.0%}".replace("%", " %")
+    head = ["Task", "Baseline", "This model", "Change", f"{confidence} interval", "Recovery", "Margin", "Items",
+            "Verdict"]  # fmt: skip
+    said = "The same items were put to both models; intervals are of the paired difference."
+    return f"### Accuracy\n\n{table(head, rows)}\n\n{said}{_flips(gate)}"
+
+
+def _flips(gate: GateReport) -> str:
+    known = [result for result in gate.accuracy if result.task in gate.control]
+    if not known:
+        return ""
+    said = "; ".join(
+        f"{plain(result.task)} {percent(result.flip_rate)} (the baseline asked twice: "
+        f"{percent(gate.control[result.task].rate)})"
+        for result in known
+    )
+    return f" Answers whose score changed: {said}."
+
+
+def _throughput(report: Report, gate: GateReport) -> str:
+    if not gate.throughput:
+        return ""
+    rows = [
+        [
+            cell.cell,
+            numbers.figure(cell.baseline / cell.gpus),
+            numbers.figure(cell.candidate / cell.gpus),
+            f"{cell.ratio:.3f}",
+            f"{cell.ratio_low:.3f} to {cell.ratio_high:.3f}",
+            f"{three(cell.latency['ttft_p50'][1])} / {three(cell.latency['ttft_p99'][1])}",
+            f"{three(cell.latency['itl_p50'][1])} / {three(cell.latency['itl_p99'][1])}",
+            f"{cell.launches[0]} + {cell.launches[1]}",
+        ]
+        for cell in gate.throughput
+    ]
+    gpus = gate.throughput[0].gpus
+    unit = "output tok/s per GPU" if gpus > 1 else "output tok/s"
+    head = ["Load", f"Baseline, {unit}", f"This model, {unit}", "Ratio", "Interval", "TTFT p50 / p99, ms",
+            "ITL p50 / p99, ms", "Launches"]  # fmt: skip
+    where = f"{gpus} x {gate.device or gate.hardware}" if gpus > 1 else gate.device or gate.hardware
+    said = f"On {plain(where)} with {plain(runtime(report))}. Every launch is a fresh server; medians over launches."
+    room = report["kv_tokens"]
+    if room.get("baseline") and room.get("candidate"):
+        said += f" The KV cache holds {room['candidate']:,} tokens, the baseline's {room['baseline']:,}."
+    return f"### Throughput\n\n{table(head, rows)}\n\n{said}"
+
+
+def _size(report: Report) -> str:
+    size = report["size"]
+    rows = [[part["name"], numbers.size(part["baseline_bytes"]), numbers.size(part["candidate_bytes"])]
+            for part in size["parts"]]  # fmt: skip
+    rows.append(["all", numbers.size(size["baseline_bytes"]), numbers.size(size["candidate_bytes"])])
+    return f"### Size\n\n{table(['Part', 'Baseline', 'This model'], rows)}"
+
+
+def _made(report: Report) -> str:
+    fence = "```"
+    while fence in report["recipe"]:
+        fence += "`"
+    versions = ", ".join(f"{plain(name)} {plain(version)}" for name, version in report["versions"].items())
+    commands = "\n".join(report["reproduce"])
+    return (
+        f"### How it was made\n\n{plain(report['scheme'])}, from {plain(report['model'])}, by this recipe:\n\n"
+        f"{fence}yaml\n{report['recipe'].rstrip()}\n{fence}\n\n```sh\n{commands}\n```\n\nVersions: {versions}."
+    )
+
+
+def _limits(report: Report, gate: GateReport) -> str:
+    limits = [plain(note) for note in notes(report, gate)]
+    if gate.accuracy:
+        limits.append(
+            "Accuracy was measured on the tasks above and in their language and format; it says nothing of others."
+        )
+    if not gate.throughput:
+        limits.append("Throughput was not measured.")
+    shown = [plain(result.task) for result in gate.accuracy if result.task not in gate.policy.margins]
+    if shown:
+        limits.append(f"Shown, but not decided by: {', '.join(shown)}.")
+    return "### Limits\n\n" + "\n".join(f"- {limit}" for limit in limits) if limits else ""

@@ -1,0 +1,97 @@
+"""How figures are written: three digits, real minus and multiplication signs, units that people use."""
+
+from __future__ import annotations
+
+import math
+import re
+
+DASH = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+PER_CENT = "\N{NO-BREAK SPACE}%"
+POINT = "\N{NO-BREAK SPACE}pt"
+ARROW = "\N{RIGHTWARDS ARROW}"
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units, as disks and the Hub count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{three(count)} {unit}"
+        count /= 1000
+    return f"{three(count)} TB"
+
+
+def three(value: float) -> str:
+    """Three significant digits, zeros included."""
+    return f"{value:#.3g}".rstrip(".") if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def figure(value: float | None) -> str:
+    """A measured value; a dash where there is none."""
+    if value is None:
+        return DASH
+    return signs(three(value)) if value else "0"
+
+
+def count(value: float | None) -> str:
+    """A whole number with thousands set apart; a dash where there is none."""
+    return DASH if value is None else f"{round(value):,}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, or minutes, or hours with minutes."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A change with its sign."""
+    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def points(fraction: float) -> str:
+    """A difference of fractions in points."""
+    return signed(100 * fraction)
+
+
+def percent(fraction: float | None, digits: int = 1) -> str:
+    """A share in per cent; a dash where there is none."""
+    return DASH if fraction is None else signs(f"{100 * fraction:.{digits}f}{PER_CENT}")
+
+
+def ratio(value: float) -> str:
+    """A factor."""
+    return f"{value:.2f}{TIMES}"
+
+
+def p_value(value: float | None) -> str:
+    """A p-value; very small ones as a bound."""
+    if value is None:
+        return DASH
+    return "< 0.0001" if value < 1e-4 else f"{value:.4f}" if value < 0.01 else f"{value:.3f}"
+
+
+def signs(text: str) -> str:
+    """Numbers in a sentence with a real minus sign."""
+    return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", text)
+
+
+def finite(value: float, limit: float) -> float:
+    """The value, held within +-limit: bounds of a look at which nothing may be decided are infinite."""
+    return max(-limit, min(limit, value)) if not math.isnan(value) else limit
+
+
+FILTERS = {
+    "size": size,
+    "duration": duration,
+    "points": points,
+    "signed": signed,
+    "percent": percent,
+    "figure": figure,
+    "count": count,
+    "ratio": ratio,
+    "p_value": p_value,
+    "signs": signs,
+}

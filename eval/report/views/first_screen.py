@@ -1,0 +1,120 @@
+"""The first screen: the verdict, why, where it was measured, the figures that people ask for, what the guides say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from eval.gate import Finding, GateReport
+from eval.gate.finding import Kind
+from eval.report import numbers
+from eval.report.model import Report
+from eval.report.numbers import ARROW, TIMES
+from eval.report.views.accuracy import unit_of
+from eval.verdict import Verdict
+
+AT_ONCE = 4
+"""Reasons that are seen without opening anything."""
+
+MEANING = {
+    Verdict.PASS: "The candidate keeps every promise of its recipe.",
+    Verdict.FAIL: "The candidate breaks a promise of its recipe.",
+    Verdict.INCONCLUSIVE: "The measurements are sound, but do not decide.",
+    Verdict.INVALID: "The measurements cannot be trusted, so they say nothing about the checkpoint.",
+}
+_STOPPED = {
+    "canary": "The canary stopped this checkpoint in its first minute: it no longer says what its baseline says, so "
+    "nothing longer was measured."
+}
+
+
+def meaning(report: Report, gate: GateReport) -> str:
+    """The verdict in a sentence."""
+    stopped = report["stopped"]
+    return MEANING[gate.verdict] if stopped is None else _STOPPED.get(stopped, f"The run ended after {stopped}.")
+
+
+def view(report: Report, gate: GateReport) -> dict[str, Any]:
+    """The section's content."""
+    ordered = worst_first(gate.findings)
+    unresolved = [finding for finding in ordered if finding.verdict is not Verdict.PASS]
+    passed = [finding for finding in ordered if finding.verdict is Verdict.PASS]
+    deciding = unresolved or passed
+    return {
+        "meaning": meaning(report, gate),
+        "runtime": runtime(report),
+        "device": gate.device or gate.hardware,
+        "deciding": deciding[:AT_ONCE],
+        "further": deciding[AT_ONCE:],
+        "passed": passed if unresolved else [],
+        "kinds": [(kind, verdict) for kind in get_args(Kind) if (verdict := gate.verdict_of(kind))],
+        "notes": notes(report, gate),
+        "tiles": tiles(report, gate),
+        "headlines": gate.headlines,
+    }
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """By verdict, the worst first; otherwise in the order of the gate."""
+    order = list(Verdict)
+    return sorted(findings, key=lambda finding: -order.index(finding.verdict))
+
+
+def runtime(report: Report) -> str:
+    """What answered, with its version."""
+    for plan in report["servers"]:
+        if plan["side"] == "candidate":
+            name = "vLLM" if plan["runtime"] == "vllm" else plan["runtime"]
+            return f"{name} {plan['version']}" if plan["version"] not in name else name
+    return ""
+
+
+def tiles(report: Report, gate: GateReport) -> list[tuple[str, str, str]]:
+    """Caption, figure, explanation."""
+    size = report["size"]
+    both = f"{numbers.size(size['baseline_bytes'])} {ARROW} {numbers.size(size['candidate_bytes'])}"
+    found = [("Size", f"{size['candidate_bytes'] / size['baseline_bytes']:.2f}{TIMES}", both)]
+    found += _accuracy(gate)
+    if gate.throughput:
+        least = min(gate.throughput, key=lambda cell: cell.ratio)
+        span = f"{least.ratio_low:.2f} \N{HORIZONTAL ELLIPSIS} {least.ratio_high:.2f}"
+        several = ", the least gain" if len(gate.throughput) > 1 else ""
+        found.append(("Throughput", numbers.ratio(least.ratio), f"{span}, {least.cell}{several}"))
+    elif gate.canary is not None:
+        canary = gate.canary
+        found.append(("Same next token", numbers.percent(canary.agreement), f"KL {numbers.figure(canary.kl)} nats"))
+    room = report["kv_tokens"]
+    if room.get("baseline") and room.get("candidate"):
+        said = f"{room['baseline']:,} {ARROW} {room['candidate']:,}"
+        found.append(("KV cache tokens", numbers.ratio(room["candidate"] / room["baseline"]), said))
+    return found
+
+
+def notes(report: Report, gate: GateReport) -> list[str]:
+    """What a reader must know before the figures: first of all where they do not come from."""
+    promised = gate.policy.hardware
+    found = []
+    if gate.throughput and promised is not None and gate.hardware != promised:
+        found.append(
+            f"The recipe promises its throughput on {promised}. What was measured on {gate.device or gate.hardware} "
+            "neither keeps nor breaks that promise: it is shown as what it is."
+        )
+    return found + report["notes"]
+
+
+def _accuracy(gate: GateReport) -> list[tuple[str, str, str]]:
+    decided = [result for result in gate.accuracy if result.task in gate.policy.margins]
+    scored = [result for result in decided if result.kind != "perplexity"]
+    found = []
+    if decided:
+        worst = min(scored or decided, key=lambda result: result.difference / gate.policy.margins[result.task])
+        unit, margin = unit_of(worst), gate.policy.margins[worst.task]
+        said = f"{worst.task}, margin {unit.words(unit.margin(margin))}"
+        caption = "Perplexity" if unit.perplexity else "Accuracy"
+        found.append((caption, unit.words(unit.scale(worst.difference)), said))
+    if scored:
+        most = max(scored, key=lambda result: result.flip_rate)
+        control = gate.control.get(most.task)
+        floor = "" if control is None else f", floor {numbers.percent(control.rate)}"
+        found.append(("Answers flipped", numbers.percent(most.flip_rate), f"{most.task}{floor}"))
+    return found

@@ -1,0 +1,69 @@
+"""The section of a model card: tables that parse, figures with their intervals, nothing that a text could break."""
+
+from __future__ import annotations
+
+import pytest
+from markdown_it import MarkdownIt
+
+from eval.report import markdown
+from tests.eval.report import made
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Every table as its rows of cells, as a renderer reads them."""
+    found: list[list[list[str]]] = []
+    inside = False
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        inside = token.type != "table_close" and (inside or token.type == "table_open")
+        if token.type == "table_open":
+            found.append([])
+        elif token.type == "tr_open":
+            found[-1].append([])
+        elif token.type == "inline" and inside:
+            found[-1][-1].append("".join(child.content for child in token.children or ()))
+    return found
+
+
+def test_accuracy_and_throughput_have_intervals_and_counts() -> None:
+    text = markdown.render(made.good())
+    accuracy, throughput, size = tables(text)
+    assert [row[0] for row in accuracy[1:]] == [
+        "gsm8k (exact_match)", "mmlu (acc)", "ifeval (prompt_level_strict_acc)", "wikitext (word_perplexity)",
+    ]  # fmt: skip
+    assert accuracy[1][7:] == ["660 of 1,319", "PASS"]
+    assert accuracy[3][8] == "shown only"
+    assert all(len(row) == len(accuracy[0]) for row in accuracy)
+    assert [row[-1] for row in throughput[1:]] == ["4 + 4"] * 3
+    assert size[-1] == ["all", "16.1 GB", "9.08 GB"]
+    assert "On AMD Instinct MI300X with vLLM 0.32.0." in text
+    assert "**PASS**: The candidate keeps every promise of its recipe." in text
+
+
+@pytest.mark.parametrize("variant", made.VARIANTS)
+def test_every_variant_is_whole(variant: str) -> None:
+    text = markdown.render(made.VARIANTS[variant]())
+    assert text.startswith("## Evaluation\n\n**")
+    assert "### How it was made" in text
+    for table in tables(text):
+        assert {len(row) for row in table} == {len(table[0])}
+    assert "None" not in text
+    assert "nan" not in text.split()
+
+
+def test_what_was_not_measured_is_said() -> None:
+    assert "Throughput was not measured." in markdown.render(made.by_reference())
+    stopped = markdown.render(made.stopped())
+    assert "### Accuracy" not in stopped
+    assert "- FAIL: No finite log probability" in stopped
+    assert "promises its throughput on mi300x" in markdown.render(made.elsewhere())
+
+
+def test_texts_stay_texts() -> None:
+    report = made.report(made.measurements(), made.policy(), scheme="a|b <img src=x> [x](y) `c`\n# d")
+    report["recipe"] = "text: |\n  ```\n  # not a heading\n"
+    text = markdown.render(report)
+    html = MarkdownIt("commonmark").enable("table").render(text)
+    assert "<img" not in html
+    assert "<a " not in html
+    assert "not a heading</h1>" not in html
+    assert html.count("<h1>") == 0
