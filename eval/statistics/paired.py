@@ -73,7 +73,10 @@ class Change:
 
         weight = float(np.sum(self.units.weights))
         means = float(np.sum(self.units.baseline)) / weight, float(np.sum(self.units.candidate)) / weight
-        return (math.exp(-means[0]), math.exp(-means[1])) if self.kind == "perplexity" else means
+        if self.kind != "perplexity":
+            return means
+        # A broken model can be surer of its error than a float holds: 1e304 is said instead.
+        return math.exp(min(-means[0], 700.0)), math.exp(min(-means[1], 700.0))
 
     @property
     def method(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 
@@ -53,7 +53,7 @@ def median_law(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
     if not n:
         raise ValueError("no values, no median")
     half = n // 2
-    found: Counter[float] = Counter()
+    found: defaultdict[float, float] = defaultdict(float)
 
     def at_most(rank: int) -> float:
         """Probability that the order statistic number `half`, or `half + 1` of an odd n, is among the first `rank`."""
@@ -68,10 +68,10 @@ def median_law(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
             for j in range(i + 1, n + 1):
                 above = ((n - j + 1) / n) ** half - ((n - j) / n) ** half
                 both = math.comb(n, half) * below * above
-                found[(ordered[i - 1] + ordered[j - 1]) / 2] += both  # type: ignore[assignment]
+                found[(ordered[i - 1] + ordered[j - 1]) / 2] += both
                 alone -= both
-        found[ordered[i - 1]] += alone  # type: ignore[assignment]
-    return tuple(sorted((value, max(float(chance), 0.0)) for value, chance in found.items()))
+        found[ordered[i - 1]] += alone
+    return tuple(sorted((value, max(chance, 0.0)) for value, chance in found.items()))
 
 
 def median_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
@@ -85,10 +85,10 @@ def ratio_interval(numerator: Sequence[float], denominator: Sequence[float], con
     All values must be above 0. With four values a side it is the interval of all 65536 pairs of resamples.
     """
     below = median_law(denominator)
-    law = Counter[float]()
+    law: defaultdict[float, float] = defaultdict(float)
     for above, chance in median_law(numerator):
         for value, other in below:
-            law[above / value] += chance * other  # type: ignore[assignment]
+            law[above / value] += chance * other
     return _percentiles(tuple(sorted(law.items())), confidence)
 
 

@@ -34,7 +34,8 @@ def recovery(change: Change, confidence: float) -> Recovery:
 
     low, high = change.bounds((1 + confidence) / 2)
     if change.kind == "perplexity":
-        return Recovery(math.exp(change.difference), math.exp(low), math.exp(high))
+        # Two documents can have bounds beyond what a float holds.
+        return Recovery(*(math.exp(min(value, 700.0)) for value in (change.difference, low, high)))
     units, items = change.units, change.items
     count = len(units.weights)
     mean = float(np.sum(units.baseline)) / items

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, compress
 from typing import Any, Literal
 
 from eval.errors import MeasurementError
@@ -77,7 +78,7 @@ def decide(pairs: Pairs, margin: float, confidence: float) -> tuple[Look, ...]:
     numbers = sorted(set(pairs.looks))
     if numbers != list(range(len(numbers))):
         raise MeasurementError(f"{pairs.task}: looks {numbers} are not 0, 1, ...: one of them brought no items")
-    seen = [int(sum(look <= number for look in pairs.looks)) for number in numbers]
+    seen = list(accumulate(pairs.looks.count(number) for number in numbers))
     information = [items / pairs.planned for items in seen]
     try:
         levels = boundary(information, confidence)
@@ -95,14 +96,14 @@ def decide(pairs: Pairs, margin: float, confidence: float) -> tuple[Look, ...]:
 
 def until(pairs: Pairs, look: int) -> Pairs:
     """The pairs that were asked up to a look, a 0-based number."""
-    kept = [number for number, asked in enumerate(pairs.looks) if asked <= look]
+    kept = [asked <= look for asked in pairs.looks]
     return replace(
         pairs,
-        baseline=tuple(pairs.baseline[number] for number in kept),
-        candidate=tuple(pairs.candidate[number] for number in kept),
-        weights=tuple(pairs.weights[number] for number in kept),
-        clusters=tuple(pairs.clusters[number] for number in kept),
-        looks=tuple(pairs.looks[number] for number in kept),
+        baseline=tuple(compress(pairs.baseline, kept)),
+        candidate=tuple(compress(pairs.candidate, kept)),
+        weights=tuple(compress(pairs.weights, kept)),
+        clusters=tuple(compress(pairs.clusters, kept)),
+        looks=tuple(compress(pairs.looks, kept)),
     )
 
 

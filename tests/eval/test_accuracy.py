@@ -1,16 +1,19 @@
-"""The statistics against closed forms, an independent likelihood, and simulation."""
+"""What is said about one task: each number by hand, or against another library."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from scipy import stats
 
-from eval import accuracy, power
+from eval import accuracy
+from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
 from eval.samples import Pairs
+from eval.statistics.binary import tango_bounds
 
 
 def pairs(baseline: np.ndarray, candidate: np.ndarray) -> Pairs:
@@ -20,59 +23,30 @@ def pairs(baseline: np.ndarray, candidate: np.ndarray) -> Pairs:
 def test_numbers_of_a_small_table_by_hand() -> None:
     # 3 kept right, 2 lost, 1 gained, 4 kept wrong.
     result = accuracy.compare(pairs(np.array([1, 1, 1, 1, 1, 0, 0, 0, 0, 0]), np.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 0])))
-    assert (result.items, result.baseline, result.candidate) == (10, 0.5, 0.4)
+    assert (result.items, result.planned, result.clusters, result.kind) == (10, 10, None, "binary")
+    assert (result.baseline, result.candidate) == (0.5, 0.4)
     assert (result.losses, result.gains, result.flip_rate) == (2, 1, 0.3)
     assert result.difference == pytest.approx(-0.1)
     assert result.recovery == pytest.approx(0.8)
     # Sample variance of (-1, -1, +1, 0 x 7) about -0.1: (3 - 10 * 0.01) / 9.
     assert result.standard_error == pytest.approx(math.sqrt((3 - 0.1) / 9 / 10))
     assert result.mcnemar_p == pytest.approx(2 * (0.5**3 + 3 * 0.5**3))
+    assert result.method == "Tango score interval"
+    assert (result.lower, result.upper) == pytest.approx(tango_bounds(1, 2, 10, stats.norm.ppf(0.95)))
+    assert (result.interval_low, result.interval_high) == pytest.approx(tango_bounds(1, 2, 10, stats.norm.ppf(0.975)))
 
 
-@pytest.mark.parametrize(("gains", "losses"), [(0, 0), (5, 5), (3, 12), (30, 11)])
-def test_mcnemar_is_the_exact_binomial_tail(gains: int, losses: int) -> None:
-    n, k = gains + losses, min(gains, losses)
-    tail = sum(math.comb(n, i) for i in range(k + 1)) / 2**n
-    assert accuracy.mcnemar(gains, losses) == pytest.approx(min(1.0, 2 * tail))
-
-
-@pytest.mark.parametrize(
-    ("gains", "losses", "items"), [(12, 2, 50), (2, 12, 50), (4, 9, 300), (0, 7, 200), (40, 38, 2000)]
-)
-def test_tango_bounds_solve_the_score_equation(gains: int, losses: int, items: int) -> None:
-    """The restricted maximum is found numerically here, and by formula in the code."""
-
-    def statistic(difference: float) -> float:
-        def negative(loss_rate: float) -> float:
-            gain_rate = loss_rate + difference
-            rest = 1 - gain_rate - loss_rate
-            terms = ((gains, gain_rate), (losses, loss_rate), (items - gains - losses, rest))
-            return -sum(n * math.log(max(p, 1e-300)) for n, p in terms if n)
-
-        low, high = max(0.0, -difference), (1 - difference) / 2
-        loss_rate = optimize.minimize_scalar(negative, bounds=(low, high), method="bounded", options={"xatol": 1e-12}).x
-        variance = items * (2 * loss_rate + difference - difference**2)
-        return float((gains - losses - items * difference) / math.sqrt(variance))
-
-    low, high = accuracy.tango_interval(gains, losses, items, 0.95)
-    z = stats.norm.ppf(0.975)
-    assert low < (gains - losses) / items < high
-    assert statistic(low) == pytest.approx(z, abs=2e-3)
-    assert statistic(high) == pytest.approx(-z, abs=2e-3)
-
-
-def test_tango_without_flips_is_not_certainty() -> None:
-    z2 = stats.norm.ppf(0.95) ** 2
-    for items in (50, 198, 2000):
-        assert accuracy.tango_interval(0, 0, items, 0.9) == pytest.approx(
-            (-z2 / (items + z2), z2 / (items + z2)), rel=1e-4
-        )
-
-
-def test_tango_mirrors_when_sides_swap() -> None:
-    low, high = accuracy.tango_interval(5, 17, 400, 0.95)
-    assert accuracy.tango_interval(17, 5, 400, 0.95) == pytest.approx((-high, -low))
-    assert accuracy.tango_interval(0, 44, 44, 0.95)[0] == -1
+def test_bounds_of_an_early_look_are_wider_and_the_interval_stays() -> None:
+    scores = np.array([1, 1, 0, 1, 0] * 40), np.array([1, 1, 0, 1, 1] * 30 + [1, 0, 0, 1, 0] * 10)
+    fixed = accuracy.compare(pairs(*scores), 0.95)
+    early = accuracy.compare(pairs(*scores), 0.95, bound_confidence=0.999)
+    assert (fixed.bound_confidence, early.bound_confidence) == (0.95, 0.999)
+    assert early.lower < fixed.lower < fixed.upper < early.upper
+    assert (early.interval_low, early.bootstrap_low, early.recovery_low) == (
+        fixed.interval_low,
+        fixed.bootstrap_low,
+        fixed.recovery_low,
+    )
 
 
 def test_graded_scores_get_students_interval() -> None:
@@ -83,7 +57,7 @@ def test_graded_scores_get_students_interval() -> None:
     assert (result.interval_low, result.interval_high) == pytest.approx((expected.low, expected.high))
     one_sided = stats.ttest_rel(candidate, baseline, alternative="greater").confidence_interval(0.95)
     assert result.lower == pytest.approx(one_sided.low)
-    assert result.mcnemar_p is None
+    assert (result.mcnemar_p, result.kind, result.method) == (None, "graded", "Student t")
 
 
 def test_identical_graded_scores_are_not_certainty() -> None:
@@ -91,58 +65,49 @@ def test_identical_graded_scores_are_not_certainty() -> None:
     assert accuracy.compare(pairs(scores, scores)).lower < -0.1
 
 
-def test_one_item_cannot_be_compared() -> None:
+def test_items_that_share_passages_widen_the_bounds() -> None:
+    """Ten questions a passage, all of them lost together in six passages of sixty."""
+    baseline = np.ones(600)
+    candidate = np.where(np.arange(600) < 60, 0.0, 1.0)
+    alone = pairs(baseline, candidate)
+    shared = Pairs("t", "acc", alone.baseline, alone.candidate, clusters=tuple(str(n // 10) for n in range(600)))
+    apart, together = accuracy.compare(alone), accuracy.compare(shared)
+    assert (apart.clusters, together.clusters) == (None, 60)
+    assert apart.difference == together.difference
+    assert together.standard_error == pytest.approx(apart.standard_error * math.sqrt(10), rel=0.02)
+    assert together.lower < apart.lower < apart.upper < together.upper
+    assert together.bootstrap_low < apart.bootstrap_low
+    assert together.method == "Tango score interval, effective counts of clusters"
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [
+        Pairs("t", "acc", (1.0,), (1.0,)),
+        Pairs("t", "acc", (1.0, 0.0), (1.0, 1.0), clusters=("same", "same")),
+        Pairs("t", "ppl", (-9.0,), (-8.0,), "perplexity", weights=(4.0,)),
+    ],
+)
+def test_one_unit_cannot_be_compared(alone: Pairs) -> None:
     with pytest.raises(MeasurementError, match="cannot be compared"):
-        accuracy.compare(Pairs("t", "acc", (1.0,), (1.0,)))
+        accuracy.compare(alone)
 
 
-def passes(rng: np.random.Generator, items: int, flip_rate: float, drop: float, margin: float, runs: int) -> float:
-    """Share of simulated candidates with a true drop whose lower bound clears the margin."""
-    losses, gains = (flip_rate + drop) / 2, (flip_rate - drop) / 2
-    tables = rng.multinomial(items, [losses, gains, 1 - flip_rate], size=runs)
-    cleared = [accuracy.tango_interval(int(gained), int(lost), items, 0.9)[0] > -margin for lost, gained, _ in tables]
-    return float(np.mean(cleared))
+@pytest.mark.parametrize("kind", ["binary", "graded", "perplexity"])
+def test_reads_back_what_it_wrote_as_json(kind: str) -> None:
+    values = tuple(float(n % 3 > 0) for n in range(90)), tuple(float(n % 4 > 0) for n in range(90))
+    graded = values[0], tuple(value * 0.9 for value in values[1])
+    result = accuracy.compare(
+        Pairs("t", "m", *(values if kind == "binary" else graded), "perplexity" if kind == "perplexity" else "score")
+    )
+    assert result.kind == kind
+    assert Accuracy.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False))) == result
+    with pytest.raises(MeasurementError, match="not a comparison"):
+        Accuracy.from_json({"task": "t"})
 
 
-@pytest.mark.parametrize(("items", "flip_rate"), [(2000, 0.03), (1319, 0.05), (400, 0.08)])
-def test_a_drop_equal_to_the_margin_rarely_passes(items: int, flip_rate: float) -> None:
-    rate = passes(np.random.default_rng(20), items, flip_rate, drop=0.01, margin=0.01, runs=2000)
-    # 5 % with a binomial standard error of 0.5 % over 2000 runs.
-    assert rate <= 0.05 + 3 * 0.005
-
-
-@pytest.mark.parametrize(("items", "flip_rate"), [(2000, 0.03), (1319, 0.04), (14042, 0.04)])
-def test_a_lossless_candidate_passes_with_the_promised_power(items: int, flip_rate: float) -> None:
-    margin = power.detectable_margin(items, flip_rate)
-    rate = passes(np.random.default_rng(21), items, flip_rate, drop=0.0, margin=margin, runs=1000)
-    assert rate == pytest.approx(0.8, abs=0.05)
-
-
-def test_power_matches_the_published_table() -> None:
-    """At 4 % flips, one point and no drop: power 0.17 on 198 items, 0.57 on 1319."""
-    for items, wanted in ((198, 0.17), (1319, 0.57)):
-        error = power.paired_standard_error(items, 0.04)
-        assert stats.norm.cdf(0.01 / error - stats.norm.ppf(0.95)) == pytest.approx(wanted, abs=0.02)
-
-
-def test_items_needed_inverts_detectable_margin() -> None:
-    for items in (150, 1319, 14042):
-        assert power.items_needed(power.detectable_margin(items, 0.04), 0.04) == pytest.approx(items, abs=1)
-    assert power.items_needed(0.01, 0.04, difference=-0.005) > power.items_needed(0.01, 0.04)
-
-
-def test_standard_error_is_that_of_the_differences() -> None:
-    change = np.array([1] * 13 + [-1] * 27 + [0] * 960)
-    expected = change.std() / math.sqrt(1000)
-    assert power.paired_standard_error(1000, 0.04, -0.014) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("items", "flip_rate", "difference"), [(0, 0.1, 0.0), (10, 0.1, 0.2), (10, 1.2, 0.0)])
-def test_impossible_settings_are_refused(items: int, flip_rate: float, difference: float) -> None:
-    with pytest.raises(ValueError, match=r"items|flip rate"):
-        power.paired_standard_error(items, flip_rate, difference)
-
-
-def test_a_change_on_the_margin_is_never_decided() -> None:
-    with pytest.raises(ValueError, match="no number of items"):
-        power.items_needed(0.01, 0.04, difference=-0.01)
+def test_margins_have_the_units_of_the_difference() -> None:
+    assert accuracy.margin_in_units("binary", 0.01) == accuracy.margin_in_units("graded", 0.01) == 0.01
+    # Two per cent more perplexity, said in nats, is two per cent more perplexity.
+    baseline = 7.06
+    assert baseline * math.exp(accuracy.margin_in_units("perplexity", 0.02)) == pytest.approx(1.02 * baseline)
