@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -29,11 +28,12 @@ def command(
 
     Nothing is made. Ends with 2 where the disk is too small or the recipe asks for the impossible.
     """
-    from eval import power
+    from eval.gate.reach import reach
     from pipeline.cost.forecast import forecast
     from pipeline.planning import build_plan
     from pipeline.prediction import disk_needed, predict, require_disk
     from pipeline.preflight import missing_stages, model_for
+    from pipeline.recipe.proof_checks import as_asked
     from pipeline.runner import foreseen
     from pipeline.serving.hardware import cautions
     from pipeline.session import open_setting
@@ -51,22 +51,10 @@ def command(
     needed = disk_needed(prediction, missing, download=setting.source.folder is None)
     where = store_path.absolute()
     free = free_bytes(where)
-    gate = policy_of(setting)
     quantization, target = setting.recipe.quantization, setting.recipe.target
     notes = cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)
-    margins: dict[str, Any] = {
-        task.task: {
-            "items": min(task.items, setting.recipe.evaluation.limit or task.items),
-            "margin": gate.margins.get(task.task),
-            "detectable": power.detectable_margin(
-                min(task.items, setting.recipe.evaluation.limit or task.items),
-                task.expected_flip_rate,
-                gate.confidence,
-                gate.power,
-            ),
-        }
-        for task in setting.suite.tasks
-    }
+    evaluation = setting.recipe.evaluation
+    told = reach(as_asked(setting.suite, evaluation, setting.recipe.gate), policy_of(setting), evaluation.looks)
     if as_json:
         require_disk(needed, free, str(where))  # standard output holds one object: the plan, or why there is none
         emit(
@@ -79,13 +67,13 @@ def command(
                 "predicted": prediction.to_json(),
                 "costs": costs.to_json(),
                 "disk": {"needed": needed, "free": free, "where": str(where)},
-                "margins": margins,
+                "gate": told.to_json(),
                 "cautions": list(notes),
             }
         )
     else:
         from pipeline.commands.tables import print_plan
 
-        print_plan(setting, plan, missing, prediction, costs, needed, free, margins, notes)
+        print_plan(setting, plan, missing, prediction, costs, needed, free, told, notes)
     require_disk(needed, free, str(where))
     return 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from eval.gate.reach import Reach
 from pipeline.cost.forecast import Forecast
 from pipeline.prediction import Prediction
 from pipeline.stage import Planned, Setting
@@ -89,7 +89,7 @@ def print_plan(
     costs: Forecast,
     needed: Mapping[str, int],
     free: int,
-    margins: Mapping[str, Mapping[str, Any]],
+    told: Reach,
     notes: Sequence[str],
 ) -> None:
     """The plan as tables."""
@@ -121,10 +121,29 @@ def print_plan(
     sizes.add_row("disk: free", size(free))
     console.print(sizes)
     print_costs(console, costs)
-    tests = table("task", "items", "margin", "detectable", right=("items", "margin", "detectable"))
-    for task, facts in margins.items():
-        margin = "shown only" if facts["margin"] is None else f"{facts['margin']:.2%}"
-        tests.add_row(task, f"{facts['items']:,}", margin, f"{facts['detectable']:.2%}")
-    console.print(tests)
+    print_reach(console, told)
     for note in notes:
         console.print(f"[yellow]caution:[/] {escape(note)}")
+
+
+def print_reach(console: Console, told: Reach) -> None:
+    """What the gate can tell: a loss by task, after which items, and a change of speed."""
+    numbers = ("items", "margin", "detectable", "looks", "asked, about")
+    tests = table("task", *numbers, right=numbers)
+    for name, task in told.tasks.items():
+        tests.add_row(
+            name,
+            f"{task.items:,}",
+            "shown only" if task.margin is None else f"{task.margin:.2%}",
+            f"{task.detectable:.2%}",
+            f"{len(task.looks)}",
+            "-" if task.expected is None else f"{task.expected:,}",
+        )
+    console.print(tests)
+    speed = told.speed
+    if speed is not None and speed.detectable_spreads is not None:
+        promise = f"throughput of at least {speed.min_ratio:g} x the baseline's"
+        launches = f"{speed.launches} launches a side ({speed.fewest} at the fewest)"
+        console.print(
+            f"{promise}: {launches} show a change of {speed.detectable_spreads:.1f} standard deviations of a launch"
+        )

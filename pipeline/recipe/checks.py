@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ from calibration.errors import CalibrationError
 from calibration.sets import load_set
 from eval import suites, workloads
 from eval.errors import DefinitionError
-from eval.suites import Suite
+from eval.workloads import Workload
 from pipeline.engines.algorithms import algorithm
 from pipeline.errors import UserError
 from pipeline.recipe import modules
 from pipeline.recipe.faults import Fault, YamlPath, did_you_mean
 from pipeline.recipe.load import LoadedRecipe
+from pipeline.recipe.proof_checks import accuracy_faults, throughput_faults
 from pipeline.recipe.widths import InputWidth, input_widths, misfit
 from pipeline.schemes import scheme
 from pipeline.serving import hardware as accelerators
@@ -221,8 +221,10 @@ def _definitions(loaded: LoadedRecipe) -> Iterator[Fault]:
             load_set(recipe.calibration.set)
         except CalibrationError as error:
             yield loaded.fault(("calibration", "set"), str(error))
+    workload: Workload | None = None
     try:
-        longest = workloads.load(recipe.target.workload).longest
+        workload = workloads.load(recipe.target.workload)
+        longest = workload.longest
     except DefinitionError as error:
         yield loaded.fault(("target", "workload"), str(error))
     else:
@@ -237,36 +239,8 @@ def _definitions(loaded: LoadedRecipe) -> Iterator[Fault]:
     except DefinitionError as error:
         yield loaded.fault(("evaluation", "suite"), str(error))
     else:
-        yield from _proof(loaded, suite)
-
-
-def _proof(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
-    gate, limit = loaded.recipe.gate.accuracy, loaded.recipe.evaluation.limit
-    tasks = tuple(
-        replace(
-            task,
-            items=min(task.items, limit or task.items),
-            expected_flip_rate=gate.expected_flip_rate or task.expected_flip_rate,
-        )
-        for task in suite.tasks
-    )
-    for sentence in suites.untestable(replace(suite, tasks=tasks), gate.margin, gate.confidence, gate.power):
-        yield loaded.fault(("gate", "accuracy", "margin"), sentence)
-    known = [task.task for task in suite.tasks]
-    for name in gate.baseline_score:
-        if name not in known:
-            yield loaded.fault(
-                ("gate", "accuracy", "baseline_score", name),
-                f"found no such task in suite {suite.name}, "
-                f"expected one of {', '.join(known)}{did_you_mean(name, known)}",
-            )
-    answer = max((task.max_gen_tokens or 0 for task in suite.tasks), default=0)
-    if answer >= loaded.recipe.target.max_model_len:
-        yield loaded.fault(
-            ("target", "max_model_len"),
-            f"found {loaded.recipe.target.max_model_len}, expected more than {answer}: "
-            f"suite {suite.name} lets a model answer with that many tokens",
-        )
+        yield from accuracy_faults(loaded, suite)
+    yield from throughput_faults(loaded, workload)
 
 
 def _overlaps(loaded: LoadedRecipe, linear: Iterable[str] | None) -> Iterator[Fault]:

@@ -39,7 +39,7 @@ COST = {
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
-    "required": ["recipe", "source", "stages", "predicted", "costs", "disk", "margins", "cautions"],
+    "required": ["recipe", "source", "stages", "predicted", "costs", "disk", "gate", "cautions"],
     "properties": {
         "recipe": {"type": "string"},
         "source": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "string"}},
@@ -85,17 +85,37 @@ SCHEMA: dict[str, Any] = {
                 "where": {"type": "string"},
             },
         },
-        "margins": {
+        "gate": {
             "type": "object",
-            "minProperties": 1,
-            "additionalProperties": {
-                "type": "object",
-                "additionalProperties": False,
-                "required": ["items", "margin", "detectable"],
-                "properties": {
-                    "items": COUNT,
-                    "margin": {"oneOf": [FRACTION, {"type": "null"}]},
-                    "detectable": FRACTION,
+            "additionalProperties": False,
+            "required": ["tasks", "speed"],
+            "properties": {
+                "tasks": {
+                    "type": "object",
+                    "minProperties": 1,
+                    "additionalProperties": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["items", "margin", "detectable", "looks", "expected"],
+                        "properties": {
+                            "items": COUNT,
+                            "margin": {"oneOf": [FRACTION, {"type": "null"}]},
+                            "detectable": FRACTION,
+                            "looks": {"type": "array", "minItems": 1, "items": COUNT},
+                            "expected": {"oneOf": [COUNT, {"type": "null"}]},
+                        },
+                    },
+                },
+                "speed": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["min_ratio", "launches", "fewest", "detectable_spreads"],
+                    "properties": {
+                        "min_ratio": {"type": "number", "exclusiveMinimum": 0},
+                        "launches": COUNT,
+                        "fewest": COUNT,
+                        "detectable_spreads": {"type": "number", "exclusiveMinimum": 0},
+                    },
                 },
             },
         },
@@ -149,9 +169,11 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
     assert ("calibrate" in costs) == (recipe.calibration is not None)
     assert not any(stage["cached"] for stage in plan["stages"])
     assert ("calibrate" in [stage["stage"] for stage in plan["stages"]]) == (recipe.calibration is not None)
-    gated = [facts for facts in plan["margins"].values() if facts["margin"] is not None]
+    gated = [facts for facts in plan["gate"]["tasks"].values() if facts["margin"] is not None]
     assert gated
     assert all(facts["margin"] >= facts["detectable"] for facts in gated)
+    assert all(facts["looks"][-1] == facts["items"] for facts in gated)
+    assert plan["gate"]["speed"]["launches"] >= plan["gate"]["speed"]["fewest"]
     assert not Path("store").exists()
 
 

@@ -199,37 +199,6 @@ def test_lengths_beyond_the_model(load: Load) -> None:
     ]
 
 
-def test_a_margin_that_cannot_be_tested(load: Load) -> None:
-    loaded = load(
-        HEAD + "quantization: {scheme: ptpc_fp8}\nevaluation: {suite: tiny}\ngate: {accuracy: {margin: 0.005}}\n"
-    )
-    assert faults(loaded) == [
-        "r.yaml:5:27: gate.accuracy.margin: tiny_facts: 2000 items can test a margin of 0.96% or wider, not 0.50%, "
-        "which needs 7420 items (flip rate 3.0%, confidence 95%, power 80%)"
-    ]
-
-
-def test_a_limit_or_more_flips_make_it_untestable(load: Load) -> None:
-    text = HEAD + "quantization: {scheme: ptpc_fp8}\nevaluation: {suite: tiny}\n"
-    assert faults(load(text)) == []
-    [limited] = faults(load(text.replace("tiny}", "tiny, limit: 1000}")))
-    # The margin is a default, so the fault stands where it could be written.
-    assert limited.startswith("r.yaml:1:1: gate.accuracy.margin: tiny_facts: 1000 items can test")
-    [flipping] = faults(load(text + "gate: {accuracy: {expected_flip_rate: 0.05}}\n"))
-    assert "tiny_facts: 2000 items can test a margin of 1.24% or wider" in flipping
-
-
-def test_a_floor_for_no_task(load: Load) -> None:
-    loaded = load(
-        HEAD + "quantization: {scheme: ptpc_fp8}\nevaluation: {suite: tiny}\n"
-        "gate: {accuracy: {baseline_score: {tiny_fact: 0.9}}}\n"
-    )
-    assert faults(loaded) == [
-        "r.yaml:5:47: gate.accuracy.baseline_score.tiny_fact: found no such task in suite tiny, "
-        'expected one of tiny_facts, tiny_arithmetic (did you mean "tiny_facts"?)'
-    ]
-
-
 @pytest.mark.parametrize(
     ("changed", "gpus", "found"),
     [

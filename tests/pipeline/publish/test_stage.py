@@ -73,7 +73,7 @@ def test_what_is_published_is_what_was_judged(orchestra: Any, stages: Any, tmp_p
     for key in ("gate", "report", "inspect"):
         entry = outcome.entry(key)
         expected |= {f"quantmint/{name}": entry.file(name).read_bytes() for name in entry.record.files}
-    expected["quantmint/recipe.yaml"] = orchestra.setting.loaded.text_resolved.encode()
+    expected["quantmint/recipe.yaml"] = orchestra.setting.loaded.text_proven.encode()
     assert found == expected
     digest = folder_digest(file_digests(Path("published/r").resolve(), tmp_path / "memory"))
     gate = json.loads(found["quantmint/gate.json"])
@@ -82,7 +82,7 @@ def test_what_is_published_is_what_was_judged(orchestra: Any, stages: Any, tmp_p
 
 def test_the_published_record_judges_again(orchestra: Any, stages: Any, quantmint: Any) -> None:
     orchestra.run(*stages())
-    ended = quantmint("judge", "published/r", "--json")
+    ended = quantmint("gate", "published/r", "--json")
     assert (ended.code, ended.json["verdict"]) == (0, "PASS")
 
 
@@ -159,12 +159,12 @@ def edited_to_pass(folder: Path) -> None:
 
 
 def better_scores(folder: Path) -> None:
-    baseline, candidate = folder / "samples" / "t.baseline.json", folder / "samples" / "t.candidate.json"
+    baseline, candidate = folder / "samples" / "t.baseline.json.gz", folder / "samples" / "t.candidate.json.gz"
     candidate.write_bytes(baseline.read_bytes())
 
 
 def no_scores(folder: Path) -> None:
-    (folder / "samples" / "t.candidate.json").unlink()
+    (folder / "samples" / "t.candidate.json.gz").unlink()
 
 
 @pytest.mark.parametrize("numbers", ["FAIL", "INCONCLUSIVE", "INVALID"])

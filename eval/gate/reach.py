@@ -1,0 +1,131 @@
+"""What a gate can tell, before anything is measured: how small a loss, after how many looks, how small a gain in speed.
+
+>>> round(detectable_shift(4), 1)    # standard deviations between launches
+2.4
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from eval.gate.policy import Policy
+from eval.power import expected_items
+from eval.statistics.sequential import plan_looks
+from eval.suites import Suite, SuiteTask
+from eval.throughput import fewest_launches
+
+_DRAWS = 20_000
+"""Pairs of series; the power that they give is off by a third of a per cent."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReach:
+    """One task: `margin` is None where it is shown only, `detectable` the least margin that its items can test.
+
+    `looks` are the items that were asked at each look, `expected` how many of them a lossless candidate is asked on
+    average, because clear cases stop early (None of a perplexity, and of a task that is shown only).
+    """
+
+    items: int
+    margin: float | None
+    detectable: float
+    looks: tuple[int, ...]
+    expected: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedReach:
+    """The promise of speed: with `launches` a side, `fewest` of which any test needs.
+
+    A change of `detectable_spreads` standard deviations between launches is significant with the policy's power; None
+    where so few launches never are.
+    """
+
+    min_ratio: float
+    launches: int
+    fewest: int
+    detectable_spreads: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """All that a gate can tell; `speed` is None where nothing is promised."""
+
+    tasks: dict[str, TaskReach]
+    speed: SpeedReach | None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return asdict(self)
+
+
+def reach(suite: Suite, policy: Policy, looks: int) -> Reach:
+    """What a policy can tell on a suite whose items are asked in so many looks."""
+    speed = None
+    if policy.min_ratio is not None:
+        fewest = fewest_launches(policy.throughput_confidence)
+        enough = policy.launches >= fewest
+        spreads = detectable_shift(policy.launches, policy.throughput_confidence, policy.power) if enough else None
+        speed = SpeedReach(policy.min_ratio, policy.launches, fewest, spreads)
+    return Reach({task.task: _task(task, policy, looks) for task in suite.tasks}, speed)
+
+
+def detectable_shift(launches: int, confidence: float = 0.95, power: float = 0.8) -> float:
+    """Smallest change of speed that the exact rank test sees with probability `power`, in standard deviations.
+
+    Launches are drawn from a normal distribution, the same draws for every change, with a seed of their own: the answer
+    is a property of the test, not of a run. `ValueError` where so few launches can show nothing.
+    """
+    import numpy as np
+    from scipy.optimize import brentq
+
+    if launches < fewest_launches(confidence):
+        raise ValueError(f"{launches} launches a side show nothing at {confidence:.0%} confidence")
+    critical = _critical_pairs(launches, 1 - confidence)
+    rng = np.random.RandomState(0)
+    baseline, candidate = rng.standard_normal((2, _DRAWS, launches))
+    apart = candidate[:, :, None] - baseline[:, None, :]
+
+    def missing(shift: float) -> float:
+        return float(((apart > -shift).sum(axis=(1, 2)) >= critical).mean()) - power
+
+    return float(brentq(missing, 0.0, 20.0, xtol=1e-3))
+
+
+def _critical_pairs(launches: int, alpha: float) -> int:
+    """The least number of pairs (candidate above baseline) that is significant: Mann and Whitney's U, counted exactly.
+
+    ways[k][u]: in how many ways k of the values seen so far are the candidate's with u pairs (Ann. Math. Statist. 18,
+    50-60, 1947).
+    """
+    most = launches * launches
+    ways = [[0] * (most + 1) for _ in range(launches + 1)]
+    ways[0][0] = 1
+    for rank in range(2 * launches):
+        for taken in range(min(rank + 1, launches), 0, -1):
+            below = rank - (taken - 1)
+            if below <= launches:
+                for pairs in range(most, below - 1, -1):
+                    ways[taken][pairs] += ways[taken - 1][pairs - below]
+    total, tail = math.comb(2 * launches, launches), 0
+    for pairs in range(most, -1, -1):
+        tail += ways[launches][pairs]
+        if tail > alpha * total * (1 + 1e-9):
+            return pairs + 1
+    return 0
+
+
+def _task(task: SuiteTask, policy: Policy, looks: int) -> TaskReach:
+    margin = policy.margins.get(task.task)
+    expected = None
+    if margin is not None and task.expected_spread is None:
+        expected = expected_items(task.items, looks, margin, task.expected_flip_rate, confidence=policy.confidence)
+    return TaskReach(
+        items=task.items,
+        margin=margin,
+        detectable=task.detectable(policy.confidence, policy.power, looks if margin is not None else 1),
+        looks=plan_looks(task.items, looks) if margin is not None else (task.items,),
+        expected=expected,
+    )

@@ -1,0 +1,64 @@
+"""What a gate can tell before anything is measured, against what it then tells."""
+
+from __future__ import annotations
+
+import doctest
+from itertools import combinations
+
+import numpy as np
+import pytest
+from scipy.stats import mannwhitneyu
+
+import eval.gate.reach as module
+from eval import suites
+from eval.gate import Policy
+from eval.gate.reach import _critical_pairs, detectable_shift, reach
+from eval.statistics.ranks import rank_test
+
+
+@pytest.mark.parametrize("launches", [3, 4, 8])
+def test_the_shift_is_seen_as_often_as_promised(launches: int) -> None:
+    shift = detectable_shift(launches, 0.95, 0.8)
+    draws = np.random.RandomState(17)
+    baseline = draws.standard_normal((3000, launches))
+    candidate = draws.standard_normal((3000, launches)) + shift
+    values = mannwhitneyu(candidate, baseline, alternative="greater", method="exact", axis=1).pvalue
+    assert np.mean(values <= 0.05 + 1e-12) == pytest.approx(0.8, abs=0.025)  # three standard errors
+
+
+@pytest.mark.parametrize("launches", [3, 4])
+def test_critical_pairs_are_those_of_the_exact_test(launches: int) -> None:
+    """Every way to deal the ranks out: significant exactly from the critical number of pairs on."""
+    critical = _critical_pairs(launches, 0.05)
+    ranks = range(2 * launches)
+    for higher in combinations(ranks, launches):
+        lower = [rank for rank in ranks if rank not in higher]
+        pairs = sum(a > b for a in higher for b in lower)
+        assert (rank_test(list(higher), lower) <= 0.05 + 1e-12) is (pairs >= critical)
+
+
+def test_more_launches_see_less() -> None:
+    shifts = [detectable_shift(launches) for launches in (3, 4, 6, 10)]
+    assert shifts == sorted(shifts, reverse=True)
+    with pytest.raises(ValueError, match="2 launches a side show nothing at 95% confidence"):
+        detectable_shift(2)
+    assert doctest.testmod(module).failed == 0
+
+
+def test_a_suite_with_a_policy() -> None:
+    suite = suites.load("core")
+    told = reach(suite, Policy.for_suite(suite, margin=0.01, min_ratio=1.1, launches=4), looks=4)
+    mmlu = told.tasks["mmlu"]
+    assert mmlu.margin == 0.01
+    assert mmlu.looks[-1] == mmlu.items == 14042
+    assert len(mmlu.looks) == 4
+    assert mmlu.expected is not None
+    assert mmlu.looks[0] <= mmlu.expected < mmlu.items
+    ifeval = told.tasks["ifeval"]
+    assert (ifeval.margin, ifeval.looks, ifeval.expected) == (None, (541,), None)
+    assert told.speed is not None
+    assert (told.speed.launches, told.speed.fewest) == (4, 3)
+    assert reach(suite, Policy.for_suite(suite, margin=0.01), looks=1).speed is None
+    few = reach(suite, Policy.for_suite(suite, margin=0.01, min_ratio=1.1, launches=2), looks=1).speed
+    assert few is not None
+    assert few.detectable_spreads is None
