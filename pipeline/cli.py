@@ -24,6 +24,7 @@ _COMMANDS = {
     "report": ("report", "Print where a recipe's report is."),
     "compare": ("compare", "Put checkpoints side by side: accuracy, size, throughput."),
     "site": ("site", "Render an index of all runs, with their reports."),
+    "track": ("track", "Log a finished run to MLflow."),
     "gate": ("gate", "Judge again from a record, or from what was published."),
     "recipes": ("recipes", "List the recipes, or print one resolved."),
     "schemes": ("schemes", "List the quantization schemes."),

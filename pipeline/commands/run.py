@@ -37,6 +37,7 @@ def command(
     from pipeline.stages.publish import EVIDENCE, published_path
     from pipeline.stages.report import PAGE
     from pipeline.store.tree import Store
+    from pipeline.tracking.after_run import log_run
 
     reporter = reporter_for(json=as_json)
     setting = open_setting(
@@ -54,6 +55,7 @@ def command(
     checkpoint = published_path(setting) if publish is not None else None
     if checkpoint is not None:
         page = checkpoint / EVIDENCE / PAGE
+    tracked = None if report is None else log_run(setting, report, reporter.warn)
     judged = outcome.entry("gate") or (None if outcome.stopped is None else outcome.entry(outcome.stopped))
     reasons: object = [] if judged is None else judged.record.result["reasons"]
     if as_json:
@@ -65,6 +67,7 @@ def command(
                 "stopped": outcome.stopped,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
                 "report": None if page is None else str(page.absolute()),
+                "tracked": tracked,
                 "stages": [
                     {
                         "stage": step.planned.key,
@@ -86,4 +89,6 @@ def command(
         click.echo(f"checkpoint  {relative(checkpoint)}")
     if page is not None:
         click.echo(f"report      {relative(page.absolute())}")
+    if tracked is not None:
+        click.echo(f"mlflow      run {tracked} of {setting.recipe.tracking.experiment}")
     return outcome.exit_code

@@ -11,7 +11,7 @@ never inherited.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -43,6 +43,11 @@ class LoadedRecipe:
     positions: Document
     text_resolved: str
     source_folder: Path | None
+
+    @property
+    def text_proven(self) -> str:
+        """`text_resolved` without where figures are logged: that shapes no result, and is nobody else's address."""
+        return resolved_yaml(self.recipe, without=("tracking",))
 
     @property
     def tunableop(self) -> Path | None:
@@ -82,9 +87,13 @@ def _beside(at: YamlPath, relative: str, document: Document) -> Path:
     return (Path(place_of(at, document).file).absolute().parent / relative).resolve()
 
 
-def resolved_yaml(recipe: Recipe) -> str:
-    """The recipe as YAML with every default written out; the same recipe always gives the same text."""
-    return yaml.dump(recipe.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+def resolved_yaml(recipe: Recipe, without: Collection[str] = ()) -> str:
+    """The recipe as YAML with every default written out; the same recipe always gives the same text.
+
+    ``without`` names sections that are left out.
+    """
+    data = {name: value for name, value in recipe.model_dump(mode="json").items() if name not in without}
+    return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def recipe_names() -> tuple[str, ...]:

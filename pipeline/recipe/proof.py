@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from pipeline.recipe.section import Section
+from pipeline.recipe.section import Section, wrong
 
 Runtime = Literal["vllm", "reference"]
 
@@ -134,3 +134,13 @@ class Tracking(Section):
         description="Tracking URI of an MLflow server (null: none). A key for it is read from MLflow's own variables.",
     )
     experiment: str = Field(default="quantmint", min_length=1, description="Experiment that the runs are put into.")
+
+    @field_validator("mlflow")
+    @classmethod
+    def _no_key(cls, value: str | None) -> str | None:
+        if value is not None and "@" in value.partition("//")[2].partition("/")[0]:
+            raise wrong(
+                "none: MLflow reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+                found="a user or a password in an address",
+            )
+        return value

@@ -48,13 +48,13 @@ class PublishStage:
         quantize, gate, report = (job.inputs[name] for name in ("quantize", "gate", "report"))
         _require_proof(quantize, gate)
         recipe = job.path / "recipe.yaml"
-        recipe.write_text(setting.loaded.text_resolved, encoding="utf-8")
+        recipe.write_text(setting.loaded.text_proven, encoding="utf-8")
         files = {
             **_files(quantize, f"{CHECKPOINT}/", ""),
             **_files(gate, "", f"{EVIDENCE}/"),
             **_files(report, "", f"{EVIDENCE}/"),
             **_files(job.inputs["inspect"], "", f"{EVIDENCE}/"),
-            f"{EVIDENCE}/recipe.yaml": (recipe, _sha256(setting.loaded.text_resolved)),
+            f"{EVIDENCE}/recipe.yaml": (recipe, _sha256(setting.loaded.text_proven)),
         }
         version = f"{gate.fingerprint[:8]}{report.fingerprint[:8]}"
         with job.progress.bar(sum(path.stat().st_size for path, _ in files.values()), "B") as advance:

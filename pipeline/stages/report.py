@@ -60,7 +60,7 @@ class ReportStage:
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The recipe, which is printed."""
-        return {"recipe": setting.loaded.text_resolved, "name": setting.recipe.name}
+        return {"recipe": setting.loaded.text_proven, "name": setting.recipe.name}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """What draws the page, and what it says of versions."""
@@ -109,7 +109,7 @@ def gather(job: Job) -> Report:
             _server("baseline", measured.baseline, model),
             _server("candidate", measured.candidate, published),
         ],
-        recipe=setting.loaded.text_resolved,
+        recipe=setting.loaded.text_proven,
         reproduce=[f"quantmint run {recipe.name}", f"quantmint gate {_evidence(gate, published, inputs['gate'])}"],
         versions={"quantmint": __version__, **_tools(inputs)},
         digests={"source": " ".join(map(str, setting.source.to_json().values()))},

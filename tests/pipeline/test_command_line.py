@@ -18,7 +18,8 @@ from pipeline.errors import ServingError
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "pydantic", "rich", "scipy", "matplotlib", "datasets", "lm_eval", "numpy", "yaml")
 COMMANDS = (
-    "run", "plan", "quantize", "explain", "inspect", "report", "compare", "judge", "recipes", "schemes", "schema", "runs", "gc"
+    "run", "plan", "quantize", "explain", "inspect", "report", "compare", "site", "track", "gate", "recipes", "schemes",
+    "schema", "runs", "gc",
 )  # fmt: skip
 Quantmint = Callable[..., Any]
 
@@ -70,7 +71,7 @@ def test_every_command_has_help(quantmint: Quantmint, command: str) -> None:
         (["run", "llama70b-fp8k"], 'found no recipe "llama70b-fp8k"\n  did you mean "llama70b-fp8kv"?'),
         (["plan", "none.yaml"], "found no recipe file none.yaml"),
         (["explain", "nothing"], 'found no recipe "nothing"'),
-        (["judge", "none.json"], "none.json: cannot be read"),
+        (["gate", "none.json"], "none.json: cannot be read"),
         (["inspect", "none"], "none: no such folder"),
         (["run", "r.yaml", "--until", "quantise"], 'did you mean "quantize"'),
         (["run", "r.yaml", "--redo", "quantise"], 'did you mean "quantize"'),

@@ -1,0 +1,1 @@
+"""Figures of a finished run in an experiment tracker, beside the report."""
