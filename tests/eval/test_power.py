@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import math
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from scipy import stats
 
 from eval import accuracy, power
 from eval.samples import Pairs
+from eval.statistics import binary, ranks, sequential, spending
 from eval.statistics.sequential import inflation
 
 
@@ -122,3 +125,10 @@ def test_a_change_on_the_margin_is_never_decided() -> None:
         power.items_needed(0.01, 0.04, difference=-0.01)
     with pytest.raises(ValueError, match="outside"):
         power.items_needed(0.01, 0.04, power=1.0)
+
+
+@pytest.mark.parametrize("module", [power, binary, ranks, sequential, spending])
+def test_examples(module: ModuleType) -> None:
+    tried = doctest.testmod(module)
+    assert tried.attempted
+    assert not tried.failed
