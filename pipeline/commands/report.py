@@ -55,24 +55,17 @@ def command(subject: str, form: str, output: Path | None, vllm: str | None, stor
 
 
 def _folder(subject: str, vllm: str | None, store_path: Path) -> Path:
-    """Where the files of the report lie: a folder that holds them, or the entry of a recipe's report."""
+    """Where the files of the report lie: beside the data that a path names, or in the entry of a recipe's report."""
+    from pipeline import finished
     from pipeline.errors import UserError
     from pipeline.planning import build_plan
     from pipeline.runner import find_entry, foreseen
     from pipeline.session import open_setting
-    from pipeline.stages.publish import EVIDENCE
-    from pipeline.stages.report import DATA
     from pipeline.store.tree import Store
 
     path = Path(subject)
-    if path.is_dir():
-        found = next((folder for folder in (path / EVIDENCE, path) if (folder / DATA).is_file()), None)
-        if found is None:
-            raise UserError(
-                f"{path} holds no report: found neither {EVIDENCE}/{DATA} nor {DATA}.",
-                hint="Name a recipe, a published folder, or an entry of the store's reports.",
-            )
-        return found
+    if path.is_dir() or path.suffix == ".json":
+        return finished.find(subject, Store(store_path)).report.parent
     setting = open_setting(subject, store=Store(store_path), vllm=vllm)
     planned = next(planned for planned in foreseen(build_plan(setting), setting) if planned.key == "report")
     entry = find_entry(planned, setting)

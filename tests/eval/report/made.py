@@ -54,7 +54,7 @@ def samples(
                 )
             )  # fmt: skip
     kind = "score" if words is None else "perplexity"
-    return SampleSet(task, metric, tuple(found), kind=kind, planned=len(scores), looks=len(ends))  # type: ignore[arg-type]
+    return SampleSet(task, metric, tuple(found), kind=kind, planned=len(scores), looks=len(ends))
 
 
 def answered(items: int, right: float, lost: int, gained: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -286,7 +286,7 @@ def report(known: Measurements, limits: Policy, **changes: Any) -> Report:
         "versions": {"quantmint": "0.1.0", "vllm": "0.32.0", "lm-eval": "0.4.13"},
         "digests": {"source": "0e9e39f249a16976918f6564b8830bc894c89659"},
     }  # fmt: skip
-    return Report(**{**values, **changes})  # type: ignore[typeddict-item]
+    return Report(**{**values, **changes})
 
 
 @cache

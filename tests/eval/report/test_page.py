@@ -131,7 +131,7 @@ def test_any_number_of_layers(layers: int, experts: int) -> None:
 def test_a_hundred_flips_a_direction_and_the_rest_counted(report: Report) -> None:
     one: Flip = report["flips"][0]["flips"][0]
     many = [{**one, "doc_id": 10_000 + n, "direction": "lost" if n % 2 else "gained"} for n in range(262)]
-    text = page.render(Report(**{**report, "flips": [{"task": "gsm8k", "flips": many}]}))  # type: ignore[typeddict-item]
+    text = page.render(Report(**{**report, "flips": [{"task": "gsm8k", "flips": many}]}))
     assert text.count('class="flip fail"') == text.count('class="flip pass"') == 100
     assert text.count("31 more in report.json.") == 2
 
@@ -142,7 +142,7 @@ def test_long_answers_fold_and_very_long_ones_lose_their_middle(report: Report) 
         "prompt": "p" * 900 + "end?",
         "candidate": "x" * 50_000 + "last words",
     }
-    text = page.render(Report(**{**report, "flips": [{"task": "gsm8k", "flips": [one]}]}))  # type: ignore[typeddict-item]
+    text = page.render(Report(**{**report, "flips": [{"task": "gsm8k", "flips": [one]}]}))
     assert "all 50,010 characters" in text
     assert "38,010 characters are left out here; report.json has them" in text
     assert "last words" in text
