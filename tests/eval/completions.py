@@ -1,8 +1,8 @@
 """A stand-in for a server of completions: answers that depend on the prompt's tokens and on nothing else.
 
 ``with Completions() as server`` listens in a thread. Log probabilities are drawn by a hash of the tokens up to there;
-generated text is a number of two digits. `worse` makes the last token of every prompt less likely where a hash of the
-prompt falls below it, so that this share of all answers is drawn anew: another model.
+generated text is a number of two digits. `worse` is the share of all answers that are drawn anew, by a hash of the
+tokens: another model. A `favourite` token is always likely as the last one of a prompt.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class Completions:
     def __init__(self, worse: float = 0.0) -> None:
         self.worse = worse
         self.asked: list[dict[str, Any]] = []  # the body of every request
+        self.favourite: int | None = None
         self.fail_after: int | None = None  # requests that are answered before the rest fail
         outer = self
 
@@ -77,6 +78,8 @@ class Completions:
 
     def _chance(self, what: str, tokens: Sequence[int]) -> float:
         """A number in [0, 1), of this server's model."""
+        if what == "token" and tokens[-1] == self.favourite:
+            return 0.0
         changed = self.worse > 0 and _hash("change", tokens) < self.worse
         return _hash(f"{what}{changed}", tokens)
 
