@@ -23,7 +23,7 @@ RECIPE = """\
 name: lines
 extends: tiny-ptpc-fp8kv
 target: {workload: lines.yaml}
-gate: {throughput: {launches: 1}}
+gate: {throughput: {min_ratio: null, launches: 1}}
 """
 WORKLOAD = """\
 name: lines
