@@ -69,7 +69,10 @@ def loading(task: SuiteTask) -> dict[str, Any]:
 
 
 def asking(task: SuiteTask, documents: Mapping[str, Sequence[int]], destination: Path) -> dict[str, Any]:
-    """Ask documents of a task that was loaded, by leaf task; the answers go into a file (`harness_log.read_asked`)."""
+    """Ask documents of a task that was loaded, by leaf task; the answers go into a file (`harness_log.read_asked`).
+
+    The answer counts them: ``{"items": n, "full": n}``, the latter prompts that may have been cut to fit the server.
+    """
     return {"ask": {"task": task.task, "documents": documents, "destination": str(destination)}}
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import MeasurementError
-from eval.harness_client import CountingClient
 from eval.harness_data import dataset_of
 from eval.harness_log import Asked, answer, digest, read_rows, write_asked
 from eval.samples import Sample
@@ -36,6 +35,8 @@ class Harness:
 
     def __init__(self, opening: Mapping[str, Any], tell: Tell) -> None:
         from lm_eval.tasks import TaskManager
+
+        from eval.harness_client import CountingClient
 
         self._seed: int = opening["seed"]
         self._manager = TaskManager(include_path=opening["include_path"], include_defaults=not opening["only_ours"])
@@ -68,6 +69,7 @@ class Harness:
         bos = self._model.begins_with_bos() and not task.chat and kinds != {"loglikelihood_rolling"}
         self._model.add_bos_token = bos
         self._model.temperatures.clear()
+        self._model.full = 0
         generation = {"temperature": 0}
         if task.max_gen_tokens is not None:
             generation["max_gen_toks"] = task.max_gen_tokens
@@ -106,7 +108,7 @@ class Harness:
             "tokenizer": self._model.tokenizer_digest(),
         }
         write_asked(destination, Asked(settings, tuple(samples), tuple(answers)))
-        return {"items": len(samples)}
+        return {"items": len(samples), "full": self._model.full}
 
     def _reseed(self) -> None:
         """Some tasks shuffle their choices with global generators while they are loaded."""

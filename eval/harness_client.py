@@ -1,4 +1,7 @@
-"""lm-eval's client of a completions server, as we need it: it counts, and it remembers what it sent."""
+"""lm-eval's client of a completions server, as we need it: it counts, and it remembers what it sent.
+
+Only the process that runs lm-eval imports this.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ _OF_A_CALL = ("padding", "truncation")
 class CountingClient(LocalCompletionsAPI):  # type: ignore[misc]
     """`local-completions` of lm-eval. `expect` and `done` are told of numbers of requests as they come to be.
 
-    `temperatures` collects what generation requests really carried, whatever tasks and arguments said.
+    `temperatures` collects what generation requests really carried, whatever tasks and arguments said. `full` counts
+    prompts that leave no token of the server's length unused: lm-eval cuts what is longer at its beginning, without a
+    word where text is generated.
     """
 
     def __init__(
@@ -24,6 +29,7 @@ class CountingClient(LocalCompletionsAPI):  # type: ignore[misc]
     ) -> None:
         super().__init__(**arguments)
         self.temperatures: set[float] = set()
+        self.full = 0
         self._expect = expect
         self._done = done
         self._by_document = False
@@ -69,8 +75,12 @@ class CountingClient(LocalCompletionsAPI):  # type: ignore[misc]
 
     def _create_payload(self, *args: Any, **options: Any) -> dict[str, Any]:
         payload: dict[str, Any] = super()._create_payload(*args, **options)
+        room = int(self.max_length)
         if options.get("generate"):
             self.temperatures.add(float(payload["temperature"]))
+            room -= int(payload["max_tokens"])
+        if not self._by_document:  # a document is cut into windows that are full
+            self.full += sum(len(prompt) >= room for prompt in payload["prompt"])
         return payload
 
     def begins_with_bos(self) -> bool:

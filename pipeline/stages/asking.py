@@ -46,7 +46,13 @@ class Asker:
         if kept is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _bar(self.job, f"{task.task} requests") as news:
-                self.talk.ask(harness.asking(task, draw.by_leaf(items), path), news)
+                told = self.talk.ask(harness.asking(task, draw.by_leaf(items), path), news)
+            if told["full"]:
+                room = self.job.setting.recipe.target.max_model_len
+                self.job.progress.warn(
+                    f"{task.task}: {told['full']} prompts fill the server's {room} tokens, and what is longer was cut "
+                    "at its beginning; target.max_model_len should be larger"
+                )
             kept = _kept(path, items)
         if kept is None:
             raise MeasurementError(f"{task.task}: lm-eval did not answer the {len(items)} items that it was asked")
@@ -130,7 +136,10 @@ def _kept(path: Path, items: Sequence[draw.Item]) -> Asked | None:
     """A batch that was asked before an interruption, where it is of these items."""
     if not path.is_file():
         return None
-    asked = read_asked(path)
+    try:
+        asked = read_asked(path)
+    except MeasurementError:  # a disk that was full, or lost its power
+        return None
     return asked if sorted((sample.task, sample.doc_id) for sample in asked.samples) == sorted(items) else None
 
 

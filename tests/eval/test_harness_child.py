@@ -111,6 +111,7 @@ class Told:
         from eval.harness_child import Harness
 
         self.news: list[Mapping[str, Any]] = []
+        self.reply: Mapping[str, int] = {}
         self._folder = folder
         endpoint = harness.Endpoint(server.base_url, "m", tokenizer, length, seed, concurrency=3, batch_size=4)
         self._harness = Harness(harness.opening(endpoint, tasks, only_ours=True)["open"], self.news.append)
@@ -121,7 +122,7 @@ class Told:
     def ask(self, task: SuiteTask, *numbers: int, leaf: str = "") -> Asked:
         self.load(task)
         path = self._folder / "batch.gz"
-        self._harness.ask(task.task, {leaf or task.task: list(numbers)}, path)
+        self.reply = self._harness.ask(task.task, {leaf or task.task: list(numbers)}, path)
         return read_asked(path)
 
 
@@ -202,6 +203,21 @@ def test_long_texts_are_asked_in_windows(server: Completions, told: Callable[...
     shown = SampleSet("texts", "word_perplexity", asked.samples, "perplexity").mean
     assert shown == pytest.approx(weighted_perplexity([(sample.score, sample.weight) for sample in asked.samples]))
     assert sum(sample.weight for sample in asked.samples) == sum(5 + 3 * n for n in range(12))
+
+
+def test_prompts_that_were_cut_are_counted(server: Completions, told: Callable[..., Told]) -> None:
+    """lm-eval cuts a prompt at its beginning and says nothing where text is generated."""
+    sums = SuiteTask("sums", "exact_match", 12, 0.03, filter="number", max_gen_tokens=5)
+    for length, full in ((64, 0), (8, 2)):
+        one = told(length=length)
+        one.ask(sums, 3, 4)
+        assert one.reply == {"items": 2, "full": full}
+    assert {len(prompt) for prompt in server.prompts} == {4, 2}  # <s> Colour 3 is; what is left of it
+    one = told(length=9)
+    one.ask(replace(COLOURS, num_fewshot=2), 0, 1)
+    assert one.reply["full"] == 4
+    one.ask(WORDS, 11)
+    assert one.reply["full"] == 0
 
 
 def test_a_bos_that_the_tokenizer_puts_is_put_once(server: Completions, told: Callable[..., Told]) -> None:
