@@ -1,7 +1,9 @@
 """What a finished run left, wherever it lies: a published folder, an entry of the store, or a loose `report.json`.
 
-find("published/llama8b-ptpc", store)     the evidence beside a published checkpoint
-find("llama8b-ptpc", store)               the newest report that a run of the recipe made
+    find("published/llama8b-ptpc", store)     the evidence beside a published checkpoint
+    find("llama8b-ptpc", store)               the newest report that a run of the recipe made
+
+Nothing of the model is looked at, and no recipe is read: what was made is told by the runs of the store.
 """
 
 from __future__ import annotations
@@ -9,16 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.report.files import DATA, JUNIT, PAGE
 from pipeline.errors import UserError
 from pipeline.recipe.faults import did_you_mean
 from pipeline.stages.gate import GATE
 from pipeline.stages.publish import EVIDENCE
-from pipeline.stages.report import DATA, PAGE
 from pipeline.store.entries import Entry
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import Store
-
-JUNIT = "junit.xml"
 
 
 @dataclass(frozen=True, slots=True)

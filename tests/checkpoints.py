@@ -79,6 +79,7 @@ class Checkpoint:
     faults: tuple[str, ...] = ()
     agreement: float = 0.981
     structure: Verdict = Verdict.PASS
+    stopped: str | None = None
 
     def measurements(self) -> Measurements:
         samples = {}
@@ -115,6 +116,7 @@ class Checkpoint:
             ),
             launches=tuple(launches) if self.speeds else (),
             weights=(16 * GB, self.bytes),
+            stopped=self.stopped,
             claims={"memory_fp8": 2.0, "kv_tokens_fp8": 2.0, "throughput": 1.6},
         )  # fmt: skip
 

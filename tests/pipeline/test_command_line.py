@@ -223,7 +223,7 @@ def test_a_program_reads_the_same(orchestra: Any, quantmint: Quantmint, project:
         ended = quantmint("run", "r.yaml", "--json")
         assert ended.code == code
         told = ended.json
-        assert told.keys() == {"recipe", "verdict", "reasons", "checkpoint", "report", "stages"}
+        assert told.keys() == {"recipe", "verdict", "reasons", "stopped", "checkpoint", "report", "tracked", "stages"}
         assert (told["recipe"], told["verdict"], told["reasons"]) == ("r", verdict, ["because of this"])
         assert (told["checkpoint"] == str(project / "published" / "r")) == (verdict == "PASS")
         assert Path(told["report"]).read_text() == "<html>"

@@ -87,6 +87,15 @@ def test_an_invalid_one_is_named_and_never_on_the_front(tmp_path: Path) -> None:
     assert comparison.warnings == ("B (llama8b-mxfp4) is INVALID: its figures are shown, but mean nothing.",)
 
 
+def test_one_that_the_canary_stopped_ranks_nobody_out(tmp_path: Path) -> None:
+    broken = replace(GOOD, name="broken", lost={}, gained={}, nats=None, speeds={}, agreement=0.2, stopped="canary")
+    (group,) = compared(tmp_path, GOOD, broken, SMALL).groups
+    assert [mark.on_front for mark in group.marks] == [True, False, True]
+    assert group.marks[1].contender.gate.verdict is Verdict.FAIL
+    assert (group.marks[1].worst, group.marks[1].slowest) == (None, None)
+    assert [(direct.first, direct.second) for direct in group.direct] == [(0, 2)]
+
+
 def test_the_same_bytes_twice_are_said(tmp_path: Path) -> None:
     report = GOOD.write(tmp_path)
     assert "A and B are the same checkpoint, byte for byte." in side_by_side([read(report, None)] * 2).warnings

@@ -130,6 +130,40 @@ def test_a_server_that_is_down_is_a_warning_to_a_run_and_an_error_to_the_command
     assert len(told) == 1
 
 
+def stages(orchestra: Any) -> None:
+    """A run that ends with a FAIL and a report."""
+    failed = {"verdict": "FAIL", "reasons": ["too much was lost"]}
+    gate = orchestra.stage("gate", result=failed)
+    orchestra.plan(gate, orchestra.stage("report", "gate", work=lambda job: GOOD.write(job.path)))
+
+
+def test_a_run_ends_as_it_would_have_where_the_server_is_down(
+    quantmint: Quantmint, orchestra: Any, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    stages(orchestra)
+    text = (project / "r.yaml").read_text()
+    (project / "r.yaml").write_text(f"{text}tracking: {{mlflow: 'http://127.0.0.1:{free_port()}'}}\n")
+    ended = quantmint("run", "r.yaml", "--json")
+    assert (ended.code, ended.json["verdict"], ended.json["tracked"]) == (1, "FAIL", None)
+    assert "the run is not affected. To log it later: quantmint track r --mlflow" in ended.err
+
+
+@pytest.mark.slow
+def test_a_run_is_logged_at_its_end(quantmint: Quantmint, orchestra: Any, project: Path, mlflow_server: str) -> None:
+    stages(orchestra)
+    text = (project / "r.yaml").read_text()
+    (project / "r.yaml").write_text(f"{text}tracking: {{mlflow: '{mlflow_server}', experiment: hooked}}\n")
+    ended = quantmint("run", "r.yaml", "--json")
+    (found,) = runs(mlflow_server, "hooked")
+    assert (ended.code, ended.json["tracked"]) == (1, found.info.run_id)
+    # All is cached now, and logged; and so it is for the command that logs later.
+    assert quantmint("run", "r.yaml", "--json").json["tracked"] == found.info.run_id
+    later = quantmint("track", "r", "--mlflow", mlflow_server, "--experiment", "hooked", "--json").json
+    assert (later["run_id"], later["new"]) == (found.info.run_id, False)
+
+
 def test_without_the_library_it_is_said_what_to_install(
     quantmint: Quantmint, published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
