@@ -17,6 +17,7 @@ Load = Callable[[str], LoadedRecipe]
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 HEAD = "name: r\nsource: {repo: org/model}\n"
 CALIBRATED = "calibration: {set: ultrachat}\n"
+BY_REFERENCE = "evaluation: {suite: tiny, runtime: reference}\ngate: {throughput: {min_ratio: null}}\n"
 
 
 def config(name: str) -> dict[str, Any]:
@@ -138,6 +139,23 @@ def test_a_cache_that_this_cpu_cannot_read(load: Load) -> None:
     assert faults(loaded, cpu_flags={"avx512f"}) == []
     [fault] = faults(loaded, cpu_flags={"avx2"})
     assert fault.startswith("r.yaml:3:44: quantization.kv_cache: found fp8, which cpu cannot serve: ")
+
+
+def test_the_reference_runtime_on_a_cpu_proves_what_no_cpu_serves(load: Load) -> None:
+    recipe = HEAD + "quantization: {scheme: mxfp4, kv_cache: fp8}\n" + CALIBRATED
+    recipe += "target: {hardware: cpu, workload: tiny}\n"
+    assert faults(load(recipe + BY_REFERENCE), cpu_flags=()) == []
+    assert [fault.split(":")[3].strip() for fault in faults(load(recipe + "evaluation: {suite: tiny}\n"))] == [
+        "quantization.scheme"
+    ]
+
+
+def test_a_target_that_is_a_gpu_is_asked_whatever_answers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.recipe.checks.refusal", lambda *_, **__: "it has no kernel")
+    loaded = load(HEAD + "quantization: {scheme: mxfp4}\n" + BY_REFERENCE)
+    assert faults(loaded) == [
+        "r.yaml:3:24: quantization.scheme: found mxfp4, which mi300x cannot serve: it has no kernel"
+    ]
 
 
 def test_remote_code_needs_a_commit(load: Load) -> None:
