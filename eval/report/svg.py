@@ -57,6 +57,7 @@ def panels(width: int, height: int, rows: int, columns: int) -> Iterator[tuple[A
     settings = {
         "svg.fonttype": "none",
         "svg.hashsalt": "quantmint",
+        "text.parse_math": False,  # a task may be named with dollar signs
         "font.size": 12,
         "text.color": colour("ink"),
         "axes.labelcolor": colour("muted"),

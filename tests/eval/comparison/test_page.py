@@ -63,3 +63,16 @@ def test_missing_tasks_and_places_are_shown_as_such(comparison: Comparison) -> N
     assert text.count("not asked") == 1  # prose, of the one on the H100
     assert "h100 (NVIDIA H100 80GB HBM3) by vllm" in text
     assert "not measured" in text  # the throughput of the other model
+
+
+def test_names_are_text_and_nothing_else(tmp_path: Path) -> None:
+    name = r"$\frac{<b>&$"
+    odd = replace(GOOD, lost={}, gained={}, nats=None)
+    found = read(odd.write(tmp_path), None)
+    (facts,) = (r for r in GOOD.judged().accuracy if r.task == "facts")
+    gate = replace(
+        found.gate, accuracy=(replace(facts, task=name),), policy=replace(found.gate.policy, margins={name: 1})
+    )
+    text = render(side_by_side([replace(found, gate=gate)] * 2))
+    assert "<b>&" not in text
+    assert text.count(r"$\frac{&lt;b&gt;&amp;$") >= 4  # in the tables, and as it is in the plot of either width
