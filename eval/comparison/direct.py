@@ -14,7 +14,7 @@ from typing import Any
 from eval import accuracy
 from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
-from eval.samples import SampleSet, pair
+from eval.samples import Pairs, SampleSet, pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,25 @@ def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: floa
     `answers` maps a place to a candidate's samples by task. The two-sided intervals hold together at `confidence`:
     each is at 1 - (1 - confidence) / intervals (Bonferroni), since with many pairs one would err by chance.
     """
-    joined: list[tuple[int, int, list[Any], list[str]]] = []
+    joined: list[tuple[int, int, list[Pairs], list[str]]] = []
     for first, second in itertools.combinations(sorted(answers), 2):
-        pairs, unknown = [], []
-        for task in answers[first].keys() & answers[second].keys():
+        pairs: list[Pairs] = []
+        unknown: list[str] = []
+        for task in answers[first]:
+            if task not in answers[second]:
+                continue
             one, two = answers[first][task], answers[second][task]
             try:
                 pairs.append(pair(one.on(two), two.on(one)))
             except MeasurementError as error:
                 unknown.append(str(error))
-        joined.append((first, second, sorted(pairs, key=lambda p: list(answers[first]).index(p.task)), sorted(unknown)))
+        joined.append((first, second, pairs, unknown))
     count = sum(len(pairs) for _, _, pairs, _ in joined)
     each = 1 - (1 - confidence) / max(1, count)
     return tuple(_judged(first, second, pairs, unknown, each) for first, second, pairs, unknown in joined)
 
 
-def _judged(first: int, second: int, pairs: Sequence[Any], unknown: Sequence[str], confidence: float) -> Direct:
+def _judged(first: int, second: int, pairs: Sequence[Pairs], unknown: Sequence[str], confidence: float) -> Direct:
     results, faults = [], list(unknown)
     for joined in pairs:
         try:
