@@ -54,11 +54,12 @@ class ServingError(StageError):
 
 
 class RefusalError(ServingError):
-    """A server that is there answered a request with an error, whose HTTP status this is."""
+    """A server that is there answered a request with an error: ``status`` is HTTP's, ``answer`` the body."""
 
-    def __init__(self, message: str, *, status: int, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, status: int, answer: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.status = status
+        self.answer = answer
 
 
 class StoreError(StageError):

@@ -39,6 +39,7 @@ class Model:
     noise: float = 0.0
     spoil: Callable[[list[Any]], object] = lambda positions: None
     status: int = 200
+    refusal: str = ""
     healthy: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -71,7 +72,8 @@ def serve() -> Iterator[Callable[[Model], Server]]:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 model.bodies.append({**body, "path": self.path})
                 positions = model.positions(body["prompt"], body["prompt_logprobs"])
-                self.answer(model.status, json.dumps({"choices": [{"index": 0, "prompt_logprobs": positions}]}))
+                answer = json.dumps({"choices": [{"index": 0, "prompt_logprobs": positions}]})
+                self.answer(model.status, model.refusal or answer)
 
             def answer(self, status: int, text: str) -> None:
                 self.send_response(status)
@@ -198,8 +200,14 @@ def put(value: object) -> Callable[[list[Any]], object]:
 
 @pytest.mark.parametrize(
     "broken",
-    [Model(status=500), Model(spoil=put(None)), Model(spoil=put(math.nan)), Model(spoil=put(-math.inf))],
-    ids=["error 500", "null", "NaN", "-inf"],
+    [
+        Model(status=500),
+        Model(status=400, refusal='{"error": {"message": "Out of range float values are not JSON compliant"}}'),
+        Model(spoil=put(None)),
+        Model(spoil=put(math.nan)),
+        Model(spoil=put(-math.inf)),
+    ],
+    ids=["error 500", "vLLM's 400", "null", "NaN", "-inf"],
 )
 def test_a_candidate_that_computes_no_numbers_fails(ask: Any, broken: Model, tmp_path: Path) -> None:
     ask("baseline", Model())
@@ -217,8 +225,8 @@ def test_a_baseline_that_computes_no_numbers_is_none(ask: Any) -> None:
 
 def test_a_server_that_refuses_or_dies_is_no_broken_checkpoint(ask: Any) -> None:
     ask("baseline", Model())
-    with pytest.raises(RefusalError, match="answers /v1/completions with 400"):
-        ask("candidate", Model(status=400))
+    with pytest.raises(RefusalError, match="answers /v1/completions with 400: prompt logprobs of 20, max allowed: 5"):
+        ask("candidate", Model(status=400, refusal="prompt logprobs of 20, max allowed: 5"))
     with pytest.raises(ServingError, match="answers /health with 503"):
         ask("candidate", Model(status=500, healthy=False))
 

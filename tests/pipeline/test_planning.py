@@ -63,6 +63,7 @@ def test_the_order(setting: Setting) -> None:
 
 
 def test_a_recipe_can_leave_stages_out(setting: Setting) -> None:
+    edit(setting, "gate: {", "gate: {throughput: {min_ratio: null}, ")
     without = edit(setting, "concurrency: 8", "concurrency: 8, control: null, runtime: reference")
     assert {planned.key for planned in build_plan(without)} == EVERYTHING - {"control", "bench"}
 

@@ -20,6 +20,7 @@ from pipeline.errors import RefusalError, ServingError
 from pipeline.serving.running.logscan import Finding, LogScan, scan_log
 
 HOST = "127.0.0.1"
+_SHOWN = 300  # characters of a refusal that an error quotes
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -108,7 +109,10 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             raise ServingError(f"the server does not answer {path}: {error}", hint=where) from error
         if status != 200:
-            raise RefusalError(f"the server answers {path} with {status}", status=status, hint=where)
+            said = f": {answer[:_SHOWN]}" if answer else ""
+            raise RefusalError(
+                f"the server answers {path} with {status}{said}", status=status, answer=answer, hint=where
+            )
         return answer
 
 
