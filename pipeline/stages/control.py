@@ -48,10 +48,12 @@ class ControlStage:
     def run(self, job: Job) -> Output:
         """Ask each task's items in one batch."""
         setting = job.setting
+        tasks = _tasks(setting)
+        if not tasks:
+            return Output(result={"flips": {}}, summary="no task has answers that could flip")
         tokenizer = model_folder(job.inputs["model"])
         server = job.servers.get("baseline", launch_plan(setting, "baseline", tokenizer))
         concurrency = max(1, setting.recipe.evaluation.concurrency // 2)
-        tasks = _tasks(setting)
         (job.path / SAMPLES).mkdir(exist_ok=True)
         flips: dict[str, list[int]] = {}
         try:

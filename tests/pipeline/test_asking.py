@@ -302,6 +302,14 @@ def test_sides_that_cannot_be_compared_are_left_to_the_gate(answered: Callable[.
         pair(*sides)
 
 
+def test_a_suite_of_perplexities_has_no_answers_to_flip(world: Callable[..., Any]) -> None:
+    with world(TEXTS) as w:
+        entry = w.run(w.orchestra.stage("evaluate-baseline"), CONTROL).entry("control")
+        assert entry is not None
+        assert entry.record.result["flips"] == {}
+        assert w.counts() == {"baseline": 0, "candidate": 0}
+
+
 def test_fingerprints(world: Callable[..., Any]) -> None:
     """The baseline's evaluation is every recipe's; the candidate's depends on what stops it."""
     with world(FACTS, SUMS) as w:
