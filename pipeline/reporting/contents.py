@@ -13,6 +13,7 @@ from pipeline.formats.header import TensorInfo
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 _SCALES = ("_scale", "_zero_point", "_shape")
+_ORDER = ("q_a", "q_b", "q", "kv_a_proj_with_mqa", "kv_b", "qkv", "k", "v", "o", "gate_up", "gate", "up", "down")
 _PARTS = ("linear weights", "scales", "embeddings and head", "norms and biases", "other weights in 16 bit")
 
 
@@ -60,10 +61,17 @@ def layer_errors(layers: Iterable[Mapping[str, Any]]) -> list[LayerError]:
             number = _NUMBER.search(layer["module"])
             found[(int(number[1]) if number else None, _NUMBER.sub("", layer["module"]))].append(layer["sqnr_db"])
     names = short_names({path for _, path in found})
+    paths = sorted(names, key=_place)
     return [
         {"layer": number, "kind": names[path], "sqnr_db": min(values), "modules": len(values)}
-        for (number, path), values in found.items()
+        for (number, path), values in sorted(found.items(), key=lambda item: paths.index(item[0][1]))
     ]
+
+
+def _place(path: str) -> tuple[bool, int, str]:
+    """Where a linear stands among others: in the order in which a layer computes, its experts after all else."""
+    name = path.rpartition(".")[2].removesuffix("_proj")
+    return "expert" in path, _ORDER.index(name) if name in _ORDER else len(_ORDER), path
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:

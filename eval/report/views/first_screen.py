@@ -8,7 +8,7 @@ from typing import Any, get_args
 from eval.gate import Finding, GateReport
 from eval.gate.finding import Kind
 from eval.report import numbers
-from eval.report.model import Report
+from eval.report.model import LaunchPlan, Report
 from eval.report.numbers import ARROW, TIMES
 from eval.report.views.accuracy import unit_of
 from eval.verdict import Verdict
@@ -61,12 +61,14 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def runtime(report: Report) -> str:
-    """What answered, with its version."""
-    for plan in report["servers"]:
-        if plan["side"] == "candidate":
-            name = "vLLM" if plan["runtime"] == "vllm" else plan["runtime"]
-            return f"{name} {plan['version']}" if plan["version"] not in name else name
-    return ""
+    """What answered for the candidate, with its version."""
+    return next((answered_by(plan) for plan in report["servers"] if plan["side"] == "candidate"), "")
+
+
+def answered_by(plan: LaunchPlan) -> str:
+    """What answered for a side, with its version where the name does not have it."""
+    name = "vLLM" if plan["runtime"] == "vllm" else plan["runtime"]
+    return name if plan["version"] in name else f"{name} {plan['version']}"
 
 
 def tiles(report: Report, gate: GateReport) -> list[tuple[str, str, str]]:

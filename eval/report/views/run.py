@@ -12,6 +12,7 @@ from eval.report.model import Report
 from eval.report.numbers import duration
 from eval.report.plots.timeline import Bar, timeline
 from eval.report.views import drawn
+from eval.report.views.first_screen import answered_by
 
 
 def view(report: Report) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def view(report: Report) -> dict[str, Any]:
         "timeline": drawn(partial(timeline, bars), "timeline") if bars else None,
         "total": sum(stage["seconds"] for stage in report["stages"]),
         "cached": sum(cached) if cached else None,
-        "commands": {plan["side"]: command(plan["env"], plan["argv"]) for plan in report["servers"]},
+        "servers": [(plan, answered_by(plan), command(plan["env"], plan["argv"])) for plan in report["servers"]],
     }
 
 

@@ -41,6 +41,7 @@ def test_every_layer_has_each_of_its_modules_once(quantize: Quantize, name: str)
     assert len(set(places)) == len(places)
     kinds = {kind for _, kind in places}
     assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= kinds
+    assert list(dict.fromkeys(kind for _, kind in places))[:4] == ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert min(error["sqnr_db"] for error in errors) == min(layer["sqnr_db"] for layer in inspection["layers"])
     if name == "qwen3-moe":
         experts = [error for error in errors if "experts" in error["kind"] or error["modules"] > 1]
