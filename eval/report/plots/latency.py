@@ -16,13 +16,15 @@ Pair = tuple[float, float]
 class Line:
     """One latency over the cells of a shape: (baseline, candidate) in ms for the median and the 99th percentile.
 
-    ``speed`` is output tokens/s of both sides in the same cells.
+    ``speed`` is output tokens/s of both sides in the same cells. ``spans`` are the intervals of both over launches, for
+    the median and the 99th percentile; empty where there are none.
     """
 
     title: str
     speed: tuple[Pair, ...]
     p50: tuple[Pair, ...]
     p99: tuple[Pair, ...]
+    spans: tuple[tuple[tuple[Pair, Pair], ...], tuple[tuple[Pair, Pair], ...]] = ((), ())
 
 
 def lines(latencies: Sequence[Line], *, unit: str, width: int, name: str) -> str:
@@ -46,7 +48,10 @@ def _panel(axis: Any, line: Line, unit: str) -> None:
     values = [value for pairs in (line.p50, line.p99) for pair in pairs for value in pair]
     for side, ink, marker in ((0, "muted", "s"), (1, "candidate", "o")):
         speed = [pair[side] for pair in line.speed]
-        for pairs, style, alpha in ((line.p50, "-", 1.0), (line.p99, (0, (4, 2)), 0.85)):
+        kinds = ((line.p50, line.spans[0], "-", 1.0), (line.p99, line.spans[1], (0, (4, 2)), 0.85))
+        for pairs, spans, style, alpha in kinds:
+            for x, span in zip(speed, spans, strict=False):
+                axis.plot([x, x], span[side], color=colour(ink), linewidth=3.5, alpha=0.35, solid_capstyle="butt")
             axis.plot(speed, [pair[side] for pair in pairs], linestyle=style, color=colour(ink), linewidth=1.8,
                       marker=marker, markersize=6, markeredgecolor=colour("paper"), markeredgewidth=0.8,
                       alpha=alpha)  # fmt: skip

@@ -12,7 +12,7 @@ from eval.bench import CellResult, Launch
 from eval.gate import GateReport
 from eval.report.model import Report
 from eval.report.numbers import signed
-from eval.report.plots.forest import Row, forest
+from eval.report.plots.forest import Row, Span, forest
 from eval.report.plots.latency import Line, lines
 from eval.report.plots.speed import Curve, Point, curves
 from eval.report.views import drawn
@@ -127,9 +127,16 @@ def _lines(group: Sequence[Measured]) -> list[Line]:
             speed,
             tuple((item.cell.latency[f"{name}_p50"][0], item.cell.latency[f"{name}_p50"][1]) for item in group),
             tuple((item.cell.latency[f"{name}_p99"][0], item.cell.latency[f"{name}_p99"][1]) for item in group),
+            (_spans(group, f"{name}_p50"), _spans(group, f"{name}_p99")),
         )
         for name, title in LATENCIES.items()
     ]
+
+
+def _spans(group: Sequence[Measured], field: str) -> tuple[tuple[Span, Span], ...]:
+    """Both sides' intervals of a latency in each cell; none where a cell has none."""
+    found = [item.cell.latency_intervals.get(field) for item in group]
+    return tuple(span for span in found if span is not None) if None not in found else ()
 
 
 def _ratios(gate: GateReport, cells: Sequence[Throughput], *, width: int, name: str) -> str:
