@@ -14,7 +14,7 @@ from eval.servers import Server
 from eval.verdict import Verdict
 
 Both = tuple[SampleSet, SampleSet]
-"""The baseline's samples and the candidate's; of a control, the baseline's and the baseline's again."""
+"""The baseline's samples and the candidate's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Measurements:
     """Both sides of every measurement.
 
     `artefact` is the candidate's digest. `samples` maps a task of the suite to its (baseline, candidate) runs,
-    `control` to the baseline's run and a second one. `launches` are those of both sides, in the order in which they
-    were made. `weights` are the bytes of the (baseline's, candidate's) tensors, `claims` what the guides promise of
-    such a checkpoint (`eval.gate.headlines`). `stopped` names the measurement that ended the run: nothing after it was
-    measured. `faults` are sentences about measurements that were tried and broke (the text of a `MeasurementError`):
-    each makes the verdict INVALID, with its reason on record.
+    `control` to what the baseline answered when some items were asked again. `launches` are those of both sides, in
+    the order in which they were made. `weights` are the bytes of the (baseline's, candidate's) tensors, `claims` what
+    the guides promise of such a checkpoint (`eval.gate.headlines`). `stopped` names the measurement that ended the
+    run: nothing after it was measured. `faults` are sentences about measurements that were tried and broke (the text
+    of a `MeasurementError`): each makes the verdict INVALID, with its reason on record.
     """
 
     artefact: str
@@ -42,7 +42,7 @@ class Measurements:
     baseline: Server
     candidate: Server
     samples: Mapping[str, Both] = field(default_factory=dict)
-    control: Mapping[str, Both] = field(default_factory=dict)
+    control: Mapping[str, SampleSet] = field(default_factory=dict)
     canary: Canary | None = None
     launches: tuple[Launch, ...] = ()
     weights: tuple[int, int] = (0, 0)
@@ -66,7 +66,7 @@ class Measurements:
 
     @classmethod
     def from_json(
-        cls, data: Mapping[str, Any], samples: Mapping[str, Both], control: Mapping[str, Both]
+        cls, data: Mapping[str, Any], samples: Mapping[str, Both], control: Mapping[str, SampleSet]
     ) -> Measurements:
         """Read back what `to_json` wrote, with what was kept beside it; `MeasurementError` for anything else."""
         try:

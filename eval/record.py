@@ -2,7 +2,7 @@
 
 folder/gate.json                          verdict, findings, policy, servers, launches, canary
 folder/samples/<task>.<side>.json.gz      scores per item, named with their SHA-256 in gate.json; the sides are
-                                          baseline and candidate, and of a control first and again
+                                          baseline and candidate, and again of a control
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from eval.errors import MeasurementError
 from eval.gate import GateReport, Policy, judge
-from eval.measurements import Both, Measurements
+from eval.measurements import Measurements
 from eval.samples import SampleSet
 
 SCHEMA = 2
 LARGEST = 1 << 30
 """Bytes that a sample file may unpack to: MMLU takes four million, and a record may come from anywhere."""
-
-_SIDES = {"samples": ("baseline", "candidate"), "control": ("first", "again")}
 
 
 def write(folder: Path, measurements: Measurements, report: GateReport) -> Path:
@@ -37,14 +34,16 @@ def write(folder: Path, measurements: Measurements, report: GateReport) -> Path:
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     taken: set[str] = set()
     files = {
-        kind: {
+        "samples": {
             task: {
-                side: _write_samples(folder, task, side, samples, taken)
-                for side, samples in zip(_SIDES[kind], pair, strict=True)
+                "baseline": _write_samples(folder, task, "baseline", baseline, taken),
+                "candidate": _write_samples(folder, task, "candidate", candidate, taken),
             }
-            for task, pair in pairs.items()
-        }
-        for kind, pairs in (("samples", measurements.samples), ("control", measurements.control))
+            for task, (baseline, candidate) in measurements.samples.items()
+        },
+        "control": {
+            task: _write_samples(folder, task, "again", again, taken) for task, again in measurements.control.items()
+        },
     }
     path = folder / "gate.json"
     content = {"schema": SCHEMA, **report.to_json(), "measurements": {**measurements.to_json(), **files}}
@@ -62,7 +61,11 @@ def read(path: Path) -> tuple[Measurements, GateReport]:
         if data["schema"] != SCHEMA:
             raise MeasurementError(f"{path}: schema {data['schema']}, this version reads {SCHEMA}")
         recorded = data["measurements"]
-        samples, control = (_read_pairs(path.parent, recorded[kind], sides) for kind, sides in _SIDES.items())
+        samples = {
+            task: (_samples(path.parent, sides["baseline"]), _samples(path.parent, sides["candidate"]))
+            for task, sides in recorded["samples"].items()
+        }
+        control = {task: _samples(path.parent, entry) for task, entry in recorded["control"].items()}
         return Measurements.from_json(recorded, samples, control), GateReport.from_json(data)
     except OSError as error:
         raise MeasurementError(f"{error.filename}: cannot be read: {error.strerror}") from error
@@ -88,11 +91,6 @@ def _write_samples(folder: Path, task: str, side: str, samples: SampleSet, taken
     taken.add(name)
     (folder / name).write_bytes(data)
     return {"file": name, "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _read_pairs(folder: Path, entries: Mapping[str, Any], sides: tuple[str, str]) -> dict[str, Both]:
-    first, second = sides
-    return {task: (_samples(folder, entry[first]), _samples(folder, entry[second])) for task, entry in entries.items()}
 
 
 def _samples(folder: Path, entry: Mapping[str, str]) -> SampleSet:

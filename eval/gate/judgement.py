@@ -2,9 +2,14 @@
 
 Validity comes first in the report and over everything else in the verdict: what was not measured alike says nothing,
 not even FAIL. Every other check is made all the same, so that a reader sees all there is.
+
+Two machines, or two versions of NumPy, disagree about the last bits of a logarithm. Figures are rounded to what all
+agree on once everything is decided, so that the same record has the same report everywhere, byte for byte.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from eval import canary
 from eval.accuracy import Accuracy
@@ -17,6 +22,9 @@ from eval.gate.report import GateReport
 from eval.measurements import Measurements
 from eval.statistics.sequential import Look
 from eval.verdict import Verdict
+
+DIGITS = 10
+"""Significant digits of a report; the sixteenth is where machines differ."""
 
 
 def judge(measurements: Measurements, policy: Policy) -> GateReport:
@@ -45,7 +53,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
         findings.append(Finding("structure", "checkpoint", structure.verdict, sentence(reason)))
 
-    return GateReport(
+    report = GateReport(
         artefact=measurements.artefact,
         verdict=Verdict.combine(finding.verdict for finding in findings),
         findings=tuple(findings),
@@ -60,14 +68,30 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         device=measurements.candidate.device,
         policy=policy,
     )
+    return GateReport.from_json(_rounded(report.to_json()))
+
+
+def _rounded(value: Any) -> Any:
+    """JSON with every number to `DIGITS` significant digits."""
+    match value:
+        case float():
+            return float(f"{value:.{DIGITS}g}")
+        case dict():
+            return {key: _rounded(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_rounded(item) for item in value]
+    return value
 
 
 def _controls(measurements: Measurements, policy: Policy) -> tuple[dict[str, Control], list[Finding]]:
     found: dict[str, Control] = {}
     faults: list[Finding] = []
-    for task, (baseline, again) in measurements.control.items():
+    for task, again in measurements.control.items():
+        if task not in measurements.samples:
+            faults.append(Finding.invalid(task, f"{task} was asked a second time, and no first time is on record"))
+            continue
         try:
-            found[task] = control.measure(baseline, again, policy.confidence)
+            found[task] = control.measure(measurements.samples[task][0], again, policy.confidence)
         except MeasurementError as error:
             faults.append(Finding.invalid(task, f"The baseline's control cannot be compared: {error}"))
     return found, faults

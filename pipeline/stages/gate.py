@@ -30,6 +30,7 @@ from pipeline.store.entries import Entry
 
 if TYPE_CHECKING:
     from eval.measurements import Both
+    from eval.samples import SampleSet
 
 GATE = "gate.json"
 
@@ -63,13 +64,12 @@ class GateStage:
     def run(self, job: Job) -> Output:
         """Judge."""
         samples: dict[str, Both] = {}
-        control: dict[str, Both] = {}
+        control: dict[str, SampleSet] = {}
         for task in () if self.stopped else job.setting.suite.tasks:
             baseline, candidate = (read_samples(job.inputs[f"evaluate-{side}"].path, task) for side in _ORDER)
             samples[task.task] = (baseline, candidate)
             if "control" in job.inputs and task.kind == "score":
-                again = read_samples(job.inputs["control"].path, task)
-                control[task.task] = (baseline.on(again), again)
+                control[task.task] = read_samples(job.inputs["control"].path, task)
         measurements = Measurements(
             artefact=checkpoint_digest(job.inputs["quantize"]),
             structure=Structure(

@@ -111,7 +111,7 @@ def good_measurements() -> Measurements:
             "tiny_arithmetic": make_pair("tiny_arithmetic", 400, right=312, losses=9, gains=10, metric="exact_match"),
             "tiny_grammar": make_pair("tiny_grammar", 250, right=201, losses=6, gains=3),
         },
-        control={"tiny_facts": (facts[0], again(facts[0], items=500, flips=2))},
+        control={"tiny_facts": again(facts[0], items=500, flips=2)},
         canary=Canary(24, 3120, 0.95, 0.962, 0.949, 0.975, 0.018, 0.012, 0.024, 11.2, 11.4, (("recipe", 0.041),)),
         launches=make_launches(),
         weights=(16_060_522_496, 9_083_392_000),

@@ -156,7 +156,7 @@ def test_a_gain_within_the_baselines_own_flips_is_chance(measurements: Measureme
     pair = make_pair("t", 2000, right=1700, losses=2, gains=80)
     assert finding(judged(measurements, pair)).label == "ANOMALOUS"
     for flips, label in ((4, "ANOMALOUS"), (60, None)):
-        control = {"t": (pair[0], again(pair[0], items=1000, flips=flips))}
+        control = {"t": again(pair[0], items=1000, flips=flips)}
         with_control = dataclasses.replace(measurements, samples={"t": pair}, control=control, launches=())
         assert finding(judge(with_control, POLICY)).label == label
 

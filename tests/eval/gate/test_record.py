@@ -37,7 +37,6 @@ def test_the_same_judgement_is_the_same_bytes(
         "samples/tiny_facts.again.json.gz",
         "samples/tiny_facts.baseline.json.gz",
         "samples/tiny_facts.candidate.json.gz",
-        "samples/tiny_facts.first.json.gz",
         "samples/tiny_grammar.baseline.json.gz",
         "samples/tiny_grammar.candidate.json.gz",
     ]
