@@ -14,8 +14,11 @@ from eval.report.views import drawn
 
 SHOWN = 100
 """Flips of a task and direction that the page holds; report.json has all."""
-FOLDED, LONGEST = 700, 12_000
-"""Characters of a text above which it is folded, and above which the page leaves out its middle."""
+FOLDED, LONGEST, SHORTER = 700, 12_000, 3_000
+"""Characters of a text above which it is folded, and above which the page leaves out its middle: models that reason
+write tens of thousands. After the first of a task and direction, less is kept, so that a browser opens the page."""
+WHOLE = 10
+"""Flips of a task and direction that are kept longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +30,13 @@ class Text:
     length: int
 
 
-def text(value: str, *, end: bool = False) -> Text:
-    """Cut a text for the page. With ``end`` its end is what is seen at once: a prompt ends in the question."""
+def text(value: str, longest: int = LONGEST, *, end: bool = False) -> Text:
+    """Cut a text for the page, to ``longest`` characters at most. With ``end`` its end is what is seen at once: a prompt ends in the question."""
     if len(value) <= FOLDED:
         return Text(value, None, len(value))
     cut = f"\N{HORIZONTAL ELLIPSIS}{value[-FOLDED:]}" if end else f"{value[:FOLDED]}\N{HORIZONTAL ELLIPSIS}"
-    half = LONGEST // 2
-    left_out = len(value) - LONGEST
+    half = longest // 2
+    left_out = len(value) - longest
     whole = value if left_out <= 0 else (
         f"{value[:half]}\n\n[{left_out:,} characters are left out here; report.json has them]\n\n{value[-half:]}"
     )  # fmt: skip
@@ -80,11 +83,11 @@ def _direction(direction: Direction, found: list[Flip]) -> dict[str, Any]:
                 "flip": flip,
                 "prompt": text(flip["prompt"], end=True),
                 "target": text(flip["target"]),
-                "baseline": text(flip["baseline"]),
-                "candidate": text(flip["candidate"]),
+                "baseline": text(flip["baseline"], LONGEST if index < WHOLE else SHORTER),
+                "candidate": text(flip["candidate"], LONGEST if index < WHOLE else SHORTER),
                 "peek": _peek(flip),
             }
-            for flip in mine[:SHOWN]
+            for index, flip in enumerate(mine[:SHOWN])
         ],
         "more": max(0, len(mine) - SHOWN),
     }

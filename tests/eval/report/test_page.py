@@ -149,6 +149,15 @@ def test_long_answers_fold_and_very_long_ones_lose_their_middle(report: Report) 
     assert "x" * 6001 not in text
 
 
+def test_a_page_of_long_answers_still_opens(report: Report) -> None:
+    one: Flip = {**report["flips"][0]["flips"][0], "baseline": "b" * 80_000, "candidate": "c" * 80_000}
+    many = [{**one, "doc_id": n, "direction": "lost" if n % 2 else "gained"} for n in range(200)]
+    text = page.render(Report(**{**report, "flips": [{"task": "gsm8k", "flips": many}]}))
+    assert text.count("68,000 characters are left out here") == 2 * 2 * 10
+    assert text.count("77,000 characters are left out here") == 2 * 2 * 90
+    assert len(text) < 4_000_000
+
+
 def test_a_fixed_rate_is_no_measure_of_speed(report: Report) -> None:
     known = made.measurements()
     launches = tuple(
