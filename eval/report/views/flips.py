@@ -31,7 +31,10 @@ class Text:
 
 
 def text(value: str, longest: int = LONGEST, *, end: bool = False) -> Text:
-    """Cut a text for the page, to ``longest`` characters at most. With ``end`` its end is what is seen at once: a prompt ends in the question."""
+    """Cut a text for the page, to ``longest`` characters at most.
+
+    With ``end`` its end is what is seen at once: a prompt ends in the question.
+    """
     if len(value) <= FOLDED:
         return Text(value, None, len(value))
     cut = f"\N{HORIZONTAL ELLIPSIS}{value[-FOLDED:]}" if end else f"{value[:FOLDED]}\N{HORIZONTAL ELLIPSIS}"
