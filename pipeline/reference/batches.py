@@ -12,7 +12,7 @@ from pipeline.reference.questions import Answer, Question
 _TOKENS = 8192  # of the prompts of a batch, padding included
 _CACHED = 4 * _TOKENS  # with the answers
 _LOGITS = 1 << 28  # of a batch, where those of the prompts are wanted: 1 GiB in float32
-_SPREAD = 1.25
+_SPREAD, _STEP = 1.25, 16  # how much longer than its first prompt another of a batch may be
 
 _Waiting = tuple[Question, "Future[Answer]"]
 
@@ -54,29 +54,35 @@ class Batches:
 def cut(questions: Sequence[Question], vocabulary: int) -> list[list[int]]:
     """Numbers of the questions that are answered together.
 
-    Those of similar length are: the shortest first, what is only read apart from what is also continued.
+    Those of similar length are, and among them those that begin alike; what is only read apart from what is also
+    continued.
     """
-    order = sorted(range(len(questions)), key=lambda number: _kind(questions[number]))
     batches: list[list[int]] = []
-    for number in order:
+    first, width, longest = Question(()), 0, 0
+    for number in sorted(range(len(questions)), key=lambda number: _place(questions[number])):
         question = questions[number]
-        batch = batches[-1] if batches else []
-        if batch and _fits(questions[batch[0]], question, len(batch) + 1, vocabulary):
-            batch.append(number)
+        width, longest = max(width, len(question.ids)), max(longest, question.longest)
+        rows = len(batches[-1]) + 1 if batches else 0
+        if rows and _fits(first, question, rows * width, rows * longest, vocabulary):
+            batches[-1].append(number)
         else:
             batches.append([number])
+            first, width, longest = question, len(question.ids), question.longest
     return batches
 
 
-def _kind(question: Question) -> tuple[bool, bool, int, int]:
-    return question.max_tokens > 1, question.prompt_top is not None, len(question.ids), question.max_tokens
+def _kind(question: Question) -> tuple[bool, bool]:
+    return question.max_tokens > 1, question.prompt_top is not None
 
 
-def _fits(first: Question, question: Question, rows: int, vocabulary: int) -> bool:
-    """Whether a question, the longest up to now, may join a batch that would have so many rows."""
-    if _kind(first)[:2] != _kind(question)[:2] or len(question.ids) > _SPREAD * len(first.ids) + 8:
+def _place(question: Question) -> tuple[tuple[bool, bool], int, tuple[int, ...], int]:
+    return _kind(question), len(question.ids) // _STEP, question.ids, question.max_tokens
+
+
+def _fits(first: Question, question: Question, tokens: int, cached: int, vocabulary: int) -> bool:
+    """Whether a question may join a batch that would read ``tokens`` with it, and hold ``cached`` in the end."""
+    if _kind(first) != _kind(question) or len(question.ids) > _SPREAD * len(first.ids) + _STEP:
         return False
-    tokens = rows * len(question.ids)
-    if question.max_tokens > 1 and rows * max(first.longest, question.longest) > _CACHED:
+    if question.max_tokens > 1 and cached > _CACHED:
         return False
     return tokens <= _TOKENS and (question.prompt_top is None or tokens * vocabulary <= _LOGITS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,11 @@ class Position:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...]
+
+    def cut(self, top: int | None) -> Position:
+        """The same with so many likeliest tokens."""
+        wanted = self.top[: top or 0]
+        return self if len(wanted) == len(self.top) else replace(self, top=wanted)
 
 
 @dataclass(frozen=True, slots=True)
