@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,18 @@ class Asker:
         self.job.progress.say(f"{task.task}: loading")
         return self.talk.ask(harness.loading(task))
 
-    def ask(self, task: SuiteTask, items: Sequence[draw.Item], batch: int) -> Asked:
-        """The answers to items of a task that was loaded; not asked again where this batch was kept."""
+    def ask(self, task: SuiteTask, items: Sequence[draw.Item], batch: int, advance: Callable[[int], None]) -> Asked:
+        """The answers to items of a task that was loaded; not asked again where this batch was kept.
+
+        ``advance`` is called with numbers of items as they are answered.
+        """
         path = self.job.path / _BATCHES / task.task / f"{batch}.jsonl.gz"
         kept = _kept(path, items)
-        if kept is None:
+        if kept is not None:
+            advance(len(items))
+        else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _bar(self.job, f"{task.task} requests") as news:
-                told = self.talk.ask(harness.asking(task, draw.by_leaf(items), path), news)
+            told = self.talk.ask(harness.asking(task, draw.by_leaf(items), path), _counter(len(items), advance))
             if told["full"]:
                 room = self.job.setting.recipe.target.max_model_len
                 self.job.progress.warn(
@@ -143,17 +147,16 @@ def _kept(path: Path, items: Sequence[draw.Item]) -> Asked | None:
     return asked if sorted((sample.task, sample.doc_id) for sample in asked.samples) == sorted(items) else None
 
 
-@contextmanager
-def _bar(job: Job, unit: str) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A bar over the requests of a batch, from the first time that lm-eval says how many there are."""
-    with ExitStack() as stack:
-        advance: Callable[[int], None] | None = None
+def _counter(items: int, advance: Callable[[int], None]) -> Callable[[Mapping[str, Any]], None]:
+    """Turns news about requests, of which an item may make several, into items."""
+    expected = done = told = 0
 
-        def news(told: Mapping[str, Any]) -> None:
-            nonlocal advance
-            if "expect" in told:
-                advance = stack.enter_context(job.progress.bar(int(told["expect"]), unit))
-            elif advance is not None:
-                advance(int(told["done"]))
+    def news(line: Mapping[str, Any]) -> None:
+        nonlocal expected, done, told
+        expected += int(line.get("expect", 0))
+        done += int(line.get("done", 0))
+        answered = items * done // max(expected, 1)
+        advance(answered - told)
+        told = answered
 
-        yield news
+    return news

@@ -62,7 +62,8 @@ class ControlStage:
                     baseline = read_samples(job.inputs["baseline"].path, task)
                     items = _items(setting, baseline)
                     asker.load(task)
-                    asked = asker.ask(task, items, 0)
+                    with job.progress.bar(len(items), f"{task.task} items") as advance:
+                        asked = asker.ask(task, items, 0, advance)
                     settings = {**asked.settings, "limit": setting.recipe.evaluation.limit}
                     again = SampleSet(task.task, task.metric, asked.samples, task.kind, settings=settings)
                     pairs = pair(baseline.on(again), again)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
@@ -62,17 +62,16 @@ def conversation(
 
     ``secrets`` names the variables with tokens that it may have, ``what`` is its name in errors.
     """
-    # Not below the store: the path of a socket has room for some hundred characters.
-    with tempfile.TemporaryDirectory(prefix="quantmint-") as folder, socket.socket(socket.AF_UNIX) as listener:
-        path = str(Path(folder) / "socket")
-        listener.bind(path)
-        listener.listen(1)
-        listener.settimeout(_POLL_S)
-        with (
-            supervised([*argv, path], log, env=env, secrets=secrets) as process,
-            _accepted(listener, process, what, log) as connection,
-        ):
-            yield Conversation(connection.makefile("rwb"), process, what, log)
+    with ExitStack() as stack:
+        # Not below the store: the path of a socket has room for some hundred characters. It is not needed for long.
+        with tempfile.TemporaryDirectory(prefix="quantmint-") as folder, socket.socket(socket.AF_UNIX) as listener:
+            path = str(Path(folder) / "socket")
+            listener.bind(path)
+            listener.listen(1)
+            listener.settimeout(_POLL_S)
+            process = stack.enter_context(supervised([*argv, path], log, env=env, secrets=secrets))
+            connection = stack.enter_context(_accepted(listener, process, what, log))
+        yield Conversation(connection.makefile("rwb"), process, what, log)
 
 
 def _accepted(listener: socket.socket, process: subprocess.Popen[bytes], what: str, log: Path) -> socket.socket:

@@ -124,14 +124,16 @@ def _evaluate(job: Job, task: SuiteTask, asker: Asker, baseline: SampleSet | Non
     planned = sum(map(len, looks))
     job.progress.say(f"{task.task}: {planned:,} items in {len(looks)} looks")
     asked: list[Asked] = []
-    for number, items in enumerate(looks):
-        asked.append(look_samples(asker.ask(task, items, number), number))
-        samples = _together(job.setting, task, asked, planned, len(looks))
-        decision = None if baseline is None else _decision(job, task, baseline, samples)
-        if decision is not None:
-            seen = f"after {len(samples.samples):,} of {planned:,} items"
-            job.progress.say(f"{task.task}: {decision} {seen}")
-            break
+    decision: str | None = None
+    with job.progress.bar(planned, f"{task.task} items") as advance:
+        for number, items in enumerate(looks):
+            asked.append(look_samples(asker.ask(task, items, number, advance), number))
+            samples = _together(job.setting, task, asked, planned, len(looks))
+            decision = None if baseline is None else _decision(job, task, baseline, samples)
+            if decision is not None:
+                break
+    if decision is not None:
+        job.progress.say(f"{task.task}: {decision} after {len(samples.samples):,} of {planned:,} items")
     write_json(job.path / DATASETS / f"{task.task}.json", loaded["datasets"])
     answers = [answer for part in asked for answer in part.answers]
     if answers:

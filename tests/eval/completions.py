@@ -48,6 +48,7 @@ class Completions:
                 return
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that was killed is no news
         self.base_url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Completions:

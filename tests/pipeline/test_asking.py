@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -156,6 +157,8 @@ def test_a_lossless_candidate_is_asked_until_it_passes(world: Callable[..., Any]
     looks = decide(pair(whole, part), 0.15, 0.95)
     assert (looks[-1].decision, looks[-1].items) == ("PASS", len(part.samples))
     assert f"facts: PASS after {len(part.samples)} of 400 items" in w.said
+    assert "100 % of 400 facts items" in w.said  # the baseline
+    assert w.said.count("100 % of 60 sums items") == 2
     # What does not decide is asked whole, and so is the baseline; the control asks 50 items of each once more.
     texts = samples(outcome, "evaluate-candidate", TEXTS)
     assert (texts.kind, len(texts.samples), {sample.weight for sample in texts.samples}) == ("perplexity", 60, {4.0})
@@ -187,20 +190,28 @@ def test_a_lossless_candidate_is_asked_until_it_passes(world: Callable[..., Any]
 
 @pytest.mark.slow
 def test_kill_9_costs_the_look_that_was_being_asked(
-    world: Callable[..., Any], forked: Callable[[Callable[[], None]], int], code_of: Callable[[int], int]
+    world: Callable[..., Any],
+    forked: Callable[[Callable[[], None]], int],
+    code_of: Callable[[int], int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    sockets = tempfile.mkdtemp(prefix="k9-")  # in the command line of our lm-eval, and of no other
+    monkeypatch.setattr(tempfile, "tempdir", sockets)
     with world(FACTS, SUMS) as w:
         server = w.servers["baseline"]
         pid = forked(lambda: w.run(BASELINE))
         # Looks of 300 prompts, 32 to a request: the third look has begun.
         while len(server.asked) < 25:
             time.sleep(0.01)
+        assert processes_naming(sockets)
         os.kill(pid, signal.SIGKILL)
         assert code_of(pid) == -signal.SIGKILL
         deadline = time.monotonic() + 30
-        while (left := processes_naming("eval.harness_child")) and time.monotonic() < deadline:
+        while (left := processes_naming(sockets)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert left == ()
+        Path(sockets).rmdir()  # nothing is left there either
+        monkeypatch.setattr(tempfile, "tempdir", None)
         w.counts()
         outcome = w.run(BASELINE)
         asked = w.counts()["baseline"]
@@ -231,7 +242,8 @@ class Answers:
     def load(self, task: SuiteTask) -> dict[str, Any]:
         return {"documents": {task.task: [""] * task.items}, "datasets": [{"path": "org/facts", "commit": None}]}
 
-    def ask(self, task: SuiteTask, items: Sequence[Item], batch: int) -> Asked:
+    def ask(self, task: SuiteTask, items: Sequence[Item], batch: int, advance: Callable[[int], None]) -> Asked:
+        advance(len(items))
         self.batches.append(batch)
         rows = [Sample(leaf, n, "none", f"d{n}", f"p{n}", f"t{n}", float(n % 100 < self.known)) for leaf, n in items]
         return Asked(self.settings, tuple(rows), ())
