@@ -1,0 +1,129 @@
+"""Serving a side: by the runtime that the recipe names; the launch says what answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.planning import build_plan
+from pipeline.progress import PlainReporter
+from pipeline.serving.host.device import Device
+from pipeline.serving.running.logscan import scan_log
+from pipeline.serving.running.server import Server
+from pipeline.session import open_setting
+from pipeline.stage import Setting
+from pipeline.stages.answering import runtime_of
+from pipeline.stages.serve import ServeStage, launch_plan
+from pipeline.stages.servers import Servers
+from pipeline.store.tree import Store
+
+LOGS = Path(__file__).parents[1] / "assets" / "server-logs"
+
+
+@pytest.fixture
+def by_reference(project: Path) -> Setting:
+    path = project / "r.yaml"
+    text = path.read_text().replace("concurrency: 8", "concurrency: 8, runtime: reference")
+    path.write_text(text.replace("margin: 0.02}", "margin: 0.02}, throughput: {min_ratio: null}"))
+    return open_setting("r.yaml", store=Store(project / "store"))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was started and stopped, by launchers that start nothing."""
+    events: list[str] = []
+
+    @contextmanager
+    def launch(self: Any, plan: Any, log: Path, *, startup_timeout: float) -> Iterator[Server]:
+        which = f"{type(self).__name__} {plan.option('--kv-cache-dtype') or 'auto'}"
+        events.append(f"start {which}")
+        log.write_text("")
+        yield Server("model", "http://127.0.0.1:1", log, 1.0)
+        events.append(f"stop {which}")
+
+    for name in ("local.LocalLauncher", "reference.ReferenceLauncher"):
+        monkeypatch.setattr(f"pipeline.serving.launchers.{name}.launch", launch)
+    return events
+
+
+def test_the_reference_runtime_needs_no_vllm(by_reference: Setting, launches: list[str]) -> None:
+    assert by_reference.vllm is None
+    with Servers(by_reference, PlainReporter()) as servers:
+        for side in ("baseline", "candidate", "candidate"):
+            servers.get(side, launch_plan(by_reference, side, Path("m")))  # type: ignore[arg-type]
+    assert launches == [
+        "start ReferenceLauncher auto", "stop ReferenceLauncher auto",
+        "start ReferenceLauncher fp8", "stop ReferenceLauncher fp8",
+    ]  # fmt: skip
+
+
+def test_a_fresh_server_is_nobody_else_s(setting: Setting, launches: list[str], tmp_path: Path) -> None:
+    plan = launch_plan(setting, "baseline", Path("m"))
+    with Servers(setting, PlainReporter()) as servers:
+        kept = servers.get("baseline", plan)
+        with servers.fresh("baseline", plan, tmp_path / "logs" / "fresh.log") as fresh:
+            assert fresh is not kept
+            assert fresh.log_path == tmp_path / "logs" / "fresh.log"
+            assert launches == ["start LocalLauncher auto", "stop LocalLauncher auto", "start LocalLauncher auto"]
+        assert launches[3:] == ["stop LocalLauncher auto"]
+        servers.get("baseline", plan)
+    assert launches[4:] == ["start LocalLauncher auto", "stop LocalLauncher auto"]
+
+
+def test_without_vllm_there_is_nothing_to_start(setting: Setting) -> None:
+    without = replace(setting, vllm=None)
+    with Servers(without, PlainReporter()) as servers, pytest.raises(UserError, match="no vLLM was found"):
+        servers.get("baseline", launch_plan(setting, "baseline", Path("m")))
+
+
+def test_what_answers_is_in_the_fingerprint(setting: Setting, by_reference: Setting) -> None:
+    served, by_library = ({planned.key: planned for planned in build_plan(which)} for which in (setting, by_reference))
+    assert served["quantize"].fingerprint == by_library["quantize"].fingerprint
+    for key in ("serve-baseline", "serve-candidate", "canary-baseline", "evaluate-baseline"):
+        assert served[key].fingerprint != by_library[key].fingerprint
+    stage = ServeStage("candidate")
+    assert (stage.settings(setting)["runtime"], stage.settings(by_reference)["runtime"]) == ("vllm", "reference")
+    assert list(stage.tools(setting)) == ["vllm"]
+    assert list(stage.tools(by_reference)) == ["transformers", "torch"]
+    assert "bench" in served
+    assert "bench" not in by_library
+
+
+def test_vllm_ran_where_its_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def here(kind: str) -> Device:
+        asked.append(kind)
+        return Device("mi300x", "AMD Instinct MI300X")
+
+    monkeypatch.setattr("pipeline.stages.answering.device_here", here)
+    monkeypatch.setattr(Server, "version", lambda self: "0.32.0")
+    log = LOGS / "rocm-0.32.log"
+    server = Server("model", "http://127.0.0.1:1", log, 1.0)
+    found = runtime_of("vllm", server, scan_log(log.read_text()), log)
+    assert (found.runtime, found.version, found.kv_cache_dtype) == ("vllm 0.32.0", "vllm 0.32.0", "fp8")
+    on_cpu = tmp_path / "server.log"
+    on_cpu.write_text(log.read_text().replace("device_config=cuda", "device_config=cpu"))
+    runtime_of("vllm", server, scan_log(on_cpu.read_text()), on_cpu)
+    assert asked == ["cuda", "cpu"]
+
+
+def test_the_reference_runtime_says_itself_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (
+        '{"version": "transformers 5", "runtime": "transformers 5, FP8 KV cache", "kv_cache_dtype": "fp8",'
+        ' "device": {"hardware": "cpu", "name": "EPYC"}}'
+    )
+    monkeypatch.setattr(Server, "get", lambda self, path: body if path == "/version" else "")
+    server = Server("model", "http://127.0.0.1:1", tmp_path / "log", 1.0)
+    assert runtime_of("reference", server, scan_log(""), tmp_path / "log").to_json() == {
+        "runtime": "transformers 5, FP8 KV cache",
+        "version": "transformers 5",
+        "device": {"hardware": "cpu", "name": "EPYC"},
+        "kv_cache_dtype": "fp8",
+    }
