@@ -107,12 +107,6 @@ def _plain(scan: LogScan) -> dict[str, object]:
     return {**asdict(scan), "findings": [finding._asdict() for finding in scan.findings]}
 
 
-def measured_inputs() -> dict[str, str]:
-    """What was measured on both sides, as the inputs of a stage that looks at all of it."""
-    keys = [*(f"{kind}-{side}" for side in SIDES for kind in ("serve", "evaluate")), "bench"]
-    return dict(zip(keys, keys, strict=True))
-
-
 def model_key(side: Side) -> str:
     """The stage whose entry holds a side's model."""
     return "quantize" if side == "candidate" else "source"
