@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eval import draw
 from eval.accuracy import margin_in_units
@@ -77,8 +78,10 @@ class EvaluateStage:
             if unfinished:
                 concurrency = setting.recipe.evaluation.concurrency
                 with asking(job, server, tokenizer, unfinished, concurrency=concurrency) as asker:
+                    # All of them first: data that cannot be had is told before the first hour of asking.
+                    loaded = {task.task: asker.load(task) for task in unfinished}
                     for task in unfinished:
-                        _evaluate(job, task, asker, self._baseline(job, task))
+                        _evaluate(job, task, asker, loaded[task.task], self._baseline(job, task))
             sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}
             scores = {name: samples.mean for name, samples in sets.items()}
         except (MeasurementError, DefinitionError) as error:
@@ -116,10 +119,9 @@ def _datasets(folder: Path, name: str) -> object:
     return json.loads((folder / DATASETS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _evaluate(job: Job, task: SuiteTask, asker: Asker, baseline: SampleSet | None) -> None:
+def _evaluate(job: Job, task: SuiteTask, asker: Asker, loaded: Mapping[str, Any], baseline: SampleSet | None) -> None:
     """Ask a task until it is decided or over, and keep its samples and answers."""
     evaluation = job.setting.recipe.evaluation
-    loaded = asker.load(task)
     looks = draw.draw(loaded["documents"], looks=evaluation.looks, seed=evaluation.seed, limit=evaluation.limit)
     planned = sum(map(len, looks))
     job.progress.say(f"{task.task}: {planned:,} items in {len(looks)} looks")

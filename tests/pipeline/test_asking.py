@@ -24,7 +24,7 @@ from eval.harness_log import Asked
 from eval.samples import Sample, SampleSet, pair
 from eval.statistics.sequential import decide
 from eval.suites import Suite, SuiteTask
-from pipeline.errors import StageError
+from pipeline.errors import InvalidMeasurementError, StageError
 from pipeline.runner import Outcome
 from pipeline.serving.running.server import Server
 from pipeline.stages import asking
@@ -295,6 +295,22 @@ def test_what_is_not_judged_early_is_asked_whole(answered: Callable[..., Any], h
     _, candidate, outcome = answered(Answers(80), Answers(40), task, **options)
     assert len(samples(outcome, "evaluate-candidate", FACTS).samples) == 400
     assert candidate.batches == list(range(1 if options else 4))
+
+
+def test_data_that_cannot_be_had_is_told_before_anything_is_asked(
+    world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Halting(Answers):
+        def load(self, task: SuiteTask) -> dict[str, Any]:
+            if task.task == "sums":
+                raise MeasurementError("lm-eval has no task 'sums'")
+            return super().load(task)
+
+    halting = Halting(80)
+    monkeypatch.setattr("pipeline.stages.evaluate.asking", lambda *_, **__: nullcontext(halting))
+    with world(FACTS, SUMS) as w, pytest.raises(InvalidMeasurementError, match="baseline: lm-eval has no task 'sums'"):
+        w.run(BASELINE)
+    assert halting.batches == []
 
 
 def test_a_limit_is_a_draw(answered: Callable[..., Any]) -> None:
