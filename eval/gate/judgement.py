@@ -37,11 +37,8 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     cells, faults = throughput.compare(measurements, policy)
     findings += faults
 
-    broken = False
-    if measurements.canary is not None:
-        verdict, reason = canary.judge(measurements.canary, policy.canary)
-        broken = verdict is not Verdict.PASS
-        findings.append(Finding("canary", "prompts", verdict, sentence(reason[:1].upper() + reason[1:])))
+    said = _canary(measurements, policy)
+    broken = any(finding.verdict is not Verdict.PASS for finding in said)
     findings += [
         accuracy.judge(result, looks[task], again.get(task), policy, planned_looks=measurements.samples[task][0].looks)
         for task, result in compared.items()
@@ -49,6 +46,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     ]
     findings += accuracy.unmeasured(measurements, policy, broken=broken)
     findings += throughput.judge(cells, measurements, policy)
+    findings += said
     structure = measurements.structure
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
         findings.append(Finding("structure", "checkpoint", structure.verdict, sentence(reason)))
@@ -81,6 +79,13 @@ def _rounded(value: Any) -> Any:
         case list() | tuple():
             return [_rounded(item) for item in value]
     return value
+
+
+def _canary(measurements: Measurements, policy: Policy) -> list[Finding]:
+    if measurements.canary is None:
+        return []
+    verdict, reason = canary.judge(measurements.canary, policy.canary)
+    return [Finding("canary", "prompts", verdict, sentence(reason[:1].upper() + reason[1:]))]
 
 
 def _controls(measurements: Measurements, policy: Policy) -> tuple[dict[str, Control], list[Finding]]:

@@ -22,6 +22,7 @@ _COLOURS = {
     Verdict.FAIL: "red",
     Verdict.INVALID: "magenta",
 }
+_WIDE = 140
 
 
 def print_judgement(
@@ -44,12 +45,14 @@ def print_judgement(
         label = f" {finding.label}" if finding.label else ""
         click.echo(f"  {finding.verdict.value + label:<12} {finding.kind}: {finding.reason}")
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDE)  # a file has no edge to cut at
     if report.accuracy:
-        _print_accuracy(console, report.accuracy, report)
+        _print_accuracy(console, report.accuracy)
     if report.throughput:
         _print_throughput(console, report.throughput)
-    if report.headlines:
-        _print_headlines(console, report.headlines)
+    for headline in report.headlines:
+        click.echo(f"  guides: {_headline(headline)}")
 
 
 def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
@@ -57,28 +60,25 @@ def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: -order.index(finding.verdict))
 
 
-def _print_accuracy(console: Console, results: Sequence[Accuracy], report: GateReport) -> None:
-    numbers = ("items", "baseline", "candidate", "change", "interval", "margin", "flips", "left")
+def _print_accuracy(console: Console, results: Sequence[Accuracy]) -> None:
+    numbers = ("items", "baseline", "candidate", "change", "interval", "left")
     rows = table("task", *numbers, right=numbers)
     for result in results:
-        margin = report.policy.margins.get(result.task)
         level = "{:.4g}" if result.kind == "perplexity" else "{:.2%}"
         rows.add_row(
             escape(result.task),
-            f"{result.items:,}" if result.items == result.planned else f"{result.items:,} of {result.planned:,}",
+            f"{result.items:,}",
             level.format(result.baseline),
             level.format(result.candidate),
             f"{100 * result.difference:+.2f}",
-            f"{100 * result.interval_low:+.2f} to {100 * result.interval_high:+.2f}",
-            "shown" if margin is None else f"{100 * margin:.2f}",
-            f"+{result.gains} -{result.losses}",
+            f"{100 * result.interval_low:+.2f}…{100 * result.interval_high:+.2f}",
             "-" if result.recovery is None else f"{result.recovery:.1%}",
         )
     console.print(rows)
 
 
 def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
-    numbers = ("launches", "baseline tok/s", "candidate tok/s", "ratio", "interval")
+    numbers = ("launches", "baseline tok/s", "candidate", "ratio", "interval")
     rows = table("cell", *numbers, right=numbers)
     for cell in cells:
         before, after = cell.launches
@@ -88,15 +88,11 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
             f"{cell.baseline:,.0f}",
             f"{cell.candidate:,.0f}",
             f"{cell.ratio:.3f}",
-            f"{cell.ratio_low:.3f} to {cell.ratio_high:.3f}",
+            f"{cell.ratio_low:.3f}…{cell.ratio_high:.3f}",
         )
     console.print(rows)
 
 
-def _print_headlines(console: Console, headlines: Sequence[Headline]) -> None:
-    rows = table("what the guides say", "promised", "measured", "source", right=("promised", "measured"))
-    for headline in headlines:
-        upto = "up to " if headline.upto else ""
-        measured = "-" if headline.measured is None else f"{headline.measured:.2f}"
-        rows.add_row(escape(headline.title), f"{upto}{headline.promised:g}", measured, escape(headline.source))
-    console.print(rows)
+def _headline(headline: Headline) -> str:
+    found = "not measured" if headline.measured is None else f"{headline.measured:.2f} {headline.unit}"
+    return f"{headline.title}: {found}; {'up to ' if headline.upto else ''}{headline.promised:g} in {headline.source}"

@@ -1,0 +1,83 @@
+"""Records of real evaluations, kept as files: the same verdict and the same bytes on every machine.
+
+`tests/assets/gate/make.py` says what they are and makes them again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import record
+from eval.gate import GateReport
+from eval.gate.changes import changes
+from eval.verdict import Verdict
+
+FOLDER = Path(__file__).parents[2] / "assets" / "gate"
+ROOT = Path(__file__).parents[3]
+
+CASES = {
+    "pass": (Verdict.PASS, "accuracy", "Decided after 1,500 of 2,000 items, which saves 500."),
+    "fail": (Verdict.FAIL, "accuracy", "-8.20 points on tiny_facts (500 items)"),
+    "inconclusive": (Verdict.INCONCLUSIVE, "accuracy", "300 of the planned ones were not asked."),
+    "invalid": (Verdict.INVALID, "validity", "Chat template differs: none for the baseline"),
+    "stopped": (Verdict.FAIL, "canary", "Agreement below 75.0%, KL above 0.3 nats"),
+}
+
+# What another process says of every record, as the bytes that a file of it would have.
+_JUDGE = (
+    "import json, sys; from pathlib import Path; from eval import record;"
+    "print(json.dumps([record.rejudge(Path(path)).to_json() for path in sys.argv[1:]], indent=1))"
+)
+
+
+def recorded(case: str) -> dict[str, Any]:
+    data = json.loads((FOLDER / case / "gate.json").read_text(encoding="utf-8"))
+    return {name: value for name, value in data.items() if name not in ("schema", "measurements")}
+
+
+def test_every_case_is_there() -> None:
+    assert {path.parent.name for path in FOLDER.glob("*/gate.json")} == set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_verdict_follows_from_the_numbers(case: str) -> None:
+    verdict, kind, words = CASES[case]
+    path = FOLDER / case / "gate.json"
+    report = record.rejudge(path)
+    assert report.verdict is verdict
+    assert any(words in f.reason for f in report.findings if (f.kind, f.verdict) == (kind, verdict))
+    assert changes(record.read(path)[1], report) == ()
+    assert json.dumps(report.to_json(), indent=1) == json.dumps(recorded(case), indent=1)
+    assert GateReport.from_json(recorded(case)) == report
+
+
+def test_what_answered_is_part_of_the_verdict() -> None:
+    for case in CASES:
+        report = record.rejudge(FOLDER / case / "gate.json")
+        assert report.runtime.startswith("transformers 5.17.0 in float32, ")
+        assert report.hardware == "cpu"
+
+
+@pytest.mark.slow
+def test_a_processor_with_fewer_instructions_says_the_same() -> None:
+    """NumPy's logarithms and sums without any of the vector instructions that it found here, on one thread and two."""
+    import numpy as np
+
+    features: dict[str, bool] = np._core._multiarray_umath.__cpu_features__  # type: ignore[attr-defined]
+    dispatched: list[str] = np._core._multiarray_umath.__cpu_dispatch__  # type: ignore[attr-defined]
+    plain = " ".join(name for name in dispatched if features.get(name))
+    expected = json.dumps([recorded(case) for case in CASES], indent=1)
+    paths = [str(FOLDER / case / "gate.json") for case in CASES]
+    for disabled, threads in ((plain, "1"), ("", "2")):
+        env = {**os.environ, "NPY_DISABLE_CPU_FEATURES": disabled, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(
+            [sys.executable, "-c", _JUDGE, *paths], env=env, capture_output=True, text=True, check=True
+        )
+        assert ended.stdout.rstrip("\n") == expected
