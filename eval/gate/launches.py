@@ -4,7 +4,9 @@
 so a clock that differs between the sides is no fault, as long as each side's is the same in all its launches. What
 changes between launches of one side is the machine: another tenant, a fan, a cap that somebody set. A throttle for heat
 or power supply voids a launch whatever its clock. A drift of both sides together needs no check of its own: it shows as
-a change within each side, and the order ABBA BAAB balances what is too small to be seen.
+a change within each side, and the order ABBA BAAB balances what is too small to be seen. A CPU's clock follows its
+temperature and everything else that runs, at all times: for a CPU that is the speed that it has, and the launches'
+spread tells of it.
 
 **Client.** The load generator is one thread. Where it is busy all the time, it sets the pace, and two servers of
 different speed look alike.
@@ -12,7 +14,7 @@ different speed look alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from eval.bench import Launch, Side, order
@@ -25,6 +27,9 @@ CLOCK_TOLERANCE = 0.05
 
 CLIENT_LIMIT = 0.95
 """Share of one core from which on the load generator has no time to spare."""
+
+CPU = "cpu"
+"""The name of a CPU in the table of targets."""
 
 _SIDES: tuple[Side, ...] = ("baseline", "candidate")
 
@@ -44,7 +49,10 @@ def check(measurements: Measurements) -> Iterator[Finding]:
         faults = [*launch.faults, kv_cache_fault(promised[launch.side], launch.kv_cache_dtype)]
         for fault in filter(None, faults):
             yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side}: {fault}")
-    yield from _machine(launches)
+    yield from _client(launches)
+    if measurements.candidate.hardware != CPU:
+        yield from _clocks(launches)
+    yield from _backends(launches)
 
 
 def _series(launches: Sequence[Launch]) -> Iterator[Finding]:
@@ -77,7 +85,7 @@ def _results(launches: Sequence[Launch]) -> Iterator[Finding]:
             yield Finding.invalid(cell, f"{failed} requests of {cell} failed, so that the load was not the planned one")
 
 
-def _machine(launches: Sequence[Launch]) -> Iterator[Finding]:
+def _client(launches: Sequence[Launch]) -> Iterator[Finding]:
     busy = [launch for launch in launches if (launch.client_cpu or 0.0) > CLIENT_LIMIT]
     if busy:
         most = max(launch.client_cpu or 0.0 for launch in busy)
@@ -85,25 +93,28 @@ def _machine(launches: Sequence[Launch]) -> Iterator[Finding]:
             "client",
             f"The load generator used {most:.0%} of its core in {_launches(busy)}: the client was measured",
         )
+
+
+def _clocks(launches: Sequence[Launch]) -> Iterator[Finding]:
     throttled = [launch for launch in launches if launch.machine.throttled]
     if throttled:
         reasons = ", ".join(dict.fromkeys(reason for launch in throttled for reason in launch.machine.throttled))
         yield Finding.invalid("machine", f"The machine was slowed down in {_launches(throttled)}: {reasons}")
     for side in _SIDES:
-        same = [launch for launch in launches if launch.side == side]
-        clocks = [launch.machine.clock_mhz for launch in same if launch.machine.clock_mhz is not None]
+        same = [launch.machine.clock_mhz for launch in launches if launch.side == side]
+        clocks = [clock for clock in same if clock is not None]
         if clocks and max(clocks) - min(clocks) > CLOCK_TOLERANCE * median(clocks):
-            yield Finding.invalid(
-                side,
-                f"The clock changed between launches of the {side}, from {min(clocks):,.0f} to {max(clocks):,.0f} MHz",
-            )
-        backends = _distinct(same, lambda launch: launch.attention_backend)
+            changed = f"from {min(clocks):,.0f} to {max(clocks):,.0f} MHz"
+            yield Finding.invalid(side, f"The clock changed between launches of the {side}, {changed}")
+
+
+def _backends(launches: Sequence[Launch]) -> Iterator[Finding]:
+    """Another attention backend is another server; between the sides it may come with the type of the cache."""
+    for side in _SIDES:
+        found = [launch.attention_backend for launch in launches if launch.side == side]
+        backends = dict.fromkeys(backend for backend in found if backend is not None)
         if len(backends) > 1:
             yield Finding.invalid(side, f"The {side} ran on several attention backends: {', '.join(backends)}")
-
-
-def _distinct(launches: Sequence[Launch], fact: Callable[[Launch], str | None]) -> list[str]:
-    return list(dict.fromkeys(value for value in map(fact, launches) if value is not None))
 
 
 def _launches(launches: Sequence[Launch]) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval import record
 from eval.errors import MeasurementError
-from eval.record import rejudge
+from eval.gate.changes import changes
 from eval.verdict import Verdict
 from pipeline.digest import file_digests, folder_digest
 from pipeline.errors import StageError
@@ -83,13 +84,17 @@ def _target(setting: Setting) -> Path:
 def _require_proof(quantize: Entry, gate: Entry) -> None:
     """The verdict must be PASS when judged again from the record, over exactly these bytes."""
     try:
-        report = rejudge(gate.file(GATE))
+        recorded = record.read(gate.file(GATE))[1]
+        report = record.rejudge(gate.file(GATE))
     except MeasurementError as error:
         raise StageError(f"the gate's record cannot be judged again: {error}") from error
     if report.verdict is not Verdict.PASS:
         raise StageError(f"the gate's record says {report.verdict.value}, only a PASS is published.")
     if report.artefact != checkpoint_digest(quantize):
         raise StageError("the gate judged another checkpoint than the one that would be published.")
+    edited = changes(recorded, report)
+    if edited:
+        raise StageError(f"the gate's record is not what its numbers say. {edited[0]}")
 
 
 def _files(entry: Entry, prefix: str, destination: str) -> dict[str, tuple[Path, str]]:

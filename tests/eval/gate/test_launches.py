@@ -92,3 +92,18 @@ def test_what_is_no_fault(measurements: Measurements, policy: Policy) -> None:
     ):
         changed = dataclasses.replace(measurements, launches=tuple(change(list(measurements.launches))))
         assert judge(changed, policy).verdict is Verdict.PASS
+
+
+def test_a_cpu_has_the_clock_that_it_has(measurements: Measurements, policy: Policy) -> None:
+    """Turbo and heat are a CPU's normal state; the same launches of a GPU are void."""
+    turbo = clock({0: 3400.0, 3: 2100.0})(list(measurements.launches))
+    hot = [dataclasses.replace(made, machine=dataclasses.replace(made.machine, throttled=("heat",))) for made in turbo]
+    there = dataclasses.replace(measurements, launches=tuple(hot))
+    assert judge(there, policy).verdict is Verdict.INVALID
+    sides = {
+        side: dataclasses.replace(getattr(there, side), hardware="cpu", device="AMD EPYC")
+        for side in ("baseline", "candidate")
+    }
+    assert (
+        judge(dataclasses.replace(there, **sides), dataclasses.replace(policy, hardware="cpu")).verdict is Verdict.PASS
+    )

@@ -158,6 +158,13 @@ def edited_to_pass(folder: Path) -> None:
     path.write_text(json.dumps(record))
 
 
+def edited_to_shine(folder: Path) -> None:
+    path = folder / "gate.json"
+    record = json.loads(path.read_text())
+    record["accuracy"][0]["candidate"] = 1.0
+    path.write_text(json.dumps(record))
+
+
 def better_scores(folder: Path) -> None:
     baseline, candidate = folder / "samples" / "t.baseline.json.gz", folder / "samples" / "t.candidate.json.gz"
     candidate.write_bytes(baseline.read_bytes())
@@ -171,6 +178,12 @@ def no_scores(folder: Path) -> None:
 def test_a_record_that_was_edited_to_pass(orchestra: Any, stages: Any, numbers: str) -> None:
     with pytest.raises(StageError, match=f"the gate's record says {numbers}, only a PASS is published"):
         orchestra.run(*stages(numbers=numbers, after=edited_to_pass))
+    assert published() is None
+
+
+def test_a_pass_with_figures_that_were_edited(orchestra: Any, stages: Any) -> None:
+    with pytest.raises(StageError, match=r"is not what its numbers say\. Other figures than recorded: accuracy"):
+        orchestra.run(*stages(after=edited_to_shine))
     assert published() is None
 
 
