@@ -125,7 +125,7 @@ def _scheme(setting: Setting) -> str:
 def _notes(server: Server) -> list[str]:
     """Where the figures come from, as far as that limits what they say."""
     known = hardware.table().get(server.hardware)
-    if server.engine != "vllm":
+    if not server.engine.startswith("vllm"):
         return [
             f"Both sides were answered by the reference runtime ({server.runtime}), not by vLLM: the checkpoint's "
             "numbers are proven, the kernels that will serve it are not, and its speed was not measured."

@@ -46,6 +46,7 @@ def _ends(pairs: Sequence[Pair]) -> str:
 
 def _panel(axis: Any, line: Line, unit: str) -> None:
     values = [value for pairs in (line.p50, line.p99) for pair in pairs for value in pair]
+    values += [end for kind in line.spans for sides in kind for span in sides for end in span]
     for side, ink, marker in ((0, "muted", "s"), (1, "candidate", "o")):
         speed = [pair[side] for pair in line.speed]
         kinds = ((line.p50, line.spans[0], "-", 1.0), (line.p99, line.spans[1], (0, (4, 2)), 0.85))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -67,7 +68,7 @@ def runtime(report: Report) -> str:
 
 def answered_by(plan: LaunchPlan) -> str:
     """What answered for a side, with its version where the name does not have it."""
-    name = "vLLM" if plan["runtime"] == "vllm" else plan["runtime"]
+    name = re.sub("^vllm", "vLLM", plan["runtime"])
     return name if plan["version"] in name else f"{name} {plan['version']}"
 
 

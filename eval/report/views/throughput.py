@@ -49,7 +49,12 @@ def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
         "curves": drawn(partial(curves, shapes, unit=unit), "speed") if shapes else None,
         "ratios": drawn(partial(_ratios, gate, [item.cell for item in racing]), "ratio") if racing else None,
         "rows": [
-            {"item": item, "verdict": gate.verdict_of("throughput", item.cell.cell), "shown": item.rate}
+            {
+                "item": item,
+                "verdict": gate.verdict_of("throughput", item.cell.cell),
+                "shown": item.rate,
+                "p": _p_value(item.cell),
+            }
             for item in cells
         ],
         "latencies": [_latency(group, unit, f"latency-{index}") for index, group in enumerate(_groups(cells))],
@@ -61,6 +66,11 @@ def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
         "launches": launches,
         "machine": any(launch.machine.samples for launch in launches),
     }  # fmt: skip
+
+
+def _p_value(cell: Throughput) -> float | None:
+    """That the candidate is faster; where a slower one was promised, that it is no slower than that."""
+    return cell.p_faster if cell.promise is None or cell.promise > 1 else cell.p_promise
 
 
 def _latency(group: Sequence[Measured], unit: str, name: str) -> dict[str, Any]:

@@ -104,6 +104,19 @@ def test_the_reference_runtime_is_named_and_shows_no_throughput() -> None:
     assert "KV cache tokens" not in text
 
 
+def test_the_runtime_is_named_as_its_makers_do() -> None:
+    known = made.measurements()
+    sides = {side: replace(getattr(known, side), runtime="vllm 0.32.0") for side in ("baseline", "candidate")}
+    assert "<b>vLLM 0.32.0</b>" in page.render(made.report(replace(known, **sides), made.policy()))
+    assert "<b>vLLM 0.32.0</b>" in page.render(made.good())
+
+
+def test_p_is_that_of_the_promise(report: Report) -> None:
+    slower = page.render(made.report(made.measurements(launches=made.launches(0.9)), made.policy(min_ratio=0.5)))
+    rows = slower[slower.index("<th>Load</th><th>Verdict</th>") :]
+    assert rows[: rows.index("</table>")].count("0.014") == 3
+
+
 def test_hardware_that_the_promise_is_not_made_for(text: str) -> None:
     good, text = text, page.render(made.elsewhere())
     assert "The recipe promises its throughput on mi300x. What was measured on NVIDIA H100 80GB HBM3" in text

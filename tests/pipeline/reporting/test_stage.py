@@ -128,6 +128,7 @@ def test_a_run_that_the_canary_stopped(orchestra: Any, stages: Any) -> None:
 @pytest.mark.parametrize(
     ("runtime", "hardware", "words"),
     [
+        ("vllm 0.32.0", "cpu", "served on a CPU"),
         ("vllm", "h100", "served on an NVIDIA GPU"),
         ("transformers 5.17.0, dequantized weights", "cpu", "by the reference runtime"),
     ],
