@@ -68,8 +68,8 @@ def runtime(report: Report) -> str:
 
 def answered_by(plan: LaunchPlan) -> str:
     """What answered for a side, with its version where the name does not have it."""
-    name = re.sub("^vllm", "vLLM", plan["runtime"])
-    return name if plan["version"] in name else f"{name} {plan['version']}"
+    name = plan["runtime"] if plan["version"] in plan["runtime"] else f"{plan['runtime']} {plan['version']}"
+    return re.sub("^vllm", "vLLM", name)
 
 
 def tiles(report: Report, gate: GateReport) -> list[tuple[str, str, str]]:

@@ -106,7 +106,8 @@ def test_the_reference_runtime_is_named_and_shows_no_throughput() -> None:
 
 def test_the_runtime_is_named_as_its_makers_do() -> None:
     known = made.measurements()
-    sides = {side: replace(getattr(known, side), runtime="vllm 0.32.0") for side in ("baseline", "candidate")}
+    sides = {side: replace(getattr(known, side), runtime="vllm 0.32.0", version="vllm 0.32.0")
+             for side in ("baseline", "candidate")}  # fmt: skip
     assert "<b>vLLM 0.32.0</b>" in page.render(made.report(replace(known, **sides), made.policy()))
     assert "<b>vLLM 0.32.0</b>" in page.render(made.good())
 
