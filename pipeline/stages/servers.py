@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from pipeline.device import give_back_memory
 from pipeline.errors import UserError
 from pipeline.serving.running.logscan import LogScan, scan_log
 from pipeline.stage import Progress, Setting
@@ -85,6 +86,7 @@ class Servers:
 
             launcher, title = LocalLauncher(setting.vllm.executable), f"vLLM {setting.vllm.version}"
         log.parent.mkdir(parents=True, exist_ok=True)
+        give_back_memory()
         self._progress.say(f"starting {title} with the {side}, log in {log}")
         return launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
 
