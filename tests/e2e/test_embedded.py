@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,22 @@ from safetensors.torch import load_file, save_file
 
 from eval.record import rejudge
 from eval.verdict import Verdict
-from pipeline.digest import file_digests
 from pipeline.errors import InspectionError
 from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
-from pipeline.runner import Outcome, run_plan
+from pipeline.runner import run_plan
 from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.profiles import profile
 from pipeline.serving.planning.target import parse_target
 from pipeline.session import open_setting
-from pipeline.stage import Job, Output, Planned, Setting, write_json
+from pipeline.stage import Job, Output, Planned, Setting
 from pipeline.stages.quantize import CHECKPOINT, QuantizeStage
-from pipeline.stages.source import LOCATION, model_folder
-from pipeline.store.entries import Entry
 from pipeline.store.tree import Store
 from tests.e2e.completions import greedy_logprobs
 from tests.e2e.project import RECIPE, Finished, Project
+from tests.e2e.remade import Remade, four_times_too_large, plan_with
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -39,8 +37,9 @@ def test_a_run_that_was_killed_leaves_no_process_and_is_completed_by_the_same_co
     assert finished.exit_code == 0, finished.stderr
     assert finished.result["verdict"] == "PASS", finished.result
     cached = {stage["stage"] for stage in finished.result["stages"] if stage["cached"]}
-    assert {"source", "calibrate", "quantize", "inspect", "serve-candidate"} <= cached
-    assert "evaluate-candidate" not in cached
+    assert {"source", "calibrate", "quantize", "inspect", "serve-baseline", "canary-baseline"} <= cached
+    assert {"serve-candidate", "canary-candidate"} <= cached
+    assert "evaluate-baseline" not in cached
 
 
 def test_what_was_committed_before_the_kill_was_not_made_again(finished: Finished) -> None:
@@ -51,9 +50,9 @@ def test_what_was_committed_before_the_kill_was_not_made_again(finished: Finishe
 
 
 def test_a_task_that_was_finished_before_the_kill_was_not_asked_again(finished: Finished) -> None:
-    second = finished.stderr[finished.stderr.index("evaluate-candidate: started") :]
-    second = second[: second.index("evaluate-candidate: done")]
-    assert "tiny_facts: 2,000 items" in finished.first_log
+    second = finished.stderr[finished.stderr.index("evaluate-baseline: started") :]
+    second = second[: second.index("evaluate-baseline: done")]
+    assert "tiny_facts: 2,000 items in 4 looks" in finished.first_log
     assert "tiny_facts" not in second
     assert "tiny_arithmetic" in second
 
@@ -79,7 +78,12 @@ def test_the_published_folder_is_complete_and_can_be_judged_again(finished: Fini
         assert (published / name).is_file(), name
     report = rejudge(published / "quantmint" / "gate.json")
     assert report.verdict is Verdict.PASS
-    assert {result.task: result.items for result in report.accuracy}["tiny_facts"] == 2000
+    (facts,) = [result for result in report.accuracy if result.task == "tiny_facts"]
+    assert (facts.items, facts.planned) == (report.looks["tiny_facts"][-1].items, 2000)
+    assert report.runtime.startswith("vllm ")
+    judged = finished.project.run("gate", str(published), "--json")
+    assert judged.returncode == 0, judged.stderr
+    assert json.loads(judged.stdout)["verdict"] == "PASS"
     inspected = finished.project.run("inspect", str(published), "--json")
     assert inspected.returncode == 0, inspected.stdout
     assert len(json.loads(inspected.stdout)["kv_scales"]) > 0
@@ -114,17 +118,19 @@ def test_a_harmed_checkpoint_is_stopped_by_inspect(finished: Finished, tmp_path:
     assert not (tmp_path / "published").exists()
 
 
-def test_a_model_that_was_harmed_before_it_was_quantized_fails_the_gate(finished: Finished, tmp_path: Path) -> None:
-    """Inspection sees a faithful copy of a bad model; only the answers can tell."""
+def test_a_model_that_was_harmed_before_it_was_quantized_is_stopped_by_the_canary(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inspection sees a faithful copy of a bad model; only the answers can tell, and a minute of them does."""
+    plan_with(Remade("harmed", four_times_too_large), monkeypatch)
     setting = _setting(finished.project, tmp_path)
-    outcome = _run_with_harmed_source(setting)
-    assert outcome.verdict is Verdict.FAIL
-    assert outcome.exit_code == 1
+    outcome = run_plan(build_plan(setting), setting, PlainReporter())
+    assert (outcome.verdict, outcome.stopped, outcome.exit_code) == (Verdict.FAIL, "canary-candidate", 1)
     assert outcome.entry("report") is not None
     assert outcome.entry("publish") is None
     assert not (tmp_path / "published").exists()
     cached = {step.planned.key for step in outcome.steps if step.cached}
-    assert {"serve-baseline", "evaluate-baseline", "bench-baseline"} <= cached, "the baseline is shared"
+    assert {"serve-baseline", "canary-baseline"} <= cached, "the baseline is shared"
 
 
 # What the tests above are made of.
@@ -146,46 +152,6 @@ class HarmedQuantize(QuantizeStage):
         return replace(output, known={}, result={**output.result, "bytes": path.stat().st_size})
 
 
-@dataclass(frozen=True, slots=True)
-class HarmedSource:
-    """A copy of the source in which one layer's projections are four times too large."""
-
-    key: str = "harmed"
-    family: str = "source"
-    version: int = -1
-
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        return {"source": "source"}
-
-    def settings(self, setting: Setting) -> Mapping[str, object]:
-        return {"harm": 4}
-
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        return {}
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        return True
-
-    def run(self, job: Job) -> Output:
-        folder = job.setting.home / "harmed-model"
-        shutil.copytree(model_folder(job.inputs["source"]), folder)
-        tensors = load_file(folder / "model.safetensors")
-        for name in [name for name in tensors if ".layers.1." in name and name.endswith("proj.weight")]:
-            tensors[name] = tensors[name] * 4
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        files = {name: {"size": size} for name, (size, _) in file_digests(folder, job.setting.store.root).items()}
-        write_json(job.path / LOCATION, {"folder": str(folder), "files": files})
-        return Output({}, "harmed")
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizeHarmed(QuantizeStage):
-    version: int = -2
-
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        return {**QuantizeStage.inputs(self, setting), "source": "harmed"}
-
-
 def _setting(project: Project, home: Path) -> Setting:
     setting = open_setting(RECIPE, store=Store(project.store), vllm=str(project.vllm), to_run=True)
     return replace(setting, home=home)
@@ -194,21 +160,6 @@ def _setting(project: Project, home: Path) -> Setting:
 def _replaced(plan: Sequence[Planned], setting: Setting, **stages: Any) -> tuple[Planned, ...]:
     """The plan with other stages under the same keys, fingerprinted anew."""
     return _fingerprinted([stages.get(planned.key, planned.stage) for planned in plan], setting)
-
-
-def _run_with_harmed_source(setting: Setting) -> Outcome:
-    from pipeline.stages.inspect import InspectStage
-
-    @dataclass(frozen=True, slots=True)
-    class InspectHarmed(InspectStage):
-        def inputs(self, setting: Setting) -> Mapping[str, str]:
-            return {**InspectStage.inputs(self, setting), "source": "harmed"}
-
-    stages: list[Any] = []
-    for planned in build_plan(setting):
-        replacement = {"quantize": QuantizeHarmed(), "inspect": InspectHarmed()}.get(planned.key, planned.stage)
-        stages += [HarmedSource(), replacement] if planned.key == "quantize" else [replacement]
-    return run_plan(_fingerprinted(stages, setting), setting, PlainReporter())
 
 
 def _fingerprinted(stages: Sequence[Any], setting: Setting) -> tuple[Planned, ...]:
