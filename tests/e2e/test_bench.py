@@ -1,4 +1,4 @@
-"""The bench stage with a real vLLM: one launch a side, prompts of one's own, latency goals."""
+"""A cell with prompts of one's own, a rate and latency goals, as a real vLLM answers it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.planning import plan_stages
-from pipeline.progress import PlainReporter
-from pipeline.runner import run_plan
-from pipeline.session import open_setting
-from pipeline.stages.bench import BenchStage, read_launches
-from pipeline.stages.calibrate import CalibrateStage
-from pipeline.stages.quantize import QuantizeStage
-from pipeline.stages.source import SourceStage
-from pipeline.store.tree import Store
+from eval import workloads
+from pipeline.measuring.cell import result_file, run_cell
+from pipeline.serving.environment import find_vllm
+from pipeline.serving.launchers.local import LocalLauncher
+from pipeline.serving.model.facts import model_facts
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.profiles import profile
+from pipeline.serving.planning.target import parse_target
+from tests.served.cases import MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-RECIPE = """\
-name: lines
-extends: tiny-ptpc-fp8kv
-target: {workload: lines.yaml}
-gate: {throughput: {min_ratio: null, launches: 1}}
-"""
 WORKLOAD = """\
 name: lines
 description: Questions of our own, whose answers end by themselves.
@@ -42,29 +36,24 @@ cells:
 """
 
 
-def test_a_workload_of_ones_own(vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_workload_of_ones_own(vllm: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.yaml").write_text(WORKLOAD)
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "lines.yaml").write_text(RECIPE)
     rows = [{"prompt": f"the number after {n} is"} for n in range(24)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    setting = open_setting("recipe/lines.yaml", store=Store(tmp_path / "store"), vllm=str(vllm))
-    plan = plan_stages((SourceStage(), CalibrateStage(), QuantizeStage(), BenchStage()), setting)
-    entry = run_plan(plan, setting, PlainReporter()).entry("bench")
-    assert entry is not None
-
-    before, after = read_launches(entry.path)
-    assert (before.side, after.side) == ("baseline", "candidate")
-    assert (after.kv_cache_dtype or "").startswith("fp8")
-    assert before.kv_cache_dtype != after.kv_cache_dtype
-    assert (before.faults, after.faults) == ((), ())
-    for launch in (before, after):
-        result = launch.cells["questions"]
-        assert result.completed == 24
-        assert (result.concurrency, result.request_rate) == (4, 50.0)
-        assert result.goodput == result.requests_per_second  # nobody waits ten minutes
-        assert launch.kv_tokens is not None
-    saved = json.loads((entry.path / "launches" / "00-baseline" / "questions.json").read_text())
-    assert saved["total_output_tokens"] <= 24 * 24
-    assert entry.record.result["faults"] == []
+    (cell,) = workloads.load(str(tmp_path / "lines.yaml")).cells
+    environment = find_vllm(vllm)
+    plan = plan_serving(
+        MODEL,
+        model_facts(MODEL),
+        target=parse_target("cpu"),
+        profile=profile("latency", concurrency=4, max_model_len=512),
+        vllm_version=environment.version,
+        purpose="measure",
+        cpu_threads=2,
+    )
+    with LocalLauncher(vllm).launch(plan, tmp_path / "server.log", startup_timeout=600) as server:
+        result = run_cell(environment, cell, server, model=MODEL, folder=tmp_path, log=tmp_path / "client.log")
+    assert result.completed == 24
+    assert (result.concurrency, result.request_rate) == (4, 50.0)
+    assert result.goodput == result.requests_per_second  # nobody waits ten minutes
+    assert json.loads(result_file(tmp_path, cell).read_text())["total_output_tokens"] <= 24 * 24

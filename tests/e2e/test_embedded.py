@@ -23,6 +23,7 @@ from pipeline.serving.planning.profiles import profile
 from pipeline.serving.planning.target import parse_target
 from pipeline.session import open_setting
 from pipeline.stage import Job, Output, Planned, Setting
+from pipeline.stages.bench import read_launches
 from pipeline.stages.quantize import CHECKPOINT, QuantizeStage
 from pipeline.store.tree import Store
 from tests.e2e.completions import greedy_logprobs
@@ -87,6 +88,16 @@ def test_the_published_folder_is_complete_and_can_be_judged_again(finished: Fini
     inspected = finished.project.run("inspect", str(published), "--json")
     assert inspected.returncode == 0, inspected.stdout
     assert len(json.loads(inspected.stdout)["kv_scales"]) > 0
+
+
+def test_each_side_was_launched_anew_and_says_what_it_ran_on(finished: Finished) -> None:
+    (entry,) = finished.project.store.glob("bench/*/launches.json")
+    before, after = read_launches(entry.parent)
+    assert (before.side, after.side) == ("baseline", "candidate")
+    assert (after.kv_cache_dtype or "").startswith("fp8")
+    assert before.kv_cache_dtype != after.kv_cache_dtype
+    assert (before.faults, after.faults) == ((), ())
+    assert None not in (before.kv_tokens, after.kv_tokens, before.client_cpu, after.client_cpu)
 
 
 def test_the_published_checkpoint_serves_by_itself_and_its_kv_scales_are_the_ones_used(
