@@ -61,6 +61,11 @@ class Throughput:
     goodput: tuple[float, float] | None
     peak_concurrency: tuple[float, float] | None
 
+    @property
+    def repeated(self) -> bool:
+        """Whether both sides were launched more than once: with one launch the interval is a point, and says nothing."""
+        return min(self.launches) > 1
+
     def to_json(self) -> dict[str, Any]:
         """A plain mapping of the fields."""
         return asdict(self)

@@ -94,7 +94,7 @@ def _throughput(report: Report, gate: GateReport) -> str:
             numbers.figure(cell.baseline / cell.gpus),
             numbers.figure(cell.candidate / cell.gpus),
             f"{cell.ratio:.3f}",
-            f"{cell.ratio_low:.3f} to {cell.ratio_high:.3f}",
+            f"{cell.ratio_low:.3f} to {cell.ratio_high:.3f}" if cell.repeated else "one launch",
             f"{three(cell.latency['ttft_p50'][1])} / {three(cell.latency['ttft_p99'][1])}",
             f"{three(cell.latency['itl_p50'][1])} / {three(cell.latency['itl_p99'][1])}",
             f"{cell.launches[0]} + {cell.launches[1]}",

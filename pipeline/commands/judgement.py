@@ -88,7 +88,7 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
             f"{cell.baseline:,.0f}",
             f"{cell.candidate:,.0f}",
             f"{cell.ratio:.3f}",
-            f"{cell.ratio_low:.3f}…{cell.ratio_high:.3f}",
+            f"{cell.ratio_low:.3f}…{cell.ratio_high:.3f}" if cell.repeated else "-",
         )
     console.print(rows)
 

@@ -80,7 +80,9 @@ def tiles(report: Report, gate: GateReport) -> list[tuple[str, str, str]]:
     found += _accuracy(gate)
     if gate.throughput:
         least = min(gate.throughput, key=lambda cell: cell.ratio)
-        span = f"{least.ratio_low:.2f} \N{HORIZONTAL ELLIPSIS} {least.ratio_high:.2f}"
+        span = (
+            f"{least.ratio_low:.2f} \N{HORIZONTAL ELLIPSIS} {least.ratio_high:.2f}" if least.repeated else "one launch"
+        )
         several = ", the least gain" if len(gate.throughput) > 1 else ""
         found.append(("Throughput", numbers.ratio(least.ratio), f"{span}, {least.cell}{several}"))
     elif gate.canary is not None:
