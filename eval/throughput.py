@@ -63,7 +63,7 @@ class Throughput:
 
     @property
     def repeated(self) -> bool:
-        """Whether both sides were launched more than once: with one launch the interval is a point, and says nothing."""
+        """Whether both sides were launched more than once: with one launch the interval is a point and says nothing."""
         return min(self.launches) > 1
 
     def to_json(self) -> dict[str, Any]:
