@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval import prompts
@@ -90,6 +91,16 @@ class Suite:
     description: str
     tasks: tuple[SuiteTask, ...]
     canary: str = "general"
+
+    def judged_by(self, margins: Mapping[str, float | None]) -> Suite:
+        """The suite with other margins for some of its tasks; a task with None is shown only. Other names mean none."""
+        tasks = tuple(
+            replace(task, margin=margins[task.task], gated=margins[task.task] is not None)
+            if task.task in margins
+            else task
+            for task in self.tasks
+        )
+        return replace(self, tasks=tasks)
 
 
 def names(folder: Path = FOLDER) -> tuple[str, ...]:

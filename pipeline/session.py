@@ -48,7 +48,7 @@ def open_setting(
         identity = identify(loaded.recipe.source, None, store.root)
         facts = _checked_config(loaded, config_folder(identity), flags)
     try:
-        suite = suites.load(loaded.recipe.evaluation.suite)
+        suite = suites.load(loaded.recipe.evaluation.suite).judged_by(loaded.recipe.gate.accuracy.margins)
         workload = workloads.load(loaded.recipe.target.workload)
     except DefinitionError as error:
         raise RecipeError(str(error)) from error

@@ -53,6 +53,11 @@ class AccuracyGate(Section):
     margin: float = Field(
         default=0.01, gt=0, lt=1, description="Largest loss that is accepted, as a fraction: 0.01 is one point."
     )
+    margins: dict[str, Annotated[float, Field(gt=0, lt=1)] | None] = Field(
+        default_factory=dict,
+        description="Margins of single tasks in place of the suite's, relative for a perplexity (0.02: two per cent "
+        "more); null: the task is shown and does not decide.",
+    )
     confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of the one-sided bound.")
     power: float = Field(
         default=0.8,

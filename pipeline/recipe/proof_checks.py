@@ -18,15 +18,19 @@ from pipeline.recipe.proof import Evaluation, Gate
 def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
     """Margins that the suite's items cannot test in as many looks, and scores of tasks that it does not have."""
     gate = loaded.recipe.gate.accuracy
+    suite = suite.judged_by(gate.margins)
+    if not any(task.gated for task in suite.tasks):
+        yield loaded.fault(("gate", "accuracy", "margins"), "found null for every task that decides, expected one left")
     asked = as_asked(suite, loaded.recipe.evaluation, loaded.recipe.gate)
     looks = loaded.recipe.evaluation.looks
     for sentence in suites.untestable(asked, gate.margin, gate.confidence, gate.power, looks):
         yield loaded.fault(("gate", "accuracy", "margin"), sentence)
     known = [task.task for task in suite.tasks]
-    for name in gate.baseline_score:
+    named = [("baseline_score", name) for name in gate.baseline_score] + [("margins", name) for name in gate.margins]
+    for field, name in named:
         if name not in known:
             yield loaded.fault(
-                ("gate", "accuracy", "baseline_score", name),
+                ("gate", "accuracy", field, name),
                 f"found no such task in suite {suite.name}, "
                 f"expected one of {', '.join(known)}{did_you_mean(name, known)}",
             )

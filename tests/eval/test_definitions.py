@@ -173,3 +173,11 @@ def test_the_tiny_suite_fits_its_tasks() -> None:
         assert len(data.read_text().splitlines()) == task.items
         assert task.metric in {metric["metric"] for metric in local["metric_list"]}
         assert task.filter in {f["name"] for f in local.get("filter_list", [{"name": "none"}])}
+
+
+def test_a_recipe_may_judge_a_task_by_another_margin_or_not_at_all() -> None:
+    suite = suites.load("core")
+    judged = {task.task: task for task in suite.judged_by({"gsm8k": 0.03, "wikitext": None}).tasks}
+    assert (judged["gsm8k"].margin, judged["gsm8k"].gated) == (0.03, True)
+    assert judged["wikitext"].gated is False
+    assert judged["mmlu"] == next(task for task in suite.tasks if task.task == "mmlu")

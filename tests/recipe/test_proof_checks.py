@@ -81,3 +81,13 @@ def test_a_load_that_measures_no_throughput(load: Load, monkeypatch: pytest.Monk
     [fault] = faults(load(TEXT + "target: {workload: steady}\n"))
     assert "every cell of workload steady offers a fixed rate of requests, expected null" in fault
     assert faults(load(TEXT + "target: {workload: burst}\n")) == []
+
+
+def test_margins_of_single_tasks(load: Load) -> None:
+    assert faults(load(TEXT + "gate: {accuracy: {margins: {tiny_arithmetic: null}}}\n")) == []
+    [fault] = faults(load(TEXT + "gate: {accuracy: {margins: {tiny_arithmetic: 0.01}}}\n"))
+    assert "tiny_arithmetic: 400 items can test" in fault
+    [fault] = faults(load(TEXT + "gate: {accuracy: {margins: {arithmetic: 0.1}}}\n"))
+    assert "margins.arithmetic: found no such task in suite tiny" in fault
+    [fault] = faults(load(TEXT + "gate: {accuracy: {margins: {tiny_facts: null, tiny_arithmetic: null}}}\n"))
+    assert "found null for every task that decides" in fault
