@@ -6,7 +6,7 @@ Each wrong way is one that a loader of these formats could take: every shape fit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pipeline.schemes import scheme as row_of
@@ -27,7 +27,7 @@ def _as_stored(modules: Modules) -> Modules:
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a checkpoint, and to compute with it.
+    """One way to read a checkpoint, and to compute with it; two of one name and the same flags are one.
 
     ``change`` maps the stored parts of all modules to what is read of them. ``quantized`` is False for the source's
     own weights, ``activations`` and ``cache`` for inputs and a KV cache that nothing rounds; ``mx_activations`` is
@@ -36,13 +36,15 @@ class Reading:
     """
 
     name: str
-    change: Callable[[Modules], Modules] = _as_stored
+    change: Callable[[Modules], Modules] = field(default=_as_stored, compare=False)
     quantized: bool = True
     activations: bool = True
     mx_activations: bool = True
     cache: bool = True
     truncated: bool = False
-    kv_scales: Callable[[float, float], tuple[float, float]] = lambda key, value: (key, value)
+    kv_scales: Callable[[float, float], tuple[float, float]] = field(
+        default=lambda key, value: (key, value), compare=False
+    )
 
 
 AS_MEANT = Reading("as the format means it")
