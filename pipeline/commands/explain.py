@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from pathlib import Path
 
 import click
 
 from pipeline.canonical import ABSENT, Change
 from pipeline.commands.options import emit, json_option, store_option, vllm_option
+
+
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @click.command(name="explain")
@@ -31,8 +36,23 @@ def command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> i
     for entry in explained:
         click.echo(f"{entry.key:<20} {entry.state}")
         for change in entry.changes:
-            click.echo(f"{'':<20}   {change.path}: {change.old!r} -> {change.new!r}")
+            for line in _lines(change):
+                click.echo(f"{'':<20}   {line}")
     return 0
+
+
+def _lines(change: Change) -> list[str]:
+    """A change for people: of a text of several lines only those that differ, of a fingerprint what tells it apart."""
+    place = change.path.removeprefix("$.")
+    sides = [side for side in (change.old, change.new) if isinstance(side, str)]
+    if len(sides) == 2 and any("\n" in side for side in sides):
+        made = difflib.unified_diff(*(side.splitlines() for side in sides), lineterm="", n=0)
+        return [f"{place}:", *(f"  {line}" for line in made if not line.startswith(("---", "+++", "@@")))]
+    return [f"{place}: {_short(change.old)} -> {_short(change.new)}"]
+
+
+def _short(side: object) -> str:
+    return side[:12] + "…" if isinstance(side, str) and _DIGEST.fullmatch(side) else repr(side)
 
 
 def _change(change: Change) -> dict[str, object]:

@@ -170,7 +170,10 @@ def test_explain(orchestra: Any, quantmint: Quantmint) -> None:
         },
     ]
     ended = quantmint("explain", "r.yaml")
-    assert "$.settings.option.scheme: 'a' -> 'b'" in ended.out
+    lines = ended.out.splitlines()
+    assert lines[2].split() == ["settings.option.scheme:", "'a'", "->", "'b'"]
+    digests = [f"{side['quantize'][:12]}…" for side in (before, after)]
+    assert lines[4].split() == ["inputs.quantize:", digests[0], "->", digests[1]], "its first digits tell it apart"
     assert orchestra.ran == ["calibrate", "quantize", "gate"], "nothing is made"
 
 
@@ -179,7 +182,17 @@ def test_explain_names_what_appeared(orchestra: Any, quantmint: Quantmint) -> No
     orchestra.plan(orchestra.stage("only", option={"a": 1, "b": 2}))
     [told] = quantmint("explain", "r.yaml", "--json").json
     assert told["changes"] == [{"path": "$.settings.option.b", "new": 2}]
-    assert "$.settings.option.b: absent -> 2" in quantmint("explain", "r.yaml").out
+    assert " settings.option.b: absent -> 2" in quantmint("explain", "r.yaml").out
+
+
+def test_explain_shows_of_a_long_text_what_differs(orchestra: Any, quantmint: Quantmint) -> None:
+    before, after = "name: r\nmargin: 0.01\nlooks: 4\n", "name: r\nmargin: 0.02\nlooks: 4\n"
+    orchestra.run(orchestra.stage("only", option=before))
+    orchestra.plan(orchestra.stage("only", option=after))
+    lines = [line.strip() for line in quantmint("explain", "r.yaml").out.splitlines()]
+    assert lines[1:] == ["settings.option:", "-margin: 0.01", "+margin: 0.02"]
+    [told] = quantmint("explain", "r.yaml", "--json").json
+    assert told["changes"] == [{"path": "$.settings.option", "old": before, "new": after}]
 
 
 def test_explain_follows_a_stage_that_moved(orchestra: Any, quantmint: Quantmint) -> None:
