@@ -70,7 +70,7 @@ def read(path: Path) -> tuple[Measurements, GateReport]:
     except OSError as error:
         raise MeasurementError(f"{error.filename}: cannot be read: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise MeasurementError(f"{path}: not a record of the gate: {error!r}") from error
+        raise MeasurementError(f"{path}: not a record of the gate: {_fault(error)}") from error
 
 
 def rejudge(path: Path, policy: Policy | None = None) -> GateReport:
@@ -80,6 +80,12 @@ def rejudge(path: Path, policy: Policy | None = None) -> GateReport:
     """
     measurements, recorded = read(path)
     return judge(measurements, policy or recorded.policy)
+
+
+def _fault(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"nothing at {error.args[0]}"
+    return f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _write_samples(folder: Path, task: str, side: str, samples: SampleSet, taken: set[str]) -> dict[str, str]:

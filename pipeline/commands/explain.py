@@ -11,7 +11,6 @@ import click
 from pipeline.canonical import ABSENT, Change
 from pipeline.commands.options import emit, json_option, store_option, vllm_option
 
-
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 

@@ -1,4 +1,4 @@
-"""quantmint gate PATH"""
+"""quantmint gate PATH_OR_RECIPE"""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.options import emit, json_option
+from pipeline.commands.options import emit, json_option, store_option
 
 if TYPE_CHECKING:
     from eval.gate import Policy
+    from pipeline.store.tree import Store
 
 _FRACTION = click.FloatRange(0, 1, min_open=True, max_open=True)
 
 
 @click.command(name="gate")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("subject", metavar="PATH_OR_RECIPE")
 @click.option("--margin", type=_FRACTION, help="Judge by this margin on every gated task; 0.01 is one point.")
 @click.option(
     "--confidence",
@@ -29,11 +30,21 @@ _FRACTION = click.FloatRange(0, 1, min_open=True, max_open=True)
     type=click.FloatRange(0, min_open=True),
     help="Judge by this ratio to the baseline's output tokens/s.",
 )
+@store_option
 @json_option
-def command(path: Path, margin: float | None, confidence: float | None, min_ratio: float | None, as_json: bool) -> int:
-    """Judge again from the numbers in PATH: a gate.json, its folder, or a published checkpoint.
+def command(
+    subject: str,
+    margin: float | None,
+    confidence: float | None,
+    min_ratio: float | None,
+    store_path: Path,
+    as_json: bool,
+) -> int:
+    """Judge again from the recorded numbers, by the recorded limits or by your own.
 
-    Nothing of the recorded verdict is used; whether it is the same is said. Ends with the verdict's exit code.
+    PATH_OR_RECIPE is a published folder, a gate.json or its folder, a report in the store, or the name of a recipe
+    that was run. Nothing of the recorded verdict is used; whether it is the same is said. Ends with the verdict's exit
+    code.
     """
     from eval import record
     from eval.errors import MeasurementError
@@ -41,12 +52,14 @@ def command(path: Path, margin: float | None, confidence: float | None, min_rati
     from eval.gate.changes import changes
     from pipeline.commands.judgement import print_judgement
     from pipeline.errors import UserError
+    from pipeline.store.tree import Store
 
-    file = _record_in(path)
+    file = _record_of(subject, Store(store_path))
     try:
         measurements, recorded = record.read(file)
     except MeasurementError as error:
-        raise UserError(str(error)) from None
+        hint = "A record is a gate.json with the samples/ that were written beside it."
+        raise UserError(str(error), hint=hint) from None
     policy = _own(recorded.policy, margin, confidence, min_ratio)
     own = policy != recorded.policy
     report = judge(measurements, policy)
@@ -64,19 +77,24 @@ def command(path: Path, margin: float | None, confidence: float | None, min_rati
     return report.verdict.exit_code
 
 
-def _record_in(path: Path) -> Path:
-    """The record that a path means. Raises `UserError` for a folder without one."""
+def _record_of(subject: str, store: Store) -> Path:
+    """The record that a person named. Raises `UserError` where there is none."""
+    from eval.report.files import DATA
+    from pipeline import finished
     from pipeline.errors import UserError
     from pipeline.stages.gate import GATE
     from pipeline.stages.publish import EVIDENCE
 
-    if not path.is_dir():
+    path = Path(subject)
+    if path.is_file() and path.name != DATA:
         return path
     places = [path / GATE, path / EVIDENCE / GATE]
     found = next((place for place in places if place.is_file()), None)
+    if found is None and not (path.is_dir() and not (path / DATA).is_file()):
+        found = finished.find(subject, store).gate
     if found is None:
         hint = "quantmint writes one into stage gate's entry of the store, and beside what it publishes."
-        raise UserError(f"{path}: found no {GATE}, neither there nor in {EVIDENCE}/.", hint=hint)
+        raise UserError(f"{subject}: found no {GATE}, neither there nor in {EVIDENCE}/.", hint=hint)
     return found
 
 

@@ -14,7 +14,7 @@ from eval.gate import Finding, GateReport
 from eval.gate.headlines import Headline
 from eval.throughput import Throughput
 from eval.verdict import Verdict
-from pipeline.commands.tables import table
+from pipeline.commands.tables import paragraph, table, terminal
 
 _COLOURS = {
     Verdict.PASS: "green",
@@ -22,7 +22,6 @@ _COLOURS = {
     Verdict.FAIL: "red",
     Verdict.INVALID: "magenta",
 }
-_WIDE = 140
 
 
 def print_judgement(
@@ -30,29 +29,27 @@ def print_judgement(
 ) -> None:
     """The first screen of a report, in text; `own` says that the limits are not the recorded ones."""
     word = click.style(report.verdict.value, fg=_COLOURS[report.verdict], bold=True)
-    click.echo(f"{word}  {report.artefact}")
-    click.echo(f"on {report.runtime}, {report.device or 'unknown device'} ({report.hardware})")
+    click.echo(f"{word}  checkpoint {report.artefact}")
+    click.echo(f"measured with {report.runtime} on {report.device or 'unknown device'} ({report.hardware})")
     if own:
-        click.echo(f"by your policy; by its own, {path} says {recorded.verdict.value}")
+        click.echo(f"judged by your policy; by its own, {path} says {recorded.verdict.value}")
     elif differences:
         click.echo(click.style(f"{path} does not follow from its own numbers:", fg="red", bold=True))
         for difference in differences:
             click.echo(f"  {difference}")
     else:
-        click.echo(f"by its own policy, as {path} says")
+        click.echo(f"judged by its own policy; {path} says the same")
     click.echo()
+    console = terminal()
     for finding in _worst_first(report.findings):
         label = f" {finding.label}" if finding.label else ""
-        click.echo(f"  {finding.verdict.value + label:<12} {finding.kind}: {finding.reason}")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, _WIDE)  # a file has no edge to cut at
+        click.echo(paragraph(console, f"  {finding.verdict.value + label:<12} ", f"{finding.kind}: {finding.reason}"))
     if report.accuracy:
         _print_accuracy(console, report.accuracy)
     if report.throughput:
         _print_throughput(console, report.throughput)
-    for headline in report.headlines:
-        click.echo(f"  guides: {_headline(headline)}")
+    if report.headlines:
+        _print_headlines(console, report.headlines)
 
 
 def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
@@ -61,7 +58,8 @@ def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _print_accuracy(console: Console, results: Sequence[Accuracy]) -> None:
-    numbers = ("items", "baseline", "candidate", "change", "interval", "left")
+    interval = f"{results[0].confidence:.0%} interval"
+    numbers = ("items", "baseline", "candidate", "change", interval, "recovery")
     rows = table("task", *numbers, right=numbers)
     for result in results:
         level = "{:.4g}" if result.kind == "perplexity" else "{:.2%}"
@@ -93,6 +91,13 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
     console.print(rows)
 
 
-def _headline(headline: Headline) -> str:
-    found = "not measured" if headline.measured is None else f"{headline.measured:.2f} {headline.unit}"
-    return f"{headline.title}: {found}; {'up to ' if headline.upto else ''}{headline.promised:g} in {headline.source}"
+def _print_headlines(console: Console, headlines: Sequence[Headline]) -> None:
+    rows = table("the guides say", "factor", "here", "source", right=("factor", "here"))
+    for headline in headlines:
+        rows.add_row(
+            escape(headline.title),
+            f"{'up to ' if headline.upto else ''}{headline.promised:g}",
+            "not measured" if headline.measured is None else f"{headline.measured:.2f}",
+            escape(headline.source),
+        )
+    console.print(rows)

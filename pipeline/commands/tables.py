@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
 from rich import box
@@ -13,6 +14,25 @@ from eval.gate.reach import Reach
 from pipeline.cost.forecast import Forecast
 from pipeline.prediction import Prediction
 from pipeline.stage import Planned, Setting
+
+_WIDE = 140
+_READABLE = 120
+
+
+def terminal() -> Console:
+    """Standard output. A file has no edge to cut at: who reads it later gets whole figures."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDE)
+    return console
+
+
+def paragraph(console: Console, head: str, text: str) -> str:
+    """`head` and prose beside it, wrapped at a terminal's edge; one line in a file, for programs that read lines."""
+    if not console.is_terminal:
+        return head + text
+    width = max(min(console.width, _READABLE), len(head) + 20)
+    return textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
 def table(*columns: str, right: Collection[str] = ()) -> Table:
@@ -93,7 +113,7 @@ def print_plan(
     notes: Sequence[str],
 ) -> None:
     """The plan as tables."""
-    console = Console(highlight=False)
+    console = terminal()
     recipe = setting.recipe
     source = recipe.source.repo or recipe.source.folder
     console.print(f"[bold]{recipe.name}[/]  {escape(recipe.description)}")
@@ -140,6 +160,10 @@ def print_reach(console: Console, told: Reach) -> None:
             "-" if task.expected is None else f"{task.expected:,}",
         )
     console.print(tests)
+    console.print(
+        "detectable: the least margin that so many items can test; asked: how many of them a lossless candidate "
+        "is asked on average, because clear cases stop early"
+    )
     speed = told.speed
     if speed is not None and speed.detectable_spreads is not None:
         promise = f"throughput of at least {speed.min_ratio:g} x the baseline's"

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+
+from pipeline.commands.tables import paragraph
+from tests.checkpoints import GOOD, run
 
 Quantmint = Callable[..., Any]
 WriteGate = Callable[..., Path]
@@ -24,20 +28,41 @@ def test_the_same_verdict_from_the_files(
     quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path, verdict: str, code: int
 ) -> None:
     path = write_gate(tmp_path / "entry", verdict)
-    write_gate(tmp_path / "published" / "quantmint", verdict)
-    for where in (path, path.parent, tmp_path / "published"):
+    beside = write_gate(tmp_path / "published" / "quantmint", verdict)
+    for where, file in ((path, path), (path.parent, path), (tmp_path / "published", beside)):
         ended = quantmint("gate", where)
         assert ended.code == code
-        assert ended.out.startswith(f"{verdict}  {'ab' * 32}")
-        assert "by its own policy, as " in ended.out
+        assert ended.out.startswith(f"{verdict}  checkpoint {'ab' * 32}\n")
+        assert f"judged by its own policy; {file} says the same" in ended.out
         told = quantmint("gate", where, "--json")
         assert (told.code, told.json["verdict"], told.json["recorded"]) == (code, verdict, verdict)
         assert (told.json["judged_by"], told.json["differences"]) == ("the recorded policy", [])
 
 
+def test_a_recipe_a_report_and_its_entry_lead_to_the_record(quantmint: Quantmint, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    run(store, "good", GOOD)
+    (report,) = store.glob("report/*/report.json")
+    for subject in ("good", report, report.parent):
+        told = quantmint("gate", subject, "--store", store, "--json")
+        assert (told.code, told.json["verdict"], told.json["differences"]) == (0, "PASS", [])
+        assert Path(told.json["path"]).parent.parent == store / "gate"
+    ended = quantmint("gate", "goood", "--store", store)
+    assert (ended.code, 'did you mean "good"?' in ended.err) == (2, True)
+
+
+def test_prose_is_wrapped_at_a_terminals_edge_and_one_line_in_a_file() -> None:
+    screen = Console(width=40, force_terminal=True)
+    lines = paragraph(screen, "  PASS  ", "word " * 20 + "end").splitlines()
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 40
+    assert {line[:8] for line in lines} == {"  PASS  ", " " * 8}
+    assert len(paragraph(Console(width=40, force_terminal=False), "x: ", "word " * 20).splitlines()) == 1
+
+
 def test_the_first_screen(quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path) -> None:
     lines = quantmint("gate", write_gate(tmp_path, "FAIL")).out.splitlines()
-    assert lines[1] == "on vllm, mi300x (unknown)"
+    assert lines[1] == "measured with vllm on mi300x (unknown)"
     findings = [line.split(maxsplit=2) for line in lines[lines.index("") + 1 :] if line.startswith("  ")]
     assert [(word, kind) for word, kind, _ in findings[:2]] == [("FAIL", "accuracy:"), ("PASS", "structure:")]
     row = next(line.split() for line in lines if line.split()[:2] == ["t", "2,000"])
@@ -114,8 +139,8 @@ def test_limits_that_are_none(
     [
         (lambda folder: (folder / "samples/t.candidate.json.gz").write_text("[]"), "SHA-256 differs"),
         (lambda folder: (folder / "samples/t.candidate.json.gz").unlink(), "cannot be read"),
-        (lambda folder: (folder / "gate.json").write_text("{}"), "not a record of the gate"),
-        (lambda folder: (folder / "gate.json").write_text("{"), "not a record of the gate"),
+        (lambda folder: (folder / "gate.json").write_text("{}"), "not a record of the gate: nothing at schema"),
+        (lambda folder: (folder / "gate.json").write_text("{"), "not a record of the gate: not JSON: Expecting"),
         (lambda folder: edit(folder / "gate.json", schema=1), "schema 1, this version reads 2"),
         (lambda folder: (folder / "gate.json").unlink(), "found no gate.json, neither there nor in quantmint/"),
     ],
