@@ -88,23 +88,23 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
     Raises `MeasurementError` below two items or two passages, where no variance exists.
     """
     bound_confidence = confidence if bound_confidence is None else bound_confidence
-    change = paired.change(pairs)
-    lower, upper = change.bounds(bound_confidence)
-    interval_low, interval_high = change.bounds((1 + confidence) / 2)
-    bootstrap_low, bootstrap_high = interval(change.units, confidence)
-    baseline, candidate = change.levels
-    left = recovery(change, confidence)
+    found = paired.change(pairs)
+    lower, upper = found.bounds(bound_confidence)
+    interval_low, interval_high = found.bounds((1 + confidence) / 2)
+    bootstrap_low, bootstrap_high = interval(found.units, confidence)
+    baseline, candidate = found.levels
+    left = recovery(found, confidence)
     return Accuracy(
         task=pairs.task,
         metric=pairs.metric,
-        kind=change.kind,
-        items=change.items,
+        kind=found.kind,
+        items=found.items,
         planned=pairs.planned,
-        clusters=len(change.units.weights) if change.clustered else None,
+        clusters=len(found.units.weights) if found.clustered else None,
         baseline=baseline,
         candidate=candidate,
-        difference=change.difference,
-        standard_error=change.standard_error,
+        difference=found.difference,
+        standard_error=found.standard_error,
         confidence=confidence,
         bound_confidence=bound_confidence,
         lower=lower,
@@ -113,14 +113,23 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
         interval_high=interval_high,
         bootstrap_low=bootstrap_low,
         bootstrap_high=bootstrap_high,
-        gains=change.gains,
-        losses=change.losses,
-        mcnemar_p=mcnemar(change.gains, change.losses) if change.kind == "binary" else None,
+        gains=found.gains,
+        losses=found.losses,
+        mcnemar_p=mcnemar(found.gains, found.losses) if found.kind == "binary" else None,
         recovery=left.value,
         recovery_low=left.low,
         recovery_high=left.high,
-        method=change.method,
+        method=found.method,
     )
+
+
+def change(kind: Kind | str, difference: float) -> float:
+    """A difference (`Accuracy.difference`) in the unit that people read.
+
+    Points for scores, where less is worse. Of a perplexity it is by how many per cent it rose, where more is worse:
+    -0.02 nats a word are 2.02 % more.
+    """
+    return 100 * (math.expm1(-difference) if kind == "perplexity" else difference)
 
 
 def margin_in_units(kind: Kind | str, margin: float) -> float:

@@ -2,54 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import eval.report
 from eval.comparison import plots, words
 from eval.comparison.direct import word
 from eval.comparison.model import Comparison, Group, Mark, where
 from eval.comparison.plots import Spot
-from eval.report.numbers import FILTERS
+from eval.report.templates import environment
+from eval.report.views import drawn
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-WIDE, NARROW = 912, 340
-
-
-def environment(folder: Path) -> Environment:
-    """Templates of a folder, escaped, with the filters of figures; its style sheet follows the report's and ours."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
-    made = Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters |= FILTERS
-    folders = dict.fromkeys((Path(eval.report.__file__).parent, Path(__file__).parent, folder))
-    sheets = [sheet / "page.css" for sheet in folders]
-    made.globals["style"] = Markup("".join(sheet.read_text(encoding="utf-8") for sheet in sheets))  # noqa: S704 - our own files
-    return made
-
-
-def both(draw: Callable[..., str], name: str, *, wide: int = WIDE) -> Any:
-    """A plot twice, for wide and for narrow screens; the style sheet shows the one that fits."""
-    from markupsafe import Markup
-
-    broad, slim = draw(width=wide, name=f"{name}-w"), draw(width=NARROW, name=f"{name}-n")
-    return Markup(f'<div class="wide">{broad}</div><div class="narrow">{slim}</div>')  # noqa: S704 - our own SVG
+FOLDER = Path(__file__).parent
+WIDE = 912
 
 
 def render(comparison: Comparison) -> str:
     """Render the page."""
-    made = environment(Path(__file__).parent)
+    made = environment(FOLDER)
     made.globals |= {"words": words, "word": word, "where": where}
     return made.get_template("page.html.j2").render(
         comparison=comparison,
@@ -62,7 +32,7 @@ def _plots(group: Group, index: int) -> dict[str, Any]:
     found: dict[str, Any] = {"planes": []}
     for name, kinds in (("forest", ("binary", "graded")), ("perplexity", ("perplexity",))):
         rows = [row for row in group.tasks if any(r and r.kind in kinds for r in row.results)]
-        found[name] = both(partial(plots.forest, group, rows), f"g{index}-{name}") if rows else None
+        found[name] = drawn(partial(plots.forest, group, rows), f"g{index}-{name}", wide=WIDE) if rows else None
     ranked = [mark for mark in group.marks if mark.worst and mark.worst.recovery is not None]
     views = [("", "size over the baseline's", True, [_over_size(mark) for mark in ranked])]
     for speeds in group.speeds:
@@ -72,7 +42,7 @@ def _plots(group: Group, index: int) -> dict[str, Any]:
         if spots:
             half = (WIDE - 32) // 2 if len(views) > 1 else WIDE
             draw = partial(plots.plane, spots, x_title=title, smaller_is_better=smaller)
-            found["planes"].append((caption, both(draw, f"g{index}-plane{number}", wide=half)))
+            found["planes"].append((caption, drawn(draw, f"g{index}-plane{number}", wide=half)))
     return found
 
 

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from eval.accuracy import Accuracy, margin_in_units
+from eval.accuracy import change as change
 from eval.report.numbers import signed
-
-
-def change(kind: str, difference: float) -> float:
-    """A difference in the unit that is shown.
-
-    Points for scores, where less is worse. Of a perplexity `difference` is ln(baseline) - ln(candidate), and what is
-    shown is by how many per cent it rose, where more is worse: -0.02 nats a word are 2.02 % more.
-    """
-    return 100 * (math.expm1(-difference) if kind == "perplexity" else difference)
 
 
 def margin(kind: str, accepted: float) -> float:

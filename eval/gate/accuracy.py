@@ -11,11 +11,10 @@ the comparison is void, ANOMALOUS. Only where the baseline disagrees with itself
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from eval import accuracy
-from eval.accuracy import Accuracy, margin_in_units
+from eval.accuracy import Accuracy, change, margin_in_units
 from eval.errors import MeasurementError
 from eval.gate.control import Control
 from eval.gate.finding import ANOMALOUS, Finding, sentence
@@ -120,9 +119,7 @@ def _change(result: Accuracy) -> str:
 
 def _signed(result: Accuracy, difference: float) -> str:
     """A difference as it is written: points of a score; per cent of a perplexity, which rises as it gets worse."""
-    if result.kind == "perplexity":
-        return f"{100 * math.expm1(-difference):+.2f}%"
-    return f"{100 * difference:+.2f} points"
+    return f"{change(result.kind, difference):+.2f}{'%' if result.kind == 'perplexity' else ' points'}"
 
 
 def _beyond(result: Accuracy, bound: float, *, better: bool) -> str:

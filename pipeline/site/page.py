@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.comparison import words
-from eval.comparison.page import both, environment
+from eval.comparison.page import FOLDER as COMPARISON
+from eval.report.templates import environment
+from eval.report.views import drawn
 from eval.verdict import Verdict
 from pipeline.site.plots import history
 from pipeline.site.rows import BROKEN, NO_VERDICT, UNFINISHED, Row
@@ -33,7 +35,7 @@ class Recipe:
 
 def render(rows: Sequence[Row], at_hand: Collection[str]) -> str:
     """Render the index of runs, which come newest first; `at_hand` are the folders of reports that can be linked."""
-    made = environment(Path(__file__).parent)
+    made = environment(Path(__file__).parent, COMPARISON)
     made.globals |= {"words": words, "OPEN": OPEN}
     names = list(dict.fromkeys(row.recipe for row in rows))
     recipes = [_recipe(name, number, [row for row in rows if row.recipe == name]) for number, name in enumerate(names)]
@@ -48,5 +50,5 @@ def _recipe(name: str, number: int, runs: Sequence[Row]) -> Recipe:
     # A run that found everything in the store has the report of the run before: one point, not two.
     distinct = list({row.judged.page: row for row in judged if row.judged}.values())[::-1]
     tasks = any(row.judged and row.judged.tasks for row in distinct)
-    plot = both(partial(history, distinct), f"r{number}", wide=WIDE) if len(distinct) > 1 and tasks else None
+    plot = drawn(partial(history, distinct), f"r{number}", wide=WIDE) if len(distinct) > 1 and tasks else None
     return Recipe(name, f"recipe-{number}", tuple(runs), judged[0] if judged else None, plot)

@@ -6,16 +6,17 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import eval.report
+from eval.report.templates import environment
+from eval.report.views import WIDE, drawn
 from pipeline.tuning.budget import duration
 from pipeline.tuning.plots import Mark, pareto
 from pipeline.tuning.report import COMPARED, Report, percent
 
 PAGE, DATA = "tuning.html", "tuning.json"
-WIDE, NARROW = 760, 340
 TITLES = {
     "output_throughput": "output tokens/s",
     "ttft_p50": "median time to first token, ms",
@@ -47,22 +48,10 @@ def write(folder: Path, report: Report) -> Path:
 
 def render(report: Report) -> str:
     """Render the page."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"ratio": percent, "figure": figure, "duration": duration, "points": _signs, "soft": _soft}
-    # Ours: the style sheets of two rooms and SVG that was drawn here.
-    style = (Path(eval.report.__file__).parent / "page.css").read_text(encoding="utf-8")
-    own = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    made = environment(Path(__file__).parent)
+    made.filters |= {"ratio": percent, "figure": figure, "duration": duration, "points": _signs, "soft": _soft}
     points = report["points"]
-    return environment.get_template("page.html.j2").render(
+    return made.get_template("page.html.j2").render(
         report=report,
         base=points[0] if points else None,
         best=None if report["best"] is None else points[report["best"]],
@@ -74,14 +63,11 @@ def render(report: Report) -> str:
         tiles=tiles(report),
         tone=_tone,
         command=_command(report["base"]["env"], report["base"]["argv"]),
-        style=Markup(style + own),  # noqa: S704
     )
 
 
 def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
-    from markupsafe import Markup
-
-    drawn = {}
+    found = {}
     for name in ("ttft_p99", "itl_p99", "itl_p50"):
         marks = [
             Mark(
@@ -98,12 +84,13 @@ def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
         ]
         if marks:
             wide = WIDE if name == "ttft_p99" else (WIDE - 32) // 2
-            at, title = f"c{index}-{name}", TITLES[name]
-            broad = pareto(marks, x_title=title, width=wide, name=f"{at}-w", words=wide == WIDE)
-            slim = pareto(marks, x_title=title, width=NARROW, name=f"{at}-n", words=False)
-            pair = f'<div class="wide">{broad}</div><div class="narrow">{slim}</div>'
-            drawn[name] = Markup(pair)  # noqa: S704 - our own SVG
-    return drawn
+            found[name] = drawn(partial(_pareto, marks, TITLES[name]), f"c{index}-{name}", wide=wide)
+    return found
+
+
+def _pareto(marks: Sequence[Mark], title: str, *, width: int, name: str) -> str:
+    """Trials are named where there is room for it."""
+    return pareto(marks, x_title=title, width=width, name=name, words=width == WIDE)
 
 
 def _pair(values: Sequence[float]) -> tuple[float, float]:

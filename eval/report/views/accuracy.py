@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.accuracy import Accuracy
+from eval.accuracy import Accuracy, change
 from eval.gate import GateReport
 from eval.report.numbers import DASH, PER_CENT, POINT, finite, percent, signed, three
 from eval.report.plots.forest import Row, Span, forest
@@ -31,8 +30,7 @@ class Unit:
 
     def scale(self, difference: float) -> float:
         """A difference in the unit: points, or per cent more perplexity."""
-        difference = finite(difference, 20.0)
-        return 100 * math.expm1(-difference) if self.perplexity else 100 * difference
+        return change("perplexity" if self.perplexity else "graded", finite(difference, 20.0))
 
     def span(self, low: float, high: float) -> Span:
         """An interval in the unit, the better end last for points, first for a perplexity."""
