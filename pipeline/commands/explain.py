@@ -43,11 +43,11 @@ def command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> i
 def _lines(change: Change) -> list[str]:
     """A change for people: of a text of several lines only those that differ, of a fingerprint what tells it apart."""
     place = change.path.removeprefix("$.")
-    sides = [side for side in (change.old, change.new) if isinstance(side, str)]
-    if len(sides) == 2 and any("\n" in side for side in sides):
-        made = difflib.unified_diff(*(side.splitlines() for side in sides), lineterm="", n=0)
+    old, new = change.old, change.new
+    if isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
+        made = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
         return [f"{place}:", *(f"  {line}" for line in made if not line.startswith(("---", "+++", "@@")))]
-    return [f"{place}: {_short(change.old)} -> {_short(change.new)}"]
+    return [f"{place}: {_short(old)} -> {_short(new)}"]
 
 
 def _short(side: object) -> str:
