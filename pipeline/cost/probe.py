@@ -30,7 +30,6 @@ from pipeline.store.disk import fsync
 _BYTES = 256 << 20  # more than a last-level cache holds
 _LEAST = 8 << 20  # bytes of a file
 _REPEATS = 4
-_FILES = 4
 _COLUMNS = 4096
 _PASSES = 3
 

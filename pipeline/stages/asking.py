@@ -13,14 +13,14 @@ from typing import Any
 from eval import draw, harness
 from eval.errors import MeasurementError
 from eval.harness_log import Asked, read_asked
-from eval.suites import SuiteTask
+from eval.suites import TASKS_FOLDER, SuiteTask
 from pipeline.errors import StageError
 from pipeline.serving.running.server import Server
 from pipeline.stage import Job, Setting
 from pipeline.stages.conversation import Conversation, conversation
 from pipeline.store.disk import sha256_of
 
-TASKS = Path(harness.__file__).parent / "tasks"
+TASKS = TASKS_FOLDER
 SAMPLES = "samples"
 LOG = "lm-eval.log"
 _BATCHES = "asked"

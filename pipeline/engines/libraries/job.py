@@ -8,7 +8,6 @@ calibration would: ``tokens`` int64 [total] and ``lengths`` int64 [samples].
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.formats.layout import Choice
 from pipeline.model.structure import Structure
 from pipeline.recipe.schema import Quantization
+from pipeline.store.disk import sha256_of
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ def job_of(
         algorithm=quantization.algorithm,
         parameters=quantization.parameters,
         samples=None if samples is None else str(samples),
-        samples_sha256=None if samples is None else _sha256(samples),
+        samples_sha256=None if samples is None else sha256_of(samples),
         batch_size=batch_size,
         device=device,
         trust_remote_code=trust_remote_code,
@@ -109,12 +109,7 @@ def load_batches(job: LibraryJob) -> Iterator[torch.Tensor]:
     if job.samples is None:
         return
     path = Path(job.samples)
-    if _sha256(path) != job.samples_sha256:
+    if sha256_of(path) != job.samples_sha256:
         raise ValueError(f"{path} is not the file of samples that the job was written for")
     stored = load_file(path)
     yield from batched(stored["tokens"].split(stored["lengths"].tolist()), job.batch_size)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -22,7 +22,6 @@ PORT = 8000
 RAY_PORT = 6379
 DATA_PORT = 13345
 """Where the engines of other nodes find the first one."""
-LOCALHOST = "127.0.0.1"
 
 
 def processes(
