@@ -1,9 +1,24 @@
-"""How a page looks in the browser of the tests: its theme and width, and whether its text can be read."""
+"""What a page holds, and how it looks in the browser of the tests: its theme and width, whether it can be read."""
 
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 from typing import Any
+
+
+class Tags(HTMLParser):
+    """The tags of a page, and where it points."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.references: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
 
 
 def media(browser: Any, theme: str, width: int) -> None:

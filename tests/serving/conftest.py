@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.errors import UserError
+from pipeline.serving.environment import VllmEnvironment, find_vllm
+
 VOCABULARY = 256
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS = 128, 4, 2, 64, 256, 2
 
@@ -95,6 +98,18 @@ def write_tiny_llama(folder: Path) -> Path:
     for name, content in (("config", config), ("tokenizer", tokenizer), ("tokenizer_config", about)):
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def vllm() -> VllmEnvironment:
+    """vLLM's CPU build, which the tests of this room are served by."""
+    try:
+        found = find_vllm()
+    except UserError as error:
+        pytest.skip(error.message)
+    if "cpu" not in found.version:
+        pytest.skip(f"{found.executable} is vLLM {found.version}, not the CPU build")
+    return found
 
 
 @pytest.fixture(scope="session")

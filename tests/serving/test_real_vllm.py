@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ServingError, UserError
-from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.errors import ServingError
+from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
@@ -20,17 +20,6 @@ from pipeline.serving.planning.profiles import profile
 from pipeline.serving.planning.target import parse_target
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def vllm() -> VllmEnvironment:
-    try:
-        found = find_vllm()
-    except UserError as error:
-        pytest.skip(error.message)
-    if "cpu" not in found.version:
-        pytest.skip(f"{found.executable} is vLLM {found.version}, not the CPU build")
-    return found
 
 
 def plan_for(model: Path, version: str) -> LaunchPlan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +24,7 @@ from pipeline.tuning.space import BASE, Axis, Point, Trial
 from pipeline.tuning.subject import Subject
 from pipeline.tuning.summary import markdown
 from pipeline.tuning.sweep import Sweep
-from tests.pages import contrast, luminance, media
+from tests.pages import Tags, contrast, luminance, media
 from tests.tuning.sweeping import FakeVllm, planner_for
 
 QUICK = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
@@ -108,22 +107,10 @@ def test_page_opens_silently_in_chromium(
     assert min(height for height in browser.execute_script(heights) if height) >= 10
 
 
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.references: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
-
-
 def test_page_holds_no_script_points_nowhere_and_is_the_same_again(make: Callable[..., Report]) -> None:
     found = make()
     text = page.render(found)
-    parser = _Tags()
-    parser.feed(text)
+    parser = Tags(text)
     assert "svg" in parser.tags
     assert "script" not in parser.tags
     assert all(reference.startswith(("#", "data:")) for reference in parser.references)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +20,10 @@ from eval.samples import Sample, SampleSet
 from eval.servers import Server
 from eval.statistics.sequential import plan_looks
 from eval.verdict import Verdict
+from tests.eval.measured import digest
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CELLS = {"in1024-out512-c8": (8, 905.0), "in1024-out512-c32": (32, 3010.0), "in1024-out512-c128": (128, 7420.0)}
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def samples(

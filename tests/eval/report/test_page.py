@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from eval.report import files, page
 from eval.report.model import Flip, Report
 from eval.verdict import Verdict
 from tests.eval.report import made
+from tests.pages import Tags
 
 SECTIONS = ["verdict", "headlines", "accuracy", "flips", "canary", "throughput", "layers", "kv", "size", "run"]
 
@@ -34,24 +34,12 @@ def sections(text: str) -> list[str]:
     return re.findall(r'<section[^>]* id="([a-z]+)"', text)
 
 
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.references: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
-
-
 def test_every_section_of_a_whole_run(text: str) -> None:
     assert sections(text) == SECTIONS
 
 
 def test_page_holds_no_script_and_points_nowhere(text: str) -> None:
-    parser = _Tags()
-    parser.feed(text)
+    parser = Tags(text)
     assert "svg" in parser.tags
     assert not {"script", "b/bold", "iframe", "link/stylesheet"} & parser.tags
     assert all(reference.startswith(("#", "data:")) for reference in parser.references)

@@ -7,8 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.hardware import hardware
 from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.memory.fit import fit
@@ -19,17 +18,6 @@ from tests.serving.shapes import small
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH, BATCHED, SEQUENCES = 2048, 2048, 4
-
-
-@pytest.fixture(scope="module")
-def vllm() -> VllmEnvironment:
-    try:
-        found = find_vllm()
-    except UserError as error:
-        pytest.skip(error.message)
-    if "cpu" not in found.version:
-        pytest.skip(f"{found.executable} is vLLM {found.version}, not the CPU build")
-    return found
 
 
 # One start each: what differs is the kind of layers, which decides how the cache is cut into groups.
