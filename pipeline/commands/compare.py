@@ -76,13 +76,13 @@ def _write(output: Path, comparison: Comparison) -> None:
 
 
 def _show(comparison: Comparison) -> None:
-    from rich.console import Console
+    from pipeline.commands.tables import terminal
 
-    console = Console(highlight=False)
+    console = terminal()
     for warning in comparison.warnings:
         console.print(f"[yellow]note:[/] {_plain(warning)}")
     for group in comparison.groups:
-        console.print(f"\n[bold]{_plain(group.model)}[/]  {_plain(group.baseline[:60])}")
+        console.print(f"\n[bold]{_plain(group.model)}[/]  16 bit: {_plain(group.baseline[:12])}")
         _print_marks(console, group)
         _print_tasks(console, group)
         _print_speeds(console, group)
@@ -95,25 +95,33 @@ def _print_marks(console: Console, group: Group) -> None:
     from eval.report.numbers import count, percent, ratio
     from pipeline.commands.tables import size, table
 
-    made = table(
-        "", "checkpoint", "verdict", "size", "worst task", "flips", "throughput", "KV tokens", "canary", "measured on"
-    )
+    who = table("", "checkpoint", "verdict", "measured on")
+    figures = ("size", "of 16 bit", "recovery", "flips", "throughput", "KV tokens", "canary")
+    made = table("", *figures, right=figures)
     for mark in group.marks:
         found = mark.contender
         canary = found.gate.canary
+        letter = f"{mark.letter}{'*' if mark.on_front else ''}"
+        place = f"{found.gate.hardware}, {found.gate.runtime}"
+        who.add_row(letter, _plain(found.name), found.gate.verdict.value, _plain(place))
         made.add_row(
-            f"{mark.letter}{'*' if mark.on_front else ''}",
-            _plain(found.name),
-            found.gate.verdict.value,
-            f"{ratio(found.size_ratio)} {size(found.size[1])}",
-            "-" if mark.worst is None else f"{percent(mark.worst.recovery)} {_plain(mark.worst.task)}",
+            letter,
+            size(found.size[1]),
+            ratio(found.size_ratio),
+            "-" if mark.worst is None else percent(mark.worst.recovery),
             "-" if mark.worst is None else percent(mark.worst.flip_rate),
-            "-" if mark.slowest is None else f"{ratio(mark.slowest.ratio)} {_plain(mark.slowest.cell)}",
+            "-" if mark.slowest is None else ratio(mark.slowest.ratio),
             "-" if found.kv_tokens is None else count(found.kv_tokens[1]),
             "-" if canary is None else percent(canary.agreement),
-            _plain(f"{found.gate.hardware}, {found.gate.runtime}"),
         )
+    console.print(who)
     console.print(made)
+    worst = {mark.worst.task for mark in group.marks if mark.worst is not None}
+    cells = {mark.slowest.cell for mark in group.marks if mark.slowest is not None}
+    said = [f"recovery and flips of {' and '.join(sorted(worst))}, which lost most"] if worst else []
+    said += [f"throughput in {' and '.join(sorted(cells))}, the least of all loads"] if cells else []
+    if said:
+        console.print(_plain("; ".join(said)))
     if any(mark.on_front for mark in group.marks):
         console.print("* nothing here beats it in recovery of the worst shared task, size and throughput together")
 
@@ -124,33 +132,45 @@ def _print_tasks(console: Console, group: Group) -> None:
 
     if not group.tasks:
         return
-    made = table("task", *(mark.letter for mark in group.marks))
+    numbers = ("change", "interval", "items")
+    made = table("task", "", "verdict", *numbers, right=numbers)
     for row in group.tasks:
-        cells = []
-        for result in row.results:
-            ends = result and words.interval(result.kind, result.interval_low, result.interval_high)
-            cells.append(f"{words.difference(result)} ({ends})" if result else "not asked")
-        made.add_row(_plain(f"{row.task}, {row.metric}"), *cells)
+        for number, (mark, result) in enumerate(zip(group.marks, row.results, strict=True)):
+            name = _plain(f"{row.task}, {row.metric}") if number == 0 else ""
+            if result is None:
+                made.add_row(name, mark.letter, "not asked")
+                continue
+            verdict = row.verdicts[number]
+            made.add_row(
+                name,
+                mark.letter,
+                "shown only" if verdict is None else verdict.value,
+                words.difference(result),
+                words.interval(result.kind, result.interval_low, result.interval_high),
+                f"{result.items:,}",
+            )
     console.print(made)
 
 
 def _print_speeds(console: Console, group: Group) -> None:
     from eval.comparison.model import where
-    from eval.report.numbers import ratio
+    from eval.report.numbers import figure, ratio
     from pipeline.commands.tables import table
 
     for speeds in group.speeds:
+        console.print(f"output tokens/s on {_plain(where(speeds.place))}")
+        numbers = ("16 bit", "here", "ratio", "interval")
+        made = table("load", "", *numbers, right=numbers)
         here = [number for number, mark in enumerate(group.marks) if mark.contender.place == speeds.place]
-        made = table(f"tokens/s on {_plain(where(speeds.place))}", *(group.marks[number].letter for number in here))
         for row in speeds.cells:
-            cells = [row.results[number] for number in here]
-            made.add_row(
-                _plain(row.cell),
-                *(
-                    "-" if cell is None else f"{ratio(cell.ratio)} ({ratio(cell.ratio_low)} … {ratio(cell.ratio_high)})"
-                    for cell in cells
-                ),
-            )
+            for number in here:
+                name, cell = _plain(row.cell) if number == here[0] else "", row.results[number]
+                if cell is None:
+                    made.add_row(name, group.marks[number].letter, "-")
+                    continue
+                interval = f"{ratio(cell.ratio_low)} … {ratio(cell.ratio_high)}" if cell.repeated else "one launch"
+                before, after = figure(cell.baseline), figure(cell.candidate)
+                made.add_row(name, group.marks[number].letter, before, after, ratio(cell.ratio), interval)
         console.print(made)
 
 
@@ -161,9 +181,11 @@ def _print_direct(console: Console, group: Group) -> None:
 
     if not group.direct:
         return
-    made = table("against", "task", "difference", "interval", "items", "")
+    console.print("the same items, answered by both")
+    numbers = ("difference", "interval", "items")
+    made = table("", "task", *numbers, "", right=numbers)
     for direct in group.direct:
-        pair = f"{group.marks[direct.second].letter} against {group.marks[direct.first].letter}"
+        pair = f"{group.marks[direct.second].letter} vs {group.marks[direct.first].letter}"
         for result in direct.results:
             interval = words.interval(result.kind, result.interval_low, result.interval_high)
             made.add_row(
