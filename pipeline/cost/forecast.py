@@ -16,6 +16,7 @@ from pipeline.formats.checkpoint import Checkpoint
 from pipeline.model.select import select
 from pipeline.model.structure import Structure
 from pipeline.recipe.schema import Recipe
+from pipeline.stages.quantize import needs_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def forecast(
     stages: dict[str, Cost] = {}
     quantization = recipe.quantization
     if quantization.engine == "stream":
-        if recipe.calibration is not None:
+        if recipe.calibration is not None and needs_ranges(quantization):
             stages["calibrate"] = calibrate_cost(calibrate_volume(source, structure, recipe.calibration), machine)
         choice, shared = select(structure, quantization), quantization.shared_scales
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)

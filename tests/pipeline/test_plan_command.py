@@ -198,6 +198,19 @@ def test_what_a_person_reads(quantmint: Quantmint, project: Path) -> None:
 
 
 @pytest.mark.usefixtures("large_disk")
+def test_what_is_not_done_costs_nothing(quantmint: Quantmint, project: Path) -> None:
+    """A recipe may say how to calibrate and use a scheme that has nothing to be calibrated."""
+    for scheme, calibrated in (("fp8", True), ("ptpc_fp8", False)):
+        (project / "other.yaml").write_text(
+            f"extends: r.yaml\nname: other\nquantization: {{scheme: {scheme}, kv_cache: auto}}\n"
+            "calibration: {set: sentences.yaml, samples: 1, sequence_length: 8}\n"
+        )
+        plan = quantmint("plan", "other.yaml", "--json").json
+        stages = [stage["stage"] for stage in plan["stages"]]
+        assert ("calibrate" in stages, "calibrate" in plan["costs"]["stages"]) == (calibrated, calibrated)
+
+
+@pytest.mark.usefixtures("large_disk")
 def test_probing_is_remembered(quantmint: Quantmint, project: Path) -> None:
     before, probed, after = (
         quantmint("plan", "r.yaml", *options, "--json").json["costs"]["rates"] for options in ([], ["--probe"], [])
