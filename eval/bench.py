@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from eval.errors import MeasurementError
+from eval.typed import typed
 
 Side = Literal["baseline", "candidate"]
 
@@ -47,11 +48,6 @@ class CellResult:
     peak_concurrency: int | None = None
     peak_output_throughput: float | None = None
 
-    @property
-    def output_throughput_per_gpu(self) -> float:
-        """Output tokens per second and GPU."""
-        return self.output_throughput / self.gpus
-
     def to_json(self) -> dict[str, Any]:
         """A plain mapping of the fields."""
         return asdict(self)
@@ -60,8 +56,8 @@ class CellResult:
     def from_json(cls, data: Mapping[str, Any]) -> CellResult:
         """Read back what `to_json` wrote; `MeasurementError` where a field is missing or unknown."""
         try:
-            return cls(**data)
-        except TypeError as error:
+            return typed(cls, data)
+        except (TypeError, ValueError) as error:
             raise MeasurementError(f"not the result of a cell: {error}") from error
 
 
@@ -90,8 +86,8 @@ class Machine:
     def from_json(cls, data: Mapping[str, Any]) -> Machine:
         """Read back what `to_json` wrote; `MeasurementError` for anything else."""
         try:
-            return cls(**{**data, "throttled": tuple(data["throttled"])})
-        except (TypeError, KeyError) as error:
+            return typed(cls, {**data, "throttled": tuple(data["throttled"])})
+        except (KeyError, TypeError, ValueError) as error:
             raise MeasurementError(f"not the state of a machine: {error}") from error
 
 
@@ -134,12 +130,9 @@ class Launch:
         try:
             cells = {name: CellResult.from_json(cell) for name, cell in data["cells"].items()}
             machine = Machine.from_json(data["machine"])
-            launch = cls(**{**data, "cells": cells, "machine": machine, "faults": tuple(data["faults"])})
-        except (TypeError, KeyError, AttributeError) as error:
+            return typed(cls, {**data, "cells": cells, "machine": machine, "faults": tuple(data["faults"])})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise MeasurementError(f"not a launch: {error}") from error
-        if launch.side not in get_args(Side):
-            raise MeasurementError(f"not a launch: side {launch.side!r}, expected {' or '.join(get_args(Side))}")
-        return launch
 
 
 def order(launches: int) -> tuple[Side, ...]:

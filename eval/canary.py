@@ -27,6 +27,7 @@ from typing import Any
 
 from eval.errors import MeasurementError
 from eval.statistics.means import ratio
+from eval.typed import typed
 from eval.verdict import Verdict
 
 DIGITS = 6
@@ -122,7 +123,7 @@ class Canary:
         """Read back what `to_json` wrote; `MeasurementError` where it is not that."""
         try:
             worst = tuple((str(prompt), float(kl)) for prompt, kl in data["worst"])
-            return cls(**{**data, "worst": worst, "unanswered": tuple(map(str, data["unanswered"]))})
+            return typed(cls, {**data, "worst": worst, "unanswered": tuple(map(str, data["unanswered"]))})
         except (KeyError, TypeError, ValueError) as error:
             raise MeasurementError(f"not the comparison of a canary: {error}") from error
 
@@ -142,7 +143,7 @@ class CanaryPolicy:
     def from_json(cls, data: Mapping[str, Any]) -> CanaryPolicy:
         """Read back what `to_json` wrote; `MeasurementError` where it is not that."""
         try:
-            return cls(float(data["min_agreement"]), float(data["max_kl"]))
+            return typed(cls, data)
         except (KeyError, TypeError, ValueError) as error:
             raise MeasurementError(f"not the policy of a canary: {error}") from error
 

@@ -11,6 +11,7 @@ from eval.canary import Canary
 from eval.errors import MeasurementError
 from eval.samples import SampleSet
 from eval.servers import Server
+from eval.typed import typed
 from eval.verdict import Verdict
 
 Both = tuple[SampleSet, SampleSet]
@@ -71,19 +72,22 @@ class Measurements:
         """Read back what `to_json` wrote, with what was kept beside it; `MeasurementError` for anything else."""
         try:
             before, after = data["weights"]
-            return cls(
-                artefact=str(data["artefact"]),
-                structure=Structure(Verdict(data["structure"]["verdict"]), tuple(data["structure"]["reasons"])),
-                baseline=Server.from_json(data["servers"]["baseline"]),
-                candidate=Server.from_json(data["servers"]["candidate"]),
-                samples=samples,
-                control=control,
-                canary=None if data["canary"] is None else Canary.from_json(data["canary"]),
-                launches=tuple(Launch.from_json(launch) for launch in data["launches"]),
-                weights=(int(before), int(after)),
-                claims={name: float(factor) for name, factor in data["claims"].items()},
-                stopped=data["stopped"],
-                faults=tuple(data["faults"]),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            structure = data["structure"]
+            proof = {"verdict": Verdict(structure["verdict"]), "reasons": tuple(structure["reasons"])}
+            fields = {
+                "artefact": str(data["artefact"]),
+                "structure": typed(Structure, proof),
+                "baseline": Server.from_json(data["servers"]["baseline"]),
+                "candidate": Server.from_json(data["servers"]["candidate"]),
+                "samples": samples,
+                "control": control,
+                "canary": None if data["canary"] is None else Canary.from_json(data["canary"]),
+                "launches": tuple(Launch.from_json(launch) for launch in data["launches"]),
+                "weights": (int(before), int(after)),
+                "claims": {name: float(factor) for name, factor in data["claims"].items()},
+                "stopped": data["stopped"],
+                "faults": tuple(data["faults"]),
+            }
+            return typed(cls, fields)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise MeasurementError(f"not the measurements of a candidate: {error!r}") from error

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from eval.errors import MeasurementError
+from eval.typed import typed
 
 # What a checkpoint brings with it: these differ by design between a baseline and its quantized candidate.
 ARTEFACT_FLAGS = frozenset({"--model", "--tokenizer", "--revision", "--quantization", "--kv-cache-dtype"})
@@ -66,8 +67,8 @@ class Server:
     def from_json(cls, data: Mapping[str, Any]) -> Server:
         """Read back what `to_json` wrote; `MeasurementError` for anything else."""
         try:
-            return cls(**{**data, "argv": tuple(data["argv"]), "faults": tuple(data["faults"])})
-        except (KeyError, TypeError) as error:
+            return typed(cls, {**data, "argv": tuple(data["argv"]), "faults": tuple(data["faults"])})
+        except (KeyError, TypeError, ValueError) as error:
             raise MeasurementError(f"not a server: {error!r}") from error
 
 

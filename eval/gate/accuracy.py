@@ -77,6 +77,9 @@ def judge(
 
 def unmeasured(measurements: Measurements, policy: Policy, *, broken: bool) -> Iterator[Finding]:
     """Gated tasks without samples: a fault, unless the canary ended the run, which then says why itself (`broken`)."""
+    if not policy.margins:
+        reason = "No task decides, so that nothing tells what was lost."
+        yield Finding("accuracy", "all tasks", Verdict.INCONCLUSIVE, reason)
     for task in policy.margins:
         if task in measurements.samples:
             continue

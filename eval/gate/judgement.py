@@ -38,14 +38,14 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     findings += faults
 
     said = _canary(measurements, policy)
-    broken = any(finding.verdict is not Verdict.PASS for finding in said)
+    broken = any(finding.verdict is Verdict.FAIL for finding in said)
     findings += [
         accuracy.judge(result, looks[task], again.get(task), policy, planned_looks=measurements.samples[task][0].looks)
         for task, result in compared.items()
         if task in policy.margins
     ]
     findings += accuracy.unmeasured(measurements, policy, broken=broken)
-    findings += throughput.judge(cells, measurements, policy)
+    findings += throughput.judge(cells, measurements, policy, broken=broken)
     findings += said
     structure = measurements.structure
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
@@ -66,7 +66,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         device=measurements.candidate.device,
         policy=policy,
     )
-    return GateReport.from_json(_rounded(report.to_json()))
+    return GateReport.from_json({**_rounded(report.to_json()), "policy": policy.to_json()})
 
 
 def _rounded(value: Any) -> Any:
@@ -83,7 +83,7 @@ def _rounded(value: Any) -> Any:
 
 def _canary(measurements: Measurements, policy: Policy) -> list[Finding]:
     if measurements.canary is None:
-        return []
+        return [Finding("canary", "prompts", Verdict.INVALID, "The canary decides, but was not measured.")]
     verdict, reason = canary.judge(measurements.canary, policy.canary)
     return [Finding("canary", "prompts", verdict, sentence(reason[:1].upper() + reason[1:]))]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eval.canary import CanaryPolicy
 from eval.errors import MeasurementError
 from eval.suites import Suite
+from eval.typed import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,23 @@ class Policy:
     def from_json(cls, data: Mapping[str, Any]) -> Policy:
         """Read back what `to_json` wrote; `MeasurementError` for anything else."""
         try:
-            return cls(**{**data, "canary": CanaryPolicy.from_json(data["canary"])})
-        except (KeyError, TypeError) as error:
+            policy = typed(cls, {**data, "canary": CanaryPolicy.from_json(data["canary"])})
+        except (KeyError, TypeError, ValueError) as error:
             raise MeasurementError(f"not a policy of the gate: {error!r}") from error
+        for name, sound in policy._limits():
+            if not sound:
+                raise MeasurementError(f"not a policy of the gate: {name} {getattr(policy, name)!r}")
+        return policy
+
+    def _limits(self) -> Iterator[tuple[str, bool]]:
+        """Whether each limit is one that a recipe can set."""
+        yield "margins", all(0 < margin < 1 for margin in self.margins.values())
+        yield "confidence", 0.5 <= self.confidence < 1
+        yield "power", 0.5 <= self.power < 1
+        yield "expected_flip_rate", 0 < self.expected_flip_rate <= 1
+        yield "baseline_score", all(score >= 0 for score in self.baseline_score.values())
+        yield "baseline_tolerance", 0 < self.baseline_tolerance < 1
+        yield "canary", 0 <= self.canary.min_agreement <= 1 and self.canary.max_kl > 0
+        yield "min_ratio", self.min_ratio is None or self.min_ratio > 0
+        yield "launches", self.launches >= 1
+        yield "throughput_confidence", 0.5 <= self.throughput_confidence < 1

@@ -36,16 +36,22 @@ def compare(measurements: Measurements, policy: Policy) -> tuple[list[Throughput
     return compared, faults
 
 
-def judge(cells: Sequence[Throughput], measurements: Measurements, policy: Policy) -> Iterator[Finding]:
-    """A finding for each cell that the promise is about; none without a promise."""
-    if policy.min_ratio is None or measurements.stopped is not None:
+def judge(
+    cells: Sequence[Throughput], measurements: Measurements, policy: Policy, *, broken: bool
+) -> Iterator[Finding]:
+    """A finding for each cell that the promise is about; none without a promise, or where the canary says it all."""
+    if policy.min_ratio is None or (measurements.stopped is not None and broken):
+        return
+    if measurements.stopped is not None:
+        reason = f"Throughput was not measured: the {measurements.stopped} ended the run by limits that were stricter."
+        yield Finding("throughput", "all cells", Verdict.INCONCLUSIVE, reason)
         return
     candidate = measurements.candidate
     if not candidate.measures_speed:
         reason = f"The promise of {policy.min_ratio:.3g} times is open: {candidate.runtime} measures no throughput."
         yield Finding("throughput", "all cells", Verdict.INCONCLUSIVE, reason)
         return
-    if not measurements.launches:
+    if not any(launch.cells for launch in measurements.launches):
         yield Finding("throughput", "all cells", Verdict.INVALID, "Throughput decides, but was not measured.")
         return
     judged = [cell for cell in cells if cell.promise is not None]

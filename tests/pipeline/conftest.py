@@ -260,6 +260,7 @@ def write_gate() -> Callable[..., Path]:
     import hashlib
 
     from eval import record
+    from eval.canary import Canary
     from eval.gate import Policy, judge
     from eval.measurements import Measurements, Structure
     from eval.samples import Sample, SampleSet
@@ -281,6 +282,7 @@ def write_gate() -> Callable[..., Path]:
             baseline=Server("0.32.0", "mi300x", argv, {}),
             candidate=Server("0.32.0", "mi300x", argv, {}, faults=faults),
             samples={"t": (answers(0), answers(lost))},
+            canary=Canary(2, 100, 0.95, 0.98, 0.96, 1.0, 0.01, 0.0, 0.02, 9.0, 9.1, ()),
         )
         report = judge(measurements, Policy(margins={"t": 0.01}))
         assert report.verdict.value == verdict

@@ -64,7 +64,7 @@ def test_the_first_screen(quantmint: Quantmint, write_gate: WriteGate, tmp_path:
     lines = quantmint("gate", write_gate(tmp_path, "FAIL")).out.splitlines()
     assert lines[1] == "measured with vllm on mi300x (unknown)"
     findings = [line.split(maxsplit=2) for line in lines[lines.index("") + 1 :] if line.startswith("  ")]
-    assert [(word, kind) for word, kind, _ in findings[:2]] == [("FAIL", "accuracy:"), ("PASS", "structure:")]
+    assert [(word, kind) for word, kind, _ in findings[:2]] == [("FAIL", "accuracy:"), ("PASS", "canary:")]
     row = next(line.split() for line in lines if line.split()[:2] == ["t", "2,000"])
     assert row[2:5] == ["100.00%", "90.00%", "-10.00"]
 
@@ -93,7 +93,7 @@ def test_findings_and_figures_that_were_edited_are_named(
     differences = quantmint("gate", path, "--json").json["differences"]
     assert differences[0] == "Only the record says: PASS, accuracy: All is well."
     assert differences[1].startswith("The record does not say: PASS, accuracy: -0.10 points on t")
-    assert differences[2].startswith("The record says FAIL of: PASS, structure: ")
+    assert differences[2].startswith("The record says FAIL of: PASS, canary: ")
     assert differences[3:] == ["Other figures than recorded: accuracy."]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,22 @@ def entry(data: dict[str, Any]) -> dict[str, str]:
         (lambda data: data["measurements"].pop("launches"), "not the measurements of a candidate"),
         (lambda data: data["measurements"]["launches"][0].update(side="both"), "not a launch"),
         (lambda data: data["measurements"]["servers"]["baseline"].pop("argv"), "not a server"),
+        (
+            lambda data: data["measurements"]["servers"]["candidate"].update(runtime=None),
+            "not a server: .*runtime None",
+        ),
+        (lambda data: data["measurements"]["servers"]["candidate"].update(template=[]), "not a server"),
+        (lambda data: data["measurements"]["servers"]["candidate"]["argv"].append(7), "not a server"),
+        (lambda data: data["measurements"]["canary"].update(kl_low=math.nan), "not the comparison of a canary: kl_low"),
+        (lambda data: data["measurements"]["canary"].update(agreement="1"), "not the comparison of a canary"),
+        (lambda data: data["measurements"].update(stopped=1), "not the measurements of a candidate"),
+        (lambda data: data["measurements"].update(weights=[math.inf, 1]), "not the measurements of a candidate"),
         (lambda data: data["policy"].update(margin=1), "not a policy"),
+        (lambda data: data["policy"]["margins"].update(tiny_facts=math.inf), "not a policy"),
+        (lambda data: data["policy"]["margins"].update(tiny_facts=2.0), "not a policy of the gate: margins"),
+        (lambda data: data["policy"].update(confidence=0.1), "not a policy of the gate: confidence 0.1"),
+        (lambda data: data["policy"].update(launches=None), "not a policy"),
+        (lambda data: data["policy"]["canary"].update(max_kl=math.nan), "not the policy of a canary"),
         (lambda data: data.update(verdict="FINE"), "not a report"),
         (lambda data: entry(data).update(file="../../secret.json"), "outside the record's folder"),
         (lambda data: data["measurements"].update(samples=[1]), "not a record"),

@@ -104,6 +104,14 @@ TABLE: list[tuple[str, Change, Verdict, str]] = [
         INVALID,
         "Throughput decides, but was not measured",
     ),
+    (
+        "empty bench",
+        lambda m: dataclasses.replace(m, launches=tuple(dataclasses.replace(one, cells={}) for one in m.launches)),
+        INVALID,
+        "Throughput decides, but was not measured",
+    ),
+    ("missing canary", lambda m: dataclasses.replace(m, canary=None), INVALID, "canary decides, but was not measured"),
+    ("stopped by a word", lambda m: dataclasses.replace(m, stopped="canary"), INCONCLUSIVE, "Throughput was not"),
     ("broken run", lambda m: dataclasses.replace(m, faults=("lm-eval ended early",)), INVALID, "lm-eval ended early."),
     ("other control", other_control, INVALID, "The baseline's control cannot be compared: tiny_facts: the prompt"),
     ("other vLLM", with_candidate(version="0.33.0"), INVALID, "Version differs: vllm 0.32.0 for the baseline, 0.33.0"),
@@ -188,6 +196,11 @@ def test_shown_tasks_do_not_decide(measurements: Measurements, policy: Policy) -
     assert report.verdict is PASS
     assert report.verdict_of("accuracy", "tiny_facts") is None
     assert "tiny_facts" in {result.task for result in report.accuracy}
+    report = judge(lossy, dataclasses.replace(policy, margins={}))
+    assert (report.verdict, report.reasons) == (
+        INCONCLUSIVE,
+        ("No task decides, so that nothing tells what was lost.",),
+    )
 
 
 def test_verdicts_combine_to_the_worst_and_keep_their_exit_codes() -> None:
