@@ -101,6 +101,7 @@ class Launch:
     load generator used while a cell ran: it is one thread, so that near 1.0 it sets the pace and not the server; None
     where it was not seen. `started` is the time of the start (ISO 8601, UTC): launches of a series that was
     interrupted lie further apart. `faults` are lines of the log that void what was measured, each with what it means.
+    `device` is what the server ran on, in its own words: a series may go on, or be made again, on another machine.
     """
 
     side: Side
@@ -114,6 +115,7 @@ class Launch:
     started: str | None = None
     attention_backend: str | None = None
     faults: tuple[str, ...] = ()
+    device: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping of the fields."""

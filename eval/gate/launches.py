@@ -49,6 +49,11 @@ def check(measurements: Measurements) -> Iterator[Finding]:
         faults = [*launch.faults, kv_cache_fault(promised[launch.side], launch.kv_cache_dtype)]
         for fault in filter(None, faults):
             yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side}: {fault}")
+    served = {"baseline": measurements.baseline.device, "candidate": measurements.candidate.device}
+    for launch in launches:
+        if launch.device not in (None, served[launch.side]):
+            elsewhere = f"ran on {launch.device}, where the {launch.side} was served on {served[launch.side]}"
+            yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side} {elsewhere}")
     yield from _client(launches)
     if measurements.candidate.hardware != CPU:
         yield from _clocks(launches)

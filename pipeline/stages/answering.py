@@ -43,5 +43,10 @@ def runtime_of(runtime: str, server: Server, scan: LogScan, log: Path) -> Answer
         facts = json.loads(server.get("/version"))
         return Answering(facts["runtime"], facts["version"], Device(**facts["device"]), facts["kv_cache_dtype"])
     version = f"vllm {server.version()}"
+    return Answering(version, version, vllm_device(log), scan.kv_cache_dtype)
+
+
+def vllm_device(log: Path) -> Device:
+    """The device of this machine that a vLLM of this machine runs on, by its ``log``."""
     logged = _LOGGED_DEVICE.search(log.read_text(encoding="utf-8", errors="replace"))
-    return Answering(version, version, device_here(logged[1] if logged else "cuda"), scan.kv_cache_dtype)
+    return device_here(logged[1] if logged else "cuda")

@@ -27,6 +27,7 @@ from pipeline.serving.hardware import hardware
 from pipeline.serving.running.logscan import Finding, LogScan, scan_log
 from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
 from pipeline.stage import Job, Output, Setting, write_json
+from pipeline.stages.answering import vllm_device
 from pipeline.stages.serve import SERVER_LOG, SIDES, ServeStage, faults, launch_plan, model_key, vllm_version
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
@@ -163,6 +164,7 @@ def _launch(job: Job, turn: _Turn, advance: Callable[[int], None]) -> None:
         started=started.isoformat(timespec="seconds"),
         attention_backend=scan.attention_backend,
         faults=tuple(faults(scan)),
+        device=vllm_device(turn.folder / SERVER_LOG).name,
     )
     write_json(turn.folder / LAUNCH, launch.to_json())
 

@@ -15,6 +15,7 @@ import pytest
 from eval.workloads import Cell
 from pipeline.errors import InvalidMeasurementError
 from pipeline.runner import Outcome
+from pipeline.serving.host.device import device_here
 from pipeline.stages import bench
 from pipeline.stages.bench import BenchStage, read_launches
 from tests.processes import processes_naming
@@ -86,6 +87,7 @@ def test_sides_take_turns_on_fresh_servers(series: Callable[..., Series]) -> Non
     assert [len(made.lines(side, "starts")) for side in ("baseline", "candidate")] == [2, 2]
     assert all(launch.cells.keys() == {"c2", "c4"} for launch in launches)
     assert {launch.kv_tokens for launch in launches} == {12345}
+    assert {launch.device for launch in launches} == {device_here("cuda").name}
     assert [launch.cells["c4"].goodput is None for launch in launches] == [False] * 4
     assert entry.record.result["ratios"] == {"c2": 1.5, "c4": 1.5}
     assert entry.record.result["faults"] == []

@@ -52,6 +52,11 @@ FAULTS: list[tuple[str, Callable[[Launches], Launches], str]] = [
         "Launches are missing or repeated: found the numbers 0, 1, 4",
     ),
     ("blocks", in_blocks, "The launches were made in the order AAAABBBB, expected ABBABAAB (A is the baseline)."),
+    (
+        "another machine",
+        at(3, device="NVIDIA H100 80GB HBM3"),
+        "Launch 3 of the baseline ran on NVIDIA H100 80GB HBM3, where the baseline was served on AMD Instinct MI300X.",
+    ),
     ("failed requests", failing, "3 requests of in1024-out1024-c64 failed"),
     ("no cell", without_a_cell, "Launches without a result of in1024-out1024-c64: 5."),
     (
