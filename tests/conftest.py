@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -196,8 +197,8 @@ def _make(
 def by_llmcompressor(
     models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Checkpoints that llm-compressor made, all in one process at the first use."""
-    root, ids = tmp_path_factory.mktemp("by-llmcompressor"), blocks.tolist()
+    """Checkpoints that llm-compressor made, all in one process at the first use by any worker."""
+    root, ids = _for_all_workers(tmp_path_factory, "by-llmcompressor"), blocks.tolist()
 
     def job(out: str, model: str, scheme: str, rows: list[list[int]], batch_size: int) -> dict[str, Any]:
         return {
@@ -210,19 +211,18 @@ def by_llmcompressor(
         }
 
     def get(name: str) -> Path:
-        if not any(root.iterdir()):
-            jobs = [
-                job("ptpc_fp8-kv", "llama", "FP8_DYNAMIC", ids, 4),
-                job("ptpc_fp8-kv-one-by-one-backwards", "llama", "FP8_DYNAMIC", ids[::-1], 1),
-                job("ptpc_fp8-kv-qwen3", "qwen3", "FP8_DYNAMIC", ids, 4),
-                job("ptpc_fp8-kv-qwen3-moe", "qwen3-moe", "FP8_DYNAMIC", ids, 4),
-                job("fp8-kv", "llama", "FP8", ids, 4),
-                job("fp8_block", "llama", "FP8_BLOCK", ids[:2], 2),
-                job("mxfp4", "llama", "MXFP4", ids[:2], 2),
-                job("mxfp4_weight_only", "llama", "MXFP4A16", ids[:2], 2),
-                job("int8_w8a8", "llama", "INT8", ids[:2], 2),
-            ]
-            _by_library("llmcompressor", "with_llmcompressor.py", jobs, root)
+        jobs = [
+            job("ptpc_fp8-kv", "llama", "FP8_DYNAMIC", ids, 4),
+            job("ptpc_fp8-kv-one-by-one-backwards", "llama", "FP8_DYNAMIC", ids[::-1], 1),
+            job("ptpc_fp8-kv-qwen3", "qwen3", "FP8_DYNAMIC", ids, 4),
+            job("ptpc_fp8-kv-qwen3-moe", "qwen3-moe", "FP8_DYNAMIC", ids, 4),
+            job("fp8-kv", "llama", "FP8", ids, 4),
+            job("fp8_block", "llama", "FP8_BLOCK", ids[:2], 2),
+            job("mxfp4", "llama", "MXFP4", ids[:2], 2),
+            job("mxfp4_weight_only", "llama", "MXFP4A16", ids[:2], 2),
+            job("int8_w8a8", "llama", "INT8", ids[:2], 2),
+        ]
+        _by_library("llmcompressor", "with_llmcompressor.py", jobs, root)
         return root / name
 
     return get
@@ -230,8 +230,8 @@ def by_llmcompressor(
 
 @pytest.fixture(scope="session")
 def by_quark(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Checkpoints that amd-quark made, all in one process at the first use."""
-    root = tmp_path_factory.mktemp("by-quark")
+    """Checkpoints that amd-quark made, all in one process at the first use by any worker."""
+    root = _for_all_workers(tmp_path_factory, "by-quark")
 
     def job(out: str, scheme: str, *, model: str = "llama", kv_cache: bool = False, file: bool = False) -> Any:
         return {
@@ -245,23 +245,38 @@ def by_quark(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.Temp
         }
 
     def get(name: str) -> Path:
-        if not any(root.iterdir()):
-            jobs = [
-                job("ptpc_fp8-kv", "ptpc_fp8", kv_cache=True),
-                job("ptpc_fp8-kv-qwen3", "ptpc_fp8", model="qwen3", kv_cache=True),
-                job("fp8-kv", "fp8", kv_cache=True),
-                *(job(scheme, scheme) for scheme in ("mxfp4", "mxfp4_weight_only", "mxfp4_fp8")),
-                *(job(f"file-{scheme}", scheme, file=True) for scheme in ("fp8", "ptpc_fp8")),
-            ]
-            _by_library("quark", "with_quark.py", jobs, root)
+        jobs = [
+            job("ptpc_fp8-kv", "ptpc_fp8", kv_cache=True),
+            job("ptpc_fp8-kv-qwen3", "ptpc_fp8", model="qwen3", kv_cache=True),
+            job("fp8-kv", "fp8", kv_cache=True),
+            *(job(scheme, scheme) for scheme in ("mxfp4", "mxfp4_weight_only", "mxfp4_fp8")),
+            *(job(f"file-{scheme}", scheme, file=True) for scheme in ("fp8", "ptpc_fp8")),
+        ]
+        _by_library("quark", "with_quark.py", jobs, root)
         return root / name
 
     return get
 
 
+def _for_all_workers(factory: pytest.TempPathFactory, name: str) -> Path:
+    """A folder that the workers of pytest-xdist share: their temporary folders are beside each other."""
+    base = factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    root.mkdir(exist_ok=True)
+    return root
+
+
 def _by_library(module: str, script: str, jobs: list[dict[str, Any]], root: Path) -> None:
+    """Run the jobs, unless that was tried already; one worker does, the others wait for it."""
     if find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "jobs.json").exists():
+            _run_jobs(script, jobs, root)
+
+
+def _run_jobs(script: str, jobs: list[dict[str, Any]], root: Path) -> None:
     (root / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
     # Quark compiles an extension with the tools beside the interpreter.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

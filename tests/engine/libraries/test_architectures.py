@@ -1,5 +1,7 @@
 """Every architecture in every scheme: our bytes beside those of both libraries, each run once for all of them.
 
+Llama's are in test_oracles, and through our workers in test_llmcompressor and test_quark.
+
 Where ours differ it is on purpose, and `MEANT` says why; a difference that is gone fails as well.
 """
 
@@ -19,7 +21,7 @@ from tests.engine.libraries.cases import Adopted, Case, Make
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-MODELS = ("llama", "qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-text", "phi3", "llama4")
+MODELS = ("qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-text", "phi3", "llama4")
 SCHEMES = {
     "llmcompressor": ("fp8", "ptpc_fp8", "fp8_block", "mxfp4"),
     "quark": ("fp8", "ptpc_fp8", "mxfp4"),
