@@ -78,12 +78,17 @@ def of_entry(entry: Entry, store: Store) -> Finished:
     return _beside(entry.file(DATA), store, entry)
 
 
+def last(recipe: str, store: Store) -> tuple[Run, Entry] | None:
+    """The newest run of a recipe whose report the store still has, with that report."""
+    mine = (run for run in list_runs(store.root) if run.recipe == recipe)
+    return next(((run, entry) for run in mine if (entry := of_run(run, store)) is not None), None)
+
+
 def _of_recipe(name: str, store: Store) -> Finished:
-    runs = list_runs(store.root)
-    for run in runs:
-        if run.recipe == name and (entry := of_run(run, store)) is not None:
-            return of_entry(entry, store)
-    names = sorted({run.recipe for run in runs})
+    found = last(name, store)
+    if found is not None:
+        return of_entry(found[1], store)
+    names = sorted({run.recipe for run in list_runs(store.root)})
     if name in names:
         raise UserError(f"{name}: no run of it in {store.root} has a report", hint=f"make one: quantmint run {name}")
     raise UserError(

@@ -23,7 +23,9 @@ FORMATS = ("html", "markdown", "junit", "json")
 @store_option
 @json_option
 def command(subject: str, form: str, output: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> int:
-    """Show the report of a recipe's current state, of a published folder or of an entry of the store.
+    """Show the report of a recipe, of a published folder or of an entry of the store.
+
+    Of a recipe it is that of its current state; where that has none, of its last run, which is then said.
 
     The page is told by its path; the other forms are printed, unless --output says where they go.
     """
@@ -32,7 +34,7 @@ def command(subject: str, form: str, output: Path | None, vllm: str | None, stor
     from pipeline.stages.report import FILES
 
     folder = _folder(subject, vllm, store_path)
-    file = (folder / FILES[form]).resolve()
+    file = (folder / FILES[form]).absolute()  # as it was named: a link to the newest release stays one
     if not file.is_file():
         raise UserError(
             f"{folder} has no {FILES[form]}: it was made by an earlier version.",
@@ -43,9 +45,9 @@ def command(subject: str, form: str, output: Path | None, vllm: str | None, stor
             shutil.copyfile(file, output)
         except OSError as error:
             raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from None
-        file = output.resolve()
+        file = output.absolute()
     if as_json:
-        data = (folder / FILES["json"]).resolve()
+        data = (folder / FILES["json"]).absolute()
         emit({"report": str(file), "format": form, "data": str(data)})
     elif form == "html" or output is not None:
         click.echo(relative(file))
@@ -69,6 +71,12 @@ def _folder(subject: str, vllm: str | None, store_path: Path) -> Path:
     setting = open_setting(subject, store=Store(store_path), vllm=vllm)
     planned = next(planned for planned in foreseen(build_plan(setting), setting) if planned.key == "report")
     entry = find_entry(planned, setting)
-    if entry is None:
+    if entry is not None:
+        return entry.path
+    last = finished.last(setting.recipe.name, setting.store)
+    if last is None:
         raise UserError(f"{setting.recipe.name} has no report yet.", hint=f"Make it: quantmint run {subject}")
+    run, entry = last
+    since = f"`quantmint explain {subject}` says what changed since"
+    click.echo(f"this is the report of the run of {run.started}; {since}", err=True)
     return entry.path

@@ -82,9 +82,12 @@ def command(
         )
         return outcome.exit_code
     if outcome.verdict is not None:
+        from pipeline.commands.tables import paragraph, terminal
+
         click.echo(f"\n{outcome.verdict.value}  {setting.recipe.name}")
+        console = terminal()
         for reason in reasons if isinstance(reasons, list) else []:
-            click.echo(f"  {reason}")
+            click.echo(paragraph(console, "  ", str(reason)))
     if checkpoint is not None:
         click.echo(f"checkpoint  {relative(checkpoint)}")
     if page is not None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.commands.options import emit, json_option, store_option
+
+if TYPE_CHECKING:
+    from pipeline.store.runs import Run
 
 
 @click.command(name="runs")
@@ -33,9 +38,20 @@ def command(recipe: str | None, store_path: Path, as_json: bool) -> int:
             ]
         )
         return 0
+    width = max((len(run.recipe) for run in found), default=0)
     for run in found:
         ended = run.verdict or ("unfinished" if run.finished is None else f"exit {run.exit_code}")
-        click.echo(f"{run.started}  {run.recipe:<24} {ended}")
+        began = run.started[:16].replace("T", " ")
+        click.echo(f"{began} UTC  {run.recipe:<{width}}  {ended:<12}  {_took(run)}".rstrip())
     if not found:
         click.echo(f"no runs in {store_path}", err=True)
     return 0
+
+
+def _took(run: Run) -> str:
+    """From start to end, for people; nothing for a run that has no end."""
+    from eval.report.numbers import duration
+
+    if run.finished is None:
+        return ""
+    return duration((datetime.fromisoformat(run.finished) - datetime.fromisoformat(run.started)).total_seconds())

@@ -46,7 +46,7 @@ def history(rows: Sequence[Row], *, width: int, name: str) -> str:
             axis.grid(axis="y")
             last = number == len(names) - 1
             places = _places(len(rows), width)
-            axis.set_xticks(places, [rows[place].started[:10] for place in places] if last else [""] * len(places))
+            axis.set_xticks(places, _dates([rows[place].started for place in places]) if last else [""] * len(places))
             unit = "perplexity, %" if kind == "perplexity" else "points"
             axis.annotate(shorten(f"{task}, {unit}", width - 20, 13), (0, 1), (-_LEFT + 2, 13), fontsize=13,
                           xycoords="axes fraction", textcoords="offset points", va="center", fontweight="bold",
@@ -64,9 +64,18 @@ def _places(runs: int, width: int) -> list[int]:
     return list(range(runs - 1, -1, -step))[::-1]
 
 
+def _dates(started: Sequence[str]) -> list[str]:
+    """The days of runs; of those that share a day with the one before, the hour, which tells them apart."""
+    days = [time[:10] for time in started]
+    return [
+        f"{time[11:16]} UTC" if number and days[number - 1] == day else day
+        for number, (time, day) in enumerate(zip(started, days, strict=True))
+    ]
+
+
 def _label(rows: Sequence[Row]) -> str:
     parts = []
     for row in rows:
         changes = ", ".join(f"{t.task} {signed(words.change(t.kind, t.difference))}" for t in _tasks(row))
-        parts.append(f"{row.started[:10]}: {changes}")
+        parts.append(f"{row.started[:16].replace('T', ' ')}: {changes}")
     return f"Change from the baseline by run. {'; '.join(parts)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -83,6 +84,13 @@ def test_the_schema_is_the_one_beside_the_recipes(quantmint: Quantmint) -> None:
     json.loads(ended.out)
 
 
+def _untimed(line: str) -> str:
+    """A line of `runs` without how long it took, which every run that ended has."""
+    short, found = re.subn(r" +\d+\.\d s$", "", line)
+    assert found, line
+    return short
+
+
 def test_runs(orchestra: Any, quantmint: Quantmint) -> None:
     assert quantmint("runs").err.startswith("no runs in")
     assert quantmint("runs", "--json").json == []
@@ -104,7 +112,9 @@ def test_runs(orchestra: Any, quantmint: Quantmint) -> None:
         ("r", None, 0),
         ("r", "INCONCLUSIVE", 3),
     ]
-    assert [line.split()[1:] for line in quantmint("runs").out.splitlines()] == [
+    lines = quantmint("runs").out.splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC  ", line) for line in lines)
+    assert [line.split()[3:] for line in [lines[0], *map(_untimed, lines[1:])]] == [
         ["other", "unfinished"],
         ["r", "exit", "5"],
         ["r", "exit", "0"],
@@ -296,3 +306,17 @@ def test_report(orchestra: Any, quantmint: Quantmint, tmp_path: Path) -> None:
     assert [Path(path).read_text() for path in (told["report"], told["data"])] == ["html", "json"]
     ended = quantmint("report", "r.yaml", "--output", tmp_path / "none" / "page.html")
     assert (ended.code, "unexpected" in ended.err) == (2, False)
+
+
+def test_the_report_of_the_last_run_where_the_recipe_has_none_yet(orchestra: Any, quantmint: Quantmint) -> None:
+    def stage(option: int) -> Any:
+        return orchestra.stage("report", option=option, work=lambda job: (job.path / "report.html").write_text("page"))
+
+    orchestra.run(stage(1))
+    assert quantmint("report", "r.yaml").err == ""
+    orchestra.plan(stage(2))
+    ended = quantmint("report", "r.yaml")
+    assert ended.code == 0
+    assert Path(ended.out.strip()).read_text() == "page"
+    assert ended.err.startswith("this is the report of the run of 2")
+    assert "quantmint explain r.yaml" in ended.err
