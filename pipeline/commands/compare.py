@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,14 +116,21 @@ def _print_marks(console: Console, group: Group) -> None:
         )
     console.print(who)
     console.print(made)
-    worst = {mark.worst.task for mark in group.marks if mark.worst is not None}
-    cells = {mark.slowest.cell for mark in group.marks if mark.slowest is not None}
-    said = [f"recovery and flips of {' and '.join(sorted(worst))}, which lost most"] if worst else []
-    said += [f"throughput in {' and '.join(sorted(cells))}, the least of all loads"] if cells else []
+    worst = _of_each({mark.letter: mark.worst.task for mark in group.marks if mark.worst is not None})
+    cells = _of_each({mark.letter: mark.slowest.cell for mark in group.marks if mark.slowest is not None})
+    said = [f"recovery and flips in the worst shared task ({worst})"] if worst else []
+    said += [f"throughput in the load of the least gain ({cells})"] if cells else []
     if said:
         console.print(_plain("; ".join(said)))
     if any(mark.on_front for mark in group.marks):
         console.print("* nothing here beats it in recovery of the worst shared task, size and throughput together")
+
+
+def _of_each(names: Mapping[str, str]) -> str:
+    """One name that all letters share, or each letter's own."""
+    if len(set(names.values())) < 2:
+        return next(iter(names.values()), "")
+    return ", ".join(f"{letter}: {name}" for letter, name in names.items())
 
 
 def _print_tasks(console: Console, group: Group) -> None:

@@ -68,15 +68,22 @@ def _folder(subject: str, vllm: str | None, store_path: Path) -> Path:
     path = Path(subject)
     if path.is_dir() or path.suffix == ".json":
         return finished.find(subject, Store(store_path)).report.parent
-    setting = open_setting(subject, store=Store(store_path), vllm=vllm)
+    store = Store(store_path)
+    try:
+        setting = open_setting(subject, store=store, vllm=vllm)
+    except UserError:
+        made = finished.last(subject, store)  # its recipe is elsewhere: what it left is here
+        if made is None:
+            raise
+        return made[1].path
     planned = next(planned for planned in foreseen(build_plan(setting), setting) if planned.key == "report")
     entry = find_entry(planned, setting)
     if entry is not None:
         return entry.path
-    last = finished.last(setting.recipe.name, setting.store)
-    if last is None:
+    made = finished.last(setting.recipe.name, store)
+    if made is None:
         raise UserError(f"{setting.recipe.name} has no report yet.", hint=f"Make it: quantmint run {subject}")
-    run, entry = last
+    run, entry = made
     since = f"`quantmint explain {subject}` says what changed since"
     click.echo(f"this is the report of the run of {run.started}; {since}", err=True)
     return entry.path

@@ -320,3 +320,5 @@ def test_the_report_of_the_last_run_where_the_recipe_has_none_yet(orchestra: Any
     assert Path(ended.out.strip()).read_text() == "page"
     assert ended.err.startswith("this is the report of the run of 2")
     assert "quantmint explain r.yaml" in ended.err
+    Path("r.yaml").unlink()
+    assert quantmint("report", "r").out == ended.out, "by its name, wherever its recipe is"
