@@ -8,7 +8,7 @@ same samples by). The baseline's evaluation knows nothing of a candidate and is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,8 @@ class EvaluateStage:
                     # All of them first: data that cannot be had is told before the first hour of asking.
                     loaded = {task.task: asker.load(task) for task in unfinished}
                     for task in unfinished:
+                        _require_whole(task, loaded[task.task]["documents"])
+                    for task in unfinished:
                         _evaluate(job, task, asker, loaded[task.task], self._baseline(job, task))
             sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}
             scores = {name: samples.mean for name, samples in sets.items()}
@@ -117,6 +119,20 @@ def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
 
 def _datasets(folder: Path, name: str) -> object:
     return json.loads((folder / DATASETS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _require_whole(task: SuiteTask, documents: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a task that lacks items which the suite counts, such as a group without one of its leaf tasks.
+
+    What a verdict covers, and which loss the items can show, was read from the suite. A task that is shown only
+    decides nothing, but must not be empty.
+    """
+    found = sum(map(len, documents.values()))
+    if found < (task.items if task.gated else 1):
+        raise MeasurementError(
+            f"{task.task}: found {found:,} items, the suite counts {task.items:,}; "
+            "another version of lm-eval or of the data has others"
+        )
 
 
 def _evaluate(job: Job, task: SuiteTask, asker: Asker, loaded: Mapping[str, Any], baseline: SampleSet | None) -> None:

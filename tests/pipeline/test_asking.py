@@ -313,6 +313,27 @@ def test_data_that_cannot_be_had_is_told_before_anything_is_asked(
     assert halting.batches == []
 
 
+@pytest.mark.parametrize(
+    ("gated", "documents", "refused"),
+    [
+        (True, {"law": 300}, "facts: found 300 items, the suite counts 400"),
+        (True, {"law": 300, "art": 101}, None),
+        (False, {"law": 300}, None),
+        (False, {}, "facts: found 0 items"),
+    ],
+)
+def test_a_group_that_lacks_a_task(
+    answered: Callable[..., Any], gated: bool, documents: dict[str, int], refused: str | None
+) -> None:
+    class Group(Answers):
+        def load(self, task: SuiteTask) -> dict[str, Any]:
+            return {"documents": {leaf: [""] * items for leaf, items in documents.items()}, "datasets": []}
+
+    expected = pytest.raises(InvalidMeasurementError, match=refused) if refused else nullcontext()
+    with expected:
+        answered(Group(80), Group(80), replace(FACTS, gated=gated))
+
+
 def test_a_limit_is_a_draw(answered: Callable[..., Any]) -> None:
     _, _, outcome = answered(Answers(80), Answers(80), FACTS, limit=120, seed=5)
     found = samples(outcome, "evaluate-baseline", FACTS)
