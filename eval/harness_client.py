@@ -33,6 +33,7 @@ class CountingClient(LocalCompletionsAPI):  # type: ignore[misc]
         self._expect = expect
         self._done = done
         self._by_document = False
+        self._failure: Exception | None = None
 
     def loglikelihood(self, requests: list[Any], *args: Any, **options: Any) -> Any:
         """See lm-eval."""
@@ -65,7 +66,14 @@ class CountingClient(LocalCompletionsAPI):  # type: ignore[misc]
 
     async def amodel_call(self, session: Any, sem: Any, messages: list[Any], **options: Any) -> Any:
         """One request with several prompts, when several are in flight."""
-        answer = await super().amodel_call(session, sem, messages, **options)
+        try:
+            answer = await super().amodel_call(session, sem, messages, **options)
+        except RuntimeError as error:
+            # The session is closed under the requests in flight once one of them has failed for good: that is the news.
+            raise self._failure or error from None
+        except Exception as error:
+            self._failure = error
+            raise
         self._count(messages)
         return answer
 
