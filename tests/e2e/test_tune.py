@@ -16,8 +16,16 @@ from tests.e2e.project import RECIPE, Project
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 BUDGET_S = 1200
+# The second cell of the embedded workload: where requests wait is all that is asked.
+WORKLOAD = """\
+name: one-cell
+description: 64 tokens in, 32 out, at 16 requests in flight.
+profile: latency
+cells:
+  - {name: in64-out32-c16, input_len: 64, output_len: 32, concurrency: 16, num_prompts: 64, warmups: 16}
+"""
 COMMAND = (
-    "tune", RECIPE, "--target", "cpu", "--workload", "tiny", "--budget", f"{BUDGET_S}s",
+    "tune", RECIPE, "--target", "cpu", "--workload", "one-cell.yaml", "--budget", f"{BUDGET_S}s",
     "--knob", "--max-num-seqs=2",  # one value: each is a launch of some forty seconds; many are tuned with a stand-in
 )  # fmt: skip
 
@@ -30,6 +38,7 @@ def records(project: Project) -> dict[str, int]:
 def tuned(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, dict[str, int], dict[str, Any]]:
     """A project whose sweep was killed after its first trial, and then came to its end."""
     project = Project(tmp_path_factory.mktemp("tune"), vllm)
+    (project.home / "one-cell.yaml").write_text(WORKLOAD)
     log = project.home / "first.log"
     process = project.start(*COMMAND, log=log)
     end = time.monotonic() + 600
