@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.commands.options import emit, json_option, store_option, vllm_option
+
+if TYPE_CHECKING:
+    from pipeline.store.entries import Entry
 
 
 @click.command(name="run")
@@ -58,12 +63,14 @@ def command(
     tracked = None if report is None else log_run(setting, report, reporter.warn)
     judged = outcome.entry("gate") or (None if outcome.stopped is None else outcome.entry(outcome.stopped))
     reasons: object = [] if judged is None else judged.record.result["reasons"]
+    measured = _measured(outcome.entry("gate"))
     if as_json:
         emit(
             {
                 "recipe": setting.recipe.name,
                 "verdict": None if outcome.verdict is None else outcome.verdict.value,
                 "reasons": reasons,
+                "measured": measured,
                 "stopped": outcome.stopped,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
                 "report": None if page is None else str(page.absolute()),
@@ -88,6 +95,8 @@ def command(
         console = terminal()
         for reason in reasons if isinstance(reasons, list) else []:
             click.echo(paragraph(console, "  ", str(reason)))
+    if measured is not None:
+        click.echo(f"measured    by {measured['runtime']} on {measured['device'] or measured['hardware']}")
     if checkpoint is not None:
         click.echo(f"checkpoint  {relative(checkpoint)}")
     if page is not None:
@@ -95,3 +104,13 @@ def command(
     if tracked is not None:
         click.echo(f"mlflow      run {tracked} of {setting.recipe.tracking.experiment}")
     return outcome.exit_code
+
+
+def _measured(gate: Entry | None) -> dict[str, str] | None:
+    """What answered, and on what: a verdict is of that, and of nothing else."""
+    from pipeline.stages.gate import GATE
+
+    if gate is None or GATE not in gate.record.files:
+        return None
+    told = json.loads(gate.file(GATE).read_text(encoding="utf-8"))
+    return {name: str(told[name]) for name in ("runtime", "hardware", "device")}

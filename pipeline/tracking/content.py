@@ -114,8 +114,10 @@ def _metrics(found: Contender, gate: GateReport) -> Iterator[tuple[str, float | 
         yield f"{at}/margin", gate.policy.margins.get(result.task)
     for cell in gate.throughput:
         at = f"throughput/{cell.cell}"
-        for field in ("ratio", "ratio_low", "ratio_high", "baseline", "candidate", "p_faster"):
+        for field in ("ratio", "baseline", "candidate"):
             yield f"{at}/{field}", getattr(cell, field)
+        for field in ("ratio_low", "ratio_high", "p_faster"):  # of one launch there is no interval, and no test
+            yield f"{at}/{field}", getattr(cell, field) if cell.repeated else None
         for field in _LATENCIES:
             before, after = cell.latency.get(field, (None, None))
             yield f"{at}/{field}_ms", after

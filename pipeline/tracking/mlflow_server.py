@@ -49,6 +49,10 @@ def log(content: Content, uri: str, experiment: str) -> Logged:
     `TrackingError` in one sentence, which never holds a key.
     """
     refuse_credentials(uri)
+    if "://" not in uri and not uri.startswith("databricks"):
+        raise TrackingError(
+            f"found {uri}, expected the address of an MLflow server", hint=f"with its scheme: http://{uri}"
+        )
     with _quiet(), _explained(uri):
         client = _client(uri)
         found = client.get_experiment_by_name(experiment)
@@ -138,6 +142,18 @@ def _explained(uri: str) -> Iterator[None]:
             if secret := os.environ.get(name):
                 lines[0] = lines[0].replace(secret, "(hidden)")
         raise TrackingError(
-            f"nothing, or not all, was logged to MLflow at {uri}: {lines[0][:300]}",
+            f"nothing, or not all, was logged to MLflow at {uri}: "
+            f"{'nothing answers there' if _unreachable(error) else lines[0][:300]}",
             hint="the same command goes on, and logs nothing twice",
         ) from error
+
+
+def _unreachable(error: BaseException | None) -> bool:
+    """Whether no connection came about at all, whatever that was wrapped into."""
+    from requests.exceptions import ConnectionError as NoConnection
+
+    while error is not None:
+        if isinstance(error, NoConnection):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -71,7 +71,7 @@ def test_every_command_has_help(quantmint: Quantmint, command: str) -> None:
         (["run", "llama70b-fp8k"], 'found no recipe "llama70b-fp8k"\n  did you mean "llama70b-fp8kv"?'),
         (["plan", "none.yaml"], "found no recipe file none.yaml"),
         (["explain", "nothing"], 'found no recipe "nothing"'),
-        (["gate", "none.json"], "none.json: cannot be read"),
+        (["gate", "none.json"], "none.json: there is no such file or folder"),
         (["inspect", "none"], "none: no such folder"),
         (["run", "r.yaml", "--until", "quantise"], 'did you mean "quantize"'),
         (["run", "r.yaml", "--redo", "quantise"], 'did you mean "quantize"'),
@@ -223,7 +223,9 @@ def test_a_program_reads_the_same(orchestra: Any, quantmint: Quantmint, project:
         ended = quantmint("run", "r.yaml", "--json")
         assert ended.code == code
         told = ended.json
-        assert told.keys() == {"recipe", "verdict", "reasons", "stopped", "checkpoint", "report", "tracked", "stages"}
+        assert told.keys() == {
+            "recipe", "verdict", "reasons", "measured", "stopped", "checkpoint", "report", "tracked", "stages",
+        }  # fmt: skip
         assert (told["recipe"], told["verdict"], told["reasons"]) == ("r", verdict, ["because of this"])
         assert (told["checkpoint"] == str(project / "published" / "r")) == (verdict == "PASS")
         assert Path(told["report"]).read_text() == "<html>"
@@ -231,6 +233,19 @@ def test_a_program_reads_the_same(orchestra: Any, quantmint: Quantmint, project:
         for stage in told["stages"]:
             assert stage.keys() == {"stage", "fingerprint", "cached", "seconds", "path"}
             assert (Path(stage["path"]) / "record.json").is_file()
+
+
+def test_a_verdict_names_what_it_was_measured_with(orchestra: Any, quantmint: Quantmint, project: Path) -> None:
+    told = {"runtime": "transformers 5.17.0 in float32", "hardware": "cpu", "device": "AMD EPYC"}
+    orchestra.plan(
+        orchestra.stage(
+            "gate",
+            result={"verdict": "PASS", "reasons": []},
+            work=lambda job: (job.path / "gate.json").write_text(json.dumps(told)),
+        )  # fmt: skip
+    )
+    assert "measured    by transformers 5.17.0 in float32 on AMD EPYC" in quantmint("run", "r.yaml").out.splitlines()
+    assert quantmint("run", "r.yaml", "--json").json["measured"] == told
 
 
 def test_until_ends_without_a_verdict(orchestra: Any, quantmint: Quantmint) -> None:

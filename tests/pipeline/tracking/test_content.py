@@ -72,6 +72,15 @@ def test_metrics_are_the_gates_figures(tmp_path: Path) -> None:
     assert tags(found)["quantmint.hardware"] == "mi300x"
 
 
+def test_one_launch_has_no_interval(tmp_path: Path) -> None:
+    found = read(finished(tmp_path).report, None)
+    once = [replace(cell, launches=(1, 1)) for cell in found.gate.throughput]
+    for cells, told in ((found.gate.throughput, True), (tuple(once), False)):
+        logged = dict(metrics(replace(found, gate=replace(found.gate, throughput=cells))))
+        assert "throughput/c64/ratio" in logged
+        assert {f"throughput/c64/{name}" in logged for name in ("ratio_low", "ratio_high", "p_faster")} == {told}
+
+
 def test_bounds_that_are_infinite_are_left_out(tmp_path: Path) -> None:
     found = read(finished(tmp_path).report, None)
     early = replace(found.gate.accuracy[0], lower=-math.inf, upper=math.inf)

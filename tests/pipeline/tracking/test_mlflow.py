@@ -124,7 +124,9 @@ def test_a_server_that_is_down_is_a_warning_to_a_run_and_an_error_to_the_command
     assert f"quantmint track r --mlflow {uri}" in warning
     ended = quantmint("track", published, "--mlflow", uri)
     assert ended.code == 2
-    assert "nothing, or not all, was logged to MLflow" in ended.err
+    assert f"nothing, or not all, was logged to MLflow at {uri}: nothing answers there\n" in ended.err
+    ended = quantmint("track", published, "--mlflow", uri.removeprefix("http://"))
+    assert (ended.code, f"with its scheme: {uri}" in ended.err) == (2, True)
     assert "s3cret" not in ended.err + warning
     assert log_run(setting, report, told.append) is None  # the recipe asks for none
     assert len(told) == 1
