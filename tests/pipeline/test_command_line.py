@@ -237,13 +237,11 @@ def test_a_program_reads_the_same(orchestra: Any, quantmint: Quantmint, project:
 
 def test_a_verdict_names_what_it_was_measured_with(orchestra: Any, quantmint: Quantmint, project: Path) -> None:
     told = {"runtime": "transformers 5.17.0 in float32", "hardware": "cpu", "device": "AMD EPYC"}
-    orchestra.plan(
-        orchestra.stage(
-            "gate",
-            result={"verdict": "PASS", "reasons": []},
-            work=lambda job: (job.path / "gate.json").write_text(json.dumps(told)),
-        )  # fmt: skip
-    )
+
+    def work(job: Any) -> None:
+        (job.path / "gate.json").write_text(json.dumps(told))
+
+    orchestra.plan(orchestra.stage("gate", result={"verdict": "PASS", "reasons": []}, work=work))
     assert "measured    by transformers 5.17.0 in float32 on AMD EPYC" in quantmint("run", "r.yaml").out.splitlines()
     assert quantmint("run", "r.yaml", "--json").json["measured"] == told
 
