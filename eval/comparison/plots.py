@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,14 +105,17 @@ def plane(spots: Sequence[Spot], *, x_title: str, smaller_is_better: bool, width
         axis.grid(color=colour("rule"))
         axis.axhline(100, color=colour("muted"), linewidth=1)
         axis.axvline(1, color=colour("muted"), linewidth=1)
-        for spot in sorted(spots, key=lambda spot: spot.on_front):
+        ordered = sorted(spots, key=lambda spot: spot.on_front)
+        true = [tuple(map(float, axis.transData.transform((spot.x, spot.y)))) for spot in ordered]
+        shown = axis.transData.inverted().transform(apart(true, 2 * _RADIUS + 2))
+        for spot, (x, y) in zip(ordered, shown, strict=True):
             ink = colour(spot.verdict.value.lower())
             for xs, ys in ((spot.x_range, (spot.y, spot.y)), ((spot.x, spot.x), spot.y_range)):
                 if xs is not None and ys is not None:
                     axis.plot(xs, ys, color=ink, linewidth=1.4, alpha=0.6, solid_capstyle="butt", zorder=2)
-            axis.plot([spot.x], [spot.y], "o", markersize=2 * _RADIUS, markeredgecolor=ink, zorder=3,
+            axis.plot([x], [y], "o", markersize=2 * _RADIUS, markeredgecolor=ink, zorder=3,
                       markerfacecolor=ink if spot.on_front else colour("paper"), markeredgewidth=1.6)  # fmt: skip
-            axis.annotate(spot.letter, (spot.x, spot.y), (0, -0.5), ha="center", va="center", fontsize=11, zorder=4,
+            axis.annotate(spot.letter, (x, y), (0, -0.5), ha="center", va="center", fontsize=11, zorder=4,
                           textcoords="offset points", fontweight="bold",
                           color=colour("paper") if spot.on_front else ink)  # fmt: skip
         plain_ticks(axis, x=max(3, width // 90), y=5)
@@ -120,6 +124,19 @@ def plane(spots: Sequence[Spot], *, x_title: str, smaller_is_better: bool, width
         axis.set_ylabel("recovery of the worst task, %")
         label = "; ".join(f"{s.letter}: {s.y:.1f} % at {s.x:.2f}" for s in spots)
         return inline(drawing, name=name, label=f"Recovery over {x_title}. {label}", css_class="plot")
+
+
+def apart(places: Sequence[tuple[float, ...]], room: float) -> list[tuple[float, float]]:
+    """Where marks at (x, y) are drawn so that each can be read: one that would cover another moves to its right.
+
+    `room` is the least distance of two marks, in the pixels of `places`. Their intervals stay where they are.
+    """
+    taken: list[tuple[float, float]] = []
+    for x, y in places:
+        while (hidden := next((t for t in taken if math.dist(t, (x, y)) < room), None)) is not None:
+            x = hidden[0] + math.sqrt(max(room**2 - (y - hidden[1]) ** 2, 0.0)) + 1e-6
+        taken.append((x, y))
+    return taken
 
 
 def _limits(axis: Any, spots: Sequence[Spot]) -> None:
