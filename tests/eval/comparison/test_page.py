@@ -76,3 +76,14 @@ def test_names_are_text_and_nothing_else(tmp_path: Path) -> None:
     text = render(side_by_side([replace(found, gate=gate)] * 2))
     assert "<b>&" not in text
     assert text.count(r"$\frac{&lt;b&gt;&amp;$") >= 4  # in the tables, and as it is in the plot of either width
+
+
+def test_a_phone_shows_all_that_a_desk_shows(browser: Any, comparison: Comparison, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(render(comparison))
+    hidden = (
+        "return [...document.querySelectorAll('td')].filter(t => t.textContent.trim() && !t.offsetHeight)"
+        ".map(t => t.textContent)"
+    )
+    for width in (1100, 375):
+        visit(browser, (tmp_path / "page.html").as_uri(), "light", width)
+        assert browser.execute_script(hidden) == []
