@@ -37,8 +37,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _verdict(report: Report, gate: GateReport) -> str:
-    where = f"measured with {plain(runtime(report))} on {plain(gate.device or gate.hardware)}"
-    lines = ["## Evaluation", f"**{gate.verdict.value}**: {plain(meaning(report, gate))} Both sides were {where}."]
+    where = f"Measured beside its 16-bit baseline with {plain(runtime(report))} on {plain(gate.device or gate.hardware)}"
+    lines = ["## Evaluation", f"**{gate.verdict.value}**: {plain(meaning(report, gate))} {where}."]
     unresolved = [finding for finding in worst_first(gate.findings) if finding.verdict is not Verdict.PASS]
     if unresolved:
         lines.append("\n".join(f"- {finding.verdict.value}: {plain(finding.reason)}" for finding in unresolved))
