@@ -37,7 +37,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _verdict(report: Report, gate: GateReport) -> str:
-    where = f"Measured beside its 16-bit baseline with {plain(runtime(report))} on {plain(gate.device or gate.hardware)}"
+    machine = plain(gate.device or gate.hardware)
+    where = f"Measured beside its 16-bit baseline with {plain(runtime(report))} on {machine}"
     lines = ["## Evaluation", f"**{gate.verdict.value}**: {plain(meaning(report, gate))} {where}."]
     unresolved = [finding for finding in worst_first(gate.findings) if finding.verdict is not Verdict.PASS]
     if unresolved:
