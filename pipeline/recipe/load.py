@@ -46,8 +46,16 @@ class LoadedRecipe:
 
     @property
     def text_proven(self) -> str:
-        """`text_resolved` without where figures are logged: that shapes no result, and is nobody else's address."""
-        return resolved_yaml(self.recipe, without=("tracking",))
+        """`text_resolved` without where figures and files go: that shapes no result, and an address is nobody else's."""
+        return resolved_yaml(self.recipe, without=("tracking", "publish"))
+
+    @property
+    def signing_key(self) -> Path | None:
+        """The absolute path of the private key, beside the file that names it; None where there is none."""
+        signing = self.recipe.publish.sign
+        if signing is None or signing.key is None:
+            return None
+        return _beside(("publish", "sign", "key"), signing.key, self.positions)
 
     @property
     def tunableop(self) -> Path | None:

@@ -21,6 +21,7 @@ from calibration.observers import ExpertTokens, Observation, ObserverName
 from calibration.sets import load_set
 from pipeline import schemes
 from pipeline.recipe.proof import Evaluation, Gate, Tracking
+from pipeline.recipe.publishing import Publish
 from pipeline.recipe.section import PRINTABLE, Section, wrong
 from pipeline.schemes import Engine, Format
 from pipeline.serving import hardware
@@ -345,17 +346,6 @@ class Serve(Section):
     def overrides(self) -> dict[str, str | bool]:
         """The knobs as a launch plan takes them: text as on a command line, or a switch."""
         return {name: value if isinstance(value, bool) else str(value) for name, value in self.knobs.items()}
-
-
-class Publish(Section):
-    """Where a checkpoint that passed goes."""
-
-    folder: str = Field(
-        default="published",
-        min_length=1,
-        pattern=PRINTABLE,
-        description="Folder that receives a subfolder with the recipe's name; relative to where the run starts.",
-    )
 
 
 class Recipe(Section):

@@ -13,14 +13,12 @@ from eval.verdict import Verdict
 from pipeline.digest import file_digests, folder_digest
 from pipeline.errors import StageError
 from pipeline.publish.folder import publish_folder
+from pipeline.publish.release import EVIDENCE as EVIDENCE
 from pipeline.stage import Job, Output, Setting
 from pipeline.stages.gate import GATE, checkpoint_digest
 from pipeline.stages.quantize import CHECKPOINT
 from pipeline.stages.report import PAGE
 from pipeline.store.entries import Entry
-
-EVIDENCE = "quantmint"
-"""Folder of the published checkpoint that holds the gate's record, the report and the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ def published_path(setting: Setting) -> Path:
 
 
 def _target(setting: Setting) -> Path:
-    return (setting.home / setting.recipe.publish.folder).resolve()
+    return (setting.home / (setting.recipe.publish.folder or "published")).resolve()
 
 
 def _require_proof(quantize: Entry, gate: Entry) -> None:

@@ -1,0 +1,96 @@
+"""A place that releases are published to, and what can be done there.
+
+    target = open_target("my-org/Llama-3.3-70B-FP8-KV")
+    target.publish(release, candidate=False, progress=progress)
+    target.releases()
+    target.promote(None, progress=progress)
+    target.rollback("v20261121-3f1c0a52", progress=progress)
+
+Three kinds: a repository of the Hub (`pipeline.publish.hub`), a folder (`pipeline.publish.folder`), a bucket
+(`pipeline.publish.storage`). In each of them readers get one release at a time, the current one, and it changes from
+one to another in a single step; a tagged release never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.publish.release import Release
+from pipeline.stage import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One thing that would be done, in words: ``verb`` "upload", ``what`` "model.safetensors", ``size`` in bytes."""
+
+    verb: str
+    what: str
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Where a release is now. ``revision`` names its bytes for ever; ``again``: it was there, nothing was sent."""
+
+    place: str
+    tag: str
+    revision: str
+    current: bool
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A release that a place holds. ``created`` is ISO 8601 in UTC; ``size`` in bytes, None where nobody said."""
+
+    tag: str
+    revision: str
+    created: str
+    title: str
+    current: bool
+    candidate: bool
+    size: int | None = None
+
+
+class Target(Protocol):
+    """A place. Errors are `StageError` (try again) and `UserError` (it will never work so); both lose nothing."""
+
+    @property
+    def place(self) -> str:
+        """What it is called: ``my-org/name``, ``published/name``, ``s3://bucket/prefix/name``."""
+        ...
+
+    def preflight(self, release: Release) -> None:
+        """Everything that would stop a publication, asked before the first byte: rights, sizes, names, room."""
+        ...
+
+    def operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
+        """Exactly what `publish` would do now; asks, but changes nothing."""
+        ...
+
+    def publish(self, release: Release, *, candidate: bool, progress: Progress) -> Published:
+        """Make the release the current one, or a candidate. A release that is there already is left as it is."""
+        ...
+
+    def releases(self) -> Sequence[Listed]:
+        """What is there, the newest first."""
+        ...
+
+    def promote(self, tag: str | None, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Make a candidate the current release (None: the only one); returns what was done."""
+        ...
+
+    def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Make an earlier release the current one again, byte by byte; returns what was done."""
+        ...
+
+    def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Remove releases, never the current one or a candidate."""
+        ...
+
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress) -> Path:
+        """A folder with a release's files (None: the current one): where it lies, or a copy in ``into`` or a cache."""
+        ...
