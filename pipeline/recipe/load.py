@@ -46,7 +46,7 @@ class LoadedRecipe:
 
     @property
     def text_proven(self) -> str:
-        """`text_resolved` without where figures and files go: that shapes no result, and an address is nobody else's."""
+        """`text_resolved` without where figures and files go: that shapes no result."""
         return resolved_yaml(self.recipe, without=("tracking", "publish"))
 
     @property
