@@ -34,7 +34,7 @@ report: $(RUN_ENV)  ## where the newest report of RECIPE is
 
 test: $(TEST_ENV) browser  ## all tests that this machine can run
 	@$(MAKE) --no-print-directory serving BACKEND=cpu
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(TEST_ENV)  ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .

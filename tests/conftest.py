@@ -39,6 +39,15 @@ Models = Callable[..., Path]
 Quantize = Callable[..., "Made"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long go first: files are what is handed out, and a long one that comes last works alone."""
+    weights: dict[Path, int] = {}
+    for item in items:
+        weight = 2 if item.get_closest_marker("vllm") else 1 if item.get_closest_marker("slow") else 0
+        weights[item.path] = max(weights.get(item.path, 0), weight)
+    items.sort(key=lambda item: -weights[item.path])
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """``models("llama")`` is a folder as `save_pretrained` writes it; with ``sharded=True`` it has an index."""
