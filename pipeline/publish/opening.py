@@ -1,0 +1,117 @@
+"""From what a person typed, or a recipe says, to the places that releases are published to.
+
+    open_target("published/llama70b-fp8kv")         a folder
+    open_target("s3://bucket/models/llama70b-fp8kv")  a bucket
+    open_target("my-org/Llama-3.3-70B-FP8-KV")      a repository of the Hub, also as hf://my-org/...
+
+Nothing is asked of a place before its methods are called.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pipeline.errors import UserError
+from pipeline.publish.folder import RELEASES
+from pipeline.recipe.faults import did_you_mean
+from pipeline.recipe.schema import Recipe
+from pipeline.stage import Setting
+
+if TYPE_CHECKING:
+    from pipeline.publish.target import Target
+
+HUB_SCHEME: Final = "hf://"
+_REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_URL: Final = re.compile(r"(?P<base>[a-z][a-z0-9+.-]*://[^\x00-\x1f@?#]*[^/\x00-\x1f@?#])/(?P<name>[^/\x00-\x1f@?#]+)/?")
+_EXPECTED: Final = "a published folder (published/NAME), a bucket (s3://bucket/prefix/NAME) or a repository (org/name)"
+
+
+def open_target(text: str) -> Target:
+    """The place that a person names; raises `UserError` for what is none.
+
+    A published folder that is there goes before a repository of the same name; ``hf://org/name`` always means the Hub.
+    """
+    if text.startswith(HUB_SCHEME):
+        repo = text.removeprefix(HUB_SCHEME)
+        if not _REPO.fullmatch(repo):
+            raise UserError(f"{text}: found {repo!r} after {HUB_SCHEME}, expected org/name")
+        return _hub(repo)
+    if "://" in text:
+        return _storage(text)
+    path = Path(text).absolute()
+    releases = path.parent / RELEASES
+    if path.name and (releases / path.name).is_dir():
+        from pipeline.publish.folder import FolderTarget
+
+        return FolderTarget(path.parent, path.name)
+    if os.path.lexists(path):
+        raise UserError(
+            f"{text} is there and was not published by quantmint: {releases / path.name} is missing",
+            hint=f"Name {_EXPECTED}.",
+        )
+    if _REPO.fullmatch(text) and not releases.is_dir():
+        return _hub(text)
+    raise UserError(
+        f"{text}: nothing was published there{_near(path, text)}; expected {_EXPECTED}",
+        hint=f"{HUB_SCHEME}{text} is the repository of that name." if _REPO.fullmatch(text) else None,
+    )
+
+
+def targets_of(setting: Setting) -> tuple[Target, ...]:
+    """The places of a recipe, in the order in which they are published to: what is nearest comes first."""
+    section, name = setting.recipe.publish, setting.recipe.name
+    targets: list[Target] = []
+    if section.folder is not None:
+        from pipeline.publish.folder import FolderTarget
+
+        targets.append(FolderTarget((setting.home / section.folder).resolve(), name))
+    if section.storage is not None:
+        from pipeline.publish.storage import StorageTarget
+
+        targets.append(StorageTarget(section.storage.url, name, endpoint=section.storage.endpoint))
+    if section.hub is not None:
+        from pipeline.publish.hub.target import HubTarget
+
+        targets.append(HubTarget(section.hub.repo, section.hub))
+    return tuple(targets)
+
+
+def serving_name(recipe: Recipe) -> str:
+    """What a reader gives vLLM to serve what was published: a repository, else a bucket's URL, else a folder."""
+    section = recipe.publish
+    if section.hub is not None:
+        return section.hub.repo
+    if section.storage is not None:
+        return f"{section.storage.url.rstrip('/')}/{recipe.name}"
+    return f"{section.folder}/{recipe.name}"
+
+
+def _hub(repo: str) -> Target:
+    from pipeline.publish.hub.target import HubTarget
+
+    return HubTarget(repo)
+
+
+def _storage(text: str) -> Target:
+    if text.startswith(("https://", "http://")):
+        page = re.fullmatch(rf"https?://[^/]+/({_REPO.pattern})/?", text)
+        hint = f"A repository goes by its name: {HUB_SCHEME}{page[1]}" if page else None
+        raise UserError(f"{text}: found a web address, expected {_EXPECTED}", hint=hint)
+    found = _URL.fullmatch(text)
+    if found is None:
+        raise UserError(f"{text}: expected a bucket's URL that ends with a release's name: s3://bucket/prefix/NAME")
+    from pipeline.publish.storage import StorageTarget
+
+    return StorageTarget(found["base"], found["name"])
+
+
+def _near(path: Path, text: str) -> str:
+    """The published folder of nearly this name."""
+    try:
+        names = [found.name for found in (path.parent / RELEASES).iterdir()]
+    except OSError:
+        return ""
+    return did_you_mean(text, [str(Path(text).with_name(name)) for name in names])
