@@ -1,0 +1,99 @@
+"""Everything that a card says, as plain values: the same facts give the same text, on every machine and day."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from eval.report.model import Report
+from pipeline.publish.licences import Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The 16-bit model. ``repo`` and ``commit`` are the Hub's, both None for a folder, which has a ``digest``.
+
+    ``metadata`` is the front matter of its own card, as it stands there; empty where it has none.
+    """
+
+    name: str
+    repo: str | None = None
+    commit: str | None = None
+    digest: str | None = None
+    architecture: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """The texts that ranges were measured on: a dataset of the Hub at a revision, or a file by its SHA-256."""
+
+    name: str
+    samples: int
+    sequence_length: int
+    dataset: str | None = None
+    revision: str | None = None
+    sha256: str | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """How the checkpoint was made.
+
+    ``schemes`` counts quantized modules by scheme, the recipe's own first. ``excluded`` are modules that the recipe
+    leaves in 16 bit, as it names them; ``kept`` those that always stay, by the end of their names.
+    """
+
+    scheme: str
+    description: str
+    kv_cache: Literal["auto", "fp8"]
+    format: str
+    engine: str
+    algorithm: str = "none"
+    schemes: Mapping[str, int] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    calibration: Calibrated | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one kind of hardware serves it: a command, or a ``refusal``. ``servers`` such commands fill the target."""
+
+    title: str
+    target: str
+    command: str = ""
+    layout: str = ""
+    servers: int = 1
+    vllm: str = ""
+    image: str | None = None
+    cautions: tuple[str, ...] = ()
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """The facts of one checkpoint.
+
+    ``name`` is the recipe's, ``repo`` the Hub's name of where it goes (None: it goes elsewhere). ``artefact`` is the
+    digest of the checkpoint that the gate judged, ``judged`` the ISO 8601 time at which it did. ``report`` is the
+    content of report.json. ``signed`` says how it is signed: by a key, by an identity (keyless), or not.
+    """
+
+    name: str
+    repo: str | None
+    artefact: str
+    judged: str
+    base: Base
+    made: Made
+    terms: Terms
+    launches: tuple[Launch, ...]
+    report: Report
+    signed: Literal["key", "keyless"] | None = None
+
+    @property
+    def title(self) -> str:
+        """What the checkpoint is called: by its repository, else by its recipe."""
+        return self.repo.rpartition("/")[2] if self.repo else self.name
