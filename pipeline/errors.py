@@ -4,7 +4,8 @@
 
     QuantmintError                  5  something broke; the same command resumes
     ├── UserError                   2  what was asked for is wrong: nothing was started
-    │   └── RecipeError             2  ... and it stands in a recipe, at file:line:column
+    │   ├── RecipeError             2  ... and it stands in a recipe, at file:line:column
+    │   └── ManifestError           2  ... or what was named is no release (`pipeline.publish.manifest`)
     ├── StageError                  5  a stage broke
     │   ├── ServingError            5  vLLM did not start, died or answered nonsense
     │   │   └── RefusalError        5  ... it is there, and answered a request with an error

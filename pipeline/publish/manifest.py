@@ -1,0 +1,260 @@
+"""``quantmint.json``: what a release is, what it was made from and how, and the digest of every file beside it.
+
+It is what everything else of a release is held against, so reading is strict: a key too many, a type that is wrong or a
+name that leads out of the folder is one error, and nothing of it is used. That it agrees with itself is a question of
+its own (`contradictions`), whose answers `quantmint verify` names one by one.
+
+    {"schema": 1, "name": "...", "artefact": "<sha256>", "verdict": "PASS", "stages": {...}, "files": {...}, ...}
+
+It names no user, host or path: payloads hold content, by digest or by commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NoReturn
+
+from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+from pipeline.canonical import UnstableValueError, fingerprint
+from pipeline.errors import UserError
+from pipeline.publish.names import require_safe
+from pipeline.publish.release import UNLISTED, File
+
+SCHEMA: Final = 1
+LARGEST: Final = 1 << 26  # bytes; a release of ten thousand files has a manifest of two million
+
+_NEEDED = ("source", "quantize", "inspect", "gate", "report")
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+_Moment = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$")]
+_Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+class ManifestError(UserError):
+    """A file that is no ``quantmint.json`` of this schema, or not a safe one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Bytes and SHA-256 in hex of a file."""
+
+    __pydantic_config__ = _STRICT
+    size: Annotated[int, Field(ge=0)]
+    sha256: _Sha256
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The 16-bit model: a repository at a commit, or a folder by the digest of its files.
+
+    ``files`` maps the name of each file that was used to its SHA-256.
+    """
+
+    __pydantic_config__ = _STRICT
+    repo: _Text | None
+    commit: _Commit | None
+    sha256: _Sha256 | None
+    files: Mapping[str, _Sha256]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A stage's record: ``payload`` whole, so that its fingerprint recomputes; times are ISO 8601 in UTC."""
+
+    __pydantic_config__ = _STRICT
+    fingerprint: _Sha256
+    version: int
+    started: _Moment
+    finished: _Moment
+    tools: Mapping[str, str]
+    payload: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Data that shaped the ranges or the verdict.
+
+    ``revision`` is a commit of the Hub; ``sha256`` the digest of a file, or of the names and digests of several.
+    """
+
+    __pydantic_config__ = _STRICT
+    role: Literal["calibration", "evaluation"]
+    name: _Text
+    revision: str | None
+    sha256: _Sha256 | None
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What answered: the runtime with its version, and the container image that the launch plan names for it."""
+
+    __pydantic_config__ = _STRICT
+    engine: str
+    image: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Names of devices: where the checkpoint was computed, where it was measured, what the recipe is meant for."""
+
+    __pydantic_config__ = _STRICT
+    quantized_on: str | None
+    measured_on: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of ``quantmint.json``.
+
+    ``artefact`` is the digest of the checkpoint's files as the gate recorded it; ``created`` when the gate had judged;
+    ``recipe`` the resolved recipe without where it goes, ``tools`` the versions of all stages (several of one tool,
+    where stages were made at different times, are joined by ", "); ``files`` everything but the manifest itself and
+    the signature; ``quantmint`` the version that assembled the release.
+    """
+
+    __pydantic_config__ = _STRICT
+    name: _Text
+    title: str
+    created: _Moment
+    artefact: _Sha256
+    verdict: Literal["PASS"]
+    base: Base
+    recipe: Mapping[str, Any]
+    recipe_fingerprint: _Sha256
+    stages: Mapping[str, Made]
+    datasets: tuple[Dataset, ...]
+    tools: Mapping[str, str]
+    serving: Serving
+    hardware: Hardware
+    files: Mapping[str, Digest]
+    quantmint: str
+    schema: Literal[1] = 1
+
+
+_ADAPTER: Final = TypeAdapter(Manifest)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of ``quantmint.json``: sorted and indented for readers, the same for the same content.
+
+    Raises `ManifestError` where what `decode` would refuse is to be written.
+    """
+    text = json.dumps(asdict(manifest), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    raw = f"{text}\n".encode()
+    decode(raw, what="the manifest to be written")
+    return raw
+
+
+def write(path: Path, manifest: Manifest) -> str:
+    """Write a manifest; returns its identity."""
+    raw = encode(manifest)
+    path.write_bytes(raw)
+    return identity(raw)
+
+
+def read(path: Path) -> Manifest:
+    """Read a manifest. Raises `ManifestError`."""
+    try:
+        size = path.stat().st_size
+        raw = path.read_bytes() if size <= LARGEST else b""
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read: {error.strerror}") from None
+    if size > LARGEST:
+        raise ManifestError(f"{path}: found {size:,} bytes, expected at most {LARGEST:,}")
+    return decode(raw, what=str(path))
+
+
+def decode(raw: bytes, *, what: str = "quantmint.json") -> Manifest:
+    """Read a manifest from its bytes; ``what`` is what an error calls it. Raises `ManifestError`."""
+    try:
+        data = json.loads(raw, object_pairs_hook=_once, parse_constant=_no_number)
+        if not isinstance(data, dict):
+            raise ValueError("found no JSON object")
+        if data.get("schema") != SCHEMA or isinstance(data["schema"], bool):
+            raise ValueError(f"found schema {data.get('schema')!r}, this version of quantmint reads {SCHEMA}")
+        manifest = _ADAPTER.validate_json(raw)
+        require_safe([*manifest.files, *manifest.base.files])
+        listed = [name for name in UNLISTED if name in manifest.files]
+        if listed:
+            raise ValueError(f"files lists {listed[0]}, which cannot have a digest in it")
+    except ValidationError as error:
+        raise ManifestError(f"{what}: {_first(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{what}: {error}") from None
+    return manifest
+
+
+def identity(raw: bytes) -> str:
+    """The identity of a release: SHA-256 in hex of the bytes of its ``quantmint.json``."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def digests(files: Mapping[str, File]) -> dict[str, Digest]:
+    """What a manifest says of files, by their names in the release; itself and the signature are left out."""
+    return {name: Digest(file.size, file.sha256) for name, file in sorted(files.items()) if name not in UNLISTED}
+
+
+def contradictions(manifest: Manifest) -> tuple[str, ...]:
+    """Where a manifest does not agree with itself, one sentence each; empty for one that does.
+
+    Fingerprints are recomputed from the payloads, every input is a stage that is listed, and what the gate's inputs
+    say of base and recipe is what the manifest says.
+    """
+    found: list[str] = []
+    if _fingerprint(manifest.recipe) != manifest.recipe_fingerprint:
+        found.append("recipe_fingerprint is not the fingerprint of the recipe")
+    known = {made.fingerprint for made in manifest.stages.values()}
+    for key, made in manifest.stages.items():
+        if _fingerprint(made.payload) != made.fingerprint:
+            found.append(f"stages.{key}.fingerprint is not the fingerprint of its payload")
+        inputs = made.payload.get("inputs")
+        if not isinstance(inputs, dict) or not set(inputs.values()) <= known:
+            found.append(f"stages.{key} was made from a stage that is not listed")
+        if made.version != made.payload.get("version"):
+            found.append(f"stages.{key}.version is not that of its payload")
+    found += [f"stages lacks {key}" for key in _NEEDED if key not in manifest.stages]
+    if "gate" in manifest.stages and manifest.stages["gate"].finished != manifest.created:
+        found.append("created is not when the gate had judged")
+    if "source" in manifest.stages:
+        base = manifest.base
+        named = {"sha256": base.sha256} if base.repo is None else {"repo": base.repo, "commit": base.commit}
+        if manifest.stages["source"].payload.get("settings") != named:
+            found.append("base is not what the stage source was given")
+    if manifest.recipe.get("name") != manifest.name:
+        found.append("name is not that of the recipe")
+    return tuple(found)
+
+
+def _fingerprint(value: object) -> str | None:
+    try:
+        return fingerprint(value)
+    except UnstableValueError:
+        return None
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object whose keys are all different; the last of two equal ones would win in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"found the key {twice!r} twice in one object")
+    return found
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"found {text}, which JSON has no number for")
+
+
+def _first(error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    place = ".".join(map(str, fault["loc"])) or "the whole"
+    shown = repr(fault.get("input"))
+    return f"{place}: found {shown if len(shown) <= 60 else shown[:60] + '...'}: {fault['msg']}"
