@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 HUB_SCHEME: Final = "hf://"
 _REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_URL: Final = re.compile(r"(?P<base>[a-z][a-z0-9+.-]*://[^\x00-\x1f@?#]*[^/\x00-\x1f@?#])/(?P<name>[^/\x00-\x1f@?#]+)/?")
+_URL: Final = re.compile(
+    r"(?P<base>[a-z][a-z0-9+.-]*://[^\x00-\x1f@?#]*[^/\x00-\x1f@?#])/(?P<name>[^/\x00-\x1f@?#]+)/?"
+)
 _EXPECTED: Final = "a published folder (published/NAME), a bucket (s3://bucket/prefix/NAME) or a repository (org/name)"
 
 

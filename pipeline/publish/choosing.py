@@ -1,0 +1,51 @@
+"""Which of the releases of a place is meant, by its tag or by being the only one.
+
+named(releases, "v20261121-3f1c0a52", "my-org/name")    to roll back to
+waiting(releases, None, "my-org/name")                  to promote
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.errors import UserError
+from pipeline.publish.target import Listed
+from pipeline.recipe.faults import did_you_mean
+
+
+def named(releases: Sequence[Listed], tag: str, place: str) -> Listed:
+    """The release of that tag; raises `UserError` with the nearest tag where there is none."""
+    found = next((release for release in releases if release.tag == tag), None)
+    if found is None:
+        tags = [release.tag for release in releases]
+        raise UserError(
+            f"{place} has no release {tag}{did_you_mean(tag, tags)}",
+            hint=f"`quantmint releases {place}` lists them." if tags else f"Nothing is published in {place} yet.",
+        )
+    return found
+
+
+def waiting(releases: Sequence[Listed], tag: str | None, place: str) -> Listed:
+    """The candidate of that tag, or the only one; the current release where its tag is given, as it was promoted before.
+
+    Raises `UserError` where none waits, several do, or the tag is that of an earlier release.
+    """
+    candidates = [release for release in releases if release.candidate]
+    if tag is not None:
+        found = named(releases, tag, place)
+        if not (found.candidate or found.current):
+            raise UserError(
+                f"{tag} is an earlier release of {place}, expected a candidate"
+                + (f" such as {candidates[0].tag}" if candidates else ""),
+                hint=f"`quantmint rollback {place} {tag}` makes it the current one again.",
+            )
+        return found
+    if not candidates:
+        raise UserError(
+            f"{place} has no candidate to promote",
+            hint="`quantmint publish RECIPE --to candidate` publishes one.",
+        )
+    if len(candidates) > 1:
+        tags = ", ".join(release.tag for release in candidates)
+        raise UserError(f"{place} has {len(candidates)} candidates, expected the tag of one: {tags}")
+    return candidates[0]
