@@ -26,7 +26,7 @@ def named(releases: Sequence[Listed], tag: str, place: str) -> Listed:
 
 
 def waiting(releases: Sequence[Listed], tag: str | None, place: str) -> Listed:
-    """The candidate of that tag, or the only one; the current release where its tag is given, as it was promoted before.
+    """The candidate of that tag, or the only one; the current release where that is named: it was promoted before.
 
     Raises `UserError` where none waits, several do, or the tag is that of an earlier release.
     """
