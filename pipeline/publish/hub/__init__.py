@@ -1,0 +1,1 @@
+"""A repository of the Hugging Face Hub as a place to publish to."""
