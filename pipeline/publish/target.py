@@ -13,7 +13,7 @@ one to another in a single step; a tagged release never changes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -91,6 +91,12 @@ class Target(Protocol):
         """Remove releases, never the current one or a candidate."""
         ...
 
-    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress) -> Path:
-        """A folder with a release's files (None: the current one): where it lies, or a copy in ``into`` or a cache."""
+    def fetch(
+        self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
+    ) -> Path:
+        """A folder with a release's files (None: the current one): where it lies, or a copy in ``into`` or a cache.
+
+        ``wanted`` says of a file's name in the release whether it is needed (None: all are); a folder that lies here is
+        given as it is. What is fetched from elsewhere is not believed: names that lead out of the folder are refused.
+        """
         ...
