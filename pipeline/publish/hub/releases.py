@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING, Final
 
 from pipeline.errors import StageError, UserError
 from pipeline.publish.choosing import named, waiting
+from pipeline.publish.hub.client import Client, MissingError, MovedError, RefusedError
 from pipeline.publish.release import MANIFEST
 from pipeline.publish.target import Listed, Operation
 from pipeline.stage import Progress
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
     from huggingface_hub.hf_api import GitCommitInfo, RepoFile
 
 MAIN: Final = "main"
@@ -61,76 +62,75 @@ class _Known:
     releases: tuple[Listed, ...]
 
 
-def releases(api: HfApi, repo: str) -> tuple[Listed, ...]:
+def releases(client: Client) -> tuple[Listed, ...]:
     """The releases of a repository, the newest first."""
-    return _look(api, repo).releases
+    return _look(client).releases
 
 
-def promote(api: HfApi, repo: str, tag: str | None, *, dry_run: bool, progress: Progress) -> tuple[Operation, ...]:
+def promote(client: Client, tag: str | None, *, dry_run: bool, progress: Progress) -> tuple[Operation, ...]:
     """Give `main` the files of a candidate, by merging its pull request or by one commit; see `Target.promote`."""
-    known = _look(api, repo)
-    chosen = waiting(known.releases, tag, repo)
+    known = _look(client)
+    chosen = waiting(known.releases, tag, client.repo)
     number = next((number for number, head in known.refs.pull_requests.items() if head == chosen.revision), None)
-    on_branch = known.refs.candidate == chosen.revision
     done: list[Operation] = []
     if not chosen.current:
-        if number is not None and _starts_from(api, repo, chosen.revision, known.refs.main):
+        if number is not None and _starts_from(client, chosen.revision, known.refs.main):
             done.append(Operation("merge", f"pull request {number} into {MAIN}"))
             if not dry_run:
-                api.merge_pull_request(repo, number, comment=f"Promoted: {chosen.tag}.")
-                _require_equal(api, repo, MAIN, known.trees[chosen.tag], chosen.tag)
+                _merge(client, number, chosen.tag, known.trees[chosen.tag])
             number = None
         else:
-            done += _give(api, repo, known, chosen, f"Promote {chosen.tag}", dry_run=dry_run, progress=progress)
+            done += _give(client, known, chosen, f"Promote {chosen.tag}", dry_run=dry_run, progress=progress)
     if number is not None:
         done.append(Operation("close", f"pull request {number}, whose files {MAIN} has"))
         if not dry_run:
-            comment = f"Promoted by a commit on {MAIN}, which had moved since: {chosen.tag}."
-            api.change_discussion_status(repo, number, "closed", comment=comment)
-    if on_branch:
+            _close(client, number, chosen.tag)
+    if known.refs.candidate == chosen.revision:
         done.append(Operation("delete", f"branch {CANDIDATE}, whose files {MAIN} has"))
         if not dry_run:
-            api.delete_branch(repo, branch=CANDIDATE)
+            with suppress(MissingError):
+                client.call(
+                    f"delete the branch {CANDIDATE}", lambda: client.api.delete_branch(client.repo, branch=CANDIDATE)
+                )
     return tuple(done)
 
 
-def rollback(api: HfApi, repo: str, tag: str, *, dry_run: bool, progress: Progress) -> tuple[Operation, ...]:
+def rollback(client: Client, tag: str, *, dry_run: bool, progress: Progress) -> tuple[Operation, ...]:
     """Give `main` the files of an earlier release by one commit; see `Target.rollback`."""
-    known = _look(api, repo)
-    chosen = named(known.releases, tag, repo)
+    known = _look(client)
+    chosen = named(known.releases, tag, client.repo)
     if chosen.candidate and not chosen.current:
         raise UserError(
-            f"{tag} of {repo} is a candidate that was never a release",
-            hint=f"`quantmint promote {repo} {tag}` makes it one.",
+            f"{tag} of {client.repo} is a candidate that was never a release",
+            hint=f"`quantmint promote {client.repo} {tag}` makes it one.",
         )
-    return tuple(_give(api, repo, known, chosen, f"Roll back to {tag}", dry_run=dry_run, progress=progress))
+    return tuple(_give(client, known, chosen, f"Roll back to {tag}", dry_run=dry_run, progress=progress))
 
 
-def remove(api: HfApi, repo: str, tags: Collection[str], *, dry_run: bool, progress: Progress) -> tuple[Operation, ...]:
+def remove(client: Client, tags: Collection[str], *, dry_run: bool, progress: Progress) -> tuple[Operation, ...]:
     """Delete tags, never of the current release or a candidate; see `Target.remove`.
 
     The files stay on the Hub as long as its history refers to them, which only its owner can rewrite.
     """
-    known = _look(api, repo)
-    chosen = [named(known.releases, tag, repo) for tag in tags]
+    known = _look(client)
+    chosen = [named(known.releases, tag, client.repo) for tag in tags]
     for release in chosen:
         if release.current or release.candidate:
             what = "the current release" if release.current else "a candidate"
-            raise UserError(f"{release.tag} is {what} of {repo}, expected an earlier release to remove")
-    done: list[Operation] = []
-    for release in chosen:
-        done.append(Operation("delete", f"tag {release.tag}; the Hub keeps the files that its history refers to"))
-        if not dry_run:
-            api.delete_tag(repo, tag=release.tag)
-            progress.say(f"{release.tag} is no release of {repo} any more")
-    return tuple(done)
+            raise UserError(f"{release.tag} is {what} of {client.repo}, expected an earlier release to remove")
+    for tag in [] if dry_run else [release.tag for release in chosen]:
+        with suppress(MissingError):
+            client.call(f"delete the tag {tag}", lambda tag=tag: client.api.delete_tag(client.repo, tag=tag))  # type: ignore[misc]
+        progress.say(f"{tag} is no release of {client.repo} any more")
+    kept = "the Hub keeps the files that its history refers to"
+    return tuple(Operation("delete", f"tag {release.tag}; {kept}") for release in chosen)
 
 
-def _look(api: HfApi, repo: str) -> _Known:
-    refs = _refs(api, repo)
-    trees = {tag: _tree(api, repo, commit) for tag, commit in refs.tags.items()}
-    commits = _commits(api, repo, refs)
-    manifest = _tree(api, repo, refs.main).get(MANIFEST)
+def _look(client: Client) -> _Known:
+    refs = _refs(client)
+    trees = {tag: _tree(client, commit) for tag, commit in refs.tags.items()}
+    commits = _commits(client, refs)
+    manifest = _tree(client, refs.main).get(MANIFEST) if refs.tags else None
     found = [
         Listed(
             tag=tag,
@@ -146,8 +146,9 @@ def _look(api: HfApi, repo: str) -> _Known:
     return _Known(refs, trees, tuple(sorted(found, key=lambda release: (release.created, release.tag), reverse=True)))
 
 
-def _refs(api: HfApi, repo: str) -> _Refs:
-    found = api.list_repo_refs(repo, include_pull_requests=True)
+def _refs(client: Client) -> _Refs:
+    api, repo = client.api, client.repo
+    found = client.call("read its branches and tags", lambda: api.list_repo_refs(repo, include_pull_requests=True))
     heads = {branch.name: branch.target_commit for branch in found.branches}
     tags = {tag.name: tag.target_commit for tag in found.tags if TAG.fullmatch(tag.name)}
     requested = {
@@ -156,25 +157,43 @@ def _refs(api: HfApi, repo: str) -> _Refs:
         if ref.target_commit in tags.values()
     }
     if requested:  # a merged or closed one keeps its ref
-        opened = api.get_repo_discussions(repo, discussion_type="pull_request", discussion_status="open")
-        numbers = {discussion.num for discussion in opened}
-        requested = {number: commit for number, commit in requested.items() if number in numbers}
+        opened = client.call(
+            "list its pull requests",
+            lambda: [
+                discussion.num
+                for discussion in api.get_repo_discussions(
+                    repo, discussion_type="pull_request", discussion_status="open"
+                )
+            ],
+        )
+        requested = {number: commit for number, commit in requested.items() if number in opened}
     return _Refs(heads[MAIN], tags, heads.get(CANDIDATE), requested)
 
 
-def _commits(api: HfApi, repo: str, refs: _Refs) -> dict[str, GitCommitInfo]:
+def _commits(client: Client, refs: _Refs) -> dict[str, GitCommitInfo]:
     """The commits of the tags: most are in the history of `main`, those of old candidates are asked for one by one."""
     found: dict[str, GitCommitInfo] = {}
     for revision in (refs.main, *refs.waiting, *refs.tags.values()):
-        if revision not in found:
-            found |= {commit.commit_id: commit for commit in api.list_repo_commits(repo, revision=revision)}
+        if refs.tags and revision not in found:
+            found |= {commit.commit_id: commit for commit in _history(client, revision)}
     return found
 
 
-def _tree(api: HfApi, repo: str, revision: str) -> Tree:
+def _history(client: Client, revision: str) -> list[GitCommitInfo]:
+    api, repo = client.api, client.repo
+    found: list[GitCommitInfo] = client.call(
+        f"read the history of {revision}", lambda: api.list_repo_commits(repo, revision=revision)
+    )
+    return found
+
+
+def _tree(client: Client, revision: str) -> Tree:
     from huggingface_hub.hf_api import RepoFile
 
-    listed = api.list_repo_tree(repo, revision=revision, recursive=True)
+    api, repo = client.api, client.repo
+    listed = client.call(
+        f"list the files of {revision}", lambda: list(api.list_repo_tree(repo, revision=revision, recursive=True))
+    )
     return {item.path: item for item in listed if isinstance(item, RepoFile) and item.path != _GIT_ATTRIBUTES}
 
 
@@ -188,40 +207,80 @@ def _title(message: str, tag: str) -> str:
     return message.removeprefix(tag).lstrip(": ")
 
 
-def _starts_from(api: HfApi, repo: str, commit: str, parent: str) -> bool:
+def _starts_from(client: Client, commit: str, parent: str) -> bool:
     """Whether a commit is the next one after ``parent``, so that merging it gives exactly its files."""
-    history = [found.commit_id for found in api.list_repo_commits(repo, revision=commit)]
-    return history[1:2] == [parent]
+    return [found.commit_id for found in _history(client, commit)][1:2] == [parent]
+
+
+def _merge(client: Client, number: int, tag: str, wanted: Tree) -> None:
+    api, repo = client.api, client.repo
+    try:
+        client.call(
+            f"merge pull request {number}", lambda: api.merge_pull_request(repo, number, comment=f"Promoted: {tag}.")
+        )
+    except RefusedError:
+        if _differing(_tree(client, MAIN), wanted):  # else it was merged, and the answer got lost
+            raise
+    _require_equal(client, MAIN, wanted, tag)
+
+
+def _close(client: Client, number: int, tag: str) -> None:
+    api, repo = client.api, client.repo
+    comment = f"Promoted by a commit on {MAIN}, which had moved since: {tag}."
+    client.call(
+        f"close pull request {number}",
+        lambda: api.change_discussion_status(repo, number, "closed", comment=comment),
+    )
 
 
 def _give(
-    api: HfApi, repo: str, known: _Known, release: Listed, message: str, *, dry_run: bool, progress: Progress
+    client: Client, known: _Known, release: Listed, message: str, *, dry_run: bool, progress: Progress
 ) -> list[Operation]:
     """One commit that makes the tree of `main` that of a release; nothing where it is that already."""
-    from huggingface_hub import CommitOperationCopy, CommitOperationDelete
-
-    there, wanted = _tree(api, repo, known.refs.main), known.trees[release.tag]
-    copies = [name for name, file in wanted.items() if name not in there or _oid(there[name]) != _oid(file)]
-    gone = sorted(there.keys() - wanted.keys())
-    if not copies and not gone:
+    there, wanted = _tree(client, known.refs.main), known.trees[release.tag]
+    names = _differing(there, wanted)
+    if not names:
         return []
     _warn_of_edits(known, there, progress)
-    done = [Operation("copy", f"{name} from {release.tag}", wanted[name].size) for name in copies]
-    done += [Operation("delete", f"{name}, which {release.tag} does not have") for name in gone]
-    done.append(Operation("commit", f'"{message}" on {MAIN}, after {known.refs.main[:8]}'))
+    copies = [name for name in names if name in wanted]
+    gone = [name for name in names if name not in wanted]
     if not dry_run:
-        made = api.create_commit(
-            repo,
-            operations=[
-                *(CommitOperationCopy(name, name, src_revision=release.revision) for name in copies),
-                *(CommitOperationDelete(name) for name in gone),
-            ],
-            commit_message=message,
-            revision=MAIN,
-            parent_commit=known.refs.main,
+        _commit(client, known.refs.main, release, copies, gone, message, wanted)
+    return [
+        *(Operation("copy", f"{name} from {release.tag}", wanted[name].size) for name in copies),
+        *(Operation("delete", f"{name}, which {release.tag} does not have") for name in gone),
+        Operation("commit", f'"{message}" on {MAIN}, after {known.refs.main[:8]}'),
+    ]
+
+
+def _commit(
+    client: Client,
+    parent: str,
+    release: Listed,
+    copies: Sequence[str],
+    gone: Sequence[str],
+    message: str,
+    wanted: Tree,
+) -> None:
+    """Large files are named by their SHA-256 and not sent; the client sends small ones again."""
+    from huggingface_hub import CommitOperationCopy, CommitOperationDelete
+
+    api, repo = client.api, client.repo
+    operations = [
+        *(CommitOperationCopy(name, name, src_revision=release.revision) for name in copies),
+        *(CommitOperationDelete(name) for name in gone),
+    ]
+    try:
+        client.call(
+            f"give {MAIN} the files of {release.tag}",
+            lambda: api.create_commit(
+                repo, operations=operations, commit_message=message, revision=MAIN, parent_commit=parent
+            ),
         )
-        _require_equal(api, repo, made.oid, wanted, release.tag)
-    return done
+    except MovedError:
+        if _differing(_tree(client, MAIN), wanted):  # else the commit was made, and its answer got lost
+            raise
+    _require_equal(client, MAIN, wanted, release.tag)
 
 
 def _warn_of_edits(known: _Known, there: Tree, progress: Progress) -> None:
@@ -234,11 +293,11 @@ def _warn_of_edits(known: _Known, there: Tree, progress: Progress) -> None:
         progress.warn(f"{MAIN} was edited after {current}: {_few(names)}; what was written there stays in its history")
 
 
-def _require_equal(api: HfApi, repo: str, revision: str, wanted: Tree, tag: str) -> None:
-    names = _differing(_tree(api, repo, revision), wanted)
+def _require_equal(client: Client, revision: str, wanted: Tree, tag: str) -> None:
+    names = _differing(_tree(client, revision), wanted)
     if names:
         raise StageError(
-            f"{repo}: {MAIN} has not become {tag}: {_few(names)} differs",
+            f"{client.repo}: {MAIN} has not become {tag}: {_few(names)} differs",
             hint="Somebody may have written there meanwhile; look, then run the same command again.",
         )
 
