@@ -12,17 +12,22 @@ from eval.report.views.accuracy import level, unit_of
 from eval.report.views.first_screen import meaning, notes, runtime, worst_first
 from eval.verdict import Verdict
 
-_SIGNS = str.maketrans({char: f"\\{char}" for char in "\\`*_[]<>|#"})
+_SIGNS = str.maketrans({char: f"\\{char}" for char in "\\`*_[]<>|#$~&"})
 
 
 def render(report: Report) -> str:
     """Verdict, tables with intervals and counts, how it was made, what it does not say."""
     gate = GateReport.from_json(report["gate"])
+    limited = [*map(plain, notes(report, gate)), *limits(gate)]
     parts = [
-        _verdict(report, gate), _accuracy(gate), _throughput(report, gate), _size(report), _made(report),
-        _limits(report, gate),
-    ]  # fmt: skip
-    return "\n\n".join(part for part in parts if part) + "\n"
+        ("## Evaluation", _verdict(report, gate)),
+        ("### Accuracy", accuracy(gate)),
+        ("### Throughput", throughput(report, gate)),
+        ("### Size", size(report)),
+        ("### How it was made", _made(report)),
+        ("### Limits", "\n".join(f"- {limit}" for limit in limited)),
+    ]
+    return "\n\n".join(f"{heading}\n\n{part}" for heading, part in parts if part) + "\n"
 
 
 def plain(text: str) -> str:
@@ -39,14 +44,20 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _verdict(report: Report, gate: GateReport) -> str:
     machine = plain(gate.device or gate.hardware)
     where = f"Measured beside its 16-bit baseline with {plain(runtime(report))} on {machine}"
-    lines = ["## Evaluation", f"**{gate.verdict.value}**: {plain(meaning(report, gate))} {where}."]
-    unresolved = [finding for finding in worst_first(gate.findings) if finding.verdict is not Verdict.PASS]
-    if unresolved:
-        lines.append("\n".join(f"- {finding.verdict.value}: {plain(finding.reason)}" for finding in unresolved))
+    lines = [f"**{gate.verdict.value}**: {plain(meaning(report, gate))} {where}."]
+    if unresolved := not_passed(gate):
+        lines.append("\n".join(f"- {reason}" for reason in unresolved))
     return "\n\n".join(lines)
 
 
-def _accuracy(gate: GateReport) -> str:
+def not_passed(gate: GateReport) -> list[str]:
+    """Every finding that is no PASS, the worst first."""
+    findings = [finding for finding in worst_first(gate.findings) if finding.verdict is not Verdict.PASS]
+    return [f"{finding.verdict.value}: {plain(finding.reason)}" for finding in findings]
+
+
+def accuracy(gate: GateReport) -> str:
+    """The table of tasks, with what is said of it; "" where nothing was asked."""
     if not gate.accuracy:
         return ""
     rows = []
@@ -71,7 +82,7 @@ def _accuracy(gate: GateReport) -> str:
     head = ["Task", "Baseline", "This model", "Change", f"{confidence} interval", "Recovery", "Margin", "Items",
             "Verdict"]  # fmt: skip
     said = "The same items were put to both models; intervals are of the paired difference."
-    return f"### Accuracy\n\n{table(head, rows)}\n\n{said}{_flips(gate)}"
+    return f"{table(head, rows)}\n\n{said}{_flips(gate)}"
 
 
 def _flips(gate: GateReport) -> str:
@@ -86,7 +97,8 @@ def _flips(gate: GateReport) -> str:
     return f" Answers whose score changed: {said}."
 
 
-def _throughput(report: Report, gate: GateReport) -> str:
+def throughput(report: Report, gate: GateReport) -> str:
+    """The table of loads, with where they were measured; "" where none was."""
     if not gate.throughput:
         return ""
     rows = [
@@ -111,38 +123,45 @@ def _throughput(report: Report, gate: GateReport) -> str:
     room = report["kv_tokens"]
     if room.get("baseline") and room.get("candidate"):
         said += f" The KV cache holds {room['candidate']:,} tokens, the baseline's {room['baseline']:,}."
-    return f"### Throughput\n\n{table(head, rows)}\n\n{said}"
+    return f"{table(head, rows)}\n\n{said}"
 
 
-def _size(report: Report) -> str:
-    size = report["size"]
+def size(report: Report) -> str:
+    """The table of bytes by part."""
+    sizes = report["size"]
     rows = [[part["name"], numbers.size(part["baseline_bytes"]), numbers.size(part["candidate_bytes"])]
-            for part in size["parts"]]  # fmt: skip
-    rows.append(["all", numbers.size(size["baseline_bytes"]), numbers.size(size["candidate_bytes"])])
-    return f"### Size\n\n{table(['Part', 'Baseline', 'This model'], rows)}"
+            for part in sizes["parts"]]  # fmt: skip
+    rows.append(["all", numbers.size(sizes["baseline_bytes"]), numbers.size(sizes["candidate_bytes"])])
+    return f"{table(['Part', 'Baseline', 'This model'], rows)}"
+
+
+def fenced(text: str, language: str = "") -> str:
+    """A block of code that shows exactly the text, whatever fences are in it."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
 def _made(report: Report) -> str:
-    fence = "```"
-    while fence in report["recipe"]:
-        fence += "`"
     versions = ", ".join(f"{plain(name)} {plain(version)}" for name, version in report["versions"].items())
-    commands = "\n".join(report["reproduce"])
     return (
-        f"### How it was made\n\n{plain(report['scheme'])}, from {plain(report['model'])}, by this recipe:\n\n"
-        f"{fence}yaml\n{report['recipe'].rstrip()}\n{fence}\n\n```sh\n{commands}\n```\n\nVersions: {versions}."
+        f"{plain(report['scheme'])}, from {plain(report['model'])}, by this recipe:\n\n"
+        f"{fenced(report['recipe'], 'yaml')}\n\n{fenced(chr(10).join(report['reproduce']), 'sh')}\n\n"
+        f"Versions: {versions}."
     )
 
 
-def _limits(report: Report, gate: GateReport) -> str:
-    limits = [plain(note) for note in notes(report, gate)]
+def limits(gate: GateReport) -> list[str]:
+    """What the figures do not say, one sentence each."""
+    found: list[str] = []
     if gate.accuracy:
-        limits.append(
+        found.append(
             "Accuracy was measured on the tasks above and in their language and format; it says nothing of others."
         )
     if not gate.throughput:
-        limits.append("Throughput was not measured.")
+        found.append("Throughput was not measured.")
     shown = [plain(result.task) for result in gate.accuracy if result.task not in gate.policy.margins]
     if shown:
-        limits.append(f"Shown, but not decided by: {', '.join(shown)}.")
-    return "### Limits\n\n" + "\n".join(f"- {limit}" for limit in limits) if limits else ""
+        found.append(f"Shown, but not decided by: {', '.join(shown)}.")
+    return found
