@@ -13,9 +13,9 @@ from pathlib import Path
 
 from eval.report.files import DATA, JUNIT, PAGE
 from pipeline.errors import UserError
+from pipeline.publish.release import EVIDENCE
 from pipeline.recipe.faults import did_you_mean
 from pipeline.stages.gate import GATE
-from pipeline.stages.publish import EVIDENCE
 from pipeline.store.entries import Entry
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import Store

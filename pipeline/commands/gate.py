@@ -82,8 +82,8 @@ def _record_of(subject: str, store: Store) -> Path:
     from eval.report.files import DATA
     from pipeline import finished
     from pipeline.errors import UserError
+    from pipeline.publish.release import EVIDENCE
     from pipeline.stages.gate import GATE
-    from pipeline.stages.publish import EVIDENCE
 
     path = Path(subject)
     if path.is_file() and path.name != DATA:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.publish.opening import published_folder, serving_name
 from pipeline.recipe.faults import nearest
 from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
 from pipeline.recipe.modules import assigned
@@ -112,8 +113,6 @@ def _of_recipe(
     source = _source(setting, config)
     if baseline:
         return replace(source, recipe=recipe, tunableop=loaded.tunableop)
-    from pipeline.stages.publish import published_path
-
     quantization = recipe.quantization
     facts = as_quantized(
         source.facts,
@@ -126,7 +125,7 @@ def _of_recipe(
         f"{recipe.name} has made no checkpoint yet",
         hint=f"quantmint run {text} makes it; --baseline serves the 16-bit model, --dry-run plans.",
     )
-    model = str(published_path(setting))
+    model = str(published_folder(setting) or serving_name(recipe))
     return ServedModel(model, facts, recipe.name, recipe=recipe, tunableop=loaded.tunableop, missing=missing)
 
 
@@ -148,7 +147,6 @@ def _made(setting: Setting, config: Path | None) -> Path | None:
     """The recipe's checkpoint: that of its current state in the store, else the one that is published."""
     from pipeline.planning import build_plan
     from pipeline.runner import find_entry
-    from pipeline.stages.publish import published_path
     from pipeline.stages.source import model_folder
 
     if config is None:
@@ -156,5 +154,5 @@ def _made(setting: Setting, config: Path | None) -> Path | None:
         entry = find_entry(planned, setting)
         if entry is not None:
             return model_folder(entry)
-    published = published_path(setting)
-    return published if (published / "config.json").is_file() else None
+    published = published_folder(setting)
+    return published if published is not None and (published / "config.json").is_file() else None

@@ -62,14 +62,21 @@ def open_target(text: str) -> Target:
     )
 
 
+def published_folder(setting: Setting) -> Path | None:
+    """Where readers find a recipe's checkpoint on this machine; None for a recipe that publishes to no folder."""
+    folder = setting.recipe.publish.folder
+    return None if folder is None else (setting.home / folder).resolve() / setting.recipe.name
+
+
 def targets_of(setting: Setting) -> tuple[Target, ...]:
     """The places of a recipe, in the order in which they are published to: what is nearest comes first."""
     section, name = setting.recipe.publish, setting.recipe.name
     targets: list[Target] = []
-    if section.folder is not None:
+    folder = published_folder(setting)
+    if folder is not None:
         from pipeline.publish.folder import FolderTarget
 
-        targets.append(FolderTarget((setting.home / section.folder).resolve(), name))
+        targets.append(FolderTarget(folder.parent, name))
     if section.storage is not None:
         from pipeline.publish.storage import StorageTarget
 

@@ -21,6 +21,7 @@ from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.publish.opening import serving_name
 from pipeline.reporting.contents import kv_scales, layer_errors, sizes
 from pipeline.serving import hardware
 from pipeline.stage import Job, Output, Setting, versions
@@ -59,8 +60,9 @@ class ReportStage:
         return {**made, **measured_inputs(setting, stopped=self.stopped), "gate": "gate"}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The recipe, which is printed."""
-        return {"recipe": setting.loaded.text_proven, "name": setting.recipe.name}
+        """The recipe and the name that readers will know it by, which are printed."""
+        published = serving_name(setting.recipe)
+        return {"recipe": setting.loaded.text_proven, "name": setting.recipe.name, "published": published}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """What draws the page, and what it says of versions."""
@@ -88,7 +90,7 @@ def gather(job: Job) -> Report:
     inspection = json.loads(inputs["inspect"].file(INSPECTION).read_text(encoding="utf-8"))
     checkpoint = open_checkpoint(model_folder(inputs["quantize"]))
     model = recipe.source.repo or f"{recipe.source.folder}"
-    published = f"{recipe.publish.folder}/{recipe.name}"
+    published = serving_name(recipe)
     return Report(
         name=recipe.name,
         model=model,
