@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
+from collections.abc import Iterable
 
 from pipeline.errors import UserError
 
@@ -45,6 +47,20 @@ def device_memory(device: str) -> int:
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_title(devices: Iterable[str]) -> str:
+    """What devices call themselves: ``8 x AMD Instinct MI300X``, or the model of the CPU."""
+    import torch
+
+    from pipeline.serving.host.device import cpu_name
+    from pipeline.serving.host.machine import Machine
+
+    found = Counter(
+        torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name(Machine())
+        for device in devices
+    )
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in found.items())
 
 
 def give_back_memory() -> None:

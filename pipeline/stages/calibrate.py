@@ -15,10 +15,11 @@ from calibration.sets import DEFAULTS, CalibrationSet, load_set
 from pipeline.device import resolve_devices
 from pipeline.errors import StageError, UserError
 from pipeline.recipe.schema import Calibration
-from pipeline.stage import Job, Output, Setting, versions
+from pipeline.stage import Job, Output, Setting, versions, write_json
 from pipeline.stages.source import model_folder
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
+from pipeline.toolchain import ENVIRONMENT, environment_here
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,7 @@ class CalibrateStage:
             raise StageError(f"calibration: {error}") from error
         ranges = outcome.ranges
         ranges.save(job.path / RANGES)
+        write_json(job.path / ENVIRONMENT, environment_here(self.tools(job.setting)).to_json())
         tokens = sum(len(sample) for sample in samples)
         return Output(
             result={

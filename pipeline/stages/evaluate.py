@@ -28,6 +28,7 @@ from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_k
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
+from pipeline.toolchain import ENVIRONMENT, environment_here
 
 ANSWERS = "answers"
 DATASETS = "datasets"
@@ -89,6 +90,7 @@ class EvaluateStage:
         except (MeasurementError, DefinitionError) as error:
             raise InvalidMeasurementError(f"evaluate {self.side}: {error}") from error
         tidy(job.path)
+        write_json(job.path / ENVIRONMENT, environment_here(self.tools(setting)).to_json())
         scan = keep_log(server, job.path / SERVER_LOG)
         return Output(
             result={

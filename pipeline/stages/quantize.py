@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipeline.device import resolve_devices
+from pipeline.device import device_title, resolve_devices
 from pipeline.engines.ranges import scale_ranges
 from pipeline.engines.stream.engine import write_checkpoint
 from pipeline.engines.stream.error import Error
@@ -23,6 +23,7 @@ from pipeline.stages.calibrate import RANGES
 from pipeline.stages.source import model_folder
 from pipeline.store.disk import free_bytes
 from pipeline.store.entries import Entry
+from pipeline.toolchain import ENVIRONMENT, environment_here
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,12 @@ class QuantizeStage:
 
     def run(self, job: Job) -> Output:
         """Make the checkpoint by the engine that the recipe names."""
-        return self._stream(job) if job.setting.recipe.quantization.engine == "stream" else by_library.run(job)
+        streamed = job.setting.recipe.quantization.engine == "stream"
+        output = self._stream(job) if streamed else by_library.run(job)
+        devices = resolve_devices(job.setting.device)
+        write_json(job.path / ENVIRONMENT, environment_here(self.tools(job.setting)).to_json())
+        hardware = device_title(devices if streamed else devices[:1])  # libraries compute on the first
+        return replace(output, result={**output.result, "hardware": hardware})
 
     def _stream(self, job: Job) -> Output:
         """Stream every shard through the scheme's kernel."""

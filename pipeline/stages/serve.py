@@ -21,6 +21,7 @@ from pipeline.stages.answering import runtime_of
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
+from pipeline.toolchain import ENVIRONMENT, Environment, environment_here, environment_of
 
 if TYPE_CHECKING:
     from pipeline.serving.plan import LaunchPlan
@@ -87,6 +88,7 @@ class ServeStage:
                 "tokenizer": tokenizer_digest(folder),
             },
         )
+        write_json(job.path / ENVIRONMENT, _environment(job.setting).to_json())
         tokens = f", room for {scan.kv_tokens:,} tokens of KV cache" if scan.kv_tokens is not None else ""
         return Output(
             result={"faults": faults(scan), "started_seconds": round(server.started_seconds, 1)},
@@ -96,6 +98,13 @@ class ServeStage:
     def intact(self, entry: Entry, setting: Setting) -> bool:
         """A server that has stopped is started again when it is needed."""
         return True
+
+
+def _environment(setting: Setting) -> Environment:
+    """What the server runs on: the serving environment, or our own libraries for the reference runtime."""
+    if setting.recipe.evaluation.runtime == "reference" or setting.vllm is None:
+        return environment_here(runtime_tools(setting))
+    return environment_of(setting.vllm.python)
 
 
 def faults(scan: LogScan) -> list[str]:
