@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -329,3 +330,37 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
     yield driver
     driver.quit()
+
+
+@pytest.fixture
+def forked() -> Callable[[Callable[[], None]], int]:
+    """Start a function in a process of its own; returns its number."""
+
+    def start(function: Callable[[], None]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                function()
+                code = 0
+            finally:
+                os._exit(code)
+        return pid
+
+    return start
+
+
+@pytest.fixture
+def code_of() -> Callable[[int], int]:
+    """Wait for a process; minus the signal where one ended it."""
+    return lambda pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_self() -> None:
+    """What no process survives, and none can tidy up after."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def die() -> Callable[[], None]:
+    return kill_self

@@ -6,7 +6,7 @@ waiting(releases, None, "my-org/name")                  to promote
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pipeline.errors import UserError
 from pipeline.publish.target import Listed
@@ -49,3 +49,13 @@ def waiting(releases: Sequence[Listed], tag: str | None, place: str) -> Listed:
         tags = ", ".join(release.tag for release in candidates)
         raise UserError(f"{place} has {len(candidates)} candidates, expected the tag of one: {tags}")
     return candidates[0]
+
+
+def removable(releases: Sequence[Listed], tags: Collection[str], place: str) -> tuple[Listed, ...]:
+    """The releases of these tags; raises `UserError` where one is not there, is current or is a candidate."""
+    found = tuple(named(releases, tag, place) for tag in dict.fromkeys(tags))
+    for release in found:
+        if release.current or release.candidate:
+            state = "the current release" if release.current else "a candidate"
+            raise UserError(f"{release.tag} is {state} of {place}, expected one that nobody is sent to")
+    return found

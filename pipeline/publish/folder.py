@@ -1,29 +1,324 @@
-"""Publishing to a folder, so that a reader finds the old version or the new one and never a mixture.
+"""A folder as a place to publish to: a reader finds the old release or the new one and never a mixture.
 
-    published/llama70b-fp8kv -> .releases/llama70b-fp8kv/3f1c0a52e7d94b60
-    published/.releases/llama70b-fp8kv/3f1c0a52e7d94b60/
+    published/llama70b-fp8kv -> .releases/llama70b-fp8kv/v20261121-3f1c0a52
+    published/.releases/llama70b-fp8kv/v20261121-3f1c0a52/
+    published/.releases/llama70b-fp8kv/candidate -> v20261122-90ab12cd
 
 A release is copied under a temporary name, checked against its digests on the way, put on the disk, and renamed. Then
-one rename of a symbolic link makes it the current one. A crash leaves at most a folder with a temporary name, which the
-next publication removes.
+one rename of a symbolic link makes it the current one, as it does in a promotion and in a rollback. A crash leaves at
+most folders with a temporary name, which the next publication removes, and the link ``pending``: it names the release
+whose publication was not finished, so that the same command finishes it and a release that was rolled back stays so.
+
+Folders with other names, as earlier versions of quantmint made, are releases as well.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
-from pipeline.errors import StageError
+from pipeline.errors import StageError, UserError
 from pipeline.locks import Lock
-from pipeline.store.disk import fsync
+from pipeline.publish import manifest
+from pipeline.publish.choosing import named, removable, waiting
+from pipeline.publish.copying import Advance, chunks, copy, digest_of
+from pipeline.publish.fetching import fetch
+from pipeline.publish.listing import described, newest_first
+from pipeline.publish.release import MANIFEST, SIGNATURE, File, Release
+from pipeline.publish.target import Listed, Operation, Published
+from pipeline.publish.wholeness import require_whole
+from pipeline.stage import Progress
+from pipeline.store.disk import FULL, folders, free_bytes, fsync, regular_files
 
-RELEASES = ".releases"
-_PARTIAL = ".partial"
-_CHUNK = 1 << 22  # bytes
+RELEASES: Final = ".releases"
+_CANDIDATE: Final = "candidate"
+_PENDING: Final = "pending"
+_PARTIAL: Final = ".partial"
+
+
+class FolderTarget:
+    """``folder/name``; see `pipeline.publish.target.Target`. Publishers exclude each other by a lock."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._home = folder / RELEASES / name
+        self._link = folder / name
+
+    @property
+    def place(self) -> str:
+        """The link that readers follow."""
+        return str(self._link)
+
+    def preflight(self, release: Release) -> None:
+        """What is in the way, whether the folder can be written, and whether the release fits on its disk."""
+        self._refuse_foreign()
+        there = self._home
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise UserError(f"{self.place}: {there} cannot be written", hint="Give this user the right to write there.")
+        free = free_bytes(there) + sum(sum(_sizes(path).values()) for path in self._home.glob(f"*{_PARTIAL}"))
+        if not self._looks_whole(release) and free < release.size:
+            raise StageError(
+                f"{self.place}: the release has {release.size:,} bytes, the disk has {free:,} free",
+                hint="Free space (`quantmint prune` removes old releases) and run the same command again.",
+            )
+
+    def operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
+        """What would be copied and pointed; of a release that is there, names, sizes and manifest are compared."""
+        self._refuse_foreign()
+        files = {} if self._looks_whole(release) else release.files
+        copies = (Operation("copy", name, file.size) for name, file in sorted(files.items()))
+        return (*copies, *self._pointing(release.tag, candidate=candidate, again=self._has(release.tag)))
+
+    def publish(self, release: Release, *, candidate: bool, progress: Progress) -> Published:
+        """Copy it where it is not there with every digest as it should be, and point to it."""
+        with self._changing(progress):
+            self._refuse_foreign()
+            self._sweep()
+            known = self._has(release.tag)
+            with progress.bar(release.size, "B") as advance:
+                again = self._holds(release, advance)
+                if not again:
+                    self._write(release, advance)
+            if again and self._signature(release.tag) != _digest(release, SIGNATURE):
+                progress.warn(f"{release.tag} is there with another signature, which stays: a release never changes.")
+            if self._pointing(release.tag, candidate=candidate, again=known):
+                if candidate:
+                    self._point(self._home / _CANDIDATE, Path(release.tag))
+                else:
+                    self._show(release.tag)
+            self._settle()
+        current = self._current()
+        return Published(self.place, release.tag, release.identity, current == release.tag, again=again)
+
+    def releases(self) -> Sequence[Listed]:
+        """What is there, also what is damaged or was made before releases had tags."""
+        current, candidate = self._current(), self._waiting()
+        found = []
+        for path in self._released():
+            with suppress(FileNotFoundError):  # it is being removed
+                found.append(_listed(path, current=path.name == current, candidate=path.name == candidate != current))
+        return newest_first(found)
+
+    def promote(self, tag: str | None, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Point to a candidate: one rename."""
+        with nullcontext() if dry_run else self._changing(progress):
+            return self._switch(waiting(self.releases(), tag, self.place), dry_run)
+
+    def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Point to an earlier release: one rename."""
+        with nullcontext() if dry_run else self._changing(progress):
+            return self._switch(named(self.releases(), tag, self.place), dry_run)
+
+    def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Take releases away: out of sight first, then off the disk."""
+        with nullcontext() if dry_run else self._changing(progress):
+            gone = removable(self.releases(), tags, self.place)
+            if not dry_run:
+                for release in gone:
+                    (self._home / release.tag).rename(self._home / f"{release.tag}.removed{_PARTIAL}")
+                fsync(self._home)
+                self._sweep()
+            return tuple(Operation("remove", release.tag, release.size) for release in gone)
+
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress) -> Path:
+        """Where the release lies, or a copy whose digests were checked."""
+        wanted = tag or self._current()
+        if wanted is None:
+            raise UserError(f"{self.place}: nothing is published there")
+        folder = self._home / named(self.releases(), wanted, self.place).tag
+        if into is None:
+            return folder
+        sizes = {name: status.st_size for name, status in regular_files(folder).items()}
+        raw = _read(folder / MANIFEST)
+        digests: dict[str, str] = {}
+        if raw is not None:
+            digests = {name: file.sha256 for name, file in manifest.decode(raw, what=str(folder)).files.items()}
+            digests[MANIFEST] = manifest.identity(raw)
+
+        def pieces(name: str, start: int) -> Iterator[bytes]:
+            return chunks(folder / name, start=start)
+
+        return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress)
+
+    def _switch(self, release: Listed, dry_run: bool) -> Sequence[Operation]:
+        """Make a release the current one, if its files are there; the size of each is looked at, and the manifest."""
+        if release.current:
+            return ()
+        folder = self._home / release.tag
+        raw = _read(folder / MANIFEST)
+        if raw is not None:
+            require_whole(raw, release.tag, _sizes(folder), str(folder))
+        done = self._pointing(release.tag, candidate=False, again=False)
+        if not dry_run:
+            self._show(release.tag)
+            self._settle()
+        return done
+
+    def _pointing(self, tag: str, *, candidate: bool, again: bool) -> tuple[Operation, ...]:
+        """What remains of a publication once the files are there.
+
+        Nothing for a release that was there: another may be current because somebody went back to it. Unless nothing
+        is current, or the publication that copied it was cut off here.
+        """
+        current, waiting_there = self._current(), self._waiting()
+        unfinished = self._target(self._home / _PENDING, ()) == tag
+        if again and not unfinished and (candidate or current is not None):
+            return ()
+        if candidate:
+            at = self._home / _CANDIDATE
+            return () if tag in (current, waiting_there) else (Operation("point", f"{at} to {tag}"),)
+        ended = (Operation("remove", f"{self._home / _CANDIDATE}"),) if waiting_there == tag else ()
+        return () if current == tag else (Operation("point", f"{self._link} to {tag}"), *ended)
+
+    @contextmanager
+    def _changing(self, progress: Progress) -> Iterator[None]:
+        """Alone here; what the disk refuses is told as an error that says that nothing changed."""
+        try:
+            self._home.mkdir(parents=True, exist_ok=True)
+            lock = Lock(self._home / "lock")
+            lock.acquire(on_wait=lambda holder: progress.say(f"{self.place}: waiting for {holder}"))
+            try:
+                yield
+            finally:
+                lock.release()
+        except OSError as error:
+            if error.errno in FULL:
+                raise StageError(
+                    f"{self._folder}: the disk is full; nothing was published.",
+                    hint="Free space and run the same command again.",
+                ) from error
+            raise StageError(f"{self._folder}: nothing was published: {error}") from error
+
+    def _refuse_foreign(self) -> None:
+        if os.path.lexists(self._link) and self._current() is None:
+            raise UserError(f"{self._link} is there and was not published by quantmint: move it away.")
+
+    def _current(self) -> str | None:
+        return self._target(self._link, (RELEASES, self._name))
+
+    def _waiting(self) -> str | None:
+        return self._target(self._home / _CANDIDATE, ())
+
+    @staticmethod
+    def _target(link: Path, before: tuple[str, ...]) -> str | None:
+        """The name that a link of ours ends with; None for what is not there, or is not ours."""
+        parts = link.readlink().parts if link.is_symlink() else ()
+        return parts[-1] if parts and parts[:-1] == before else None
+
+    def _has(self, tag: str) -> bool:
+        return (self._home / tag).is_dir()
+
+    def _released(self) -> list[Path]:
+        if not self._home.is_dir():
+            return []
+        found = [path for path in self._home.iterdir() if path.suffix != _PARTIAL]
+        return [path for path in found if path.is_dir() and not path.is_symlink()]
+
+    def _looks_whole(self, release: Release) -> bool:
+        """Whether the release is there by the names and sizes of its files, and by the bytes of its manifest."""
+        folder = self._home / release.tag
+        sizes = _sizes(folder)
+        expected = {name: file.size for name, file in release.files.items()}
+        for found in (sizes, expected):
+            found.pop(SIGNATURE, None)
+        raw = _read(folder / MANIFEST)
+        return sizes == expected and (None if raw is None else manifest.identity(raw)) == _digest(release, MANIFEST)
+
+    def _holds(self, release: Release, advance: Advance) -> bool:
+        """Whether the release is there with exactly these bytes: its name alone proves nothing.
+
+        The signature is not compared: a release is the same whoever signed it.
+        """
+        folder = self._home / release.tag
+        return self._looks_whole(release) and all(
+            digest_of(folder / name, advance) == file.sha256
+            for name, file in release.files.items()
+            if name != SIGNATURE
+        )
+
+    def _write(self, release: Release, advance: Advance) -> None:
+        folder = self._home / release.tag
+        partial = self._home / f"{release.tag}{_PARTIAL}"
+        for name, file in release.files.items():
+            copy(file.path, partial / name, file.sha256, advance)
+        for inner in folders(partial):
+            fsync(inner)
+        if not folder.is_dir():
+            self._point(self._home / _PENDING, Path(release.tag))
+        else:
+            folder.rename(self._home / f"{release.tag}.damaged{_PARTIAL}")
+        partial.rename(folder)
+        fsync(self._home)
+        self._sweep()
+
+    def _show(self, tag: str) -> None:
+        self._point(self._link, Path(RELEASES, self._name, tag))
+        if self._waiting() == tag:
+            (self._home / _CANDIDATE).unlink()
+
+    def _point(self, link: Path, to: Path) -> None:
+        fresh = link.with_name(f".{link.name}{_PARTIAL}")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(to, target_is_directory=True)
+        fresh.replace(link)
+        fsync(link.parent)
+
+    def _settle(self) -> None:
+        (self._home / _PENDING).unlink(missing_ok=True)
+        fsync(self._home)
+
+    def _sweep(self) -> None:
+        for stale in self._home.glob(f"*{_PARTIAL}"):
+            if stale.is_symlink():
+                stale.unlink()
+            else:
+                shutil.rmtree(stale)
+
+    def _signature(self, tag: str) -> str | None:
+        raw = _read(self._home / tag / SIGNATURE)
+        return None if raw is None else hashlib.sha256(raw).hexdigest()
+
+
+def _listed(folder: Path, *, current: bool, candidate: bool) -> Listed:
+    raw = _read(folder / MANIFEST)
+    said = described(raw or b"")
+    made = datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat(timespec="seconds")
+    return Listed(
+        tag=folder.name,
+        revision=folder.name if raw is None else manifest.identity(raw),
+        created=said.created or made,
+        title=said.title,
+        current=current,
+        candidate=candidate,
+        size=sum(_sizes(folder).values()) if said.size is None else said.size,
+    )
+
+
+def _digest(release: Release, name: str) -> str | None:
+    file = release.files.get(name)
+    return None if file is None else file.sha256
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of everything in a folder by its name there."""
+    found = (path for path in folder.rglob("*") if not path.is_dir())
+    return {path.relative_to(folder).as_posix(): path.lstat().st_size for path in found}
 
 
 def publish_folder(
@@ -32,92 +327,21 @@ def publish_folder(
     version: str,
     files: Mapping[str, tuple[Path, str]],
     *,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Advance = lambda _: None,
 ) -> Path:
-    """Make ``target/name`` point to a release with these files.
+    """Make ``target/name`` point to a folder with these files, each with its SHA-256; returns the link."""
 
-    ``version`` names the release; ``files`` maps each relative name to where it is and to its SHA-256. Returns
-    ``target/name``. Raises `StageError` where a file is not what its digest says, or the disk is full: what was
-    published before is untouched.
-    """
-    releases = target / RELEASES / name
-    release = releases / version
-    link = target / name
-    try:
-        releases.mkdir(parents=True, exist_ok=True)
-        with Lock(releases / "lock"):
-            if os.path.lexists(link) and not _is_ours(link, name):
-                raise StageError(f"{link} is there and was not published by quantmint: move it away.")
-            _remove_partials(releases)
-            if not _is_whole(release, files, advance):
-                partial = releases / f"{version}{_PARTIAL}"
-                for relative, (source, digest) in files.items():
-                    _copy(source, partial / relative, digest, advance)
-                for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
-                    fsync(folder)
-                if release.is_dir():
-                    release.rename(releases / f"{version}.damaged{_PARTIAL}")
-                partial.rename(release)
-                fsync(releases)
-                _remove_partials(releases)
-            pointer = target / f".{name}{_PARTIAL}"
-            pointer.unlink(missing_ok=True)
-            pointer.symlink_to(release.relative_to(target), target_is_directory=True)
-            pointer.replace(link)
-            fsync(target)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StageError(
-                f"{target}: the disk is full; nothing was published.", hint="Free space and run the same command again."
-            ) from error
-        raise StageError(f"{target}: nothing was published: {error}") from error
-    return link
+    class _Told:
+        @contextmanager
+        def bar(self, total: int, unit: str) -> Iterator[Advance]:
+            yield advance
 
+        def say(self, message: str) -> None: ...
+        def warn(self, message: str) -> None: ...
 
-def _is_ours(link: Path, name: str) -> bool:
-    return link.is_symlink() and link.readlink().parts[:-1] == (RELEASES, name)
-
-
-def _is_whole(release: Path, files: Mapping[str, tuple[Path, str]], advance: Callable[[int], None]) -> bool:
-    """Whether an earlier release of this name is there with exactly these bytes: its name alone proves nothing."""
-    found = {path.relative_to(release).as_posix() for path in release.rglob("*") if not path.is_dir()}
-    return found == files.keys() and all(
-        _digest(release / relative, advance) == digest for relative, (_, digest) in files.items()
-    )
-
-
-def _digest(path: Path, advance: Callable[[int], None]) -> str:
-    found = hashlib.sha256()
-    for chunk in _chunks(path):
-        found.update(chunk)
-        advance(len(chunk))
-    return found.hexdigest()
-
-
-def _remove_partials(releases: Path) -> None:
-    for stale in releases.glob(f"*{_PARTIAL}"):
-        shutil.rmtree(stale)
-
-
-def _copy(source: Path, destination: Path, digest: str, advance: Callable[[int], None]) -> None:
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    found = hashlib.sha256()
-    with destination.open("xb", buffering=0) as writer:
-        for chunk in _chunks(source):
-            found.update(chunk)
-            view = memoryview(chunk)
-            while view.nbytes:
-                view = view[writer.write(view) :]
-            advance(len(chunk))
-        os.fsync(writer.fileno())
-    if found.hexdigest() != digest:
-        raise StageError(
-            f"{source} is not what was judged: its SHA-256 is {found.hexdigest()[:16]}…, expected {digest[:16]}…",
-            hint="Nothing was published. Run `quantmint run --redo quantize` to make the checkpoint again.",
-        )
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as reader:
-        while chunk := reader.read(_CHUNK):
-            yield chunk
+    made = {key: File(path, path.stat().st_size, digest) for key, (path, digest) in files.items()}
+    place = FolderTarget(target, name)
+    place.publish(Release(name, version, "", "", made), candidate=False, progress=_Told())
+    if place._current() != version:
+        place.rollback(version, dry_run=False, progress=_Told())
+    return target / name

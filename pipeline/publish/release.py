@@ -13,6 +13,7 @@ releases of one identity are the same bytes, whoever signed them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,6 +30,8 @@ SBOM: Final = f"{EVIDENCE}/sbom.cdx.json"
 RECIPE: Final = f"{EVIDENCE}/recipe.yaml"
 UNLISTED: Final = (MANIFEST, SIGNATURE)
 """What the manifest cannot list: itself, and the signature that covers it."""
+TAG: Final = re.compile(r"v\d{8}-[0-9a-f]{8}")
+"""What `tag_of` makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +62,8 @@ class Release:
 def tag_of(judged: datetime, identity: str) -> str:
     """``v20261121-3f1c0a52``: the day (UTC) of the judgement and the start of the identity; no clock is asked."""
     return f"v{judged:%Y%m%d}-{identity[:8]}"
+
+
+def identity_in(tag: str) -> str:
+    """The start of the identity that a tag carries; "" for a name that is no tag."""
+    return tag.rpartition("-")[2] if TAG.fullmatch(tag) else ""

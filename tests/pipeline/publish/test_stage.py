@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.digest import file_digests, folder_digest
-from pipeline.errors import StageError
+from pipeline.errors import StageError, UserError
 from pipeline.stage import Job
 from pipeline.stages.gate import checkpoint_digest
 from pipeline.stages.publish import PublishStage
@@ -205,7 +205,7 @@ def test_the_verdict_of_another_checkpoint(orchestra: Any, stages: Any) -> None:
 def test_what_others_put_there(orchestra: Any, stages: Any) -> None:
     Path("published/r").mkdir(parents=True)
     Path("published/r/mine.txt").write_text("mine")
-    with pytest.raises(StageError, match="move it away"):
+    with pytest.raises(UserError, match="move it away"):
         orchestra.run(*stages())
     assert published() == {"mine.txt": b"mine"}
 
