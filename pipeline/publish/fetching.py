@@ -28,8 +28,9 @@ def fetch(
     *,
     place: str,
     progress: Progress,
+    wanted: Callable[[str], bool] | None = None,
 ) -> Path:
-    """Make ``into`` a folder with exactly these files; returns it.
+    """Make ``into`` a folder with these files, or those of them that are wanted; returns it.
 
     ``sizes`` are in bytes; ``digests`` holds the SHA-256 of those files whose digest is known, which are all but the
     signature. A file that is there whole stays; of one that was cut off only the rest is brought; ``quantmint.json``
@@ -48,10 +49,11 @@ def fetch(
             raise UserError(
                 f"{into}: found {strays[0]}, which is no file of the release", hint="Name a folder that is not there."
             )
-        with progress.bar(sum(sizes.values()), "B") as advance:
-            for name in sorted(sizes, key=lambda name: (name == MANIFEST, name)):
+        names = [name for name in sizes if wanted is None or wanted(name)]
+        with progress.bar(sum(sizes[name] for name in names), "B") as advance:
+            for name in sorted(names, key=lambda name: (name == MANIFEST, name)):
                 _bring(name, into / name, sizes[name], digests.get(name), pieces, place, advance)
-        for folder in {into, *((into / name).parent for name in sizes)}:
+        for folder in {into, *((into / name).parent for name in names)}:
             fsync(folder)
     return into
 

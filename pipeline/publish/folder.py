@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -129,12 +129,14 @@ class FolderTarget:
                 self._sweep()
             return tuple(Operation("remove", release.tag, release.size) for release in gone)
 
-    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress) -> Path:
+    def fetch(
+        self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
+    ) -> Path:
         """Where the release lies, or a copy whose digests were checked."""
-        wanted = tag or self._current()
-        if wanted is None:
+        found = tag or self._current()
+        if found is None:
             raise UserError(f"{self.place}: nothing is published there")
-        folder = self._home / named(self.releases(), wanted, self.place).tag
+        folder = self._home / named(self.releases(), found, self.place).tag
         if into is None:
             return folder
         sizes = {name: status.st_size for name, status in regular_files(folder).items()}
@@ -147,7 +149,7 @@ class FolderTarget:
         def pieces(name: str, start: int) -> Iterator[bytes]:
             return chunks(folder / name, start=start)
 
-        return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress)
+        return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress, wanted=wanted)
 
     def _switch(self, release: Listed, dry_run: bool) -> Sequence[Operation]:
         """Make a release the current one, if its files are there; the size of each is looked at, and the manifest."""
