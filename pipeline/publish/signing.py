@@ -1,0 +1,233 @@
+"""Signatures over the files of a release, in the form of OpenSSF's model-signing.
+
+    sign("llama-fp8", {"config.json": path, ...}, folder / "model.sig", key=Path("signing.pem"), passphrase=word)
+    signed = check(folder, key=Path("signing.pub"))
+
+Anybody can check one without us: ``python -m model_signing verify key FOLDER --signature FOLDER/model.sig
+--public_key signing.pub``. The library makes and proves signatures; the files are hashed here, because it shows no
+progress, and because a file whose digest was just computed need not be read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final
+
+from pipeline.errors import StageError, UserError
+from pipeline.publish.keys import is_encrypted, private_fingerprint, public_fingerprint
+from pipeline.publish.release import SIGNATURE
+from pipeline.publish.signature import SignatureError, Signed, read_signature
+
+if TYPE_CHECKING:
+    from model_signing.signing import Config as Signing
+
+IGNORED: Final = (".cache/huggingface", ".git", ".gitattributes", ".github", ".gitignore", SIGNATURE)
+"""Paths that no signature covers: itself, git's, what the Hub adds to a repository and its client to a download."""
+_CHUNK = 1 << 22  # bytes
+_READERS = 8  # files at once; beyond that a disk is what limits
+
+Advance = Callable[[int], None]
+
+
+def sign(
+    name: str,
+    files: Mapping[str, Path],
+    signature: Path,
+    *,
+    key: Path | None,
+    passphrase: str | None = None,
+    advance: Advance = lambda _: None,
+) -> Signed:
+    """Hash the files, by their names in the release, sign that, and write ``signature``; returns what it says.
+
+    ``key`` is a private key as PEM; None signs with the identity of this workload, or of the person at the terminal.
+    Raises `UserError` for a key that cannot sign and where there is no identity, `StageError` where Sigstore cannot be
+    reached.
+    """
+    from model_signing import signing
+
+    config = signing.Config().set_hashing_config(_hashing(files, {}, advance))
+    if key is None:
+        with _sigstore():
+            _by_identity(config)
+            config.sign(Path(name), signature)
+    else:
+        private_fingerprint(key, passphrase)  # every fault of a key, in our words
+        word = passphrase.encode() if passphrase is not None and is_encrypted(key.read_bytes()) else None
+        # The library asks for a string and passes it on to where only bytes are taken.
+        config.use_elliptic_key_signer(private_key=key, password=word)
+        config.sign(Path(name), signature)
+    return read_signature(signature)
+
+
+def check(
+    folder: Path,
+    *,
+    key: Path | None = None,
+    identity: str | None = None,
+    issuer: str | None = None,
+    known: Mapping[str, str] | None = None,
+    advance: Advance = lambda _: None,
+) -> Signed:
+    """Prove that a folder holds exactly what was signed, and by whom; returns what was signed.
+
+    Either ``key``, a public key as PEM, or ``identity`` and ``issuer``. ``known`` has SHA-256 of files that the caller
+    has just computed: those are not read again. Raises `SignatureError` for what the signature does not vouch for,
+    `UserError` for a key that is none, `StageError` where Sigstore's roots cannot be fetched.
+    """
+    from cryptography.exceptions import InvalidSignature
+    from model_signing import verifying
+
+    signature = folder / SIGNATURE
+    signed = read_signature(signature)
+    uncovered = set(signed.ignored) - set(IGNORED)
+    if uncovered:
+        raise SignatureError(f"{signature} leaves out {', '.join(sorted(uncovered))}, expected all files.")
+    hashing = _hashing(signable(folder), known or {}, advance)
+    config = verifying.Config().set_hashing_config(hashing)
+    if key is not None:
+        found = public_fingerprint(key)
+        if signed.signer.key_sha256 != found:
+            raise SignatureError(f"{signature} is signed by {signed.signer}, expected the key {found[:16]} ({key}).")
+        config.use_elliptic_key_verifier(public_key=key)
+    elif identity is not None and issuer is not None:
+        if signed.signer.identity is None:
+            raise SignatureError(f"{signature} is signed by {signed.signer}, expected {identity} ({issuer}).")
+        with _sigstore():
+            config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer)
+    else:
+        raise UserError("a signature is checked against a public key, or an identity and who issued it.")
+    from sigstore.errors import VerificationError
+
+    try:
+        config.verify(folder, signature)
+    except (ValueError, KeyError, TypeError, InvalidSignature, VerificationError) as error:
+        differences = _differences(signed.digests, hashing.found)
+        if differences:
+            raise SignatureError(f"{folder} is not what was signed: {'; '.join(differences)}.") from None
+        reason = f": {error}" if isinstance(error, VerificationError) else ""
+        raise SignatureError(f"{signature} is not by {signed.signer}, or was changed since{reason}.") from None
+    return signed
+
+
+def signable(folder: Path) -> dict[str, Path]:
+    """What a signature over a folder covers, by name: every file that is not in `IGNORED`.
+
+    Raises `SignatureError` for a pipe, a device or a link that leads nowhere.
+    """
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(name.is_relative_to(ignored) for ignored in IGNORED):
+            continue
+        mode = path.stat().st_mode if path.exists() else 0
+        if stat.S_ISREG(mode):
+            found[name.as_posix()] = path
+        elif not stat.S_ISDIR(mode) or path.is_symlink():
+            raise SignatureError(f"{path} is neither a file nor a folder.")
+    return found
+
+
+def require_identity() -> None:
+    """Raise where nobody could sign without a key: no identity of this workload, no person, or no way to Sigstore."""
+    from model_signing import signing
+
+    with _sigstore():
+        _by_identity(signing.Config())
+
+
+def _by_identity(config: Signing) -> None:
+    from sigstore.oidc import detect_credential
+
+    if detect_credential() is None and not sys.stdin.isatty():
+        raise UserError(
+            "publish.sign.keyless: this process has no identity that Sigstore knows, and nobody is at the terminal.",
+            hint="In GitHub Actions give the job `permissions: id-token: write`; else sign with a key.",
+        )
+    config.use_sigstore_signer(use_ambient_credentials=True)
+
+
+@contextmanager
+def _sigstore() -> Iterator[None]:
+    """Turn what goes wrong between here and Sigstore into an error that says so."""
+    import requests
+    from id import IdentityError
+    from sigstore.errors import Error, VerificationError
+    from sigstore.oidc import IdentityError as RefusedIdentity
+
+    try:
+        yield
+    except VerificationError:
+        raise
+    except (Error, IdentityError, RefusedIdentity, requests.RequestException, OSError) as error:
+        raise StageError(
+            f"Sigstore cannot be asked: {error or type(error).__name__}.",
+            hint="Signing without a key, and checking such a signature, need a network; a key needs none.",
+        ) from error
+
+
+def _differences(signed: Mapping[str, str], found: Mapping[str, str] | None) -> list[str]:
+    """What differs, by name; nothing where the files were not even looked at."""
+    if found is None:
+        return []
+    both = signed.keys() & found.keys()
+    return [
+        *(f"{name} has other bytes" for name in sorted(both) if signed[name] != found[name]),
+        *(f"{name} is missing" for name in sorted(signed.keys() - found.keys())),
+        *(f"{name} was not signed" for name in sorted(found.keys() - signed.keys())),
+    ]
+
+
+def _hashing(files: Mapping[str, Path], known: Mapping[str, str], advance: Advance) -> Any:
+    """The library's hashing, for files that are known by name; ``found`` has their digests once it ran."""
+    from model_signing import hashing, manifest
+
+    class Named(hashing.Config):  # type: ignore[misc]
+        found: dict[str, str] | None = None
+
+        def hash(self, model_path: hashing.PathLike, *, files_to_hash: Any = None) -> manifest.Manifest:
+            self.found = digests(files, known, advance)
+            form = manifest.SerializationType.from_args(
+                {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": list(IGNORED)}
+            )
+            items = [
+                manifest.FileManifestItem(
+                    path=PurePosixPath(name),
+                    digest=manifest.hashing.Digest("sha256", bytes.fromhex(digest)),
+                )
+                for name, digest in self.found.items()
+            ]
+            return manifest.Manifest(Path(os.fsdecode(model_path)).name, items, form)
+
+    return Named()
+
+
+def digests(files: Mapping[str, Path], known: Mapping[str, str], advance: Advance) -> dict[str, str]:
+    """SHA-256 of files, several at once; ``advance`` is told of bytes, those of ``known`` files too."""
+    lock = Lock()
+
+    def tell(count: int) -> None:
+        with lock:
+            advance(count)
+
+    def digest(name: str, path: Path) -> str:
+        if name in known:
+            tell(path.stat().st_size)
+            return known[name]
+        found, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                found.update(buffer[:count])
+                tell(count)
+        return found.hexdigest()
+
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
+        return dict(zip(files, readers.map(digest, files.keys(), files.values()), strict=True))
