@@ -120,19 +120,19 @@ def throughput(report: Report, gate: GateReport) -> str:
             "ITL p50 / p99, ms", "Launches"]  # fmt: skip
     where = f"{gpus} x {gate.device or gate.hardware}" if gpus > 1 else gate.device or gate.hardware
     said = f"On {plain(where)} with {plain(runtime(report))}. Every launch is a fresh server; medians over launches."
-    room = report["kv_tokens"]
-    if room.get("baseline") and room.get("candidate"):
-        said += f" The KV cache holds {room['candidate']:,} tokens, the baseline's {room['baseline']:,}."
     return f"{table(head, rows)}\n\n{said}"
 
 
 def size(report: Report) -> str:
-    """The table of bytes by part."""
+    """The table of bytes by part, with the tokens that the KV cache holds."""
     sizes = report["size"]
     rows = [[part["name"], numbers.size(part["baseline_bytes"]), numbers.size(part["candidate_bytes"])]
             for part in sizes["parts"]]  # fmt: skip
     rows.append(["all", numbers.size(sizes["baseline_bytes"]), numbers.size(sizes["candidate_bytes"])])
-    return f"{table(['Part', 'Baseline', 'This model'], rows)}"
+    text, room = table(["Part", "Baseline", "This model"], rows), report["kv_tokens"]
+    if room.get("baseline") and room.get("candidate"):
+        text += f"\n\nThe KV cache holds {room['candidate']:,} tokens, the baseline's {room['baseline']:,}."
+    return text
 
 
 def fenced(text: str, language: str = "") -> str:

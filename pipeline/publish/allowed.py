@@ -21,7 +21,7 @@ from typing import Final
 from pipeline.errors import UserError
 from pipeline.formats.header import read_header
 from pipeline.publish.names import require_safe
-from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, SIGNATURE
+from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, NOTICE, PROVENANCE, RECIPE, SBOM, SIGNATURE
 
 SCORES: Final = ".eval_results"
 """Folder of a release that the Hub reads scores from."""
@@ -58,7 +58,7 @@ _ALLOWED: Final = re.compile(
     "|".join(
         (
             rf"{_CHECKPOINT}|{re.escape(SCORES)}/[^/]+\.ya?ml",
-            *(re.escape(name) for name in (CARD, MANIFEST, SIGNATURE, ATTRIBUTES, RECIPE, PROVENANCE, SBOM)),
+            *(re.escape(name) for name in (CARD, MANIFEST, SIGNATURE, ATTRIBUTES, RECIPE, PROVENANCE, SBOM, NOTICE)),
             rf"{EVIDENCE}/([^/]+/)*[^/]+\.(json|json\.gz|jsonl\.gz|html)",
         )
     )

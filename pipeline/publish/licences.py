@@ -90,15 +90,15 @@ def terms(metadata: Mapping[str, Any], files: Collection[str], section: Licence 
 
 
 def refusal(found: Terms, name: str) -> str | None:
-    """Why a checkpoint must not be passed on under a name (``org/name`` or ``name``), with what to do; None where it may.
+    """Why a checkpoint must not be passed on under a name (``org/name`` or ``name``), with what to do; None: it may.
 
     Of a folder, which nobody else reads yet, the same sentence is a warning.
     """
     licence = f"its licence ({found.name})"
     if found.contradiction is not None:
         return (
-            f"publish.licence.id says {found.contradiction}, but the source's own card says {found.hub_name or found.id}:"
-            " leave it out, or say `other` with the link of the terms that were granted to you"
+            f"publish.licence.id says {found.contradiction}, the source's own card {found.hub_name or found.id}: leave"
+            " it out, or say `other` with the link of the terms that were granted to you"
         )
     if found.redistribution == "unknown":
         return (

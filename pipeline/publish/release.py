@@ -28,6 +28,8 @@ CARD: Final = "README.md"
 PROVENANCE: Final = f"{EVIDENCE}/provenance.intoto.json"
 SBOM: Final = f"{EVIDENCE}/sbom.cdx.json"
 RECIPE: Final = f"{EVIDENCE}/recipe.yaml"
+NOTICE: Final = f"{EVIDENCE}/NOTICE"
+"""What the licence of the base asks to go with the files, where it asks for it."""
 UNLISTED: Final = (MANIFEST, SIGNATURE)
 """What the manifest cannot list: itself, and the signature that covers it."""
 TAG: Final = re.compile(r"v\d{8}-[0-9a-f]{8}")

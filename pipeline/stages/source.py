@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeline.digest import MODEL_FILES, file_digests, folder_digest
 from pipeline.errors import StageError, UserError
 from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.publish.release import CARD
 from pipeline.recipe.schema import Source as SourceSection
 from pipeline.stage import Job, Output, Progress, Setting, SourceIdentity, write_json
 from pipeline.store.entries import Entry
@@ -118,6 +119,7 @@ def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> P
     from huggingface_hub import constants, snapshot_download
 
     patterns = [pattern for pattern in MODEL_FILES if with_code or pattern != "*.py"]
+    patterns.append(CARD)  # for what it states of the licence; it is no part of the model
     progress.say(f"fetching {identity.repo}@{identity.digest[:12]}")
     try:
         return Path(

@@ -14,7 +14,8 @@ from pipeline.publish.licences import Terms
 class Base:
     """The 16-bit model. ``repo`` and ``commit`` are the Hub's, both None for a folder, which has a ``digest``.
 
-    ``metadata`` is the front matter of its own card, as it stands there; empty where it has none.
+    ``pictures`` says whether it reads them. ``metadata`` is the front matter of its own card, as it stands there; empty
+    where it has none.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Base:
     commit: str | None = None
     digest: str | None = None
     architecture: str = ""
+    pictures: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -42,12 +44,14 @@ class Calibrated:
 class Made:
     """How the checkpoint was made.
 
-    ``schemes`` counts quantized modules by scheme, the recipe's own first. ``excluded`` are modules that the recipe
-    leaves in 16 bit, as it names them; ``kept`` those that always stay, by the end of their names.
+    ``weights`` is the type of a weight (`pipeline.schemes.WeightFormat.dtype`). ``schemes`` counts quantized modules by
+    scheme, the recipe's own first. ``excluded`` are patterns of modules that the recipe leaves in 16 bit, ``kept`` all
+    that stay so, as the checkpoint declares them, with N for the number of a layer or an expert.
     """
 
     scheme: str
     description: str
+    weights: str
     kv_cache: Literal["auto", "fp8"]
     format: str
     engine: str
