@@ -27,7 +27,15 @@ _ISSUER, _OLD_ISSUER = "1.3.6.1.4.1.57264.1.8", "1.3.6.1.4.1.57264.1.1"
 
 
 class SignatureError(UserError):
-    """A signature that does not vouch for what it lies beside."""
+    """A signature that vouches for nothing here."""
+
+
+class BrokenSignatureError(SignatureError):
+    """... because it is none, or was changed after it was made."""
+
+
+class OtherSignerError(SignatureError):
+    """... because somebody else signed than was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +64,29 @@ class Signer:
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """A statement: SHA-256 by name, and the paths that it leaves out."""
+    """A statement: what was signed by its name, SHA-256 of each file by its own, and the paths that were left out."""
 
+    name: str
     signer: Signer
     digests: Mapping[str, str]
     ignored: tuple[str, ...]
 
 
 def read_signature(path: Path) -> Signed:
-    """Read who signed what. Raises `SignatureError` for a file that is no signature of files by SHA-256."""
+    """Read who signed what. Raises `BrokenSignatureError` for a file that is no signature of files by SHA-256."""
     try:
         if path.stat().st_size > _LARGEST:
-            raise SignatureError(f"{path}: no signature: it has {path.stat().st_size:,} bytes.")
+            raise BrokenSignatureError(f"{path}: no signature: it has {path.stat().st_size:,} bytes.")
         bundle = json.loads(path.read_bytes())
     except OSError as error:
-        raise SignatureError(f"{path}: the signature cannot be read: {error.strerror or error}.") from None
+        raise BrokenSignatureError(f"{path}: the signature cannot be read: {error.strerror or error}.") from None
     except (ValueError, RecursionError) as error:
-        raise SignatureError(f"{path}: not a signature: {error}.") from None
+        raise BrokenSignatureError(f"{path}: not a signature: {error}.") from None
     try:
         return _signed(bundle)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         fault = f"nothing at {error}" if isinstance(error, KeyError) else str(error)
-        raise SignatureError(f"{path}: not a signature over a model's files: {fault}.") from None
+        raise BrokenSignatureError(f"{path}: not a signature over a model's files: {fault}.") from None
 
 
 def _signed(bundle: Mapping[str, Any]) -> Signed:
@@ -97,7 +106,7 @@ def _signed(bundle: Mapping[str, Any]) -> Signed:
             raise ValueError(f"the entry {name!r} is there twice or has no SHA-256")
         digests[name] = digest
     ignored = tuple(sorted(str(path) for path in how.get("ignore_paths", ())))
-    return Signed(_signer(bundle["verificationMaterial"]), digests, ignored)
+    return Signed(str(statement["subject"][0]["name"]), _signer(bundle["verificationMaterial"]), digests, ignored)
 
 
 def _signer(material: Mapping[str, Any]) -> Signer:

@@ -1,18 +1,17 @@
 """Signatures over the files of a release, in the form of OpenSSF's model-signing.
 
     sign("llama-fp8", {"config.json": path, ...}, folder / "model.sig", key=Path("signing.pem"), passphrase=word)
-    signed = check(folder, key=Path("signing.pub"))
+    signed = verified(folder / "model.sig", key=Path("signing.pub"))
 
 Anybody can check one without us: ``python -m model_signing verify key FOLDER --signature FOLDER/model.sig
---public_key signing.pub``. The library makes and proves signatures; the files are hashed here, because it shows no
-progress, and because a file whose digest was just computed need not be read again.
+--public_key signing.pub``. The library makes and proves signatures; the files are hashed here, several at once and with their
+progress, and only once, as whoever verifies a release has read 140 GB of it already.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pipeline.errors import StageError, UserError
 from pipeline.publish.keys import is_encrypted, private_fingerprint, public_fingerprint
 from pipeline.publish.release import SIGNATURE
-from pipeline.publish.signature import SignatureError, Signed, read_signature
+from pipeline.publish.signature import BrokenSignatureError, OtherSignerError, SignatureError, Signed, read_signature
 
 if TYPE_CHECKING:
     from model_signing.signing import Config as Signing
@@ -54,7 +53,7 @@ def sign(
     """
     from model_signing import signing
 
-    config = signing.Config().set_hashing_config(_hashing(files, {}, advance))
+    config = signing.Config().set_hashing_config(_hashing(hashed(files, advance)))
     if key is None:
         with _sigstore():
             _by_identity(config)
@@ -68,72 +67,43 @@ def sign(
     return read_signature(signature)
 
 
-def check(
-    folder: Path,
-    *,
-    key: Path | None = None,
-    identity: str | None = None,
-    issuer: str | None = None,
-    known: Mapping[str, str] | None = None,
-    advance: Advance = lambda _: None,
+def verified(
+    signature: Path, *, key: Path | None = None, identity: str | None = None, issuer: str | None = None
 ) -> Signed:
-    """Prove that a folder holds exactly what was signed, and by whom; returns what was signed.
+    """Prove who signed, by ``key``, a public key as PEM, or by ``identity`` and ``issuer``; returns what was signed.
 
-    Either ``key``, a public key as PEM, or ``identity`` and ``issuer``. ``known`` has SHA-256 of files that the caller
-    has just computed: those are not read again. Raises `SignatureError` for what the signature does not vouch for,
+    No file but the signature is read: whether they are those that were signed is for the caller to compare. Raises
+    `BrokenSignatureError` and `OtherSignerError`, `SignatureError` for a signature that leaves out more than it may,
     `UserError` for a key that is none, `StageError` where Sigstore's roots cannot be fetched.
     """
     from cryptography.exceptions import InvalidSignature
     from model_signing import verifying
+    from sigstore.errors import VerificationError
 
-    signature = folder / SIGNATURE
     signed = read_signature(signature)
-    uncovered = set(signed.ignored) - set(IGNORED)
-    if uncovered:
-        raise SignatureError(f"{signature} leaves out {', '.join(sorted(uncovered))}, expected all files.")
-    hashing = _hashing(signable(folder), known or {}, advance)
-    config = verifying.Config().set_hashing_config(hashing)
+    # The library compares what it proved with this, so that no other reading of the statement gets through.
+    config = verifying.Config().set_hashing_config(_hashing(signed.digests))
     if key is not None:
         found = public_fingerprint(key)
         if signed.signer.key_sha256 != found:
-            raise SignatureError(f"{signature} is signed by {signed.signer}, expected the key {found[:16]} ({key}).")
+            raise OtherSignerError(f"{signature} is signed by {signed.signer}, expected the key {found[:16]} ({key}).")
         config.use_elliptic_key_verifier(public_key=key)
     elif identity is not None and issuer is not None:
-        if signed.signer.identity is None:
-            raise SignatureError(f"{signature} is signed by {signed.signer}, expected {identity} ({issuer}).")
+        if (signed.signer.identity, signed.signer.issuer) != (identity, issuer):
+            raise OtherSignerError(f"{signature} is signed by {signed.signer}, expected {identity} ({issuer}).")
         with _sigstore():
             config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer)
     else:
-        raise UserError("a signature is checked against a public key, or an identity and who issued it.")
-    from sigstore.errors import VerificationError
-
+        raise UserError("a signature is checked against a public key, or against an identity and who issued it.")
     try:
-        config.verify(folder, signature)
+        config.verify(Path(signed.name), signature)
     except (ValueError, KeyError, TypeError, InvalidSignature, VerificationError) as error:
-        differences = _differences(signed.digests, hashing.found)
-        if differences:
-            raise SignatureError(f"{folder} is not what was signed: {'; '.join(differences)}.") from None
         reason = f": {error}" if isinstance(error, VerificationError) else ""
-        raise SignatureError(f"{signature} is not by {signed.signer}, or was changed since{reason}.") from None
+        raise BrokenSignatureError(f"{signature} was changed, or is not by {signed.signer}{reason}.") from None
+    uncovered = set(signed.ignored) - set(IGNORED)
+    if uncovered:
+        raise SignatureError(f"{signature} leaves out {', '.join(sorted(uncovered))}, expected all files.")
     return signed
-
-
-def signable(folder: Path) -> dict[str, Path]:
-    """What a signature over a folder covers, by name: every file that is not in `IGNORED`.
-
-    Raises `SignatureError` for a pipe, a device or a link that leads nowhere.
-    """
-    found: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if any(name.is_relative_to(ignored) for ignored in IGNORED):
-            continue
-        mode = path.stat().st_mode if path.exists() else 0
-        if stat.S_ISREG(mode):
-            found[name.as_posix()] = path
-        elif not stat.S_ISDIR(mode) or path.is_symlink():
-            raise SignatureError(f"{path} is neither a file nor a folder.")
-    return found
 
 
 def require_identity() -> None:
@@ -174,60 +144,38 @@ def _sigstore() -> Iterator[None]:
         ) from error
 
 
-def _differences(signed: Mapping[str, str], found: Mapping[str, str] | None) -> list[str]:
-    """What differs, by name; nothing where the files were not even looked at."""
-    if found is None:
-        return []
-    both = signed.keys() & found.keys()
-    return [
-        *(f"{name} has other bytes" for name in sorted(both) if signed[name] != found[name]),
-        *(f"{name} is missing" for name in sorted(signed.keys() - found.keys())),
-        *(f"{name} was not signed" for name in sorted(found.keys() - signed.keys())),
-    ]
-
-
-def _hashing(files: Mapping[str, Path], known: Mapping[str, str], advance: Advance) -> Any:
-    """The library's hashing, for files that are known by name; ``found`` has their digests once it ran."""
+def _hashing(digests: Mapping[str, str]) -> Any:
+    """The library's hashing, for files whose digests are known."""
     from model_signing import hashing, manifest
 
-    class Named(hashing.Config):  # type: ignore[misc]
-        found: dict[str, str] | None = None
-
+    class Known(hashing.Config):  # type: ignore[misc]
         def hash(self, model_path: hashing.PathLike, *, files_to_hash: Any = None) -> manifest.Manifest:
-            self.found = digests(files, known, advance)
             form = manifest.SerializationType.from_args(
                 {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": list(IGNORED)}
             )
             items = [
                 manifest.FileManifestItem(
-                    path=PurePosixPath(name),
-                    digest=manifest.hashing.Digest("sha256", bytes.fromhex(digest)),
+                    path=PurePosixPath(name), digest=manifest.hashing.Digest("sha256", bytes.fromhex(digest))
                 )
-                for name, digest in self.found.items()
+                for name, digest in digests.items()
             ]
             return manifest.Manifest(Path(os.fsdecode(model_path)).name, items, form)
 
-    return Named()
+    return Known()
 
 
-def digests(files: Mapping[str, Path], known: Mapping[str, str], advance: Advance) -> dict[str, str]:
-    """SHA-256 of files, several at once; ``advance`` is told of bytes, those of ``known`` files too."""
+def hashed(files: Mapping[str, Path], advance: Advance) -> dict[str, str]:
+    """SHA-256 of files by their names, several at once; ``advance`` is told of the bytes."""
     lock = Lock()
 
-    def tell(count: int) -> None:
-        with lock:
-            advance(count)
-
-    def digest(name: str, path: Path) -> str:
-        if name in known:
-            tell(path.stat().st_size)
-            return known[name]
+    def digest(path: Path) -> str:
         found, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 found.update(buffer[:count])
-                tell(count)
+                with lock:
+                    advance(count)
         return found.hexdigest()
 
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
-        return dict(zip(files, readers.map(digest, files.keys(), files.values()), strict=True))
+        return dict(zip(files, readers.map(digest, files.values()), strict=True))
