@@ -59,7 +59,7 @@ _ALLOWED: Final = re.compile(
         (
             rf"{_CHECKPOINT}|{re.escape(SCORES)}/[^/]+\.ya?ml",
             *(re.escape(name) for name in (CARD, MANIFEST, SIGNATURE, ATTRIBUTES, RECIPE, PROVENANCE, SBOM, NOTICE)),
-            rf"{EVIDENCE}/([^/]+/)*[^/]+\.(json|json\.gz|jsonl\.gz|html)",
+            rf"{EVIDENCE}/([^/]+/)*[^/]+\.(json|json\.gz|jsonl\.gz|html|md|xml)",
         )
     )
 )

@@ -4,8 +4,8 @@
     signed = verified(folder / "model.sig", key=Path("signing.pub"))
 
 Anybody can check one without us: ``python -m model_signing verify key FOLDER --signature FOLDER/model.sig
---public_key signing.pub``. The library makes and proves signatures; the files are hashed here, several at once and with their
-progress, and only once, as whoever verifies a release has read 140 GB of it already.
+--public_key signing.pub``. The library makes and proves signatures. The files are hashed here, several at once and
+with their progress; and only once, as whoever verifies a release has read 140 GB of it already.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
@@ -53,16 +53,17 @@ def sign(
     """
     from model_signing import signing
 
-    config = signing.Config().set_hashing_config(_hashing(hashed(files, advance)))
+    config = signing.Config()
     if key is None:
         with _sigstore():
             _by_identity(config)
-            config.sign(Path(name), signature)
     else:
         private_fingerprint(key, passphrase)  # every fault of a key, in our words
         word = passphrase.encode() if passphrase is not None and is_encrypted(key.read_bytes()) else None
         # The library asks for a string and passes it on to where only bytes are taken.
         config.use_elliptic_key_signer(private_key=key, password=word)
+    config.set_hashing_config(_hashing(hashed(files, advance)))
+    with _sigstore() if key is None else nullcontext():
         config.sign(Path(name), signature)
     return read_signature(signature)
 
