@@ -42,9 +42,9 @@ def command(
 ) -> int:
     """Judge again from the recorded numbers, by the recorded limits or by your own.
 
-    PATH_OR_RECIPE is a published folder, a gate.json or its folder, a report in the store, or the name of a recipe
-    that was run. Nothing of the recorded verdict is used; whether it is the same is said. Ends with the verdict's exit
-    code.
+    PATH_OR_RECIPE is a published folder, a gate.json or its folder, a report in the store, the name of a recipe that
+    was run, or a release elsewhere (org/name[@TAG], s3://bucket/prefix/name[@TAG]), of which only the evidence is
+    fetched. Nothing of the recorded verdict is used; whether it is the same is said. Ends with the verdict's exit code.
     """
     from eval import record
     from eval.errors import MeasurementError
@@ -54,7 +54,7 @@ def command(
     from pipeline.errors import UserError
     from pipeline.store.tree import Store
 
-    file = _record_of(subject, Store(store_path))
+    file = _record_of(subject, Store(store_path), as_json=as_json)
     try:
         measurements, recorded = record.read(file)
     except MeasurementError as error:
@@ -77,15 +77,18 @@ def command(
     return report.verdict.exit_code
 
 
-def _record_of(subject: str, store: Store) -> Path:
+def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     """The record that a person named. Raises `UserError` where there is none."""
     from eval.report.files import DATA
     from pipeline import finished
     from pipeline.errors import UserError
+    from pipeline.progress import reporter_for
     from pipeline.publish.release import EVIDENCE
     from pipeline.stages.gate import GATE
+    from pipeline.verify.place import record_of
 
-    path = Path(subject)
+    elsewhere = record_of(subject, reporter_for(json=as_json))
+    path = Path(subject) if elsewhere is None else elsewhere
     if path.is_file() and path.name != DATA:
         return path
     places = [path / GATE, path / EVIDENCE / GATE]

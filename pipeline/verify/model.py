@@ -1,0 +1,71 @@
+"""The checkpoint of a release by its headers, with the modules that its configuration stands for."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import UserError
+from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.verify.reading import UnreadableError
+
+if TYPE_CHECKING:
+    from pipeline.formats.checkpoint import Checkpoint
+    from pipeline.model.structure import Structure
+    from pipeline.verify.subject import Subject
+
+_HEADERS = 1 << 27  # bytes of all headers; those of DeepSeek-R1 in FP8 take twelve million
+_COUNTS = ("layers", "experts")
+
+
+class UnknownModelError(UserError):
+    """What is installed here cannot build the model: nothing is said of the checkpoint."""
+
+
+def read(subject: Subject) -> tuple[Checkpoint, Structure]:
+    """Open the checkpoint and build its model without weights; code of the repository is never run.
+
+    Raises `UserError` for a checkpoint that contradicts itself, and `UnknownModelError` where the model cannot be
+    built here.
+    """
+    from pipeline.model.meta import meta_model
+    from pipeline.model.structure import read_structure
+
+    config = subject.object("config.json")
+    _bound(subject, config)
+    checkpoint = open_checkpoint(subject.folder)
+    for name, count in _counts(config):
+        if count > max(len(checkpoint.tensors), 1):
+            raise UserError(
+                f"config.json says {name} {count:,}, the checkpoint has {len(checkpoint.tensors):,} tensors in all"
+            )
+    try:
+        return checkpoint, read_structure(subject.folder, checkpoint.tensors)
+    except UserError:
+        try:
+            meta_model(subject.folder)
+        except UserError as error:
+            raise UnknownModelError(error.message) from None
+        raise
+
+
+def _bound(subject: Subject, config: Mapping[str, Any]) -> None:
+    """Refuse what would be read without end before it is parsed."""
+    total = 0
+    for name in subject.listing.files:
+        if name.endswith(".safetensors"):
+            with (subject.folder / name).open("rb") as stream:
+                head = stream.read(8)
+            total += struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if total > _HEADERS:
+            raise UnreadableError(f"the headers of the safetensors files take more than {_HEADERS:,} bytes")
+
+
+def _counts(value: object, name: str = "") -> Iterator[tuple[str, int]]:
+    """Numbers of layers and experts anywhere in a configuration: a model is built with as many modules."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _counts(entry, str(key))
+    elif isinstance(value, int) and any(word in name for word in _COUNTS):
+        yield name, value

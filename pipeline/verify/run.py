@@ -1,0 +1,124 @@
+"""All checks of a release, one after the other; what one finds keeps no other from being made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from pipeline.errors import QuantmintError, UserError
+from pipeline.publish import manifest as manifests
+from pipeline.publish.keys import public_fingerprint
+from pipeline.publish.release import MANIFEST
+from pipeline.publish.signing import hashed
+from pipeline.stage import Progress
+from pipeline.verify import card, digests, files, gate, licence, provenance, recipe, recorded, report, sbom, signature
+from pipeline.verify import structure as tensors
+from pipeline.verify.check import Check, Outcome, fails, not_checked
+from pipeline.verify.reading import UnreadableError, listing, read_object
+from pipeline.verify.signature import Trust
+from pipeline.verify.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    name: str
+    check: Callable[[Subject], Check]
+    alone: bool = False  # it can be made where quantmint.json cannot be read
+
+
+_STEPS: Final = (
+    _Step(recorded.NAME, recorded.check),
+    _Step(files.NAME, files.check),
+    _Step(digests.NAME, digests.check),
+    _Step(provenance.NAME, provenance.check),
+    _Step(recipe.NAME, recipe.check, alone=True),
+    _Step(tensors.NAME, tensors.check, alone=True),
+    _Step(gate.NAME, gate.check, alone=True),
+    _Step(report.NAME, report.check, alone=True),
+    _Step(card.NAME, card.check),
+    _Step(sbom.NAME, sbom.check),
+    _Step(licence.NAME, licence.check),
+)
+
+
+def verify(
+    folder: Path, trust: Trust, progress: Progress, *, vouched: Mapping[str, str] | None = None
+) -> tuple[Check, ...]:
+    """Check a release that lies in ``folder``; nothing is written, no code of it is run, nothing of it is shown.
+
+    ``vouched`` are SHA-256 by name of files whose bytes were not fetched: in their place lie files of the right size
+    with a header. Raises `UserError` where there is no release at all, and for a key that is none.
+    """
+    if trust.key is not None:
+        public_fingerprint(trust.key)  # what is wrong with a reader's own key is not the release's fault
+    root = folder.resolve()
+    if not root.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    try:
+        there = listing(root)
+    except UnreadableError as error:
+        raise UserError(f"{folder}: {error}") from None
+    if MANIFEST not in there.files:
+        raise UserError(
+            f"{folder}: found no {MANIFEST}, so this is no release of quantmint",
+            hint="`quantmint inspect` proves any checkpoint's structure.",
+        )
+    word = dict(vouched or {})
+    own = {name: size for name, size in there.files.items() if name not in word}
+    try:
+        with progress.bar(sum(own.values()), "B") as advance:
+            found = {**word, **hashed({name: root / name for name in own}, advance)}
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    manifest, unread = _manifest(root)
+    subject = Subject(root, there, found, manifest, word)
+    steps = [*_STEPS[:3], _Step(signature.NAME, partial(signature.check, trust=trust), alone=True), *_STEPS[3:]]
+    checks: list[Check] = []
+    for step in steps:
+        progress.say(f"checking {step.name}")
+        if unread is not None and step.name == recorded.NAME:
+            checks.append(unread)
+        elif manifest is None and not step.alone:
+            checks.append(not_checked(step.name, f"{MANIFEST} cannot be read"))
+        else:
+            checks.append(_made(step, subject))
+    return tuple(checks)
+
+
+def _manifest(root: Path) -> tuple[manifests.Manifest | None, Check | None]:
+    """The manifest, or the check that says why there is none."""
+    try:
+        return manifests.read(root / MANIFEST), None
+    except manifests.ManifestError as error:
+        schema = _schema(root)
+        if schema is not None and schema > manifests.SCHEMA:
+            reason = f"{MANIFEST} has schema {schema}, this version of quantmint reads {manifests.SCHEMA}"
+            return None, not_checked(recorded.NAME, reason, "install a newer quantmint")
+        return None, fails(recorded.NAME, error.message.replace(f"{root}/", ""))
+
+
+def _schema(root: Path) -> int | None:
+    try:
+        schema = read_object(root / MANIFEST).get("schema")
+    except UnreadableError:
+        return None
+    return schema if isinstance(schema, int) else None
+
+
+def _made(step: _Step, subject: Subject) -> Check:
+    """A check, however it ends: what a stranger wrote may break any reader, and that is a finding too."""
+    try:
+        return step.check(subject)
+    except ModuleNotFoundError as error:
+        return not_checked(
+            step.name, f"this needs {error.name}, which is not installed", "pip install 'quantmint[all]'"
+        )
+    except UnreadableError as error:
+        return fails(step.name, str(error))
+    except QuantmintError as error:
+        return fails(step.name, error.message.replace(f"{subject.folder}/", ""))
+    except Exception as error:  # the files are anybody's: whatever they break is named with its check
+        return Check(step.name, Outcome.FAILS, f"it cannot be read: {type(error).__name__}: {str(error)[:200]}")
