@@ -1,4 +1,6 @@
-"""What a run can be refused for before it starts: no vLLM to serve with, no such device, no room for the checkpoint."""
+"""What a run can be refused for before it starts: no vLLM to serve with, no such device, no room for the checkpoint,
+nobody who could sign.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from pipeline.prediction import Prediction, disk_needed, predict, require_disk
 from pipeline.runner import find_entry, foreseen
 from pipeline.stage import Planned, Setting
 from pipeline.stages.calibrate import pinned_set
+from pipeline.stages.sign import require_signer
 from pipeline.stages.source import config_folder
 from pipeline.store.disk import free_bytes
 
@@ -26,6 +29,8 @@ _PACKAGES = (
     ("evaluate", ("lm_eval",), "evaluate"),
     ("control", ("lm_eval",), "evaluate"),
     ("report", ("jinja2", "matplotlib"), "report"),
+    ("package", ("jinja2", "detect_secrets", "cyclonedx"), "publish"),
+    ("sign", ("model_signing", "OpenSSL", "sigstore"), "publish"),
 )
 _SERVED = ("serve", "canary", "evaluate", "control", "bench")  # what asks a server
 
@@ -55,6 +60,8 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
     if known_unsound(plan, setting, redo):
         return  # the run ends there, and says why
     _require_packages(missing)
+    if "sign" in missing:
+        require_signer(setting)
     if "calibrate" in missing and setting.recipe.calibration is not None:
         pinned_set(setting.recipe.calibration)
     if any(key.startswith(_SERVED) for key in missing):
