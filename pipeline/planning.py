@@ -19,6 +19,7 @@ from pipeline.stages.evaluate import EvaluateStage
 from pipeline.stages.gate import GateStage
 from pipeline.stages.inspect import InspectStage
 from pipeline.stages.measured import asks_twice, has_throughput
+from pipeline.stages.package import PackageStage
 from pipeline.stages.publish import PublishStage
 from pipeline.stages.quantize import QuantizeStage, needs_ranges
 from pipeline.stages.report import ReportStage
@@ -43,6 +44,7 @@ def stages_of(setting: Setting) -> tuple[Stage, ...]:
         *([BenchStage()] if has_throughput(setting) else []),
         GateStage(),
         ReportStage(),
+        PackageStage(),
         PublishStage(),
     )
 

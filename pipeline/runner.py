@@ -26,6 +26,9 @@ from pipeline.stages.servers import Servers
 from pipeline.store.entries import Entry
 from pipeline.store.runs import RunLog
 
+RELEASING = ("package", "sign", "publish")
+"""Stages that only a PASS is given to, in the order in which they run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -117,8 +120,9 @@ def run_plan(
         with Servers(setting, reporter) as servers:
             while left:
                 planned = left.pop(0)
-                if planned.key == "publish" and verdict is not Verdict.PASS:
-                    reporter.say(f"not published: the verdict is {verdict.value if verdict else 'missing'}")
+                if planned.key in RELEASING and verdict is not Verdict.PASS:
+                    if planned.key == RELEASING[-1]:
+                        reporter.say(f"not published: the verdict is {verdict.value if verdict else 'missing'}")
                     continue
                 number, total = len(steps) + 1, len(steps) + 1 + len(left)
                 step = _step(planned, number, total, setting, reporter, entries, servers, redo)

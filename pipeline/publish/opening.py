@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from pipeline.errors import UserError
 from pipeline.publish.folder import RELEASES
 from pipeline.recipe.faults import did_you_mean
+from pipeline.recipe.load import without_place
 from pipeline.recipe.schema import Recipe
 from pipeline.stage import Setting
 
@@ -89,13 +90,16 @@ def targets_of(setting: Setting) -> tuple[Target, ...]:
 
 
 def serving_name(recipe: Recipe) -> str:
-    """What a reader gives vLLM to serve what was published: a repository, else a bucket's URL, else a folder."""
+    """What a reader gives vLLM to serve what was published: a repository, else a bucket's URL, else a folder.
+
+    It is printed in what goes out, so of a folder that lies elsewhere the name alone is kept.
+    """
     section = recipe.publish
     if section.hub is not None:
         return section.hub.repo
     if section.storage is not None:
         return f"{section.storage.url.rstrip('/')}/{recipe.name}"
-    return f"{section.folder}/{recipe.name}"
+    return f"{without_place(str(section.folder))}/{recipe.name}"
 
 
 def _hub(repo: str) -> Target:

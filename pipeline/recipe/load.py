@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -27,6 +27,7 @@ from pipeline.recipe.translate import faults_of, place_of
 from pipeline.recipe.yaml_positions import Document, Dumper, read
 
 _OWN = ("name", "description", "extends")
+_PLACES = (("source", "folder"), ("calibration", "set"), ("target", "workload"), ("serve", "tunableop"))
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,22 @@ class LoadedRecipe:
 
     @property
     def text_proven(self) -> str:
-        """`text_resolved` without where figures and files go: that shapes no result."""
-        return resolved_yaml(self.recipe, without=("tracking", "publish"))
+        """`text_resolved` without where figures and files go and come from: that shapes no result.
+
+        Others read it. A file that lies beside the recipe keeps its relative path; of one that lies elsewhere the name
+        is kept, as its place says nothing of the content and much of a machine and its user.
+        """
+        data = _plain(self.recipe, ("tracking", "publish"))
+        for section, name in _PLACES:
+            if data[section] is not None and data[section][name] is not None:
+                data[section][name] = without_place(data[section][name])
+        return _yaml(data)
+
+    @property
+    def source_name(self) -> str:
+        """The 16-bit model as others may read it: its repository, or its folder without where that lies."""
+        source = self.recipe.source
+        return source.repo or without_place(str(source.folder))
 
     @property
     def signing_key(self) -> Path | None:
@@ -100,8 +115,21 @@ def resolved_yaml(recipe: Recipe, without: Collection[str] = ()) -> str:
 
     ``without`` names sections that are left out.
     """
-    data = {name: value for name, value in recipe.model_dump(mode="json").items() if name not in without}
+    return _yaml(_plain(recipe, without))
+
+
+def _plain(recipe: Recipe, without: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.model_dump(mode="json").items() if name not in without}
+
+
+def _yaml(data: Mapping[str, Any]) -> str:
     return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def without_place(path: str) -> str:
+    """A path below the recipe's folder as it is, the last part of one that leads elsewhere."""
+    parts = PurePosixPath(path)
+    return parts.name if parts.is_absolute() or path.startswith("~") or ".." in parts.parts else path
 
 
 def recipe_names() -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def gather(job: Job) -> Report:
         raise StageError(f"the gate's record cannot be read: {error}") from error
     inspection = json.loads(inputs["inspect"].file(INSPECTION).read_text(encoding="utf-8"))
     checkpoint = open_checkpoint(model_folder(inputs["quantize"]))
-    model = recipe.source.repo or f"{recipe.source.folder}"
+    model = setting.loaded.source_name
     published = serving_name(recipe)
     return Report(
         name=recipe.name,

@@ -8,6 +8,7 @@ recorded time back, so that a copied store is read only once.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -40,8 +41,8 @@ class Entry:
         """SHA-256 over name, SHA-256 and size of all files: the same for equal outputs, whenever they were made."""
         return fingerprint([[name, fact.sha256, fact.size] for name, fact in sorted(self.record.files.items())])
 
-    def verify(self) -> None:
-        """Hash every file.
+    def verify(self, *, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Hash every file; ``advance`` is called with the bytes of each.
 
         Raises `StoreError` that names the first file which is missing, changed or not in the record.
         """
@@ -50,6 +51,7 @@ class Entry:
                 reason = _fault(self.path / name, fact, always=True)
                 if reason:
                     raise StoreError(f"{self.path / name} {reason}", hint="run the recipe again: it makes a new one")
+                advance(fact.size)
             extra = regular_files(self.path).keys() - self.record.files.keys() - {RECORD}
         if extra:
             raise StoreError(f"{self.path / min(extra)} is not in the record of its entry", hint="move it elsewhere")

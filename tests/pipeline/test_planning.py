@@ -22,7 +22,7 @@ from pipeline.stage import Setting
 from pipeline.store.tree import Store
 
 ROOT = Path(__file__).parents[2]
-JUDGED = {"gate", "report", "publish"}
+JUDGED = {"gate", "report", "package", "publish"}
 STOPPING = {"evaluate-candidate"} | JUDGED  # a clear case stops as soon as it is one, by the margin
 CANARY = {"canary-baseline", "canary-candidate"}
 ASKED = {"evaluate-baseline", "control", "evaluate-candidate"}
@@ -58,7 +58,7 @@ def test_the_order(setting: Setting) -> None:
         "source", "calibrate", "quantize", "inspect",
         "serve-baseline", "canary-baseline", "serve-candidate", "canary-candidate",
         "evaluate-baseline", "control", "evaluate-candidate", "bench",
-        "gate", "report", "publish",
+        "gate", "report", "package", "publish",
     ]  # fmt: skip
 
 
@@ -108,8 +108,10 @@ def test_the_plan_of_a_stopped_run_is_the_same_up_to_the_canary(setting: Setting
         pytest.param("samples: 4", "samples: 5", {"calibrate"} | FROM_QUANTIZE, id="calibration samples"),
         pytest.param("max_model_len: 512", "max_model_len: 256", CANDIDATE | BASELINE | JUDGED, id="length"),
         pytest.param("hardware: mi300x", "hardware: mi325x", CANDIDATE | BASELINE | JUDGED, id="hardware"),
-        pytest.param("folder: published", "folder: elsewhere", {"report", "publish"}, id="target"),
-        pytest.param("description: A test.", "description: Another.", {"report", "publish"}, id="description"),
+        pytest.param("folder: published", "folder: elsewhere", {"report", "package", "publish"}, id="target"),
+        pytest.param(
+            "description: A test.", "description: Another.", {"report", "package", "publish"}, id="description"
+        ),
         pytest.param("name: r\n", "# A thought.\nname: r\n", set(), id="comment"),
         pytest.param("evaluation: {", "evaluation:   {", set(), id="layout"),
         pytest.param("gpus: 1, ", "", set(), id="a default left out"),
@@ -198,7 +200,7 @@ def test_two_recipes_of_a_model_share_the_baseline(setting: Setting) -> None:
 def test_a_copy_of_the_model_is_the_same_model(setting: Setting, tmp_path: Path) -> None:
     Path("model").rename(tmp_path / "moved")
     other = edit(setting, "folder: model", f"folder: {os.path.relpath(tmp_path / 'moved')}")
-    assert changed(setting, other) == {"report", "publish"}  # they print the recipe
+    assert changed(setting, other) == {"report", "package", "publish"}  # they print the recipe
 
 
 def strings(value: object) -> Iterable[str]:
