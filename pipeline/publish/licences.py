@@ -11,6 +11,7 @@ The table is `licences.yaml`: a reading of the texts and no legal advice. What i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -74,7 +75,7 @@ def terms(metadata: Mapping[str, Any], files: Collection[str], section: Licence 
     return Terms(
         id="unknown" if key is None else "other" if other else key,
         name=(None if granted else row.get("name")) or _text(metadata, "license_name") or _unnamed(key, granted),
-        link=given.link or _text(metadata, "license_link") or row.get("link"),
+        link=given.link or _address(_text(metadata, "license_link"), files) or row.get("link"),
         hub_name=("granted" if granted else key if key != "other" else None) if other else None,
         redistribution="conditions" if own else row.get("redistribution", "unknown"),
         prefix=row.get("prefix"),
@@ -139,7 +140,12 @@ def _stated(metadata: Mapping[str, Any]) -> str | None:
     if key != "other":
         return key
     name = _text(metadata, "license_name")
-    return None if name is None else name.strip().lower().replace(" ", "-")
+    return None if name is None else re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-") or None
+
+
+def _address(text: str | None, files: Collection[str]) -> str | None:
+    """A card's link where it leads somewhere from here too: into the web, or to a file that came along."""
+    return text if text is not None and (text in files or re.fullmatch(r"https://[^\s<>]+", text)) else None
 
 
 def _text(metadata: Mapping[str, Any], key: str) -> str | None:

@@ -17,6 +17,7 @@ from pipeline.publish.card.launches import launches
 from pipeline.publish.licences import TEXTS, terms
 from pipeline.recipe.schema import Recipe
 from pipeline.schemes import scheme
+from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.remarks import NEWEST_READ
 from pipeline.stage import Job, Setting
 from pipeline.stages.gate import checkpoint_digest
@@ -69,7 +70,7 @@ def gather(job: Job) -> CardFacts:
         base=_base(setting, config, metadata),
         made=_made(recipe, inputs, config),
         terms=terms(metadata, texts, recipe.publish.licence),
-        launches=launches(recipe, setting.workload, checkpoint, repo or recipe.name, vllm=_vllm(report)),
+        launches=launches(recipe, setting.workload, model_facts(checkpoint), repo or recipe.name, vllm=_vllm(report)),
         report=report,
         signed=_signed(recipe),
     )

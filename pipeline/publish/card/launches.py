@@ -1,13 +1,12 @@
 """How the hardware that a reader may have serves the checkpoint: the launch plan's own commands, for the card.
 
-Pure over the checkpoint's files and the recipe: neither this machine's cores nor its folders are in a command.
+Pure over the checkpoint's facts and the recipe: neither this machine's cores nor its folders are in a command.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from eval.workloads import Workload
@@ -15,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.publish.card.facts import Launch
 from pipeline.recipe.schema import Recipe
 from pipeline.serving import hardware
-from pipeline.serving.model.facts import ModelFacts, model_facts
+from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.planning.planner import layout_words, plan_serving
 from pipeline.serving.planning.processes import processes
@@ -31,12 +30,11 @@ _SIZES: Final = (1, 2, 4, 8)
 _THREADS: Final = "OMP_NUM_THREADS"
 
 
-def launches(recipe: Recipe, workload: Workload, checkpoint: Path, model: str, *, vllm: str) -> tuple[Launch, ...]:
+def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, *, vllm: str) -> tuple[Launch, ...]:
     """A launch for the recipe's target and for each of `SHOWN`.
 
-    ``checkpoint`` is a folder with the files, ``model`` what a command calls it, ``vllm`` the version planned for.
+    ``facts`` are the checkpoint's, ``model`` is what a command calls it, ``vllm`` the version that is planned for.
     """
-    facts = model_facts(checkpoint)
     names = dict.fromkeys((recipe.target.hardware, *SHOWN))
     return tuple(_launch(name, recipe, workload, facts, model, vllm) for name in names)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -10,6 +11,10 @@ from pipeline.publish.card.facts import Base, CardFacts
 
 TYPES: Final = {"e4m3": "fp8", "e2m1": "mxfp4", "e2m3": "mxfp6", "e3m2": "mxfp6", "int8": "int8", "int4": "int4"}
 """Tag of a type of weights; of the schemes with groups and e4m3, mxfp8."""
+_TAG: Final = re.compile(r"\w[\w .+/-]{0,63}")  # with a colon are those that the Hub makes itself: region:us, arxiv:...
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_LANGUAGE: Final = re.compile(r"[a-z]{2,3}(-[A-Za-z]+)?|code|multilingual")
+_REPO: Final = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _LIBRARY: Final = "transformers"
 _TEXT, _PICTURES = "text-generation", "image-text-to-text"
 #: Tags of the base that speak of its files, or of services that run them: no longer true of these.
@@ -52,9 +57,9 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
         "license_link": linked,
         "library_name": _word(own.get("library_name")) or _LIBRARY,
         "pipeline_tag": _word(own.get("pipeline_tag")) or _pipeline_tag(base),
-        "language": list(_words(own.get("language"))),
+        "language": list(_words(own.get("language"), _LANGUAGE)),
         "tags": list(_tags(facts)),
-        "datasets": [texts.dataset] if texts is not None and texts.dataset else None,
+        "datasets": list(_words(texts.dataset, _REPO)) if texts is not None else None,
     }
     return {key: value for key, value in fields.items() if value}
 
@@ -67,8 +72,7 @@ def _tags(facts: CardFacts) -> Iterator[str]:
             made.algorithm if made.algorithm != "none" else "", made.format, "vllm", "quantmint"]  # fmt: skip
     seen: set[str] = set()
     for tag in (*ours, *_words(facts.base.metadata.get("tags"))):
-        # With a colon are those that the Hub makes itself: region:us, license:mit, arxiv:...
-        if tag and ":" not in tag and tag.lower() not in seen and (tag in ours or tag.lower() not in _GONE):
+        if tag and tag.lower() not in seen and (tag in ours or tag.lower() not in _GONE):
             seen.add(tag.lower())
             yield tag
 
@@ -80,14 +84,16 @@ def _pipeline_tag(base: Base) -> str | None:
 
 
 def _word(value: object) -> str | None:
-    return value.strip() or None if isinstance(value, str) else None
+    return next(_words(value if isinstance(value, str) else None, _NAME), None)
 
 
-def _words(value: object) -> Iterator[str]:
-    """A card may say one or a list of them; YAML reads the language `no` as false."""
+def _words(value: object, form: re.Pattern[str] = _TAG) -> Iterator[str]:
+    """A card may say one or a list; what has not the form of such a word is left out.
+
+    YAML reads the language `no` as false.
+    """
     items: Iterable[object] = value if isinstance(value, list) else [value]
     for item in items:
-        if item is False:
-            yield "no"
-        elif isinstance(item, str) and item.strip():
-            yield item.strip()
+        word = "no" if item is False else item.strip() if isinstance(item, str) else ""
+        if form.fullmatch(word):
+            yield word

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _TEMPLATE: Final = "README.md.j2"
+_MANY: Final = re.compile(r"\n{3,}")  # what is left of parts that have nothing to say
 
 
 def render(facts: CardFacts) -> str:
@@ -47,7 +49,8 @@ def render(facts: CardFacts) -> str:
         "verifying": verifying(facts),
         "licence": licence(facts),
     }
-    return f"{front_matter(facts)}\n{_environment().get_template(_TEMPLATE).render(values).strip()}\n"
+    text = _environment().get_template(_TEMPLATE).render(values).strip()
+    return f"{front_matter(facts)}\n{_MANY.sub(chr(10) * 2, text)}\n"
 
 
 def sentence(facts: CardFacts) -> str:
