@@ -79,7 +79,7 @@ def verified(
     """
     from cryptography.exceptions import InvalidSignature
     from model_signing import verifying
-    from sigstore.errors import VerificationError
+    from sigstore.errors import Error
 
     signed = read_signature(signature)
     # The library compares what it proved with this, so that no other reading of the statement gets through.
@@ -98,8 +98,8 @@ def verified(
         raise UserError("a signature is checked against a public key, or against an identity and who issued it.")
     try:
         config.verify(Path(signed.name), signature)
-    except (ValueError, KeyError, TypeError, InvalidSignature, VerificationError) as error:
-        reason = f": {error}" if isinstance(error, VerificationError) else ""
+    except (ValueError, KeyError, TypeError, InvalidSignature, Error) as error:
+        reason = f": {error}" if isinstance(error, Error) else ""
         raise BrokenSignatureError(f"{signature} was changed, or is not by {signed.signer}{reason}.") from None
     uncovered = set(signed.ignored) - set(IGNORED)
     if uncovered:
@@ -131,16 +131,14 @@ def _sigstore() -> Iterator[None]:
     """Turn what goes wrong between here and Sigstore into an error that says so."""
     import requests
     from id import IdentityError
-    from sigstore.errors import Error, VerificationError
-    from sigstore.oidc import IdentityError as RefusedIdentity
+    from sigstore.errors import Error
+    from sigstore.oidc import IssuerError
 
     try:
         yield
-    except VerificationError:
-        raise
-    except (Error, IdentityError, RefusedIdentity, requests.RequestException, OSError) as error:
+    except (Error, IdentityError, IssuerError, requests.RequestException, OSError) as error:
         raise StageError(
-            f"Sigstore cannot be asked: {error or type(error).__name__}.",
+            f"Sigstore cannot be asked: {str(error).strip() or type(error).__name__}.",
             hint="Signing without a key, and checking such a signature, need a network; a key needs none.",
         ) from error
 
