@@ -1,0 +1,192 @@
+"""A release on the Hub: whole in one commit, tagged, compared; and the same command again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pipeline.errors import StageError, UserError
+from pipeline.publish.hub.client import connect
+from pipeline.publish.hub.commit import require_same
+from pipeline.publish.release import Release
+from pipeline.publish.target import Operation
+from tests.publish.hub.conftest import REPO, Publisher, Told
+
+MakeRelease = Callable[..., Release]
+SHARD = "model.safetensors"
+
+
+def test_what_is_published(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    found = publisher.publish(release)
+    assert publisher.files() == release.files.keys()
+    assert publisher.history() == [f"{release.tag}: the model one", "initial commit"]
+    assert publisher.tags() == {release.tag: publisher.head()}
+    assert (found.place, found.tag, found.revision) == (REPO, release.tag, publisher.head())
+    assert (found.current, found.again) == (True, False)
+    assert publisher.api.model_info(REPO).private
+    assert publisher.sent() == [release.files[SHARD].sha256]
+    assert publisher.told.bars == [[release.size, release.size]]
+    for name, file in release.files.items():
+        assert publisher.target().read(name, 0, file.size, release.tag) == file.path.read_bytes()
+
+
+def test_the_same_release_again_changes_nothing(publisher: Publisher, make_release: MakeRelease) -> None:
+    publisher.publish(make_release("one"))
+    before = publisher.writes()
+    found = publisher.publish(make_release("one"))
+    assert (found.again, found.current, found.revision) == (True, True, publisher.head())
+    assert publisher.writes() == before
+    assert publisher.target().operations(make_release("one"), candidate=False) == ()
+
+
+def test_whoever_signed_it_it_is_the_same_release(publisher: Publisher, make_release: MakeRelease) -> None:
+    publisher.publish(make_release("one", signed="by a machine"))
+    assert publisher.publish(make_release("one", signed="by a person")).again
+
+
+def test_the_next_release_replaces_all_files_and_sends_what_is_new(
+    publisher: Publisher, make_release: MakeRelease
+) -> None:
+    shared = {"model-00002.safetensors": b"shared" * 99}
+    first = make_release("one", files={**shared, "old.txt": b"old"})
+    second = make_release("two", day=22, files=shared)
+    publisher.publish(first)
+    sent = publisher.sent()
+    publisher.publish(second)
+    assert publisher.files() == second.files.keys()
+    assert publisher.files(first.tag) == first.files.keys(), "a tag never moves"
+    assert publisher.sent() == [*sent, second.files[SHARD].sha256]
+    assert publisher.history()[0].startswith(second.tag)
+    assert len(publisher.history()) == 3
+
+
+def test_a_rollback_is_not_undone_by_publishing_again(publisher: Publisher, make_release: MakeRelease) -> None:
+    first, second = make_release("one"), make_release("two", day=22)
+    publisher.publish(first)
+    publisher.publish(second)
+    publisher.target().rollback(first.tag, dry_run=False, progress=Told())
+    head = publisher.head()
+    found = publisher.publish(second)
+    assert (found.again, found.current) == (True, False)
+    assert publisher.head() == head
+
+
+def test_a_tag_that_holds_another_release(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    publisher.api.create_repo(REPO, private=True)
+    publisher.api.create_tag(REPO, tag=release.tag)
+    with pytest.raises(UserError, match=f"the tag {release.tag} is there, and the quantmint.json that it holds"):
+        publisher.publish(release)
+    with pytest.raises(UserError, match="another one"):
+        publisher.target().preflight(release)
+
+
+def test_a_release_that_was_damaged_under_its_tag(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    publisher.publish(release)
+    publisher.api.delete_tag(REPO, tag=release.tag)
+    publisher.api.delete_file("config.json", repo_id=REPO)
+    publisher.api.create_tag(REPO, tag=release.tag)
+    with pytest.raises(StageError, match="damaged on the Hub: config.json is missing"):
+        publisher.publish(release)
+
+
+def test_what_the_hub_holds_is_compared_file_by_file(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    publisher.publish(release)
+    require_same(connect(REPO), release.tag, release, "the tag")
+    other = make_release("two")
+    lacking = {name: file for name, file in release.files.items() if name != "config.json"}
+    for files, wrong in (
+        ({**release.files, SHARD: other.files[SHARD]}, f"{SHARD} is not the same"),
+        ({**release.files, "config.json": other.files["config.json"]}, "config.json is not the same"),
+        ({**release.files, "new.json": other.files["config.json"]}, "new.json is missing"),
+        (lacking, "config.json is not in the release"),
+    ):
+        with pytest.raises(StageError, match=wrong):
+            require_same(connect(REPO), release.tag, replace(release, files=files), "the tag")
+
+
+@pytest.mark.parametrize("name", [SHARD, "config.json"])
+@pytest.mark.parametrize("longer", [False, True])
+def test_a_file_that_changed_after_the_gate(
+    publisher: Publisher, make_release: MakeRelease, name: str, longer: bool
+) -> None:
+    release = make_release("one")
+    path = release.files[name].path
+    path.write_bytes(path.read_bytes() + b"!" if longer else b"x" * path.stat().st_size)
+    with pytest.raises(StageError, match=f"{name} is not what was judged"):
+        publisher.publish(release)
+    assert publisher.history() == ["initial commit"]
+    assert publisher.tags() == {}
+
+
+def test_a_dry_run_tells_exactly_what_then_happens(publisher: Publisher, make_release: MakeRelease) -> None:
+    first = make_release("one", files={"old.txt": b"old"})
+    told = publisher.target().operations(first, candidate=False)
+    assert publisher.writes() == []
+    assert not publisher.api.repo_exists(REPO)
+    assert told == (
+        Operation("create", f"private repository {REPO}"),
+        *(Operation("upload", name, first.files[name].size) for name in sorted(first.files)),
+        Operation("commit", f'"{first.tag}: the model one" on main'),
+        Operation("tag", first.tag),
+    )
+    publisher.publish(first)
+    second = make_release("one", day=22)
+    before = publisher.writes()
+    told = publisher.target().operations(second, candidate=False)
+    assert publisher.writes() == before
+    assert told == (
+        Operation("upload", "quantmint.json", second.files["quantmint.json"].size),
+        Operation("delete", "old.txt"),
+        Operation("commit", f'"{second.tag}: the model one" on main'),
+        Operation("tag", second.tag),
+    )
+
+
+def test_a_candidate_waits_beside_what_readers_get(publisher: Publisher, make_release: MakeRelease) -> None:
+    first, second, third = make_release("one"), make_release("two", day=22), make_release("three", day=23)
+    publisher.publish(first)
+    told = publisher.target().operations(second, candidate=True)
+    assert Operation("create", "branch candidate from main") in told
+    found = publisher.publish(second, candidate=True)
+    assert (found.current, found.again) == (False, False)
+    assert publisher.files() == first.files.keys()
+    assert publisher.tags()[second.tag] == publisher.head("candidate") == found.revision
+    assert publisher.publish(second, candidate=True).again
+
+    found = publisher.publish(third, candidate=True)
+    assert publisher.tags()[third.tag] == publisher.head("candidate")
+    assert publisher.files("candidate") == third.files.keys()
+    flags = {one.tag: (one.current, one.candidate) for one in publisher.target().releases()}
+    assert flags == {first.tag: (True, False), second.tag: (False, False), third.tag: (False, True)}
+
+    publisher.target().promote(None, dry_run=False, progress=Told())
+    found = publisher.publish(third)
+    assert (found.again, found.current) == (True, True)
+
+
+def test_a_candidate_where_nothing_is_current_is_released(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    waiting = publisher.publish(release, candidate=True)
+    sent = publisher.sent()
+    found = publisher.publish(release)
+    assert (found.current, found.revision) == (True, waiting.revision)
+    assert publisher.files() == release.files.keys()
+    assert publisher.sent() == sent
+
+
+def test_an_empty_file_and_a_large_one_in_parts(
+    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher.hub, "part", 1000)
+    release = make_release("one", files={"empty.json": b"", "big.safetensors": b"12345" * 700})
+    publisher.publish(release)
+    assert publisher.files() == release.files.keys()
+    assert len(publisher.hub.sent("PUT", "/storage-part/")) == 4 + -(-release.files[SHARD].size // 1000)
+    assert publisher.told.bars == [[release.size, release.size]]
+
