@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from eval.gate import GateReport
 from eval.report import numbers
 from eval.report.model import Report
-from eval.report.numbers import DASH, percent, signed, three
+from eval.report.numbers import NO_BREAK, PER_CENT, percent, signed, three
 from eval.report.views.accuracy import level, unit_of
 from eval.report.views.first_screen import meaning, notes, runtime, worst_first
 from eval.verdict import Verdict
 
+_BLANKS = re.compile(r"[^\S\xa0]+")
 _SIGNS = str.maketrans({char: f"\\{char}" for char in "\\`*_[]<>|#$~&"})
 
 
@@ -31,8 +33,8 @@ def render(report: Report) -> str:
 
 
 def plain(text: str) -> str:
-    """Text as Markdown that shows exactly it, on one line."""
-    return " ".join(text.split()).translate(_SIGNS)
+    """Text as Markdown that shows exactly it, on one line; a number stays beside its unit."""
+    return _BLANKS.sub(" ", text).strip().translate(_SIGNS)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -65,22 +67,23 @@ def accuracy(gate: GateReport) -> str:
         unit, margin = unit_of(result), gate.policy.margins.get(result.task)
         low, high = unit.span(result.interval_low, result.interval_high)
         verdict = gate.verdict_of("accuracy", result.task)
+        span = f"{signed(low)} to {signed(high)}".replace(" ", NO_BREAK)
         rows.append(
             [
                 f"{result.task} ({result.metric})",
                 level(result, result.baseline),
                 level(result, result.candidate),
-                unit.words(unit.scale(result.difference)),
-                f"{signed(low)} to {signed(high)}",
+                f"{unit.words(unit.scale(result.difference))} ({span})",
                 percent(result.recovery),
-                DASH if margin is None else unit.words(unit.margin(margin)),
                 f"{result.items:,}" + (f" of {result.planned:,}" if result.items < result.planned else ""),
-                verdict.value if verdict else "shown only",
+                "shown only"
+                if margin is None or verdict is None
+                else f"{verdict.value} at {unit.words(unit.margin(margin))}",
             ]
         )
-    confidence = f"{gate.accuracy[0].confidence:.0%}".replace("%", " %")
-    head = ["Task", "Baseline", "This model", "Change", f"{confidence} interval", "Recovery", "Margin", "Items",
-            "Verdict"]  # fmt: skip
+    confidence = f"{gate.accuracy[0].confidence:.0%}".replace("%", PER_CENT)
+    head = ["Task", "Baseline", "This model", f"Change ({confidence} interval)", "Recovery", "Items",
+            "Verdict at margin"]  # fmt: skip
     said = "The same items were put to both models; intervals are of the paired difference."
     return f"{table(head, rows)}\n\n{said}{_flips(gate)}"
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from eval.gate import GateReport
 from eval.report import markdown
-from eval.report.numbers import size
+from eval.report.numbers import NO_BREAK, size
 from eval.report.views.first_screen import tiles
 from pipeline.publish.card.facts import Base, Calibrated, CardFacts
-from pipeline.publish.card.words import Markdown, block, code, codes, escaped, link, two_columns
+from pipeline.publish.card.words import Markdown, block, code, codes, escaped, link, table
 from pipeline.publish.release import EVIDENCE, NOTICE, SIGNATURE
 
 _HUB = "https://huggingface.co"
@@ -24,12 +24,12 @@ def base_link(base: Base) -> Markdown:
 def figures(facts: CardFacts, gate: GateReport) -> Markdown:
     """What people ask for first: size, the worst change of accuracy, throughput, room in the cache."""
     rows = [(caption, Markdown(f"**{escaped(figure)}**"), said) for caption, figure, said in tiles(facts.report, gate)]
-    return two_columns(rows, head=("Figure", "Value", "What it is"))
+    return table(("Measure", "Value", "Detail"), rows)
 
 
 def made(facts: CardFacts) -> Markdown:
     """How it was made, a row for each thing that a reader could choose otherwise."""
-    return two_columns(_made(facts))
+    return table(("What", "How"), _made(facts))
 
 
 def _made(facts: CardFacts) -> Iterator[tuple[str, str]]:
@@ -47,7 +47,7 @@ def _made(facts: CardFacts) -> Iterator[tuple[str, str]]:
         yield "Modules", f"{sum(how.schemes.values()):,} linear layers"
     yield "KV cache", "FP8, with calibrated static scales" if how.kv_cache == "fp8" else "16 bit"
     if how.kept:
-        yield "Left in 16 bit", codes(how.kept)
+        yield f"Left in 16{NO_BREAK}bit", codes(how.kept)
     if how.excluded:
         yield "Left out by the recipe", codes(how.excluded)
     yield "Calibration", "none: no scale depends on data" if how.calibration is None else _texts(how.calibration)

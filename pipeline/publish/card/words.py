@@ -50,7 +50,7 @@ def link(text: str, address: str) -> Markdown:
     return Markdown(f"[{escaped(text)}]({address})")
 
 
-def two_columns(rows: Iterable[Sequence[str]], *, head: Sequence[str] = ("", ""), sides: str = ":--") -> Markdown:
-    """A table whose cells are Markdown already, or are escaped."""
-    lines = [head, [":--", *[sides] * (len(head) - 1)], *[[escaped(cell) for cell in row] for row in rows]]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Markdown:
+    """A table of text; cells are Markdown already, or are escaped."""
+    lines = [head, [":--"] * len(head), *[[escaped(cell) for cell in row] for row in rows]]
     return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))

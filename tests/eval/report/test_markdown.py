@@ -30,8 +30,9 @@ def test_accuracy_and_throughput_have_intervals_and_counts() -> None:
     assert [row[0] for row in accuracy[1:]] == [
         "gsm8k (exact_match)", "mmlu (acc)", "ifeval (prompt_level_strict_acc)", "wikitext (word_perplexity)",
     ]  # fmt: skip
-    assert accuracy[1][7:] == ["660 of 1,319", "PASS"]
-    assert accuracy[3][8] == "shown only"
+    assert accuracy[1][5:] == ["660 of 1,319", "PASS at \N{MINUS SIGN}2.00\xa0pt"]
+    assert accuracy[1][3] == "\N{MINUS SIGN}0.15\xa0pt (\N{MINUS SIGN}1.33\xa0to\xa0+1.08)"
+    assert accuracy[3][6] == "shown only"
     assert all(len(row) == len(accuracy[0]) for row in accuracy)
     assert [row[-1] for row in throughput[1:]] == ["4 + 4"] * 3
     assert size[-1] == ["all", "16.1 GB", "9.08 GB"]

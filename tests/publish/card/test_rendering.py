@@ -80,8 +80,9 @@ def test_the_same_facts_give_the_same_bytes() -> None:
 
 def test_the_figures_are_the_reports() -> None:
     assert markdown.size(reports.good()) in text_of("llama")
-    assert "| gsm8k (exact\\_match) | 81.67 % | 81.52 % |" in section(text_of("llama"), "Accuracy").replace("\xa0", " ")
-    assert "660 of 1,319" in section(text_of("llama"), "Accuracy")
+    accuracy = section(text_of("llama"), "Accuracy").replace("\xa0", " ").replace("\N{MINUS SIGN}", "-")
+    assert "| gsm8k (exact\\_match) | 81.67 % | 81.52 % | -0.15 pt (-1.33 to +1.08) |" in accuracy
+    assert "| 660 of 1,319 | PASS at -2.00 pt |" in accuracy
     assert "On AMD Instinct MI300X with vLLM 0.32.0." in section(text_of("llama"), "Throughput")
     assert "2,524,704 tokens" in section(text_of("llama"), "Memory")
 
