@@ -1,11 +1,15 @@
-"""Releases as they are published: small files, and a manifest that the strict reader takes."""
+"""Releases as they are published, small and with a manifest that the strict reader takes; and a bucket for them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +17,8 @@ from pipeline.canonical import fingerprint
 from pipeline.publish import manifest as manifests
 from pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
 from pipeline.publish.release import MANIFEST, SIGNATURE, File, Release, tag_of
+from pipeline.publish.storage import StorageTarget, calls
+from tests.publish.s3_server import S3Server
 
 MakeRelease = Callable[..., Release]
 _A = "a" * 64
@@ -69,3 +75,54 @@ def _manifest(content: str, moment: datetime, files: Mapping[str, File]) -> Mani
         files=manifests.digests(files),
         quantmint="0.1.0",
     )
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty bucket of a server without faults, and credentials for it alone."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "the-key",
+        "AWS_SECRET_ACCESS_KEY": "the-secret",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(calls, "FIRST_WAIT_S", 0.001)
+    found = Bucket(s3_server, f"bucket-{uuid.uuid4().hex[:12]}")
+    found.client("create_bucket")
+    s3_server.forget()
+    return found
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket, with the way of the tests to look into it."""
+
+    server: S3Server
+    name: str
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}/models"
+
+    def client(self, operation: str, **arguments: Any) -> Any:
+        from s3fs import S3FileSystem
+
+        return S3FileSystem(endpoint_url=self.server.url).call_s3(operation, Bucket=self.name, **arguments)
+
+    def objects(self) -> list[str]:
+        found = self.client("list_objects_v2").get("Contents", [])
+        return [item["Key"].removeprefix("models/r/") for item in found]
+
+    def target(self, name: str = "r") -> StorageTarget:
+        return StorageTarget(self.url, name, self.server.url)
