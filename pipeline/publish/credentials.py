@@ -25,6 +25,7 @@ LONGEST: Final = 1024
 """Characters of the longest form; a longer value is known by its beginning."""
 _SHORTEST = 8  # characters; a shorter value of a variable is a word that stands anywhere
 _NAMES = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|KEY|CREDENTIALS|PAT)(_|$)")
+_WORD = re.compile(r"[A-Z]?[a-z]{0,15}|[A-Z]{0,16}|\d{0,11}")  # which no text can be kept free of
 _EXAMPLES = re.compile(
     r"[<{$%*].*|(.)\1*|(your|my|some|an?|the|not)[-_ ].*|.*(example|placeholder|redacted|changeme).*"
     r"|(pass(word|wd|phrase)?|pwd|secret|token|key|user|username|none|null|true|false)",
@@ -111,7 +112,7 @@ _OWN: Final[Mapping[str, tuple[Scope, tuple[str, ...], str]]] = {
     "password in an address": (
         "texts",
         ("://",),
-        r"://[^\s:/?#\[\]@\"'\\<>]{1,200}:([^\s:/?#\[\]@\"'\\<>]{3,200})@[A-Za-z0-9\[]",
+        r"://[^\s:/?#\[\]@\"'\\<>]{1,200}:([^\s:/?#\[\]@\"'\\<>]{3,200})@(?=[A-Za-z0-9\[])",
     ),
 }
 _TOKEN = re.compile(r"eyJ[A-Za-z0-9_-]{8,600}\.[A-Za-z0-9_-]{8,900}(?:\.[A-Za-z0-9_-]{0,900})?")
@@ -158,7 +159,7 @@ def _own_values(environment: Mapping[str, str] | None) -> Iterator[Detector]:
     if stored is not None:
         values.setdefault(stored, "the Hub's token of this machine")
     for value, kind in values.items():
-        if len(value) >= _SHORTEST and not _is_path(value) and not _EXAMPLES.fullmatch(value):
+        if len(value) >= _SHORTEST and not _is_path(value) and not _WORD.fullmatch(value):
             yield exactly(kind, value)
 
 
