@@ -24,6 +24,7 @@ from pipeline.stages.publish import PublishStage
 from pipeline.stages.quantize import QuantizeStage, needs_ranges
 from pipeline.stages.report import ReportStage
 from pipeline.stages.serve import ServeStage
+from pipeline.stages.sign import SignStage
 from pipeline.stages.source import SourceStage
 
 
@@ -45,6 +46,7 @@ def stages_of(setting: Setting) -> tuple[Stage, ...]:
         GateStage(),
         ReportStage(),
         PackageStage(),
+        *([SignStage()] if setting.recipe.publish.sign is not None else []),
         PublishStage(),
     )
 

@@ -68,6 +68,12 @@ def test_a_recipe_can_leave_stages_out(setting: Setting) -> None:
     assert {planned.key for planned in build_plan(without)} == EVERYTHING - {"control", "bench"}
 
 
+def test_a_recipe_can_ask_for_a_signature(setting: Setting) -> None:
+    signed = edit(setting, "publish: {", "publish: {sign: {keyless: true}, ")
+    assert [planned.key for planned in build_plan(signed)][-3:] == ["package", "sign", "publish"]
+    assert {"gate", "report"}.isdisjoint(changed(setting, signed)), "who vouches for it changes no figure"
+
+
 def test_the_plan_of_a_stopped_run_is_the_same_up_to_the_canary(setting: Setting) -> None:
     whole, stopped = build_plan(setting), stopped_plan(setting)
     assert stopped[:8] == whole[:8]

@@ -1,0 +1,116 @@
+"""The bill of materials is one by CycloneDX's own schema, and lists what the stages ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+
+from pipeline.publish.sbom import sbom
+from tests.publish.lineages import CHECKPOINT, JUDGED, LINEAGE, A
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(sbom(LINEAGE, CHECKPOINT, "Llama in FP8", "0.1.0"))
+    return found
+
+
+def test_the_schema_takes_it(document: dict[str, Any]) -> None:
+    validator = JsonStrictValidator(SchemaVersion.V1_6)
+    assert validator.validate_str(json.dumps(document)) is None
+    assert validator.validate_str(json.dumps({**document, "more": 1})) is not None, "the validator would not notice"
+
+
+def test_what_was_made(document: dict[str, Any]) -> None:
+    model = document["metadata"]["component"]
+    assert (model["type"], model["name"], model["description"]) == (
+        "machine-learning-model",
+        "llama-ptpc",
+        "Llama in FP8",
+    )
+    assert model["properties"] == [{"name": "quantmint:artefact", "value": A}]
+    assert {file["name"]: file["hashes"] for file in model["components"]} == {
+        name: [{"alg": "SHA-256", "content": file.sha256}] for name, file in CHECKPOINT.items()
+    }
+
+
+def test_what_the_stages_ran_on(document: dict[str, Any]) -> None:
+    """A version that two stages share is one component, two versions are two; a licence is what somebody knew of it."""
+    assert [
+        (one["name"], one["version"], one["properties"][0]["value"], licence(one)) for one in document["components"]
+    ] == [
+        ("aiohttp", "3.14", "serve-candidate", "Apache-2.0 AND MIT"),
+        ("certifi", "2026.1", "quantize", None),
+        ("jinja2", "3.1.6", "report", None),
+        ("numpy", "2.3.0", "quantize serve-candidate", "BSD License"),
+        ("torch", "2.12.0", "serve-candidate", "BSD-3-Clause"),
+        ("torch", "2.13.0+rocm7.0", "quantize", "BSD-3-Clause"),
+        ("vllm", "0.32.0", "serve-candidate", None),
+        ("python", "3.11.9", "quantize", "PSF-2.0"),
+        ("python", "3.12.1", "serve-candidate", "PSF-2.0"),
+    ]
+
+
+def licence(component: dict[str, Any]) -> str | None:
+    for found in component.get("licenses", []):
+        told: str = found.get("expression") or found["license"].get("id") or found["license"]["name"]
+        return told
+    return None
+
+
+def test_no_clock_and_no_chance(document: dict[str, Any], tmp_path: Path) -> None:
+    """Another process, folder, time zone and order of hashes write the same bytes."""
+    assert document["metadata"]["timestamp"].startswith(JUDGED.removesuffix("Z"))
+    code = (
+        "import sys; from pipeline.publish.sbom import sbom; from tests.publish.lineages import *;"
+        "sys.stdout.buffer.write(sbom(LINEAGE, dict(reversed(CHECKPOINT.items())), 'Llama in FP8', '0.1.0'))"
+    )
+    for seed in ("0", "4711"):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "TZ": "Asia/Tokyo"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=True
+        )
+        assert done.stdout == sbom(LINEAGE, CHECKPOINT, "Llama in FP8", "0.1.0")
+
+
+def test_other_content_has_another_serial_number(document: dict[str, Any]) -> None:
+    found = {document["serialNumber"]}
+    stages = {**LINEAGE.stages, "bench": replace(LINEAGE.stages["gate"], tools={"vllm": "0.33.0"})}
+    for lineage in (
+        replace(LINEAGE, artefact="b" * 64),
+        replace(LINEAGE, environments={}),
+        replace(LINEAGE, stages=stages),
+    ):
+        found.add(json.loads(sbom(lineage, CHECKPOINT, "Llama in FP8", "0.1.0"))["serialNumber"])
+    assert len(found) == 4
+
+
+def test_a_licence_of_any_shape_is_valid() -> None:
+    """Distributions write there what they like."""
+    from pipeline.toolchain import Distribution, Environment
+
+    said = [
+        "MIT",
+        "mit",
+        "Apache 2.0",
+        "BSD-3-Clause OR nothing",
+        "(MIT",
+        "<b>",
+        "Dual License; see https://x.org",
+        " ",
+    ]
+    found = {f"d{number}": Distribution("1", licence) for number, licence in enumerate(said)}
+    lineage = replace(LINEAGE, environments={"quantize": Environment("3.11.9", found)})
+    raw = sbom(lineage, CHECKPOINT, "t", "0.1.0")
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(raw.decode()) is None
