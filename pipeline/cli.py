@@ -41,6 +41,8 @@ _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "datasets", "pyarrow", "huggingface_hub", "httpx"), "quantize"),
     "lm_eval": "evaluate",
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "report"),
+    **dict.fromkeys(("cyclonedx", "packageurl", "detect_secrets", "model_signing", "tenacity"), "publish"),
+    **dict.fromkeys(("fsspec", "s3fs"), "storage"),
 }
 
 
