@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from pipeline.publish.hub.client import Client, MissingError
 from pipeline.publish.hub.commit import commit, landed, require_same, tag
+from pipeline.publish.hub.download import read
 from pipeline.publish.hub.plan import Plan, by_request, plan
 from pipeline.publish.hub.pull_request import close, merge, request
 from pipeline.publish.hub.repository import MAIN, head
 from pipeline.publish.hub.settings import changes, restrict, settle
-from pipeline.publish.hub.tree import has_identity, tree
+from pipeline.publish.hub.tree import has_identity, some, tree
 from pipeline.publish.hub.upload import upload
-from pipeline.publish.release import Release
+from pipeline.publish.manifest import ManifestError, decode
+from pipeline.publish.release import MANIFEST, SIGNATURE, Release
 from pipeline.publish.target import Published
 from pipeline.recipe.publishing import Hub
 
@@ -69,7 +73,25 @@ def _changes(client: Client, release: Release, todo: Plan, *, by_request: bool) 
     from huggingface_hub import CommitOperationDelete
 
     gone = sorted(todo.there.keys() - release.files.keys())
+    _warn_of_foreign(client, todo, gone)
     return [
         *upload(client, release, todo.base, by_request=by_request),
         *(CommitOperationDelete(name, is_folder=False) for name in gone),
     ]
+
+
+def _warn_of_foreign(client: Client, todo: Plan, gone: Sequence[str]) -> None:
+    """Say which of the files that go were put there by somebody, and not by the release that is replaced."""
+    if not gone or client.progress is None:
+        return
+    known: set[str] = {MANIFEST, SIGNATURE}
+    if MANIFEST in todo.there:
+        raw = read(client, todo.parent, MANIFEST, 0, todo.there[MANIFEST].size)
+        with suppress(ManifestError):
+            known |= decode(raw).files.keys()
+    foreign = [name for name in gone if name not in known]
+    if foreign:
+        client.progress.warn(
+            f"{client.repo}: {some(foreign)} came to {todo.base} by another way than a release: it is not in the new "
+            "one, and stays in the history"
+        )

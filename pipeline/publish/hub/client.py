@@ -253,12 +253,12 @@ class _Ear(logging.Handler):
 def _heard(tell: Callable[[str], None]) -> Iterator[None]:
     """What the library itself tries again, and says in its log, is told in our way: its log quotes signed addresses."""
     logger = logging.getLogger("huggingface_hub")
-    kept = logger.handlers
-    logger.handlers = [_Ear(tell)]
+    kept = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [_Ear(tell)], False
     try:
         yield
     finally:
-        logger.handlers = kept
+        logger.handlers, logger.propagate = kept
 
 
 def _first_line(error: BaseException) -> str:

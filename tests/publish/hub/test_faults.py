@@ -1,0 +1,271 @@
+"""Networks break, servers are busy, publishers are killed, and others write at the same time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.publish.hub.client import TRIES, MovedError, RefusedError, UnreachableError, connect, redact
+from pipeline.publish.release import Release
+from tests.hub.standin import Fault
+from tests.publish.hub.conftest import REPO, Publisher
+
+MakeRelease = Callable[..., Release]
+WAYS = ("commit", "candidate", "pull-request")
+
+
+class _KilledError(BaseException):
+    """What a kill is to the code that it meets: nothing catches it."""
+
+
+@contextmanager
+def killed_after(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The request of that number is the last that is sent, and nobody sees its answer; the value names them all."""
+    seen: list[str] = []
+    plain = httpx.Client.send
+
+    def send(client: httpx.Client, request: httpx.Request, **more: Any) -> httpx.Response:
+        seen.append(f"{request.method} {re.sub('[0-9a-f]{40,}', '', request.url.path)}")
+        answer = plain(client, request, **more)
+        if len(seen) == number:
+            raise _KilledError
+        return answer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(httpx.Client, "send", send)
+        yield seen
+
+
+def go(publisher: Publisher, release: Release, way: str, repo: str) -> None:
+    """Publish in one of the ways to a repository of this name."""
+    more: dict[str, Any] = {"gated": "auto", "collection": repo[7:], "via": way} if way == "pull-request" else {}
+    publisher.publish(release, candidate=way == "candidate", repo=repo, **more)
+
+
+def require_finished(publisher: Publisher, release: Release, way: str, repo: str) -> None:
+    """The whole release, once."""
+    branch = "candidate" if way == "candidate" else "main"
+    assert publisher.files(release.tag, repo) == publisher.files(branch, repo) == release.files.keys()
+    titles = publisher.history(branch, repo)
+    assert [title.split(":")[0] for title in titles] == [release.tag, "initial commit"]
+    if way == "pull-request":
+        assert publisher.api.model_info(repo).gated == "auto"
+        assert [one.status for one in publisher.api.get_repo_discussions(repo)] == ["merged"]
+        found = [one for one in publisher.api.list_collections(owner="my-org") if one.title == repo[7:]]
+        assert [[item.item_id for item in one.items] for one in found] == [[repo]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_after_any_request_the_same_command_goes_on(
+    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(publisher.hub, "page", 99)
+    release = make_release("one")
+    with killed_after(0, monkeypatch) as requests:
+        go(publisher, release, way, "my-org/whole")
+    written = [number for number, one in enumerate(requests, 1) if not one.startswith(("GET", "HEAD"))]
+    assert len(written) > 5
+    for number in written:
+        repo = f"my-org/killed-{number}"
+        with killed_after(number, monkeypatch), pytest.raises(_KilledError):
+            go(publisher, release, way, repo)
+        go(publisher, release, way, repo)
+        require_finished(publisher, release, way, repo)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_any_request_may_fail_or_lose_its_answer(
+    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(publisher.hub, "page", 99)
+    release = make_release("one")
+    with killed_after(0, monkeypatch) as requests:
+        go(publisher, release, way, "my-org/whole")
+    methods = [request.split()[0] for request in requests]
+    for number, method in enumerate(methods):
+        if method == "GET" and requests[number] in requests[:number]:
+            continue
+        repo, earlier = f"my-org/fault-{number}", methods[:number].count(method)
+        answer: dict[str, Any] = {"status": 503} if method == "GET" else {"lost": True}
+        fault = Fault(method, "", skip=earlier, **answer)
+        publisher.hub.faults.append(fault)
+        go(publisher, release, way, repo)
+        assert fault.times == 0
+        require_finished(publisher, release, way, repo)
+
+
+def test_killed_within_the_upload_finished_shards_are_not_sent_again(
+    publisher: Publisher, make_release: MakeRelease, forked: Callable[[Callable[[], None]], int]
+) -> None:
+    shards = {f"model-{number}.safetensors": f"shard {number}".encode() * 999 for number in range(4)}
+    release = make_release("one", files=shards)
+    fault = Fault("PUT", "/storage/", skip=2, hold=threading.Event())
+    publisher.hub.faults.append(fault)
+    child = forked(lambda: publisher.publish(release) and None)
+    assert fault.reached.wait(60)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert fault.hold is not None
+    fault.hold.set()
+    assert len(publisher.sent()) == 2
+    assert publisher.history() == ["initial commit"]
+    publisher.publish(release)
+    assert sorted(publisher.sent()) == sorted(
+        file.sha256 for name, file in release.files.items() if name.endswith(".safetensors")
+    ), "each once"
+    assert publisher.files() == release.files.keys()
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault("PUT", "/storage/", drop=100), Fault("PUT", "/storage/", status=500), Fault("PUT", "/", lost=True)]
+)
+def test_a_shard_is_sent_again(publisher: Publisher, make_release: MakeRelease, fault: Fault) -> None:
+    publisher.hub.faults.append(fault)
+    release = make_release("one")
+    publisher.publish(release)
+    assert publisher.files() == release.files.keys()
+    assert len(publisher.hub.sent("PUT", "/storage/")) == 2
+    assert publisher.told.bars == [[release.size, release.size]], "what is sent twice counts once"
+    assert publisher.told.lines
+    assert not any("signature=" in line for line in publisher.told.lines), "nobody may use the signed address"
+
+
+def test_one_part_of_a_shard_is_sent_again(
+    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher.hub, "part", 300)
+    publisher.hub.faults.append(Fault("PUT", "/storage-part/", skip=1, status=503))
+    release = make_release("one")
+    publisher.publish(release)
+    parts = -(-release.files["model.safetensors"].size // 300)
+    assert len(publisher.hub.sent("PUT", "/storage-part/")) == parts + 1
+    assert publisher.told.bars == [[release.size, release.size]]
+
+
+def test_how_long_is_waited_and_what_is_told(publisher: Publisher, make_release: MakeRelease) -> None:
+    publisher.hub.faults += [
+        Fault("POST", "/commit/", status=429, retry_after=7),
+        Fault("POST", "/commit/", status=503, times=2),
+        Fault("POST", "/tag/", drop=0),
+    ]
+    publisher.publish(make_release("one"))
+    asked, second, third, fourth = publisher.waits
+    assert asked == 8
+    assert 2 <= second <= 5
+    assert 4 <= third <= 9
+    assert 2 <= fourth <= 3
+    told = [line for line in publisher.told.lines if "try" in line]
+    assert told[0].strip() == f"warning: {REPO}: commit to main: 429: The stand-in was told to fail.; try 2 of 6 in 8 s"
+    assert len(told) == 4
+    assert publisher.history()[1:] == ["initial commit"]
+
+
+def test_a_hub_that_is_away_is_given_up(publisher: Publisher, make_release: MakeRelease) -> None:
+    publisher.hub.faults.append(Fault("POST", "/commit/", status=500, times=99))
+    with pytest.raises(UnreachableError, match="cannot commit to main: 500: The stand-in was told to fail") as raised:
+        publisher.publish(make_release("one"))
+    assert raised.value.hint == "What was sent is kept: the same command goes on."
+    assert len(publisher.hub.sent("POST", "/commit/")) == TRIES
+    publisher.hub.faults.clear()
+    publisher.publish(make_release("one"))
+    assert len(publisher.sent()) == 1
+
+
+def test_what_is_refused_is_asked_once(publisher: Publisher, make_release: MakeRelease) -> None:
+    for status in (400, 403, 409, 413):
+        publisher.hub.faults.append(Fault("POST", "/commit/", status=status))
+        with pytest.raises(RefusedError) as raised:
+            publisher.publish(make_release("one"))
+        assert raised.value.status == status
+    assert len(publisher.hub.sent("POST", "/commit/")) == 4
+    assert publisher.waits == []
+
+
+def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch, publisher: Publisher, make_release: MakeRelease) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://user:word@127.0.0.1:9")
+    with pytest.raises(UnreachableError) as raised:
+        publisher.publish(make_release("one"))
+    assert "word" not in str(raised.value)
+    assert publisher.hub.token not in str(raised.value) + str(publisher.told.lines)
+
+
+def test_secrets_are_cut_out_of_messages(publisher: Publisher) -> None:
+    text = f"Bearer {publisher.hub.token} at https://me:word@s3.example/a/b?X-Amz-Signature=abc&x=1 failed"
+    assert redact(text) == "Bearer [token] at https://s3.example/a/b failed"
+    with pytest.raises(RefusedError) as raised:
+        connect(REPO).call("try", lambda: (_ for _ in ()).throw(ValueError(text)))
+    assert str(raised.value) == f"{REPO}: cannot try: Bearer [token] at https://s3.example/a/b failed"
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
+
+
+def test_without_a_network_by_decree(
+    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        publisher.publish(make_release("one"))
+
+
+@pytest.mark.parametrize("branch", ["main", "candidate"])
+def test_a_branch_that_moved_is_not_overwritten(publisher: Publisher, make_release: MakeRelease, branch: str) -> None:
+    first, second = make_release("one"), make_release("two", day=22)
+    candidate = branch == "candidate"
+    publisher.publish(first, candidate=candidate)
+    fault = Fault("POST", f"/commit/{branch}", hold=threading.Event())
+    assert fault.hold is not None
+    publisher.hub.faults.append(fault)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(publisher.publish, second, candidate=candidate)
+        assert fault.reached.wait(60)
+        publisher.somebody_commits(revision=branch)
+        fault.hold.set()
+        with pytest.raises(MovedError, match=f"{branch} has moved since") as raised:
+            running.result()
+    assert "Nothing was overwritten" in str(raised.value)
+    assert publisher.files(branch) == {*first.files, "NOTES.md"}
+    assert second.tag not in publisher.tags()
+    sent = publisher.sent()
+    publisher.publish(second, candidate=candidate)
+    assert publisher.files(branch) == second.files.keys()
+    assert publisher.sent() == sent
+    assert "NOTES.md" in publisher.told.lines[-1]
+
+
+@pytest.mark.parametrize("branch", ["main", "candidate"])
+def test_two_publish_the_same_release_at_once(publisher: Publisher, make_release: MakeRelease, branch: str) -> None:
+    release = make_release("one")
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: publisher.publish(release, candidate=branch == "candidate"), range(2)))
+    assert len({one.revision for one in found}) == 1
+    assert publisher.history(branch) == [f"{release.tag}: the model one", "initial commit"]
+
+
+def test_two_publish_different_releases_at_once(publisher: Publisher, make_release: MakeRelease) -> None:
+    first, second = make_release("one"), make_release("two", day=22)
+    fault = Fault("POST", "/commit/main", hold=threading.Event())
+    assert fault.hold is not None
+    publisher.hub.faults.append(fault)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(publisher.publish, first)
+        assert fault.reached.wait(60)
+        publisher.publish(second)
+        fault.hold.set()
+        with pytest.raises(MovedError):
+            slow.result()
+    assert publisher.files() == second.files.keys()
+    assert publisher.tags().keys() == {second.tag}
