@@ -15,10 +15,14 @@ from pathlib import Path
 
 from pipeline.canonical import fingerprint
 from pipeline.errors import UserError
+from pipeline.formats.tokenization import NAMED_TEMPLATES
 from pipeline.store.disk import sha256_of
 
 # What makes a model: nothing hidden, no caches, no pickled weights.
-COMPANION_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
+COMPANION_FILES = (
+    "*.json", "*.txt", "*.model", "*.jinja", f"{NAMED_TEMPLATES}/*.jinja", "*.tiktoken",
+    "LICENSE*", "LICENCE*", "NOTICE*", "Notice*", "USE_POLICY*",
+)  # fmt: skip
 MODEL_FILES = ("*.safetensors", *COMPANION_FILES, "*.py")
 _MEMORY = "file-digests.json"
 
@@ -47,7 +51,7 @@ def file_digests(
         mark = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
         digest = known.get(mark) or sha256_of(path)
         fresh[mark] = digest
-        found[path.name] = (status.st_size, digest)
+        found[path.relative_to(folder).as_posix()] = (status.st_size, digest)
         advance(status.st_size)
     if fresh.items() - known.items():
         _remember(store, {**known, **fresh})

@@ -9,7 +9,9 @@ from pathlib import Path
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import read_json
 
-_TEMPLATE, _NAMED_TEMPLATES, _CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates beside the one that is used where none is named."""
+_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _FAST = "tokenizer.json"
 _SLOW = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 _SESSION = ("truncation", "padding")  # how tokenizer.json was last used, and no part of what it does to a text
@@ -43,7 +45,7 @@ def tokenizer_digest(folder: Path) -> str | None:
 
 def _template(folder: Path) -> str | None:
     """The templates of a folder as one text; a file of its own comes before an entry of the configuration."""
-    files = [folder / _TEMPLATE, *sorted((folder / _NAMED_TEMPLATES).glob("*.jinja"))]
+    files = [folder / _TEMPLATE, *sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))]
     texts = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
     if texts:
         return "\0".join(texts)

@@ -20,6 +20,7 @@ from typing import Final
 
 from pipeline.errors import UserError
 from pipeline.formats.header import read_header
+from pipeline.formats.tokenization import NAMED_TEMPLATES
 from pipeline.publish.names import require_safe
 from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, NOTICE, PROVENANCE, RECIPE, SBOM, SIGNATURE
 
@@ -52,8 +53,10 @@ _REASONS: Final = tuple(
         (r"\..*", "a hidden file"),
     )
 )
-_LICENCES = r"(LICEN[SC]E|NOTICE|USE_POLICY)[A-Za-z0-9 ._-]*"
-_CHECKPOINT = rf"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)|recipe\.yaml|{_LICENCES}"
+_LICENCES = r"(LICEN[SC]E|NOTICE|Notice|USE_POLICY)[A-Za-z0-9 ._-]*"
+_CHECKPOINT = (
+    rf"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)|{NAMED_TEMPLATES}/[^/]+\.jinja|recipe\.yaml|{_LICENCES}"
+)
 _ALLOWED: Final = re.compile(
     "|".join(
         (

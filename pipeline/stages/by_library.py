@@ -250,4 +250,6 @@ def _copy_companions(source: Path, destination: Path, *, with_code: bool) -> Non
     for pattern in (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES:
         for path in source.glob(pattern):
             if path.is_file() and path.name not in ("config.json", INDEX_NAME):
-                shutil.copyfile(path, destination / path.name)
+                copy = destination / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)

@@ -57,10 +57,10 @@ def marks(folder: Path) -> dict[str, str]:
     """What tells a changed file of a model from the one it was, by name."""
     found: dict[str, str] = {}
     for path in model_files(folder):
-        status = path.stat()
+        status, name = path.stat(), path.relative_to(folder).as_posix()
         if path.suffix == ".safetensors":
             times = f"{status.st_mtime_ns}, {status.st_ctime_ns}"
-            found[path.name] = f"{status.st_size} bytes, {times}, inode {status.st_ino}"
+            found[name] = f"{status.st_size} bytes, {times}, inode {status.st_ino}"
         else:
-            found[path.name] = sha256_of(path)
+            found[name] = sha256_of(path)
     return found

@@ -17,6 +17,7 @@ from pipeline.errors import UserError
 from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from pipeline.formats.header import ITEM_BITS, encode_header
 from pipeline.formats.layout import Choice, layout
+from pipeline.formats.tokenization import template_digest
 from pipeline.model.structure import Structure
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +122,12 @@ def test_companions_come_along_and_code_only_when_asked(
 ) -> None:
     for name in ("tokenizer.json", "LICENSE.txt", "modeling_x.py", "chat_template.jinja", "pytorch_model.bin"):
         (small.folder / name).write_bytes(name.encode())
+    (small.folder / "README.md").write_text("the card of the source")
+    (small.folder / "additional_chat_templates").mkdir()
+    (small.folder / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
     made = run(small, tmp_path / "work")
+    assert template_digest(tmp_path / "work" / "checkpoint") == template_digest(small.folder)
+    assert "README.md" not in made
     assert made["tokenizer.json"] == b"tokenizer.json"
     assert {"LICENSE.txt", "chat_template.jinja"} <= set(made)
     assert not {"modeling_x.py", "pytorch_model.bin"} & set(made)

@@ -178,3 +178,12 @@ def test_progress_reaches_the_end(folder: Path, memory: Path) -> None:
         advanced: list[int] = []
         file_digests(folder, memory, advance=advanced.append)
         assert sum(advanced) == sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_named_templates_belong_to_the_model_and_its_card_does_not(folder: Path, memory: Path) -> None:
+    before = file_digests(folder, memory)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert file_digests(folder, memory) == before
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    assert file_digests(folder, memory).keys() - before.keys() == {"additional_chat_templates/rag.jinja"}

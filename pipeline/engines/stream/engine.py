@@ -151,7 +151,9 @@ def _write_companions(source: Checkpoint, destination: Path, *, with_code: bool)
     patterns = (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES
     for path in sorted({path for pattern in patterns for path in source.folder.glob(pattern)}):
         if path.is_file() and path.name not in _OURS:
-            _write_whole(destination / path.name, path.read_bytes())
+            copy = destination / path.relative_to(source.folder)
+            copy.parent.mkdir(exist_ok=True)
+            _write_whole(copy, path.read_bytes())
 
 
 def _write_config(source: Checkpoint, choice: Choice, destination: Path, checkpoint_format: str) -> None:
