@@ -6,8 +6,8 @@ with reserved(8000) as port: ...     # UserError: port 8000 is held by nginx (pi
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,11 +46,20 @@ def listener(port: int, *, proc: Path = Path("/proc")) -> Listener | None:
         return None
     for entry in proc.glob("[0-9]*"):
         try:
-            if any(str(descriptor.readlink()) in inodes for descriptor in (entry / "fd").iterdir()):
+            if _holds(entry, inodes):
                 return Listener(int(entry.name), (entry / "comm").read_text(encoding="utf-8").strip())
         except OSError:  # it ended meanwhile, or belongs to somebody else
             continue
     return Listener(None, "a process that this user cannot see")
+
+
+def _holds(process: Path, inodes: Collection[str]) -> bool:
+    for descriptor in (process / "fd").iterdir():
+        # A busy process closes some while they are read: this one did, with the descriptor that listed them.
+        with suppress(OSError):
+            if str(descriptor.readlink()) in inodes:
+                return True
+    return False
 
 
 @contextmanager

@@ -27,6 +27,15 @@ def test_a_listener_is_found_wherever_it_listens(family: socket.AddressFamily, a
         assert (None if found is None else found.pid) == (None if address == "::1" else os.getpid())
 
 
+def test_a_descriptor_that_closes_meanwhile_hides_nobody() -> None:
+    gap = os.open(os.devnull, os.O_RDONLY)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        os.close(
+            gap
+        )  # the folder of descriptors is read by the lowest that is free: listed before the socket, then gone
+        assert listener(held.getsockname()[1]) == Listener(os.getpid(), Path("/proc/self/comm").read_text().strip())
+
+
 def test_another_users_process_has_no_name(tmp_path: Path) -> None:
     (tmp_path / "net").mkdir()
     row = "   0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1"
