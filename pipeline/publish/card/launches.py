@@ -6,7 +6,7 @@ Pure over the checkpoint's facts and the recipe: neither this machine's cores no
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from eval.workloads import Workload
@@ -21,7 +21,7 @@ from pipeline.serving.planning.processes import processes
 from pipeline.serving.planning.profiles import profile
 from pipeline.serving.planning.target import Target, parse_target
 from pipeline.serving.render.invocation import servers
-from pipeline.serving.render.shell import command
+from pipeline.serving.render.shell import command, script
 
 SHOWN: Final = ("mi300x", "mi355x")
 """What every card has a command for; the recipe's own target comes first."""
@@ -47,13 +47,13 @@ def _launch(name: str, recipe: Recipe, workload: Workload, facts: ModelFacts, mo
         except UserError as error:
             refused = error.message
             continue
-        running = servers(processes(plan, port=8000))
+        running = processes(plan, port=8000)
         return Launch(
             title=title,
             target=str(target),
-            command=_script(plan, running[0], cpu=target.accelerator.kind == "cpu"),
+            command=_command(plan, running, cpu=target.accelerator.kind == "cpu"),
             layout=layout_words(plan.layout),
-            servers=len(running),
+            servers=len(servers(running)),
             vllm=plan.vllm_version,
             image=plan.image,
             cautions=(*plan.warnings, *_left_out(recipe)),
@@ -101,10 +101,15 @@ def _left_out(recipe: Recipe) -> Iterator[str]:
         yield "the recipe serves with speculative decoding by another model, which is not here"
 
 
-def _script(plan: LaunchPlan, process: Process, *, cpu: bool) -> str:
-    """The variables and one server's command. A CPU server's threads are those of the reader's machine."""
+def _command(plan: LaunchPlan, running: Sequence[Process], *, cpu: bool) -> str:
+    """The variables and one server's command; the whole script where a server spans machines.
+
+    A CPU server's threads are those of the reader's machine.
+    """
+    if plan.layout.nodes > 1:
+        return script(plan, running)
     lines = [
         f"export {name}=" + ('"$(nproc)"' if cpu and name == _THREADS else shlex.quote(value))
         for name, value in plan.env.items()
     ]
-    return "\n".join([*lines, command(process)])
+    return "\n".join([*lines, command(servers(running)[0])])

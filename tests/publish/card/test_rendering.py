@@ -10,10 +10,15 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from eval import workloads
 from eval.report import markdown
 from pipeline.publish.card import notice, render, sentence
+from pipeline.publish.card.launches import launches
 from pipeline.publish.licences import terms
+from pipeline.recipe.load import load_recipe
 from pipeline.recipe.publishing import Licence
+from pipeline.recipe.schema import Speculative
+from pipeline.serving.model.facts import model_facts
 from tests.eval.report import made as reports
 from tests.publish.card import made
 
@@ -102,6 +107,31 @@ def test_what_a_machine_cannot_do_natively_is_said() -> None:
     assert "gfx942 has no MX arithmetic" not in before
     assert "gfx942 has no MX arithmetic" in after
     assert "needs amd-quark" in after
+
+
+def test_a_server_over_several_machines_has_its_whole_script() -> None:
+    recipe = load_recipe("llama405b-fp8kv").recipe
+    knobs = {"--tensor-parallel-size": 8, "--pipeline-parallel-size": 2}
+    target = recipe.target.model_copy(update={"gpus": 16})
+    recipe = recipe.model_copy(update={"target": target, "serve": recipe.serve.model_copy(update={"knobs": knobs})})
+    facts = model_facts(made.CONFIGS / "Llama-3.1-405B-Instruct")
+    found = launches(recipe, workloads.load(recipe.target.workload), facts, "my-org/L", vllm="0.32.0")
+    assert [launch.target for launch in found] == ["mi300x:8x2", "mi355x:8x2"]
+    assert "---- node 1 (NODE_1_IP)" in found[0].command
+    assert found[0].servers == 1
+    assert "--pipeline-parallel-size" not in found[1].command  # a knob is for the machine that it was found on
+
+
+def test_what_is_only_here_is_not_on_the_card() -> None:
+    recipe = load_recipe("llama70b-fp8kv").recipe
+    speculative = Speculative(method="eagle3", model="/models/draft", tokens=2)
+    serve = recipe.serve.model_copy(update={"speculative": speculative, "tunableop": "tuned.csv"})
+    facts = model_facts(made.CONFIGS / "Llama-3.3-70B-Instruct")
+    changed = recipe.model_copy(update={"serve": serve})
+    found = launches(changed, workloads.load("throughput"), facts, "my-org/x", vllm="0.32.0")
+    assert all("/models/draft" not in launch.command and "tuned.csv" not in launch.command for launch in found)
+    assert all(len(launch.cautions) >= 2 for launch in found)
+    assert "TunableOp found, whose file is not here" in " ".join(found[0].cautions)
 
 
 def test_the_recipes_own_hardware_comes_first_and_names_no_thread_of_this_machine() -> None:
