@@ -129,7 +129,12 @@ def test_what_it_makes_becomes_the_entry(
     entry = outcome.entry("quantize")
     assert entry is not None
     folder = entry.path / "checkpoint"
-    assert sorted(path.name for path in entry.path.iterdir()) == ["checkpoint", "engine.log", "environment.json", "record.json"]
+    assert sorted(path.name for path in entry.path.iterdir()) == [
+        "checkpoint",
+        "engine.log",
+        "environment.json",
+        "record.json",
+    ]
     assert (folder / "model.safetensors").read_bytes() == (made.folder / "model.safetensors").read_bytes()
     assert (folder / "tokenizer.json").read_bytes() == (models("llama") / "tokenizer.json").read_bytes()
     assert any("starting llmcompressor" in line for line in reporter.lines)
