@@ -32,6 +32,7 @@ _T = TypeVar("_T")
 TRIES: Final = 6
 _LONGEST_WAIT: Final = 60.0  # seconds, where the server does not say
 _PATIENCE: Final = 600.0  # seconds: the Hub's windows of rate limits are 300
+_SAID: Final = 4  # lines of a server's answer
 _QUERY: Final = re.compile(r"(https?://[^\s?\"'<>]+)\?[^\s\"'<>)]*")  # a signed address carries its signature there
 _USER: Final = re.compile(r"//[^/@\s]+@")
 _RESET: Final = re.compile(r"\bt\s*=\s*(\d+)")  # of the header `ratelimit: "api";r=0;t=55`
@@ -101,14 +102,14 @@ class Client:
     def _tell(self, what: str, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
         seconds = state.next_action.sleep if state.next_action is not None else 0
-        reason = _first_line(error) if error is not None else "no answer"
+        reason = _reason(error) if error is not None else "no answer"
         self._warn(f"{self.repo}: {what}: {reason}; try {state.attempt_number + 1} of {TRIES} in {seconds:.0f} s")
 
     def _translate(self, what: str, error: Exception) -> StageError | UserError | None:
         from httpx import HTTPError
         from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
-        text = f"{self.repo}: cannot {what}: {redact(_first_line(error))}"
+        text = f"{self.repo}: cannot {what}: {redact(_reason(error))}"
         status = status_of(error)
         if isinstance(error, OfflineModeIsEnabled):
             return UserError(f"{self.repo}: cannot {what}: HF_HUB_OFFLINE is set.", hint="Unset it to publish.")
@@ -261,12 +262,12 @@ def _heard(tell: Callable[[str], None]) -> Iterator[None]:
         logger.handlers, logger.propagate = kept
 
 
-def _first_line(error: BaseException) -> str:
-    """The first line that says something: what the server said, where it said anything."""
+def _reason(error: BaseException) -> str:
+    """What went wrong in one line: the first few of what the server said, where it said anything."""
     causes = list(_causes(error))
     said = next((str(text) for cause in causes if (text := getattr(cause, "server_message", None))), "")
     status = status_of(error)
     if said.strip() and status is not None:
-        return f"{status}: {said.strip().splitlines()[0]}"
+        return f"{status}: {'; '.join(line.strip() for line in said.strip().splitlines()[:_SAID])}"
     told = next((cause for cause in causes if hasattr(cause, "server_message")), causes[-1])
     return next((line for line in map(str.strip, str(told).splitlines()) if line), type(told).__name__)

@@ -121,14 +121,16 @@ def _require_open(client: Client, repository: Repository, release: Release) -> N
 
 
 def _card(client: Client, release: Release) -> ModelCard | None:
+    import yaml
     from huggingface_hub import ModelCard
 
     if CARD not in release.files:
         return None
     try:
         return ModelCard(content(release.files[CARD]).decode())
-    except ValueError as error:
-        raise UserError(f"{client.repo}: {CARD} is no model card: {redact(str(error))}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(redact(str(error)).split())
+        raise UserError(f"{client.repo}: {CARD} is no model card: {reason}") from None
 
 
 def validate(client: Client, card: str) -> None:
@@ -146,7 +148,4 @@ def validate(client: Client, card: str) -> None:
         )
         hf_raise_for_status(answer)
 
-    try:
-        client.call("have the card's metadata checked", ask)
-    except RefusedError as error:
-        raise UserError(f"{client.repo}: the Hub refuses the card's metadata: {error.message}") from None
+    client.call("have the card's metadata accepted", ask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -9,12 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.errors import StageError, UserError
 from pipeline.publish.hub.client import TRIES, MovedError, RefusedError, UnreachableError, connect, redact
 from pipeline.publish.release import Release
 from tests.hub.standin import Fault
@@ -269,3 +271,34 @@ def test_two_publish_different_releases_at_once(publisher: Publisher, make_relea
             slow.result()
     assert publisher.files() == second.files.keys()
     assert publisher.tags().keys() == {second.tag}
+
+
+def test_what_xet_is_given(publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own upload by Xet stands in here; its store is not spoken to, what it is called with is."""
+    from huggingface_hub import _commit_api
+
+    release, by_lfs = make_release("one"), _commit_api._upload_files
+    shard = release.files["model.safetensors"].path
+    given: list[str] = []
+
+    def by_xet(*, additions: list[Any], create_pr: bool, **more: Any) -> None:
+        for addition in additions:
+            assert not addition.upload_info.is_hashed, "it is hashed while it is sent"
+            given.append(addition.path_or_fileobj)
+            addition.upload_info.sha256 = hashlib.sha256(Path(addition.path_or_fileobj).read_bytes()).digest()
+        with monkeypatch.context() as without:
+            without.setattr(_commit_api, "is_xet_available", lambda: False)
+            by_lfs(additions=additions, create_pr=create_pr, **more)
+
+    monkeypatch.setattr(_commit_api, "is_xet_available", lambda: True)
+    monkeypatch.setattr(_commit_api, "_upload_xet_files", by_xet)
+    whole = shard.read_bytes()
+    shard.write_bytes(b"x" * len(whole))
+    with pytest.raises(StageError, match=r"model\.safetensors is not what was judged"):
+        publisher.publish(release)
+    assert publisher.history() == ["initial commit"]
+    shard.write_bytes(whole)
+    publisher.publish(release)
+    assert given == [str(shard)] * 2
+    assert publisher.files() == release.files.keys()
+    assert publisher.told.bars[-1] == [release.size, release.size]

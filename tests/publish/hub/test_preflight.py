@@ -1,0 +1,180 @@
+"""What would stop a publication is found before a byte is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.publish.hub import rights
+from pipeline.publish.hub.preflight import LARGEST_FILE, require_names, require_room
+from pipeline.publish.release import File, Release
+from tests.publish.hub.conftest import REPO, Publisher
+
+MakeRelease = Callable[..., Release]
+CARD = b"---\nlicense: mit\nbase_model: org/base\n---\n# A model\n"
+
+
+def refused(publisher: Publisher, release: Release, sentence: str, repo: str = REPO, **section: object) -> str:
+    """Preflight says so, in whole, and nothing was written."""
+    before = publisher.writes()
+    with pytest.raises(UserError, match=re.escape(sentence)) as raised:
+        publisher.target(repo, **section).preflight(release)
+    assert publisher.writes() == before
+    assert publisher.hub.token not in str(raised.value)
+    return str(raised.value)
+
+
+def test_nothing_stops_it(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one", files={"README.md": CARD})
+    publisher.target().preflight(release)
+    assert publisher.writes() == []
+    publisher.publish(release)
+    publisher.target().preflight(release)
+    publisher.target("quant/mine").preflight(release)
+
+
+def test_no_token(publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    found = refused(publisher, make_release("one"), "there is no token of the Hub")
+    assert "hf auth login" in found
+
+
+def test_the_token_of_the_hub_s_own_store(
+    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.delenv("HF_TOKEN")
+    path = Path(constants.HF_TOKEN_PATH)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(publisher.hub.token)
+    publisher.target().preflight(make_release("one"))
+
+
+def test_a_token_that_nobody_knows(
+    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
+    found = refused(publisher, make_release("one"), "the Hub does not know the token")
+    assert "hf_xxx" not in found
+
+
+def test_tokens_that_may_too_little(
+    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, hub = make_release("one"), publisher.hub
+    monkeypatch.setenv("HF_TOKEN", hub.new_token("read"))
+    refused(publisher, release, "the token 'stand-in' may only read")
+    monkeypatch.setenv("HF_TOKEN", hub.new_token("fineGrained", **{"my-org": ["repo.content.read"]}))
+    refused(publisher, release, "is not allowed to create repositories in my-org: it lacks repo.write")
+    monkeypatch.setenv("HF_TOKEN", hub.new_token("fineGrained", **{REPO: ["repo.write"]}))
+    refused(publisher, release, "is not allowed to create repositories in my-org: it lacks repo.write")
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    publisher.api.create_repo(REPO, private=True)
+    monkeypatch.setenv("HF_TOKEN", hub.new_token("fineGrained", **{REPO: ["repo.write"]}))
+    publisher.target().preflight(release)
+    publisher.publish(release)
+    monkeypatch.setenv("HF_TOKEN", hub.new_token("fineGrained", **{"my-org": ["repo.write"]}))
+    publisher.target().preflight(release)
+    refused(publisher, release, "it lacks collection.write", collection="All")
+
+
+def test_organisations(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    refused(publisher, release, 'quant is no member of my-orgs (did you mean "my-org"?)', "my-orgs/tiny")
+    refused(publisher, release, "may not write in read-org: found the role read", "read-org/tiny")
+
+
+@pytest.mark.parametrize(
+    ("who", "reason"),
+    [
+        ({"name": "me", "orgs": [{"name": "o", "roleInOrg": "contributor"}]}, None),
+        ({"name": "me", "orgs": [{"name": "o"}], "auth": {"type": "oauth"}}, None),
+        ({"name": "o", "type": "org"}, None),
+        ({"name": "me"}, "me is no member of o"),
+        ({"name": "o", "auth": {"accessToken": {"role": "read"}}}, "the token may only read"),
+        ({"name": "o", "auth": {"accessToken": {"role": "write"}}}, None),
+        ({"name": "o", "auth": {"accessToken": {"role": "fineGrained"}}}, "the token is not allowed to create"),
+    ],
+)
+def test_what_the_hub_tells_of_a_token(who: Mapping[str, Any], reason: str | None) -> None:
+    found = rights.refusal(who, "o/r", exists=False, collection=False)
+    assert found is None if reason is None else found is not None and found.startswith(reason)
+
+
+def test_a_public_repository_for_a_private_recipe(publisher: Publisher, make_release: MakeRelease) -> None:
+    publisher.api.create_repo(REPO, private=False)
+    refused(publisher, make_release("one"), f"{REPO} is public, and the recipe says private: true")
+    with pytest.raises(UserError, match="is public"):
+        publisher.publish(make_release("one"))
+    publisher.target(private=False).preflight(make_release("one"))
+
+
+def test_a_model_that_somebody_else_put_there(publisher: Publisher, make_release: MakeRelease) -> None:
+    publisher.api.create_repo(REPO, private=True)
+    publisher.somebody_commits("README.md")
+    publisher.target().preflight(make_release("one"))
+    publisher.somebody_commits("model.safetensors")
+    refused(publisher, make_release("one"), "holds a model that quantmint did not publish")
+
+
+def test_cards_that_the_hub_refuses(publisher: Publisher, make_release: MakeRelease) -> None:
+    wrong = 'cannot have the card\'s metadata accepted: 400: Invalid metadata; "base_model" with value "a/b/c"'
+    for text, sentence in (
+        (b"---\nlicense: [mit\n---\n", "README.md is no model card: while parsing a flow sequence"),
+        (b"---\nbase_model: a/b/c\n---\n", wrong),
+    ):
+        refused(publisher, make_release("one", files={"README.md": text}), sentence)
+
+
+def test_a_collection_that_is_not_there(publisher: Publisher, make_release: MakeRelease) -> None:
+    slug = "my-org/quantized-" + "0" * 24
+    refused(publisher, make_release("one"), f"cannot read the collection {slug}", collection=slug)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [(".git/config", ".git"), ("../x", "relative path"), ("a/.cache/b", ".cache"), ("a\nb", "relative path")],
+)
+def test_names(make_release: MakeRelease, name: str, reason: str) -> None:
+    release = make_release("one")
+    with pytest.raises(UserError, match=re.escape(reason)):
+        require_names(REPO, replace(release, files={**release.files, name: release.files["config.json"]}))
+
+
+def test_names_of_repositories(make_release: MakeRelease) -> None:
+    for repo in ("my-org/a--b", "my-org/" + "a" * 97, "my-org/tiny.git"):
+        with pytest.raises(UserError, match=r"repo_id|Repo_id|Repo id"):
+            require_names(repo, make_release("one"))
+    lacking = replace(make_release("one"), files={})
+    with pytest.raises(UserError, match=r"the release has no quantmint\.json"):
+        require_names(REPO, lacking)
+
+
+def test_limits(make_release: MakeRelease) -> None:
+    release, path = make_release("one"), Path("never-read")
+    digest = hashlib.sha256().hexdigest()
+
+    def holding(files: Mapping[str, int]) -> Release:
+        return replace(release, files={name: File(path, size, digest) for name, size in files.items()})
+
+    require_room(REPO, holding({"a.safetensors": LARGEST_FILE}))
+    for files, sentence in (
+        (
+            {"a.safetensors": LARGEST_FILE + 10**9},
+            "a.safetensors has 501.0 GB, and the Hub takes at most 500 GB",
+        ),
+        (dict.fromkeys((f"s/{n}" for n in range(10_001)), 1), "10,001 files in one folder (s), and the Hub"),
+        (dict.fromkeys((f"{n % 99}/{n}" for n in range(100_001)), 1), "100,001 files in a repository"),
+        (dict.fromkeys((f"{n % 9}/{n}.safetensors" for n in range(25_001)), 1), "25,001 large files in a commit"),
+        (dict.fromkeys(map(str, range(99)), 10**7), "bytes of small files in a commit"),
+    ):
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            require_room(REPO, holding(files))

@@ -1,0 +1,123 @@
+"""A release by way of a pull request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pipeline.publish.hub.client import MovedError, RefusedError
+from pipeline.publish.release import Release
+from pipeline.publish.target import Operation
+from tests.hub.standin import Fault
+from tests.publish.hub.conftest import REPO, Publisher, Told
+
+MakeRelease = Callable[..., Release]
+BY_REQUEST = {"via": "pull-request"}
+
+
+def statuses(publisher: Publisher) -> dict[int, str]:
+    return {one.num: one.status for one in publisher.api.get_repo_discussions(REPO)}
+
+
+def test_it_is_verified_and_merged(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    told = publisher.target(**BY_REQUEST).operations(release, candidate=False)
+    assert told[-3:] == (
+        Operation("commit", f'"{release.tag}: the model one" on a pull request against main'),
+        Operation("merge", "the pull request into main"),
+        Operation("tag", release.tag),
+    )
+    found = publisher.publish(release, **BY_REQUEST)
+    assert (found.current, found.revision) == (True, publisher.head())
+    assert statuses(publisher) == {1: "merged"}
+    assert publisher.files() == release.files.keys()
+    assert publisher.publish(release, **BY_REQUEST).again
+    second = make_release("two", day=22, files={"new.txt": b"new"})
+    publisher.publish(second, **BY_REQUEST)
+    assert publisher.files() == second.files.keys()
+    assert statuses(publisher) == {1: "merged", 2: "merged"}
+
+
+def test_a_candidate_stays_open(publisher: Publisher, make_release: MakeRelease) -> None:
+    first, second = make_release("one"), make_release("two", day=22)
+    publisher.publish(first, **BY_REQUEST)
+    found = publisher.publish(second, candidate=True, **BY_REQUEST)
+    assert not found.current
+    assert statuses(publisher) == {1: "merged", 2: "open"}
+    assert publisher.files() == first.files.keys()
+    assert publisher.files(second.tag) == second.files.keys()
+    assert publisher.publish(second, candidate=True, **BY_REQUEST).again
+    publisher.target(**BY_REQUEST).promote(None, dry_run=False, progress=Told())
+    assert publisher.files() == second.files.keys()
+    assert statuses(publisher) == {1: "merged", 2: "merged"}
+
+
+def test_one_that_was_left_open_is_gone_on_with(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    publisher.hub.faults.append(Fault("POST", "/merge", status=403))
+    with pytest.raises(RefusedError, match="cannot merge pull request 1: 403"):
+        publisher.publish(release, **BY_REQUEST)
+    assert statuses(publisher) == {1: "open"}
+    assert publisher.history() == ["initial commit"]
+    told = publisher.target(**BY_REQUEST).operations(release, candidate=False)
+    assert told == (Operation("merge", "pull request 1 into main"), Operation("tag", release.tag))
+    publisher.publish(release, **BY_REQUEST)
+    assert statuses(publisher) == {1: "merged"}
+    assert len(publisher.sent()) == 1
+
+
+def test_main_moves_before_the_merge(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    fault = Fault("POST", "/commit/main", hold=threading.Event())
+    assert fault.hold is not None
+    publisher.hub.faults.append(fault)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(publisher.publish, release, **BY_REQUEST)
+        assert fault.reached.wait(60)
+        publisher.somebody_commits()
+        fault.hold.set()
+        with pytest.raises(MovedError, match="main has moved since"):
+            running.result()
+    assert publisher.files() == {"NOTES.md"}
+    told = publisher.target(**BY_REQUEST).operations(release, candidate=False)
+    assert told[0] == Operation("close", "pull request 1, which main has left behind")
+    publisher.publish(release, **BY_REQUEST)
+    assert statuses(publisher) == {1: "closed", 2: "merged"}
+    assert publisher.files() == release.files.keys()
+    assert len(publisher.sent()) == 1
+
+
+def test_main_moves_with_the_merge(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    fault = Fault("POST", "/merge", hold=threading.Event())
+    assert fault.hold is not None
+    publisher.hub.faults.append(fault)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(publisher.publish, release, **BY_REQUEST)
+        assert fault.reached.wait(60)
+        publisher.somebody_commits()
+        fault.hold.set()
+        with pytest.raises(Exception, match=r"does not hold what was sent: NOTES\.md is not in the release"):
+            running.result()
+    assert publisher.tags() == {}, "what is not whole has no tag"
+    publisher.publish(release, **BY_REQUEST)
+    assert publisher.files() == release.files.keys()
+    assert publisher.tags().keys() == {release.tag}
+
+
+def test_another_one_s_request_of_that_title_is_left_alone(publisher: Publisher, make_release: MakeRelease) -> None:
+    release = make_release("one")
+    publisher.api.create_repo(REPO, private=True)
+    publisher.api.upload_file(
+        path_or_fileobj=b"x",
+        path_in_repo="x.txt",
+        repo_id=REPO,
+        create_pr=True,
+        commit_message=f"{release.tag}: the model one",
+    )
+    publisher.publish(release, **BY_REQUEST)
+    assert statuses(publisher) == {1: "open", 2: "merged"}
+    assert publisher.files() == release.files.keys()
