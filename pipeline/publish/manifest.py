@@ -92,7 +92,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What answered: the runtime with its version, and the container image that the launch plan names for it."""
+    """What answered: the runtime with its version, and the digest of its container (None outside one)."""
 
     __pydantic_config__ = _STRICT
     engine: str
