@@ -27,7 +27,7 @@ _SHORTEST = 8  # characters; a shorter value of a variable is a word that stands
 _NAMES = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|KEY|CREDENTIALS|PAT)(_|$)")
 _WORD = re.compile(r"[A-Z]?[a-z]{0,15}|[A-Z]{0,16}|\d{0,11}")  # which no text can be kept free of
 _EXAMPLES = re.compile(
-    r"[<{$%*].*|(.)\1*|(your|my|some|an?|the|not)[-_ ].*|.*(example|placeholder|redacted|changeme).*"
+    r"[<{$%*].*|(.)\1*|your[-_ ].*|(my|some|an?|the)[-_ ](api[-_ ]?)?(token|password|key|secret)|.*(example|placeholder|redacted|changeme).*"
     r"|(pass(word|wd|phrase)?|pwd|secret|token|key|user|username|none|null|true|false)",
     re.IGNORECASE | re.DOTALL,
 )
@@ -127,7 +127,7 @@ def detectors(environment: Mapping[str, str] | None = None) -> tuple[Detector, .
     from detect_secrets.plugins.keyword import KeywordDetector
 
     own = (Detector(kind, scope, anchors, _matching(re.compile(form))) for kind, (scope, anchors, form) in _OWN.items())
-    token = Detector(_WEB_TOKEN, "texts", ("eyj",), _matching(_TOKEN, JwtTokenDetector.is_formally_valid))
+    token = Detector(_WEB_TOKEN, "texts", ("eyj",), _matching(_TOKEN, valid=JwtTokenDetector.is_formally_valid))
     word = Detector(_KEYWORD, "prose", ("",), _by_keyword(KeywordDetector()))
     return (*_of_library(), *own, token, word, *_own_values(environment))
 
@@ -146,8 +146,7 @@ def _of_library() -> Iterator[Detector]:
     for kind, (name, anchors) in _KNOWN.items():
         module, _, cls = name.partition(".")
         detector = getattr(import_module(f"detect_secrets.plugins.{module}"), cls)()
-        for form in detector.denylist:
-            yield Detector(kind, "everything", anchors, _matching(re.compile(form.pattern, form.flags), example=False))
+        yield Detector(kind, "everything", anchors, _matching(*detector.denylist, example=False))
 
 
 def _own_values(environment: Mapping[str, str] | None) -> Iterator[Detector]:
@@ -172,12 +171,12 @@ def _is_path(value: str) -> bool:
 
 
 def _matching(
-    form: re.Pattern[str], valid: Callable[[str], bool] = lambda _: True, *, example: bool = True
+    *forms: re.Pattern[str], valid: Callable[[str], bool] = lambda _: True, example: bool = True
 ) -> Callable[[str], Iterator[tuple[int, int]]]:
     """Where a form stands by itself, not in the middle of a digest or a picture, and is no example (``example``)."""
 
     def places(text: str) -> Iterator[tuple[int, int]]:
-        for match in form.finditer(text):
+        for match in (match for form in forms for match in form.finditer(text)):
             value = next((group for group in match.groups() if group), None) if example else None
             alone = _is_edge(text, match.start() - 1, match.start()) and _is_edge(text, match.end(), match.end() - 1)
             if alone and valid(match.group()) and not (value is not None and _EXAMPLES.fullmatch(value)):
