@@ -27,7 +27,8 @@ _SHORTEST = 8  # characters; a shorter value of a variable is a word that stands
 _NAMES = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|KEY|CREDENTIALS|PAT)(_|$)")
 _WORD = re.compile(r"[A-Z]?[a-z]{0,15}|[A-Z]{0,16}|\d{0,11}")  # which no text can be kept free of
 _EXAMPLES = re.compile(
-    r"[<{$%*].*|(.)\1*|your[-_ ].*|(my|some|an?|the)[-_ ](api[-_ ]?)?(token|password|key|secret)|.*(example|placeholder|redacted|changeme).*"
+    r"[<{$%*].*|(.)\1*|your[-_ ].*|(my|some|an?|the)[-_ ](api[-_ ]?)?(token|password|key|secret)"
+    r"|.*(example|placeholder|redacted|changeme).*"
     r"|(pass(word|wd|phrase)?|pwd|secret|token|key|user|username|none|null|true|false)",
     re.IGNORECASE | re.DOTALL,
 )
