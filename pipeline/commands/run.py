@@ -35,12 +35,12 @@ def command(
 
     Finished stages are taken from the store; an interrupted run goes on with the same command.
     """
+    from pipeline.commands import published
     from pipeline.planning import build_plan, cut
     from pipeline.progress import reporter_for
+    from pipeline.publish.opening import published_folder
     from pipeline.runner import relative, run_plan
     from pipeline.session import open_setting
-    from pipeline.stages.publish import EVIDENCE, published_path
-    from pipeline.stages.report import PAGE
     from pipeline.store.tree import Store
     from pipeline.tracking.after_run import log_run
 
@@ -55,11 +55,9 @@ def command(
 
     require_means(plan, setting, redo)
     outcome = run_plan(plan, setting, reporter, redo=redo)
-    report, publish = outcome.entry("report"), outcome.entry("publish")
-    page = None if report is None else report.file(PAGE)
-    checkpoint = published_path(setting) if publish is not None else None
-    if checkpoint is not None:
-        page = checkpoint / EVIDENCE / PAGE
+    report, places = outcome.entry("report"), published.of(outcome)
+    page = published.page(outcome, setting)
+    checkpoint = published_folder(setting) if places else None
     tracked = None if report is None else log_run(setting, report, reporter.warn)
     judged = outcome.entry("gate") or (None if outcome.stopped is None else outcome.entry(outcome.stopped))
     reasons: object = [] if judged is None else judged.record.result["reasons"]
@@ -73,6 +71,7 @@ def command(
                 "measured": measured,
                 "stopped": outcome.stopped,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
+                "published": published.as_json(places),
                 "report": None if page is None else str(page.absolute()),
                 "tracked": tracked,
                 "stages": [
@@ -97,8 +96,7 @@ def command(
             click.echo(paragraph(console, "  ", str(reason)))
     if measured is not None:
         click.echo(f"measured    by {measured['runtime']} on {measured['device'] or measured['hardware']}")
-    if checkpoint is not None:
-        click.echo(f"checkpoint  {relative(checkpoint)}")
+    published.show(places, setting)
     if page is not None:
         click.echo(f"report      {relative(page.absolute())}")
     if tracked is not None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from eval import record
 from eval.errors import MeasurementError
 from eval.gate.changes import changes
 from eval.verdict import Verdict
-from pipeline.digest import file_digests, folder_digest
-from pipeline.errors import StageError
-from pipeline.publish.folder import publish_folder
-from pipeline.publish.release import EVIDENCE as EVIDENCE
-from pipeline.stage import Job, Output, Setting
+from pipeline.errors import QuantmintError, StageError
+from pipeline.publish.folder import RELEASES
+from pipeline.publish.opening import published_folder, targets_of
+from pipeline.publish.release import MANIFEST, Release
+from pipeline.publish.retention import outdated
+from pipeline.publish.target import Published, Target
+from pipeline.stage import Job, Output, Progress, Setting
+from pipeline.stages import package
 from pipeline.stages.gate import GATE, checkpoint_digest
-from pipeline.stages.quantize import CHECKPOINT
-from pipeline.stages.report import PAGE
+from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
+
+_ASSEMBLED = ("package", "quantize", "gate", "report", "inspect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,60 +32,82 @@ class PublishStage:
 
     key: str = "publish"
     family: str = "publish"
-    version: int = 1
+    version: int = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """What is published, and the proof."""
-        return {"quantize": "quantize", "inspect": "inspect", "gate": "gate", "report": "report"}
+        signed = () if setting.recipe.publish.sign is None else ("sign",)
+        return {name: name for name in (*_ASSEMBLED, *signed)}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The target."""
-        return {"folder": str(_target(setting)), "name": setting.recipe.name}
+        """The places. Who signs is a matter of the signature's own stage."""
+        section = setting.recipe.publish.model_dump(mode="json", exclude={"sign", "licence", "folder"})
+        folder = published_folder(setting)
+        return {**section, "folder": None if folder is None else str(folder.parent), "name": setting.recipe.name}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """None: bytes are copied."""
         return {}
 
     def run(self, job: Job) -> Output:
-        """Judge once more from the record, compare digests, copy, switch."""
-        setting = job.setting
-        quantize, gate, report = (job.inputs[name] for name in ("quantize", "gate", "report"))
-        _require_proof(quantize, gate)
-        recipe = job.path / "recipe.yaml"
-        recipe.write_text(setting.loaded.text_proven, encoding="utf-8")
-        files = {
-            **_files(quantize, f"{CHECKPOINT}/", ""),
-            **_files(gate, "", f"{EVIDENCE}/"),
-            **_files(report, "", f"{EVIDENCE}/"),
-            **_files(job.inputs["inspect"], "", f"{EVIDENCE}/"),
-            f"{EVIDENCE}/recipe.yaml": (recipe, _sha256(setting.loaded.text_proven)),
-        }
-        version = f"{gate.fingerprint[:8]}{report.fingerprint[:8]}"
-        with job.progress.bar(sum(path.stat().st_size for path, _ in files.values()), "B") as advance:
-            link = publish_folder(_target(setting), setting.recipe.name, version, files, advance=advance)
-        digest = folder_digest(file_digests(link.resolve(), setting.store.root))
-        if digest != checkpoint_digest(quantize):
-            raise StageError(f"{link}: the published files are not those that were judged ({digest[:16]}…).")
-        return Output(result={"version": version, "digest": digest}, summary=f"{link.name}, {digest[:16]}…")
+        """Judge once more from the record, ask every place whether it can, publish to one after the other."""
+        section, progress = job.setting.recipe.publish, job.progress
+        require_proof(job.inputs["quantize"], job.inputs["gate"])
+        release = release_of(job.inputs)
+        targets = targets_of(job.setting)
+        for target in targets:
+            target.preflight(release)
+        published: list[Published] = []
+        for target in targets:
+            progress.say(f"{target.place}: {release.tag}")
+            published.append(target.publish(release, candidate=section.to == "candidate", progress=progress))
+        if section.keep is not None:
+            for target in targets:
+                _retain(target, section.keep, progress)
+        for one in published:
+            if section.to == "release" and not one.current:
+                progress.warn(
+                    f"{one.place}: {release.tag} is there, but readers get another release, which stays so; "
+                    f"`quantmint releases {one.place}` shows which"
+                )
+        return Output(
+            result={"tag": release.tag, "identity": release.identity, "targets": [asdict(one) for one in published]},
+            summary=f"{release.tag} in {', '.join(one.place for one in published)}",
+        )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Whether the target still shows this release, with its files."""
-        link = published_path(setting)
-        release = str(entry.record.result["version"])
-        return link.is_symlink() and link.resolve().name == release and (link / EVIDENCE / PAGE).is_file()
+        """Whether the folder still holds this release; what lies elsewhere is not asked, for a run needs no network.
+
+        Another release may be the current one: somebody went back to it. But one must be, unless this is a candidate.
+        """
+        link = published_folder(setting)
+        if link is None:
+            return True
+        result = entry.record.result
+        release = link.parent / RELEASES / link.name / str(result["tag"])
+        shown = setting.recipe.publish.to == "candidate" or link.is_symlink()
+        try:
+            if not shown or sha256_of(release / MANIFEST) != result["identity"]:
+                return False
+            listed = json.loads((release / MANIFEST).read_bytes())["files"]
+            return all((release / name).stat().st_size == file["size"] for name, file in listed.items())
+        except OSError:
+            return False
 
 
-def published_path(setting: Setting) -> Path:
-    """Where the recipe's checkpoint is found once it is published."""
-    return _target(setting) / setting.recipe.name
+def release_of(inputs: Mapping[str, Entry]) -> Release:
+    """The release that the stages before this one put together."""
+    return package.release(**{name: inputs[name] for name in _ASSEMBLED}, sign=inputs.get("sign"))
 
 
-def _target(setting: Setting) -> Path:
-    return (setting.home / (setting.recipe.publish.folder or "published")).resolve()
+def published_in(entry: Entry) -> Sequence[Published]:
+    """Where a finished publication put its release, as it was then."""
+    recorded: Any = entry.record.result["targets"]
+    return [Published(**one) for one in recorded]
 
 
-def _require_proof(quantize: Entry, gate: Entry) -> None:
-    """The verdict must be PASS when judged again from the record, over exactly these bytes."""
+def require_proof(quantize: Entry, gate: Entry) -> None:
+    """The verdict must be PASS when judged again from the record, over exactly these bytes; raises `StageError`."""
     try:
         recorded = record.read(gate.file(GATE))[1]
         report = record.rejudge(gate.file(GATE))
@@ -95,15 +122,14 @@ def _require_proof(quantize: Entry, gate: Entry) -> None:
         raise StageError(f"the gate's record is not what its numbers say. {edited[0]}")
 
 
-def _files(entry: Entry, prefix: str, destination: str) -> dict[str, tuple[Path, str]]:
-    return {
-        destination + name.removeprefix(prefix): (entry.path / name, fact.sha256)
-        for name, fact in entry.record.files.items()
-        if name.startswith(prefix)
-    }
-
-
-def _sha256(text: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+def _retain(target: Target, keep: int, progress: Progress) -> None:
+    """Remove what is beyond the newest releases; the new one is out, and a failure here must not hide that."""
+    try:
+        tags = outdated(target.releases(), keep=keep)
+        for one in target.remove(tags, dry_run=False, progress=progress) if tags else ():
+            progress.say(f"{target.place}: {one.verb} {one.what}")
+    except QuantmintError as error:
+        progress.warn(
+            f"{target.place}: published, but older releases were not removed: {error.message}; "
+            f"`quantmint prune {target.place} --keep {keep}` tries again"
+        )

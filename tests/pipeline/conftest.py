@@ -130,7 +130,7 @@ def setting(project: Path, with_vllm: Callable[..., Setting]) -> Setting:
 
 @dataclass
 class FakeStage:
-    """A stage that writes its name into a file; ``work`` is called with its job in between."""
+    """A stage that writes its name into a file, ``leaves``; ``work`` is called with its job in between."""
 
     key: str
     trace: Path
@@ -141,6 +141,7 @@ class FakeStage:
     whole: Callable[[Entry], bool] = lambda entry: True
     family: str = ""
     version: int = 1
+    leaves: str = "out"
 
     def __post_init__(self) -> None:
         self.family = self.family or self.key
@@ -158,7 +159,8 @@ class FakeStage:
         with self.trace.open("a") as stream:
             stream.write(f"{self.key}\n")
         self.work(job)
-        (job.path / "out").write_text(self.key)
+        if self.leaves:
+            (job.path / self.leaves).write_text(self.key)
         return Output(self.result, f"made {self.key}")
 
     def intact(self, entry: Entry, setting: Setting) -> bool:

@@ -191,15 +191,21 @@ VERDICTS = [("PASS", 0), ("FAIL", 1), ("INCONCLUSIVE", 3), ("INVALID", 4)]
 
 
 def judged(orchestra: Any, verdict: str) -> None:
-    def publish(job: Any) -> None:
-        page = Path("published/r/quantmint/report.html")
-        page.parent.mkdir(parents=True)
-        page.write_text("<html>")
+    folder = Path("published/.releases/r/v20261121-0123abcd")
 
+    def publish(job: Any) -> None:
+        (folder / "quantmint").mkdir(parents=True)
+        (folder / "quantmint" / "report.html").write_text("<html>")
+        Path("published/r").symlink_to(folder.relative_to("published"))
+
+    places = [str(Path.cwd() / "published" / "r"), "my-org/r"]
+    told = {"tag": folder.name, "revision": "0123abcd", "current": True, "again": False}
     orchestra.plan(
         orchestra.stage("gate", result={"verdict": verdict, "reasons": ["because of this"]}),
         orchestra.stage("report", "gate", work=lambda job: (job.path / "report.html").write_text("<html>")),
-        orchestra.stage("publish", "report", work=publish),
+        orchestra.stage(
+            "publish", "report", work=publish, result={"targets": [{"place": place, **told} for place in places]}
+        ),
     )
 
 
@@ -213,7 +219,9 @@ def test_a_run_ends_with_its_verdict(
     lines = ended.out.split("\n")
     assert lines[1:3] == [f"{verdict}  r", "  because of this"]
     assert any(line.startswith("report ") and line.endswith("report.html") for line in lines)
-    assert ("checkpoint  published/r" in lines) == (verdict == "PASS")
+    placed = [f"checkpoint  {place}  v20261121-0123abcd" for place in ("published/r", "my-org/r")]
+    assert [line for line in lines if line.startswith("checkpoint")] == (placed if verdict == "PASS" else [])
+    assert ("report      published/r/quantmint/report.html" in lines) == (verdict == "PASS")
 
 
 @pytest.mark.parametrize(("verdict", "code"), VERDICTS)
@@ -224,10 +232,14 @@ def test_a_program_reads_the_same(orchestra: Any, quantmint: Quantmint, project:
         assert ended.code == code
         told = ended.json
         assert told.keys() == {
-            "recipe", "verdict", "reasons", "measured", "stopped", "checkpoint", "report", "tracked", "stages",
+            "recipe", "verdict", "reasons", "measured", "stopped", "checkpoint", "published", "report", "tracked",
+            "stages",
         }  # fmt: skip
         assert (told["recipe"], told["verdict"], told["reasons"]) == ("r", verdict, ["because of this"])
         assert (told["checkpoint"] == str(project / "published" / "r")) == (verdict == "PASS")
+        assert [place["place"] for place in told["published"]] == (
+            [told["checkpoint"], "my-org/r"] if verdict == "PASS" else []
+        )
         assert Path(told["report"]).read_text() == "<html>"
         assert [stage["cached"] for stage in told["stages"]] == [cached] * (3 if verdict == "PASS" else 2)
         for stage in told["stages"]:

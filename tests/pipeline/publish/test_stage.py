@@ -13,46 +13,9 @@ import pytest
 
 from pipeline.digest import file_digests, folder_digest
 from pipeline.errors import StageError, UserError
-from pipeline.stage import Job
-from pipeline.stages.gate import checkpoint_digest
-from pipeline.stages.publish import PublishStage
+from pipeline.stages.publish import published_in
 
-WriteGate = Callable[..., Path]
 SIZE = 2 << 20  # bytes; more than what the store reads at every look
-
-
-@pytest.fixture
-def stages(orchestra: Any, write_gate: WriteGate) -> Callable[..., list[Any]]:
-    """Every stage that publishing starts from, as fakes, and publishing itself."""
-
-    def make(
-        option: int = 1, *, numbers: str = "PASS", after: Callable[[Path], None] | None = None, artefact: str = ""
-    ) -> list[Any]:
-        def quantize(job: Job) -> None:
-            folder = job.path / "checkpoint"
-            folder.mkdir()
-            (folder / "config.json").write_text(json.dumps({"option": option}))
-            (folder / "model.safetensors").write_bytes(bytes([option]) * SIZE)
-
-        def gate(job: Job) -> None:
-            write_gate(job.path, numbers, artefact or checkpoint_digest(job.inputs["quantize"]))
-            if after is not None:
-                after(job.path)
-
-        def report(job: Job) -> None:
-            (job.path / "report.html").write_text(f"<html>{option}")
-
-        return [
-            orchestra.stage("quantize", option=option, work=quantize),
-            orchestra.stage("inspect", "quantize", result={"verdict": "PASS"}),
-            orchestra.stage(
-                "gate", "quantize", option=[numbers, artefact, after is None], work=gate, result={"verdict": "PASS"}
-            ),
-            orchestra.stage("report", "gate", work=report),
-            PublishStage(),
-        ]
-
-    return make
 
 
 def published() -> dict[str, bytes] | None:
@@ -73,11 +36,16 @@ def test_what_is_published_is_what_was_judged(orchestra: Any, stages: Any, tmp_p
     for key in ("gate", "report", "inspect"):
         entry = outcome.entry(key)
         expected |= {f"quantmint/{name}": entry.file(name).read_bytes() for name in entry.record.files}
-    expected["quantmint/recipe.yaml"] = orchestra.setting.loaded.text_proven.encode()
+    package, publish = outcome.entry("package"), outcome.entry("publish")
+    expected |= {name: package.file(name).read_bytes() for name in ("README.md", "quantmint.json")}
     assert found == expected
-    digest = folder_digest(file_digests(Path("published/r").resolve(), tmp_path / "memory"))
-    gate = json.loads(found["quantmint/gate.json"])
-    assert digest == gate["artefact"] == outcome.entry("publish").record.result["digest"]
+    digests = file_digests(Path("published/r").resolve(), tmp_path / "memory")
+    digest = folder_digest({name: known for name, known in digests.items() if name != "quantmint.json"})
+    gate, manifest = json.loads(found["quantmint/gate.json"]), json.loads(found["quantmint.json"])
+    assert digest == gate["artefact"] == manifest["artefact"]
+    [place] = published_in(publish)
+    assert (publish.record.result["tag"], place.tag) == (package.record.result["tag"],) * 2
+    assert (place.place, place.current, place.again) == (str(Path.cwd() / "published" / "r"), True, False)
 
 
 def test_the_published_record_judges_again(orchestra: Any, stages: Any, quantmint: Any) -> None:
@@ -117,14 +85,21 @@ def test_what_was_removed_by_hand_is_published_again(orchestra: Any, stages: Any
     assert published() == whole
 
 
-def test_going_back_to_an_older_recipe_shows_its_release(orchestra: Any, stages: Any) -> None:
-    orchestra.run(*stages(1))
+def test_a_run_does_not_undo_a_rollback(orchestra: Any, stages: Any, quantmint: Any) -> None:
+    first_tag = orchestra.run(*stages(1)).entry("publish").record.result["tag"]
     first = published()
     orchestra.run(*stages(2))
-    assert published() != first
-    orchestra.run(*stages(1))
+    second = published()
+    assert second != first
+    assert quantmint("rollback", "published/r", first_tag).code == 0
     assert published() == first
-    assert orchestra.ran == ["quantize", "inspect", "gate", "report"] * 2
+    for redo in ([], ["publish"]):
+        outcome = orchestra.run(*stages(2), redo=redo)
+        assert outcome.steps[-1].cached == (not redo)
+        assert published() == first
+    assert "readers get another release, which stays so; `quantmint releases" in orchestra.lines[-2]
+    orchestra.run(*stages(1))
+    assert orchestra.ran == ["quantize", "inspect", "gate", "report", "package"] * 2
 
 
 def test_a_byte_that_flips_after_the_verdict(orchestra: Any, stages: Any) -> None:
@@ -222,12 +197,12 @@ def test_killed_while_it_publishes(
         calls = 0
         original = os.fsync
 
-        def fsync(handle: int) -> None:
+        def fsync(fd: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == fatal:
                 die()
-            original(handle)
+            original(fd)
 
         orchestra.run(*new[:-1])
         os.fsync = fsync
