@@ -43,6 +43,10 @@ class Case:
         return table()[self.scheme].makers(self.checkpoint_format)[0]
 
 
+PUBLISHED = Case("ptpc_fp8", "compressed-tensors", "fp8")
+"""What is proven of this one is proven of what a reader fetches, by `tests/e2e/test_published.py`."""
+
+
 def loaded(hardware: str, *, cpu_flags: Collection[str] | None = None) -> tuple[Case, ...]:
     """Every scheme in every layout that is not refused there, its cache in 16 bit, in the order of the table."""
     return tuple(

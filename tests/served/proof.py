@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,18 @@ if TYPE_CHECKING:
 VARIABLE = "QUANTMINT_SERVED"
 
 
-def prove(case: Case, home: Path, vllm: VllmEnvironment, hardware: str) -> None:
-    """Make the checkpoint, serve it, compare; raises `ServingError` or `AssertionError`, on record either way."""
+def prove(
+    case: Case,
+    home: Path,
+    vllm: VllmEnvironment,
+    hardware: str,
+    *,
+    carried: Callable[[Path], Path] = lambda folder: folder,
+) -> None:
+    """Make the checkpoint, serve it, compare; raises `ServingError` or `AssertionError`, on record either way.
+
+    ``carried`` takes the checkpoint elsewhere: what is served is what arrived, what it is compared to is what was made.
+    """
     folder = make_case(case, home / "-".join(case.name.replace(",", "").split()))
     facts: dict[str, Any] = {
         **asdict(case),
@@ -35,7 +46,7 @@ def prove(case: Case, home: Path, vllm: VllmEnvironment, hardware: str) -> None:
         "vllm": vllm.version,
     }
     try:
-        served = serve(case, folder, vllm, hardware, cpu_threads=min(os.cpu_count() or 1, 4))
+        served = serve(case, carried(folder), vllm, hardware, cpu_threads=min(os.cpu_count() or 1, 4))
     except ServingError as error:
         _record({**facts, "loaded": False, "error": error.message})
         raise

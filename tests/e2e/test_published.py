@@ -1,0 +1,54 @@
+"""What went to the Hub is what others serve: published, fetched as a vLLM by the repository's name does, and asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("huggingface_hub")
+
+from pipeline.progress import PlainReporter
+from pipeline.publish.hub.target import HubTarget
+from pipeline.serving.environment import find_vllm
+from tests.hub.standin import HubStandIn
+from tests.publish import conftest as publishing
+from tests.publish.conftest import MakeRelease
+from tests.served.cases import PUBLISHED
+from tests.served.proof import prove
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+make_release = publishing.make_release
+REPO = "my-org/tiny-ptpc-fp8kv"
+CARD = b"---\nlicense: apache-2.0\nlibrary_name: vllm\n---\n# tiny\n"
+# The client of vLLM's environment, which need not be ours: it fetches what `vllm serve my-org/name` would.
+FETCH = "import sys, huggingface_hub; print(huggingface_hub.snapshot_download(sys.argv[1], revision=sys.argv[2]))"
+
+
+def test_it_answers_as_the_bytes_mean_that_were_published(
+    vllm: Path, hub: HubStandIn, make_release: MakeRelease, tmp_path: Path
+) -> None:
+    hub.part = 2**20  # so that a tiny shard goes up in parts, as a large one does
+
+    def by_way_of_the_hub(checkpoint: Path) -> Path:
+        made = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
+        release = make_release("tiny", files={**made, "README.md": CARD})
+        published = HubTarget(REPO).publish(release, candidate=False, progress=PlainReporter())
+        assert hub.sent("PUT", "/storage-part/"), "the shard did not go up in parts"
+        fetched = Path(_fetch(vllm, published.tag))
+        assert fetched.name == published.revision
+        assert fetched.is_relative_to(os.environ["HF_HOME"])
+        assert {name: (fetched / name).read_bytes() for name in made} == made
+        return fetched
+
+    prove(PUBLISHED, tmp_path, find_vllm(vllm), "cpu", carried=by_way_of_the_hub)
+
+
+def _fetch(vllm: Path, tag: str) -> str:
+    command = [vllm.parent / "python", "-c", FETCH, REPO, tag]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
