@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from pipeline.recipe.section import PRINTABLE, Section, wrong
+
+
+def _without_credentials(address: object) -> object:
+    if isinstance(address, str) and "@" in address:
+        # The message must not repeat what it refuses.
+        raise wrong("an address without credentials, which come from the environment", found="an address with an @")
+    return address
+
+
+Address = Annotated[str, BeforeValidator(_without_credentials)]
 
 
 class Hub(Section):
@@ -37,14 +47,14 @@ class Hub(Section):
 class Storage(Section):
     """A bucket or a file system that fsspec reaches; S3 and what is compatible with it."""
 
-    url: str = Field(
-        pattern=r"^[a-z][a-z0-9+.-]*://[^\x00-\x1f@?#]+$",
+    url: Address = Field(
+        pattern=r"^[a-z][a-z0-9+.-]*://[^\x00-\x1f?#]+$",
         description="Prefix that receives a subfolder with the recipe's name: s3://bucket/prefix. Credentials come "
         "from the environment or the provider's own files, never from here.",
     )
-    endpoint: str | None = Field(
+    endpoint: Address | None = Field(
         default=None,
-        pattern=r"^https?://[^\x00-\x20@]+$",
+        pattern=r"^https?://[^\x00-\x20]+$",
         description="Address of an S3-compatible server (null: AWS, or what AWS_ENDPOINT_URL says).",
     )
 

@@ -146,9 +146,22 @@ CASES = {
         'r.yaml:1:7: name: found "R", expected text that matches [a-z0-9][a-z0-9.-]*\n'
         'r.yaml:1:7: name: found "R", expected the name of its file, "r"',
     ),
-    "publishing to a place that does not exist yet": (
+    "publishing to a place of no kind": (
         OK + "publish: {repo: org/name}\n",
-        "r.yaml:4:11: publish.repo: found an unknown key, expected one of folder",
+        "r.yaml:4:11: publish.repo: found an unknown key, expected one of folder, hub, keep, licence, sign, storage, to",
+    ),
+    "publishing to nowhere": (
+        OK + "publish: {folder: null}\n",
+        "r.yaml:4:10: publish: found none of them, expected a folder, a hub or a storage",
+    ),
+    "a signature by two": (
+        OK + "publish: {sign: {key: signing.pem, keyless: true}}\n",
+        "r.yaml:4:17: publish.sign: found both, expected a key or `keyless: true`",
+    ),
+    "credentials in an address": (
+        OK + "publish: {storage: {url: 's3://me:secret@bucket/models'}}\n",
+        "r.yaml:4:26: publish.storage.url: found an address with an @, expected an address without credentials, which "
+        "come from the environment",
     ),
     "several faults, in the order of the file": (
         "source: {repo: org/model}\nquantization: {scheme: fp9}\ntarget: {hardware: mi300}\n",
