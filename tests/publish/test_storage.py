@@ -215,7 +215,7 @@ def test_fetch_into_the_cache_what_is_wanted(
         None, tag=three[0].tag, progress=TOLD, wanted=lambda name: name.startswith("quantmint")
     )
     assert found.is_relative_to(tmp_path / "cache" / "quantmint")
-    assert sorted(path.name for path in found.rglob("*") if path.is_file()) == ["a.json", "gate.json", "quantmint.json"]
+    assert sorted(path.name for path in found.rglob("*") if path.is_file()) == ["a.json", "quantmint.json"]
     assert (bucket.target().fetch(None, tag=three[0].tag, progress=TOLD) / "config.json").is_file()
 
 

@@ -64,6 +64,8 @@ class Calls:
         )
         try:
             return retrying(ask)
+        except ImportError:
+            raise  # a part of quantmint that is not installed; the command line says how it is
         except Exception as error:  # what s3fs, botocore and aiohttp raise has no common root
             raise _told(error, self._place, doing) from error
 
