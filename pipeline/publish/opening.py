@@ -50,7 +50,7 @@ def open_target(text: str) -> Target:
         from pipeline.publish.folder import FolderTarget
 
         return FolderTarget(path.parent, path.name)
-    if os.path.lexists(path):
+    if text and os.path.lexists(path):
         raise UserError(
             f"{text} is there and was not published by quantmint: {releases / path.name} is missing",
             hint=f"Name {_EXPECTED}.",

@@ -1,0 +1,136 @@
+"""What a person names, and which place that is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.publish.elsewhere import elsewhere
+from pipeline.publish.folder import FolderTarget
+from pipeline.publish.hub.target import HubTarget
+from pipeline.publish.opening import open_target, published_folder, serving_name, targets_of
+from pipeline.publish.storage import StorageTarget
+from pipeline.recipe.publishing import Publish
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def published(folder: str, name: str) -> None:
+    (Path(folder) / ".releases" / name).mkdir(parents=True)
+
+
+@pytest.mark.parametrize("text", ["published/llama", "published/llama/", "./published/llama"])
+def test_a_published_folder(text: str) -> None:
+    published("published", "llama")
+    target = open_target(text)
+    assert isinstance(target, FolderTarget)
+    assert target.place == str(Path.cwd() / "published" / "llama")
+
+
+def test_a_folder_that_is_current_is_named_by_its_link() -> None:
+    published("published", "llama")
+    release = Path("published/.releases/llama/v20261121-01234567")
+    release.mkdir()
+    Path("published/llama").symlink_to(Path(".releases/llama") / release.name)
+    assert open_target("published/llama").place == str(Path.cwd() / "published" / "llama")
+
+
+def test_a_repository() -> None:
+    for text in ("my-org/Llama-3.3-70B", "hf://my-org/Llama-3.3-70B"):
+        assert open_target(text) == HubTarget("my-org/Llama-3.3-70B")
+
+
+def test_a_folder_goes_before_a_repository() -> None:
+    published("my-org", "llama")
+    assert isinstance(open_target("my-org/llama"), FolderTarget)
+    assert open_target("hf://my-org/llama") == HubTarget("my-org/llama")
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/models/llama", "s3://bucket/models/llama/", "memory://x/llama"])
+def test_a_bucket(text: str) -> None:
+    target = open_target(text)
+    assert isinstance(target, StorageTarget)
+    assert target.place == text.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("published/lama", r'nothing was published there \(did you mean "published/llama"\?\)'),
+        ("mine/stuff", "mine/stuff is there and was not published by quantmint"),
+        ("llama", "llama: nothing was published there; expected a published folder"),
+        ("a b/c", "nothing was published there"),
+        ("", "nothing was published there"),
+        ("hf://llama", "found 'llama' after hf://, expected org/name"),
+        ("https://huggingface.co/my-org/llama", "(?s)found a web address.*hf://my-org/llama"),
+        ("s3://bucket", "expected a bucket's URL that ends with a release's name"),
+        ("s3://user:word@bucket/llama", "expected a bucket's URL"),
+    ],
+)
+def test_what_is_no_place(text: str, said: str) -> None:
+    published("published", "llama")
+    Path("mine/stuff").mkdir(parents=True)
+    with pytest.raises(UserError, match=said):
+        open_target(text)
+
+
+def recipe(**section: Any) -> Any:
+    return SimpleNamespace(name="llama", publish=Publish.model_validate({"folder": None, **section}))
+
+
+HUB = {"repo": "my-org/llama", "gated": "manual"}
+STORAGE = {"url": "s3://bucket/models/", "endpoint": "http://127.0.0.1:9"}
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ({"folder": "published"}, "published/llama"),
+        ({"folder": "published", "storage": STORAGE}, "s3://bucket/models/llama"),
+        ({"folder": "published", "storage": STORAGE, "hub": HUB}, "my-org/llama"),
+    ],
+)
+def test_what_readers_give_to_vllm(section: dict[str, Any], name: str) -> None:
+    assert serving_name(recipe(**section)) == name
+
+
+def test_the_places_of_a_recipe(tmp_path: Path) -> None:
+    setting: Any = SimpleNamespace(recipe=recipe(folder="out", hub=HUB, storage=STORAGE), home=tmp_path)
+    folder, storage, hub = targets_of(setting)
+    assert folder.place == str(tmp_path / "out" / "llama") == str(published_folder(setting))
+    assert storage.place == "s3://bucket/models/llama"
+    assert hub == HubTarget("my-org/llama", setting.recipe.publish.hub)
+    setting.recipe = recipe(hub=HUB)
+    assert [target.place for target in targets_of(setting)] == ["my-org/llama"]
+    assert published_folder(setting) is None
+
+
+def test_other_places_than_the_recipe_names() -> None:
+    section = recipe(folder="out", hub=HUB, storage=STORAGE, to="candidate", keep=2).publish
+    assert elsewhere(section) is section
+    assert elsewhere(section, to="release") == section.model_copy(update={"to": "release"})
+    there: Any = elsewhere(section, hub="my-org/other", folder="mine")
+    assert (there.hub.repo, there.hub.gated, there.folder, there.storage) == ("my-org/other", "manual", "mine", None)
+    assert (there.to, there.keep) == ("candidate", 2)
+    stored: Any = elsewhere(section, storage="s3://elsewhere/x").storage
+    assert (stored.url, stored.endpoint) == ("s3://elsewhere/x", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"hub": "llama"}, "--hub: found 'llama', expected org/name"),
+        ({"storage": "bucket/x"}, "--storage: found 'bucket/x', expected a URL such as s3://"),
+        ({"folder": ""}, "--folder: found '', expected the path of a folder"),
+    ],
+)
+def test_what_is_no_other_place(given: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        elsewhere(recipe(folder="out").publish, **given)
