@@ -148,7 +148,8 @@ CASES = {
     ),
     "publishing to a place of no kind": (
         OK + "publish: {repo: org/name}\n",
-        "r.yaml:4:11: publish.repo: found an unknown key, expected one of folder, hub, keep, licence, sign, storage, to",
+        "r.yaml:4:11: publish.repo: found an unknown key, "
+        "expected one of folder, hub, keep, licence, sign, storage, to",
     ),
     "publishing to nowhere": (
         OK + "publish: {folder: null}\n",
