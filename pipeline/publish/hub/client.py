@@ -18,20 +18,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pipeline.errors import StageError, UserError
 from pipeline.stage import Progress
 
 if TYPE_CHECKING:
-    import httpx
     from tenacity import RetryCallState
 
 _T = TypeVar("_T")
 
 TRIES: Final = 6
 _LONGEST_WAIT: Final = 60.0  # seconds, where the server does not say
-_PATIENCE: Final = 600.0  # seconds: the Hub's windows of rate limits are 300
+_PATIENCE: Final = 600.0  # seconds that a server may ask for: the Hub's windows of rate limits are 300
 _SAID: Final = 4  # lines of a server's answer
 _QUERY: Final = re.compile(r"(https?://[^\s?\"'<>]+)\?[^\s\"'<>)]*")  # a signed address carries its signature there
 _USER: Final = re.compile(r"//[^/@\s]+@")
@@ -106,7 +106,6 @@ class Client:
         self._warn(f"{self.repo}: {what}: {reason}; try {state.attempt_number + 1} of {TRIES} in {seconds:.0f} s")
 
     def _translate(self, what: str, error: Exception) -> StageError | UserError | None:
-        from httpx import HTTPError
         from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
         text = f"{self.repo}: cannot {what}: {redact(_reason(error))}"
@@ -116,7 +115,9 @@ class Client:
         if isinstance(error, LocalTokenNotFoundError):
             return no_token(self.repo)
         if _is_passing(error) or (status is not None and (status == 429 or status >= 500)):
-            return UnreachableError(text, hint="What was sent is kept: the same command goes on.")
+            asked = _asked_for(error)
+            later = f" in {asked:.0f} s, as the Hub asks" if asked is not None and asked > _PATIENCE else ""
+            return UnreachableError(text, hint=f"What was sent is kept: the same command goes on{later}.")
         if status == 412:
             return MovedError(text, hint="Nothing was changed. Run the same command again.")
         if status == 404 or _is_missing(error):
@@ -126,7 +127,7 @@ class Client:
             return RefusedError(text, status=status, hint=hint)
         if isinstance(error, HFValidationError | ValueError):
             return RefusedError(text)
-        if isinstance(error, HTTPError | OSError):
+        if isinstance(error, _http_library().HTTPError | OSError):
             return StageError(text, hint="What was sent is kept: the same command goes on.")
         return None
 
@@ -177,31 +178,38 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__
 
 
-def _response(error: BaseException) -> httpx.Response | None:
+def _response(error: BaseException) -> Any:
     answers = (getattr(cause, "response", None) for cause in _causes(error))
     return next((answer for answer in answers if answer is not None), None)
 
 
 def _is_passing(error: BaseException) -> bool:
     """Whether the next try may go better: no answer at all, 5xx or 429."""
-    import httpx
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     if isinstance(error, OfflineModeIsEnabled) or "CERTIFICATE_VERIFY_FAILED" in str(error):
         return False
     if (status := status_of(error)) is not None:
-        return status == 429 or status >= 500
+        return (status == 429 or status >= 500) and (_asked_for(error) or 0) <= _PATIENCE
+    http = _http_library()
     no_answer = (
-        httpx.TimeoutException,
-        httpx.NetworkError,
-        httpx.RemoteProtocolError,
-        httpx.ProxyError,
+        http.TimeoutException,
+        http.NetworkError,
+        http.RemoteProtocolError,
+        http.ProxyError,
         ConnectionError,
         TimeoutError,
     )
     if any(isinstance(cause, no_answer) for cause in _causes(error)):
         return True
     return type(error) is RuntimeError and error.__cause__ is None  # how hf_xet tells of a transfer that broke off
+
+
+def _http_library() -> Any:
+    """What the client speaks HTTP with: httpx; from huggingface_hub 2 on httpx2, whose errors have the same names."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
 
 
 def _is_missing(error: Exception) -> bool:
@@ -217,8 +225,8 @@ def _wait(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome is not None else None
     asked = _asked_for(error) if error is not None else None
     if asked is not None:
-        return min(asked + 1, _PATIENCE)
-    backoff = wait_exponential(multiplier=1, min=2, max=_LONGEST_WAIT) + wait_random(0, 1)
+        return asked + 1
+    backoff = wait_exponential(multiplier=2, min=2, max=_LONGEST_WAIT) + wait_random(0, 1)
     return float(backoff(state))
 
 
@@ -268,6 +276,7 @@ def _reason(error: BaseException) -> str:
     said = next((str(text) for cause in causes if (text := getattr(cause, "server_message", None))), "")
     status = status_of(error)
     if said.strip() and status is not None:
-        return f"{status}: {'; '.join(line.strip() for line in said.strip().splitlines()[:_SAID])}"
+        lines = [line for line in map(str.strip, said.splitlines()) if line]
+        return f"{status}: {'; '.join(lines[:_SAID])}"
     told = next((cause for cause in causes if hasattr(cause, "server_message")), causes[-1])
     return next((line for line in map(str.strip, str(told).splitlines()) if line), type(told).__name__)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from huggingface_hub.utils import get_session
 
 from pipeline.errors import StageError, UserError
 from pipeline.publish.hub.client import TRIES, MovedError, RefusedError, UnreachableError, connect, redact
@@ -34,9 +34,10 @@ class _KilledError(BaseException):
 def killed_after(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The request of that number is the last that is sent, and nobody sees its answer; the value names them all."""
     seen: list[str] = []
-    plain = httpx.Client.send
+    library = type(get_session())  # of httpx, or of httpx2
+    plain = library.send
 
-    def send(client: httpx.Client, request: httpx.Request, **more: Any) -> httpx.Response:
+    def send(client: Any, request: Any, **more: Any) -> Any:
         seen.append(f"{request.method} {re.sub('[0-9a-f]{40,}', '', request.url.path)}")
         answer = plain(client, request, **more)
         if len(seen) == number:
@@ -44,7 +45,7 @@ def killed_after(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
         return answer
 
     with monkeypatch.context() as patched:
-        patched.setattr(httpx.Client, "send", send)
+        patched.setattr(library, "send", send)
         yield seen
 
 
