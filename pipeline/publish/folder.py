@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +30,7 @@ from pipeline.publish.choosing import named, removable, waiting
 from pipeline.publish.copying import Advance, chunks, copy, digest_of
 from pipeline.publish.fetching import fetch
 from pipeline.publish.listing import described, newest_first
-from pipeline.publish.release import MANIFEST, SIGNATURE, File, Release
+from pipeline.publish.release import MANIFEST, SIGNATURE, Release
 from pipeline.publish.target import Listed, Operation, Published
 from pipeline.publish.wholeness import require_whole
 from pipeline.stage import Progress
@@ -321,29 +321,3 @@ def _sizes(folder: Path) -> dict[str, int]:
     """Bytes of everything in a folder by its name there."""
     found = (path for path in folder.rglob("*") if not path.is_dir())
     return {path.relative_to(folder).as_posix(): path.lstat().st_size for path in found}
-
-
-def publish_folder(
-    target: Path,
-    name: str,
-    version: str,
-    files: Mapping[str, tuple[Path, str]],
-    *,
-    advance: Advance = lambda _: None,
-) -> Path:
-    """Make ``target/name`` point to a folder with these files, each with its SHA-256; returns the link."""
-
-    class _Told:
-        @contextmanager
-        def bar(self, total: int, unit: str) -> Iterator[Advance]:
-            yield advance
-
-        def say(self, message: str) -> None: ...
-        def warn(self, message: str) -> None: ...
-
-    made = {key: File(path, path.stat().st_size, digest) for key, (path, digest) in files.items()}
-    place = FolderTarget(target, name)
-    place.publish(Release(name, version, "", "", made), candidate=False, progress=_Told())
-    if place._current() != version:
-        place.rollback(version, dry_run=False, progress=_Told())
-    return target / name

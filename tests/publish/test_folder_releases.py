@@ -172,3 +172,10 @@ def test_nothing_is_there(target: FolderTarget) -> None:
     assert target.releases() == ()
     with pytest.raises(UserError, match="nothing is published there"):
         target.fetch(None, tag=None, progress=TOLD)
+
+
+def test_a_file_where_the_folder_should_be(target: FolderTarget, make_release: MakeRelease, tmp_path: Path) -> None:
+    (tmp_path / "published").write_text("years of work")
+    with pytest.raises(UserError, match=r"published cannot be written"):
+        target.preflight(make_release("one"))
+    assert (tmp_path / "published").read_text() == "years of work"
