@@ -15,6 +15,7 @@ from typing import Any
 
 _ATTRIBUTES = "".join(f"*.{kind} filter=lfs diff=lfs merge=lfs -text\n" for kind in ("safetensors", "bin", "gz", "zst"))
 _POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n"
+_POINTS = re.compile(_POINTER.format("([0-9a-f]{64})", "([0-9]+)").encode())
 _GONE = f"0 {'0' * 40}\t{{}}\0"
 _COMMIT = ("id", "title", "message", "author", "date")
 
@@ -116,10 +117,10 @@ class Repository:
                     found[path] = {"type": "directory", "path": path, "oid": oid, "size": 0}
                     continue
                 found[path] = {"type": "file", "path": path, "oid": oid, "size": int(size)}
-                pointer = _POINTER.format("(.*)", "(.*)") if 120 < int(size) < 150 else "(?!)"
-                if lfs := re.fullmatch(pointer, self.git("cat-file", "blob", oid)):
-                    found[path]["lfs"] = {"oid": lfs[1], "size": int(lfs[2]), "pointerSize": int(size)}
-                    found[path]["size"] = int(lfs[2])
+                if 120 < int(size) < 150 and (lfs := _POINTS.fullmatch(self._git("cat-file", "blob", oid))):
+                    large = int(lfs[2])
+                    pointer = {"oid": lfs[1].decode(), "size": large, "pointerSize": int(size)}
+                    found[path] |= {"size": large, "lfs": pointer}
             self._listings[commit] = found
         return self._listings[commit]
 
@@ -127,10 +128,10 @@ class Repository:
         """The files alone."""
         return {path: entry for path, entry in self.entries(commit).items() if entry["type"] == "file"}
 
-    def history(self, commit: str, *paths: str) -> list[Json]:
-        """Commits, the last first; with paths, those that changed them."""
+    def history(self, commit: str) -> list[Json]:
+        """Commits, the last first."""
         shape = "--format=%H%x00%s%x00%b%x00%an%x00%cd%x1e", "--date=format:%Y-%m-%dT%H:%M:%S.000Z"
-        commits = self.git("log", *shape, commit, "--", *paths).split("\x1e")[:-1]
+        commits = self.git("log", *shape, commit, "--").split("\x1e")[:-1]
         return [dict(zip(_COMMIT, one.strip("\n").split("\0"), strict=True)) for one in commits]
 
     def uses_lfs(self, path: str, commit: str) -> bool:
@@ -148,10 +149,8 @@ class Repository:
         """One more commit on a ref: the parent's tree with these lines of the index."""
         self.git("read-tree", parent or "--empty")
         self.git("update-index", "-z", "--index-info", stdin="".join(changes).encode())
-        parents = ["-p", parent] if parent else []
-        oid = self.git(
-            "commit-tree", self.git("write-tree").strip(), *parents, stdin=f"{title}\n\n{message}".encode()
-        ).strip()
+        parents, words = ["-p", parent] if parent else [], f"{title}\n\n{message}".encode()
+        oid = self.git("commit-tree", self.git("write-tree").strip(), *parents, stdin=words).strip()
         self.git("update-ref", ref, oid)
         return oid
 

@@ -40,7 +40,7 @@ from tests.hub.standin import Fault, HubStandIn
 
 REPO = "my-org/model"
 WEIGHTS = os.urandom(2**20)
-FILES = {"model.safetensors": WEIGHTS, "README.md": b"---\nlicense: mit\n---\n# M\n", "a/b/deep.json": b"{}"}
+FILES = {"model.safetensors": WEIGHTS, "README.md": b"---\nlicense: mit\n---\n# M\n", "a/b/deep.json": b"\xff" * 130}
 
 
 @pytest.fixture
