@@ -249,25 +249,34 @@ def _asked_for(error: BaseException) -> float | None:
     return float(reset[1]) if response.status_code == 429 and reset else None
 
 
-class _Ear(logging.Handler):
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._tell = tell
+class _Diversion(logging.Filter):
+    """Keeps warnings out of a log while somebody listens; whoever came last hears them."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self._tell(record.getMessage())
+    def __init__(self) -> None:
+        super().__init__()
+        self.listeners: list[Callable[[str], None]] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not self.listeners or record.levelno < logging.WARNING:
+            return True
+        self.listeners[-1](record.getMessage())
+        return False
+
+
+_DIVERSION: Final = _Diversion()
 
 
 @contextmanager
 def _heard(tell: Callable[[str], None]) -> Iterator[None]:
     """What the library itself tries again, and says in its log, is told in our way: its log quotes signed addresses."""
-    logger = logging.getLogger("huggingface_hub")
-    kept = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [_Ear(tell)], False
+    from huggingface_hub.utils import get_session
+
+    logging.getLogger(get_session.__module__).addFilter(_DIVERSION)  # once, however often it is added
+    _DIVERSION.listeners.append(tell)
     try:
         yield
     finally:
-        logger.handlers, logger.propagate = kept
+        _DIVERSION.listeners.remove(tell)
 
 
 def _reason(error: BaseException) -> str:

@@ -74,7 +74,7 @@ def require_room(repo: str, release: Release) -> None:
             raise UserError(
                 f"{repo}: {name} has {file.size / 1e9:,.1f} GB, and the Hub takes at most {LARGEST_FILE / 1e9:.0f} GB "
                 "a file",
-                hint="A smaller `shard_size` in the recipe's quantization section makes more and smaller files.",
+                hint="Shards follow the source's: save that in smaller ones (`save_pretrained(max_shard_size=...)`).",
             )
     small = [file.size for name, file in release.files.items() if is_small(name, file)]
     folders = Counter(name.rpartition("/")[0] for name in release.files)
