@@ -14,6 +14,7 @@ from eval.gate import GateReport
 from eval.report import markdown
 from eval.report.files import DATA
 from eval.report.views.accuracy import level
+from eval.report.views.first_screen import tiles
 from pipeline import __version__
 from pipeline.publish.allowed import SCORES
 from pipeline.publish.release import CARD
@@ -126,3 +127,7 @@ def _sections(subject: Subject, text: str, gate: GateReport) -> Iterator[str]:
     ):
         if section not in text:
             yield f"{CARD}: the section on {what} is not what the evidence says"
+    rows = {tuple(_cells(line)) for line in text.splitlines() if line.startswith("|")}
+    for caption, figure, explanation in tiles(data, gate):
+        if (_plain(caption), f"**{_plain(figure)}**", _plain(explanation)) not in rows:
+            yield f"{CARD}: the first figures do not have {_plain(caption)}: {_plain(figure)}, {_plain(explanation)}"

@@ -39,13 +39,14 @@ def looked_at(target: Target, tag: str | None, progress: Progress) -> Iterator[t
     or sizes that no release has.
     """
     from pipeline.publish.hub.client import connect
+    from pipeline.publish.hub.download import read, revision_of
     from pipeline.publish.hub.target import HubTarget
     from pipeline.publish.hub.tree import tree
 
     if not isinstance(target, HubTarget):
         raise UserError(f"--remote: found {target.place}, expected a repository of the Hub (org/name)")
     client = connect(target.repo, progress)
-    revision = _commit(client, tag)
+    revision = revision_of(client, tag)
     found = tree(client, revision)
     try:
         require_safe(found)
@@ -67,68 +68,24 @@ def looked_at(target: Target, tag: str | None, progress: Progress) -> Iterator[t
             if name in vouched:
                 _stand_in(client, revision, name, remote, path)
             else:
-                path.write_bytes(_read(client, revision, name, 0, remote.size))
+                path.write_bytes(read(client, revision, name, 0, remote.size))
         yield folder, vouched
-
-
-def _commit(client: Client, tag: str | None) -> str:
-    """The commit that a tag names, or the one that readers get."""
-    from pipeline.publish.hub.repository import look
-    from pipeline.recipe.faults import did_you_mean
-
-    there = look(client)
-    if there is None:
-        raise UserError(f"{client.repo}: no such repository, or none that this token may see")
-    if tag is None:
-        return there.head
-    if tag not in there.tags:
-        raise UserError(f"{client.repo} has no release {tag}{did_you_mean(tag, list(there.tags))}")
-    return there.tags[tag]
 
 
 def _stand_in(client: Client, revision: str, name: str, remote: Remote, path: Path) -> None:
     """A file with the header of a safetensors file, as long as that is."""
-    head = _read(client, revision, name, 0, min(_FIRST, remote.size))
+    from pipeline.publish.hub.download import read
+
+    head = read(client, revision, name, 0, min(_FIRST, remote.size))
     length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
     if length > _HEADER:
         raise UserError(f"{client.repo}: {name}: a header of {length:,} bytes, expected at most {_HEADER:,}")
     end = min(8 + length, remote.size)
     if end > len(head):
-        head += _read(client, revision, name, len(head), end)
+        head += read(client, revision, name, len(head), end)
     try:
         path.write_bytes(head[:end])
         with path.open("r+b") as file:
             file.truncate(remote.size)
     except OSError as error:
         raise StageError(f"{path}: cannot stand in for {remote.size:,} bytes: {error.strerror}") from error
-
-
-def _read(client: Client, revision: str, name: str, start: int, stop: int) -> bytes:
-    """Bytes ``start`` to ``stop`` of a file; no more are taken, whatever the server sends."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
-    if start >= stop:
-        return b""
-    url = hf_hub_url(client.repo, name, revision=revision, endpoint=client.api.endpoint)
-    headers = {
-        **build_hf_headers(token=client.api.token),
-        "Range": f"bytes={start}-{stop - 1}",
-        "Accept-Encoding": "identity",
-    }
-
-    def read() -> bytes:
-        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
-            hf_raise_for_status(answer)
-            found = bytearray()
-            skipped = start if answer.status_code == 200 else 0  # a server that knows no ranges begins at the beginning
-            for chunk in answer.iter_raw():
-                found += chunk
-                if len(found) >= skipped + stop - start:
-                    break
-        return bytes(found[skipped : skipped + stop - start])
-
-    got = client.call(f"read {name}", read)
-    if len(got) != stop - start:
-        raise StageError(f"{client.repo}: {name} ended after {start + len(got):,} of {stop:,} bytes")
-    return got

@@ -82,12 +82,10 @@ def _differences(subject: Subject, signed: Signed) -> list[str]:
     faults += [f"{name} was signed, and is not here" for name in lost]
     faults += [f"{name} is not covered by the signature" for name in added]
     weights = [name for name in covered if name.endswith(".safetensors")]
-    replayed = weights and all(covered[name] != here.get(name) for name in weights)
-    if replayed:
-        count = len(other) + len(lost) + len(added)
-        total = len(covered.keys() | here.keys())
-        named = f" ({signed.name})" if signed.name else ""
-        return [f"{SIGNATURE} signs another model{named}: {count} of {total} digests differ, those of all weights too"]
+    count, total = len(other) + len(lost) + len(added), len(covered.keys() | here.keys())
+    named = subject.manifest is not None and signed.name != subject.manifest.name
+    if weights and all(covered[name] != here.get(name) for name in weights) and (named or 2 * count > total):
+        return [f"{SIGNATURE} signs another model, {signed.name}: {count} of {total} digests differ, all weights' too"]
     more = [f"{len(faults) - _SHOWN} more files"] if len(faults) > _SHOWN else []
     return faults[:_SHOWN] + more
 

@@ -1,0 +1,202 @@
+"""A whole release of a tiny model: a real quantized checkpoint, a judged record, and all that is said of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eval import record
+from eval.gate import Policy, judge
+from eval.measurements import Measurements
+from eval.report import files as report_files
+from eval.report.files import DATA
+from eval.report.joined import flips
+from eval.report.model import Report
+from pipeline import __version__
+from pipeline.canonical import fingerprint
+from pipeline.digest import folder_digest
+from pipeline.inspection.findings import Inspection
+from pipeline.publish import manifest as manifests
+from pipeline.publish.card import facts as card_facts
+from pipeline.publish.card.facts import CardFacts
+from pipeline.publish.card.rendering import render
+from pipeline.publish.licences import terms
+from pipeline.publish.lineage import Lineage
+from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
+from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED, File
+from pipeline.publish.sbom import sbom
+from pipeline.publish.statement import encode, statement
+from pipeline.reporting.contents import layer_errors
+from pipeline.stages.inspect import INSPECTION
+from tests.checkpoints import Checkpoint, answers
+
+WHEN = "2026-03-14T09:26:53.000Z"
+TOOLS = {"torch": "2.13.0", "transformers": "5.17.0"}
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def listed(folder: Path) -> dict[str, Digest]:
+    """What a manifest says of the files that are there."""
+    names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: Digest(path.stat().st_size, sha256(path)) for name, path in names.items() if name not in UNLISTED}
+
+
+def held(folder: Path) -> dict[str, File]:
+    """The files that are there, as a release holds them."""
+    return {name: File(folder / name, said.size, said.sha256) for name, said in listed(folder).items()}
+
+
+def remanifest(folder: Path, **changes: Any) -> None:
+    """What a forger does: quantmint.json lists the files as they are now."""
+    manifest = manifests.read(folder / MANIFEST)
+    manifests.write(folder / MANIFEST, replace(manifest, files=listed(folder), **changes))
+
+
+def _inspect(folder: Path, source: Path) -> Inspection:
+    from pipeline.formats.checkpoint import open_checkpoint
+    from pipeline.inspection.inspect import inspect_checkpoint
+    from pipeline.model.structure import read_structure
+
+    checkpoint, original = open_checkpoint(folder), open_checkpoint(source)
+    return inspect_checkpoint(checkpoint, read_structure(source, original.tensors), source=original)
+
+
+def _measurements(artefact: str, sizes: tuple[int, int]) -> Measurements:
+    """Two tasks of 400 and 200 items, few of them changed; a launch in each of two cells a side."""
+    known = Checkpoint("llama-ptpc", nats=None).measurements()
+    samples = {}
+    for task, (items, right, lost, gained) in {"facts": (400, 360, 2, 3), "sums": (200, 160, 1, 1)}.items():
+        before = [1.0] * right + [0.0] * (items - right)
+        after = [0.0] * lost + before[lost:right] + [1.0] * gained + before[right + gained :]
+        samples[task] = (answers(task, before), answers(task, after))
+    return replace(known, artefact=artefact, samples=samples, weights=sizes)
+
+
+def _payloads(commit: str, policy: Policy, recipe: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Stages as a plan fingerprints them: each knows its inputs by their fingerprints."""
+    needs: dict[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
+        "source": ((), {"repo": "org/llama", "commit": commit}),
+        "quantize": (("source",), dict(recipe["quantization"])),
+        "inspect": (("quantize", "source"), {}),
+        "gate": (("source", "quantize", "inspect"), {"policy": policy.to_json(), "claims": {}, "tasks": []}),
+        "report": (("source", "quantize", "inspect", "gate"), {"name": recipe["name"]}),
+    }
+    made: dict[str, dict[str, Any]] = {}
+    for key, (inputs, settings) in needs.items():
+        made[key] = {
+            "stage": key, "version": 1, "inputs": {name: fingerprint(made[name]) for name in inputs},
+            "settings": dict(settings), "tools": {},
+        }  # fmt: skip
+    return made
+
+
+def report_of(folder: Path, measured: Measurements, gate: Mapping[str, Any], stages: Mapping[str, Made]) -> Report:
+    """What the report's stage gathers."""
+    layers = json.loads((folder / EVIDENCE / INSPECTION).read_text())["layers"]
+    servers = {"baseline": measured.baseline, "candidate": measured.candidate}
+    return Report(
+        name="llama-ptpc", model="org/llama", scheme="ptpc_fp8 with an FP8 KV cache, compressed-tensors",
+        created="2026-03-14T09:27:01+00:00", notes=[], stopped=None, gate=dict(gate),
+        size={"baseline_bytes": measured.weights[0], "candidate_bytes": measured.weights[1], "parts": []},
+        kv_tokens={}, layers=layer_errors(layers), kv_scales=[],
+        flips=[flips(before, after, {}, {}) for before, after in measured.samples.values()], prompts={},
+        launches=[launch.to_json() for launch in measured.launches],
+        stages=[
+            {"name": key, "started": made.started, "seconds": 1.0, "cached": False, "fingerprint": made.fingerprint}
+            for key, made in stages.items() if key != "report"
+        ],
+        servers=[
+            {
+                "side": side, "runtime": server.runtime, "version": server.version, "hardware": server.hardware,
+                "device": server.device, "image": server.image, "env": dict(server.env), "argv": list(server.argv),
+            }
+            for side, server in servers.items()
+        ],
+        recipe=(folder / RECIPE).read_text(), reproduce=["quantmint run llama-ptpc"],
+        versions={"quantmint": __version__}, digests={"source": "org/llama"},
+    )  # fmt: skip
+
+
+def _facts(folder: Path, manifest: Manifest) -> CardFacts:
+    """What the card is written from."""
+    return CardFacts(
+        name="llama-ptpc", repo="my-org/llama-ptpc", artefact=manifest.artefact, judged=manifest.created,
+        base=card_facts.Base("org/llama", "org/llama", "c0" * 20, architecture="LlamaForCausalLM"),
+        made=card_facts.Made(
+            "ptpc_fp8", "FP8 weights per channel", "e4m3", "fp8", "compressed-tensors", "stream",
+            schemes={"ptpc_fp8": 14},
+        ),
+        terms=terms({"license": "apache-2.0"}, ()), launches=(),
+        report=json.loads((folder / EVIDENCE / DATA).read_text()),
+    )  # fmt: skip
+
+
+def write_recipe(folder: Path) -> dict[str, Any]:
+    """The recipe as a run resolves it; returns its content."""
+    from pipeline.recipe.load import resolved_yaml
+    from pipeline.recipe.schema import Recipe
+
+    recipe = Recipe.model_validate(
+        {
+            "name": "llama-ptpc",
+            "source": {"repo": "org/llama", "revision": "c0" * 20},
+            "quantization": {"scheme": "ptpc_fp8", "kv_cache": "fp8", "format": "compressed-tensors"},
+            "calibration": {"set": "tiny", "samples": 4, "sequence_length": 64},
+        }
+    )
+    (folder / RECIPE).parent.mkdir(exist_ok=True)
+    (folder / RECIPE).write_text(resolved_yaml(recipe, without=("tracking", "publish")))
+    loaded: dict[str, Any] = yaml.safe_load((folder / RECIPE).read_text())
+    return loaded
+
+
+def make(folder: Path, source: Path) -> Path:
+    """Write the evidence of a checkpoint that lies in ``folder``, and the manifest over all."""
+    from pipeline.formats.checkpoint import open_checkpoint
+
+    artefact = folder_digest({path.name: (path.stat().st_size, sha256(path)) for path in folder.iterdir()})
+    recipe = write_recipe(folder)
+    evidence = folder / EVIDENCE
+    (evidence / INSPECTION).write_text(json.dumps(_inspect(folder, source).to_json()))
+    sizes = (open_checkpoint(source).nbytes, open_checkpoint(folder).nbytes)
+    measured = _measurements(artefact, sizes)
+    policy = Policy({"facts": 0.05, "sums": 0.08}, launches=4)
+    judged = judge(measured, policy)
+    record.write(evidence, measured, judged)
+    stages = {
+        key: Made(fingerprint(payload), 1, WHEN, WHEN, TOOLS if key == "quantize" else {}, payload)
+        for key, payload in _payloads("c0" * 20, policy, recipe).items()
+    }
+    report_files.write(evidence, report_of(folder, measured, judged.to_json(), stages))
+    manifest = Manifest(
+        name="llama-ptpc", title="llama in FP8", created=WHEN, artefact=artefact, verdict="PASS",
+        base=Base("org/llama", "c0" * 20, None, {path.name: sha256(path) for path in sorted(source.iterdir())}),
+        recipe=recipe, recipe_fingerprint=fingerprint(recipe), stages=stages, datasets=(), tools=TOOLS,
+        serving=Serving("vllm 0.32.0", None), hardware=Hardware("cpu", "AMD Instinct MI300X", "mi300x"), files={},
+        quantmint=__version__,
+    )  # fmt: skip
+    lineage = Lineage(
+        manifest.recipe,
+        artefact,
+        manifest.base,
+        stages,
+        (),
+        TOOLS,
+        manifest.serving,
+        manifest.hardware,
+        environments={},
+    )
+    (folder / CARD).write_text(render(_facts(folder, manifest)))
+    (folder / SBOM).write_bytes(sbom(lineage, held(folder), manifest.title, __version__))
+    (folder / PROVENANCE).write_bytes(encode(statement(lineage, held(folder), __version__)))
+    manifests.write(folder / MANIFEST, replace(manifest, files=listed(folder)))
+    return folder
