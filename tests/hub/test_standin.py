@@ -335,10 +335,10 @@ def test_what_was_sent_outlives_the_client_and_the_server(hub: HubStandIn, api: 
         f"for name in ('1.safetensors', '2.safetensors'):\n"
         f"    HfApi().preupload_lfs_files({REPO!r}, [Add(name, {str(folder)!r} + '/' + name)])\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", program])
-    assert hold.reached.wait(60)
-    child.kill()
-    child.wait()
+    with subprocess.Popen([sys.executable, "-c", program]) as child:
+        reached = hold.reached.wait(60)
+        child.kill()
+    assert reached
     hub.stop()
 
     with HubStandIn(hub.root, hub.server_port) as again:
@@ -352,8 +352,10 @@ def test_what_was_sent_outlives_the_client_and_the_server(hub: HubStandIn, api: 
 def test_it_runs_by_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.hub.standin", str(tmp_path / "hub"), "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        url, token = child.stdout.readline().split() if child.stdout else ("", "")
-        asked = urllib.request.Request(f"{url}/api/whoami-v2", headers={"Authorization": f"Bearer {token}"})
-        with urllib.request.urlopen(asked) as answer:
-            assert json.load(answer)["name"] == "quant"
-        child.kill()
+        try:
+            url, token = child.stdout.readline().split() if child.stdout else ("", "")
+            asked = urllib.request.Request(f"{url}/api/whoami-v2", headers={"Authorization": f"Bearer {token}"})
+            with urllib.request.urlopen(asked) as answer:
+                assert json.load(answer)["name"] == "quant"
+        finally:
+            child.kill()
