@@ -17,10 +17,9 @@ from pathlib import Path
 from pipeline.publish.hub import releases
 from pipeline.publish.hub.carrying_out import publish
 from pipeline.publish.hub.client import Client, connect
-from pipeline.publish.hub.download import download, read, revision_of
+from pipeline.publish.hub.download import download, revision_of
 from pipeline.publish.hub.plan import operations, plan
 from pipeline.publish.hub.preflight import preflight
-from pipeline.publish.hub.tree import tree
 from pipeline.publish.release import Release
 from pipeline.publish.target import Listed, Operation, Published
 from pipeline.recipe.publishing import Hub
@@ -79,17 +78,6 @@ class HubTarget:
         """
         client = self._client(progress)
         return download(client, revision_of(client, tag), into, wanted)
-
-    def listed(self, tag: str | None) -> dict[str, tuple[int, str | None]]:
-        """Files of a release (None: the current one) by name: bytes, and the SHA-256 of those stored as large files."""
-        client = self._client()
-        found = tree(client, revision_of(client, tag))
-        return {name: (remote.size, remote.sha256) for name, remote in found.items()}
-
-    def read(self, name: str, start: int, stop: int, tag: str | None) -> bytes:
-        """Bytes ``start`` to ``stop`` (not included) of a file of a release (None: the current one)."""
-        client = self._client()
-        return read(client, revision_of(client, tag), name, start, stop)
 
     def _client(self, progress: Progress | None = None) -> Client:
         return connect(self.repo, progress, sleep=self.sleep)
