@@ -31,7 +31,7 @@ def command(place: str, as_json: bool) -> int:
 
     from pipeline.commands.tables import size, table, terminal
 
-    made = table("tag", "published", "", "size", "title", right=("size",))
+    made = table("tag", "date", "", "size", "title", right=("size",))
     for release in found:
         made.add_row(
             release.tag,

@@ -23,7 +23,6 @@ from pipeline.stages.publish import PublishStage
 
 WriteGate = Callable[..., Path]
 SIZE = 2 << 20  # bytes; more than what the store reads at every look
-DAY = datetime(2026, 11, 21, 12, tzinfo=UTC)
 EVIDENT = ("gate", "report", "inspect")
 
 
@@ -108,7 +107,8 @@ def assembled(job: Job, option: int) -> Mapping[str, object]:
     card = f"---\nlicense: mit\n---\n# Option {option}\n".encode()
     (job.path / CARD).write_bytes(card)
     files[CARD] = File(job.path / CARD, len(card), hashlib.sha256(card).hexdigest())
-    when, title = "2026-11-21T12:00:00.000Z", f"r with option {option}"
+    day, title = datetime(2026, 11, 20 + option, 12, tzinfo=UTC), f"r with option {option}"
+    when = day.strftime("%Y-%m-%dT%H:%M:%S.000Z")
     payload = {"stage": "source", "version": 1, "inputs": {}, "settings": {}, "tools": {}}
     made = Manifest(
         name="r",
@@ -129,4 +129,4 @@ def assembled(job: Job, option: int) -> Mapping[str, object]:
     )
     identity = manifests.write(job.path / MANIFEST, made)
     size = sum(file.size for file in files.values())
-    return {"identity": identity, "tag": tag_of(DAY, identity), "title": title, "size": size}
+    return {"identity": identity, "tag": tag_of(day, identity), "title": title, "size": size}
