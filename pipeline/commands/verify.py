@@ -49,7 +49,8 @@ def command(
     """
     from pipeline.errors import UserError
     from pipeline.progress import reporter_for
-    from pipeline.verify.check import exit_code
+    from pipeline.publish.fetching import OtherBytesError
+    from pipeline.verify.check import exit_code, fails
     from pipeline.verify.place import opened
     from pipeline.verify.run import verify
     from pipeline.verify.signature import Trust
@@ -61,13 +62,15 @@ def command(
     if key is not None and not key.is_file():
         raise UserError(f"--key: {key}: no such file")
     progress = reporter_for(json=as_json)
-    with opened(subject, revision, remote=remote, progress=progress) as found:
-        checks = verify(found.folder, Trust(key, identity, issuer, unsigned), progress, vouched=found.vouched)
-        place = found.place
+    try:
+        with opened(subject, revision, remote=remote, progress=progress) as found:
+            checks = verify(found.folder, Trust(key, identity, issuer, unsigned), progress, vouched=found.vouched)
+    except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
+        checks = (fails("digests", error.message, "it was not fetched; nothing else was checked"),)
     if as_json:
-        emit({"place": place, "exit_code": exit_code(checks), "checks": [check.to_json() for check in checks]})
+        emit({"place": subject, "exit_code": exit_code(checks), "checks": [check.to_json() for check in checks]})
     else:
-        _print(place, checks)
+        _print(subject, checks)
     return exit_code(checks)
 
 

@@ -20,6 +20,10 @@ Pieces = Callable[[str, int], Iterator[bytes]]
 _PARTIAL: Final = ".partial"
 
 
+class OtherBytesError(StageError):
+    """A place holds other bytes under a file's name than its release has."""
+
+
 def fetch(
     into: Path,
     sizes: Mapping[str, int],
@@ -85,7 +89,7 @@ def _bring(name: str, path: Path, size: int, digest: str | None, pieces: Pieces,
         raise StageError(f"{place}: {name} ended after {brought:,} of {size:,} bytes", hint="Run it again to go on.")
     if brought != size or (digest is not None and found.hexdigest() != digest):
         partial.unlink()
-        raise StageError(
+        raise OtherBytesError(
             f"{place}: {name} is not what the release says: its SHA-256 is {found.hexdigest()[:16]}…, "
             f"expected {(digest or '')[:16]}…",
             hint="It was not kept. Where it happens again, the place holds other bytes than were published.",

@@ -20,9 +20,8 @@ _REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A release's files: ``vouched`` are SHA-256 of those whose bytes were not fetched, by the word of ``place``."""
+    """A release's files: ``vouched`` are SHA-256 of those whose bytes were not fetched, by the word of the place."""
 
-    place: str
     folder: Path
     vouched: Mapping[str, str] = field(default_factory=dict)
 
@@ -37,14 +36,14 @@ def opened(subject: str, revision: str | None, *, remote: bool, progress: Progre
     if remote and is_folder(place):
         raise UserError(f"--remote: found the folder {place}, expected a repository of the Hub")
     if is_folder(place) and tag is None:
-        yield Found(place, Path(place))
+        yield Found(Path(place))
     elif remote:
         from pipeline.verify.remote import looked_at
 
         with looked_at(open_target(place), tag, progress) as (folder, vouched):
-            yield Found(_named(place, tag), folder, vouched)
+            yield Found(folder, vouched)
     else:
-        yield Found(_named(place, tag), open_target(place).fetch(None, tag=tag, progress=progress))
+        yield Found(open_target(place).fetch(None, tag=tag, progress=progress))
 
 
 def record_of(subject: str, progress: Progress) -> Path | None:
@@ -76,7 +75,3 @@ def split(subject: str, revision: str | None) -> tuple[str, str | None]:
 def is_folder(text: str) -> bool:
     """Whether a name is that of a folder here."""
     return not text.startswith(HUB_SCHEME) and "://" not in text and Path(text).is_dir()
-
-
-def _named(place: str, tag: str | None) -> str:
-    return place if tag is None else f"{place}@{tag}"

@@ -21,7 +21,10 @@ from pipeline.verify.check import Check
 from pipeline.verify.run import verify
 from pipeline.verify.signature import Trust
 from tests.conftest import Models, Quantize
+from tests.publish.conftest import bucket, s3_server
 from tests.verify import honest
+
+__all__ = ["bucket", "s3_server"]  # fixtures of the tests of publishing
 
 Verify = Callable[..., Mapping[str, Check]]
 Quantmint = Callable[..., "Ended"]

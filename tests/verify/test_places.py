@@ -15,6 +15,7 @@ from pipeline.publish.folder import FolderTarget
 from pipeline.publish.hub.target import HubTarget
 from pipeline.publish.release import MANIFEST, SIGNATURE, File, Release, tag_of
 from tests.hub.standin import HubStandIn
+from tests.publish.conftest import Bucket
 from tests.verify import honest
 from tests.verify.conftest import Quantmint
 from tests.verify.test_tampering import flip_a_byte, swapped_numbers
@@ -109,6 +110,27 @@ def test_what_was_changed_on_the_hub_is_named_without_fetching_it(
         assert any(line.startswith("README.md was changed") for line in found)
         assert "the card's numbers are not the gate's" in checks["card"]["reason"]
         assert checks["signature"]["outcome"] == checks["gate"]["outcome"] == "FAILS"
+
+
+def test_a_bucket(
+    signed: Path, bucket: Bucket, quantmint: Quantmint, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.url)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    release = release_of(signed)
+    bucket.target("llama-ptpc").publish(release, candidate=False, progress=PlainReporter())
+    place = f"{bucket.url}/llama-ptpc"
+    told = quantmint("gate", place, "--json")
+    assert (told.code, told.json["verdict"], told.json["differences"]) == (0, "PASS", [])
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert quantmint("verify", f"{place}@{release.tag}", "--key", keys("ours")[1]).code == 0
+    flip_a_byte(signed)
+    body = (signed / "model.safetensors").read_bytes()
+    bucket.client("put_object", Key=f"models/llama-ptpc/{release.tag}/model.safetensors", Body=body)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    told = quantmint("verify", place, "--key", keys("ours")[1], "--json")
+    assert told.code == 1
+    assert "model.safetensors is not what the release says" in told.json["checks"][0]["reason"]
 
 
 def test_the_gate_judges_what_lies_elsewhere_by_its_evidence(
