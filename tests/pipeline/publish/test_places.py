@@ -155,7 +155,7 @@ def test_a_byte_that_flips_after_the_verdict_is_in_no_commit(
     with pytest.raises(StageError, match=r"model\.safetensors is not what was judged"):
         orchestra.run(*made)
     repo = hub.repo(REPO)
-    assert [repo.tree(commit).keys() for commit in repo.commits] == [{".gitattributes"}], "no commit names it"
+    assert [repo.tree(commit).keys() for commit in repo.refs.values()] == [{".gitattributes"}], "no commit names it"
     assert state(REPO) == {}
 
 
