@@ -25,13 +25,13 @@ def at_commit(chosen: CalibrationSet) -> CalibrationSet:
 
 @cache
 def _commit(repo: str, revision: str) -> str:
-    from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
+    connection = HfHubHTTPError.__bases__[0]  # the root of httpx's errors, or of httpx2's
     try:
         return str(HfApi().dataset_info(repo, revision=revision).sha)
-    except (HfHubHTTPError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, connection, OfflineModeIsEnabled, RepositoryNotFoundError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CalibrationError(
             f"the dataset {repo}@{revision} cannot be resolved to a commit: {reason} "

@@ -1,5 +1,6 @@
-"""What a run can be refused for before it starts: no vLLM to serve with, no such device, no room for the checkpoint,
-nobody who could sign.
+"""What a run can be refused for before it starts.
+
+No vLLM to serve with, no such device, no room for the checkpoint, nobody who could sign, no right to publish.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.model.structure import Structure, imagine, read_structure
 from pipeline.prediction import Prediction, disk_needed, predict, require_disk
+from pipeline.publish.admission import require_admission
 from pipeline.runner import find_entry, foreseen
 from pipeline.stage import Planned, Setting
 from pipeline.stages.calibrate import pinned_set
@@ -62,6 +64,8 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
     _require_packages(missing)
     if "sign" in missing:
         require_signer(setting)
+    if "publish" in missing:
+        require_admission(setting)
     if "calibrate" in missing and setting.recipe.calibration is not None:
         pinned_set(setting.recipe.calibration)
     if any(key.startswith(_SERVED) for key in missing):

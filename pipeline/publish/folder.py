@@ -56,14 +56,13 @@ class FolderTarget:
         """The link that readers follow."""
         return str(self._link)
 
+    def require_access(self) -> None:
+        """What is in the way, and whether the folder can be written."""
+        self._writable()
+
     def preflight(self, release: Release) -> None:
         """What is in the way, whether the folder can be written, and whether the release fits on its disk."""
-        self._refuse_foreign()
-        there = self._home
-        while not there.exists() and there != there.parent:
-            there = there.parent
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise UserError(f"{self.place}: {there} cannot be written", hint="Give this user the right to write there.")
+        there = self._writable()
         free = free_bytes(there) + sum(sum(_sizes(path).values()) for path in self._home.glob(f"*{_PARTIAL}"))
         if not self._looks_whole(release) and free < release.size:
             raise StageError(
@@ -199,6 +198,16 @@ class FolderTarget:
                     hint="Free space and run the same command again.",
                 ) from error
             raise StageError(f"{self._folder}: nothing was published: {error}") from error
+
+    def _writable(self) -> Path:
+        """The folder that all would be written below, the nearest that is there; raises `UserError`."""
+        self._refuse_foreign()
+        there = self._home
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise UserError(f"{self.place}: {there} cannot be written", hint="Give this user the right to write there.")
+        return there
 
     def _refuse_foreign(self) -> None:
         if os.path.lexists(self._link) and self._current() is None:

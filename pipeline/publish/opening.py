@@ -89,6 +89,13 @@ def targets_of(setting: Setting) -> tuple[Target, ...]:
     return tuple(targets)
 
 
+def public_names(recipe: Recipe) -> tuple[str, ...]:
+    """What it is called where others than the one who runs this read it; a folder is one's own."""
+    section = recipe.publish
+    repo = () if section.hub is None else (section.hub.repo,)
+    return repo if section.storage is None else (*repo, recipe.name)
+
+
 def serving_name(recipe: Recipe) -> str:
     """What a reader gives vLLM to serve what was published: a repository, else a bucket's URL, else a folder.
 

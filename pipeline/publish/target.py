@@ -63,6 +63,10 @@ class Target(Protocol):
         """What it is called: ``my-org/name``, ``published/name``, ``s3://bucket/prefix/name``."""
         ...
 
+    def require_access(self) -> None:
+        """What would stop any release: rights, and what is in the way; asked before hours of work make one."""
+        ...
+
     def preflight(self, release: Release) -> None:
         """Everything that would stop a publication, asked before the first byte: rights, sizes, names, room."""
         ...

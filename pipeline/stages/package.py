@@ -19,6 +19,7 @@ from pipeline.errors import StageError, StoreError, UserError
 from pipeline.publish import manifest as manifests
 from pipeline.publish.lineage import Lineage, gather
 from pipeline.publish.manifest import Manifest
+from pipeline.publish.opening import public_names
 from pipeline.publish.release import (
     CARD,
     EVIDENCE,
@@ -61,7 +62,7 @@ class PackageStage:
         return {
             "recipe": setting.loaded.text_proven,
             "card": gathering.settings(setting),
-            "public": _public(setting),
+            "public": public_names(setting.recipe),
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
@@ -116,13 +117,6 @@ def release(
         title=str(result["title"]),
         files=dict(sorted(files.items())),
     )
-
-
-def _public(setting: Setting) -> tuple[str, ...]:
-    """What it is called where others than the one who runs this read it; a folder is one's own."""
-    section = setting.recipe.publish
-    repo = () if section.hub is None else (section.hub.repo,)
-    return repo if section.storage is None else (*repo, setting.recipe.name)
 
 
 def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None:
@@ -190,7 +184,7 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
     from pipeline.publish.licences import refusal
 
     facts = gathering.gather(job)
-    public = _public(job.setting)
+    public = public_names(job.setting.recipe)
     for name in public or (facts.name,):
         refused = refusal(facts.terms, name)
         if refused is not None and public:

@@ -80,7 +80,7 @@ def identify(source: SourceSection, folder: Path | None, store: Path) -> SourceI
 
     try:
         commit = HfApi().model_info(source.repo, revision=source.revision).sha
-    except _hub_errors() as error:
+    except hub_errors() as error:
         raise UserError(
             f"{source.repo}@{source.revision}: cannot be resolved to a commit: {_first_line(error)}",
             hint="Check the name and, for a gated model, `hf auth login`; without a network write the 40-digit commit "
@@ -97,7 +97,7 @@ def config_folder(identity: SourceIdentity) -> Path:
 
     try:
         return Path(hf_hub_download(str(identity.repo), "config.json", revision=identity.digest)).parent
-    except _hub_errors() as error:
+    except hub_errors() as error:
         raise UserError(
             f"{identity.repo}@{identity.digest[:12]}: config.json cannot be fetched: {_first_line(error)}",
             hint="Without a network, plan with --config FOLDER.",
@@ -130,19 +130,19 @@ def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> P
                 local_files_only=constants.HF_HUB_OFFLINE,  # whether all shards are there is seen when they are opened
             )
         )
-    except _hub_errors() as error:
+    except hub_errors() as error:
         raise StageError(
             f"{identity.repo}@{identity.digest[:12]}: the download failed: {_first_line(error)}",
             hint="What was fetched is kept: the same command goes on.",
         ) from error
 
 
-def _hub_errors() -> tuple[type[Exception], ...]:
+def hub_errors() -> tuple[type[Exception], ...]:
     """What the Hub's client raises: its own errors, those of the HTTP library below it, and files that cannot be."""
-    from httpx import HTTPError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-    return HfHubHTTPError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, OSError
+    # The HTTP library is httpx, from huggingface_hub 2 on httpx2; the Hub's error derives from the root of its errors.
+    return HfHubHTTPError, HfHubHTTPError.__bases__[0], OfflineModeIsEnabled, RepositoryNotFoundError, OSError
 
 
 def _first_line(error: Exception) -> str:

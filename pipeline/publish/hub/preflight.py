@@ -35,6 +35,16 @@ def preflight(client: Client, release: Release, section: Hub | None) -> None:
     require_names(client.repo, release)
     require_room(client.repo, release)
     card = _card(client, release)
+    repository = require_access(client, section)
+    tagged = None if repository is None else repository.tags.get(release.tag)
+    if tagged is not None:
+        require_release(client, tagged, release)
+    if card is not None:
+        validate(client, str(card))
+
+
+def require_access(client: Client, section: Hub | None) -> Repository | None:
+    """The repository, None where it would be created; raises `UserError` where this token could publish nothing."""
     who = _who(client)
     repository = look(client)
     wants_collection = section is not None and section.collection is not None
@@ -43,11 +53,10 @@ def preflight(client: Client, release: Release, section: Hub | None) -> None:
         raise UserError(f"{client.repo}: {reason}")
     changes(repository, section)
     if repository is not None:
-        _require_open(client, repository, release)
+        _require_open(client, repository)
     if section is not None and wants_collection:
         is_listed(client, section)
-    if card is not None:
-        validate(client, str(card))
+    return repository
 
 
 def require_names(repo: str, release: Release) -> None:
@@ -103,15 +112,12 @@ def _who(client: Client) -> dict[str, Any]:
     return found
 
 
-def _require_open(client: Client, repository: Repository, release: Release) -> None:
+def _require_open(client: Client, repository: Repository) -> None:
     repo = client.repo
     if repository.name != repo:
         raise UserError(f"{repo} is called {repository.name} now", hint="Write its new name in the recipe.")
     if repository.disabled:
         raise UserError(f"{repo} is disabled on the Hub", hint="Its page there says why.")
-    tagged = repository.tags.get(release.tag)
-    if tagged is not None:
-        require_release(client, tagged, release)
     there = tree(client, repository.head)
     if MANIFEST not in there and any(name.endswith((".safetensors", ".bin", ".gguf")) for name in there):
         raise UserError(

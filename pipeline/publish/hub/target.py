@@ -19,7 +19,7 @@ from pipeline.publish.hub.carrying_out import publish
 from pipeline.publish.hub.client import Client, connect
 from pipeline.publish.hub.download import download, revision_of
 from pipeline.publish.hub.plan import operations, plan
-from pipeline.publish.hub.preflight import preflight
+from pipeline.publish.hub.preflight import preflight, require_access
 from pipeline.publish.release import Release
 from pipeline.publish.target import Listed, Operation, Published
 from pipeline.recipe.publishing import Hub
@@ -38,6 +38,10 @@ class HubTarget:
     def place(self) -> str:
         """organisation/name."""
         return self.repo
+
+    def require_access(self) -> None:
+        """Token, rights and visibility."""
+        require_access(self._client(), self.section)
 
     def preflight(self, release: Release) -> None:
         """Token, rights, names, sizes, visibility and the card; see `pipeline.publish.hub.preflight`."""

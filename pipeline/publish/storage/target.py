@@ -68,12 +68,13 @@ class StorageTarget:
         """The URL under which the releases lie."""
         return self._place
 
+    def require_access(self) -> None:
+        """Credentials, bucket, the rights to list and to write; and that the pointers are ours."""
+        self._require_writable({})
+
     def preflight(self, release: Release) -> None:
-        """Credentials, bucket, the rights to list and to write, S3's limits; and that the pointers are ours."""
-        names = {f"{release.tag}/{name}": file.size for name, file in release.files.items()}
-        self._objects.require_writable(names)
-        self._look(CURRENT)
-        self._look(CANDIDATE)
+        """The same, and S3's limits."""
+        self._require_writable({f"{release.tag}/{name}": file.size for name, file in release.files.items()})
         self._record(release)
 
     def operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
@@ -232,6 +233,11 @@ class StorageTarget:
             "published. Nothing was overwritten.",
             hint=f"Look at `quantmint releases {self._place}`; the same command again makes {pointer.tag} the next.",
         )
+
+    def _require_writable(self, sizes: Mapping[str, int]) -> None:
+        self._objects.require_writable(sizes)
+        self._look(CURRENT)
+        self._look(CANDIDATE)
 
     def _look(self, name: str) -> _Seen:
         found = self._objects.read(name)
