@@ -73,6 +73,10 @@ def test_the_published_folder_is_complete_and_can_be_judged_again(finished: Fini
         "config.json",
         "model.safetensors",
         "tokenizer.json",
+        "README.md",
+        "quantmint.json",
+        "quantmint/provenance.intoto.json",
+        "quantmint/sbom.cdx.json",
         "quantmint/report.html",
         "quantmint/recipe.yaml",
     ):
@@ -88,6 +92,8 @@ def test_the_published_folder_is_complete_and_can_be_judged_again(finished: Fini
     inspected = finished.project.run("inspect", str(published), "--json")
     assert inspected.returncode == 0, inspected.stdout
     assert len(json.loads(inspected.stdout)["kv_scales"]) > 0
+    verified = finished.project.run("verify", str(published), "--unsigned", "--json")
+    assert verified.returncode == 0, verified.stdout
 
 
 def test_each_side_was_launched_anew_and_says_what_it_ran_on(finished: Finished) -> None:
