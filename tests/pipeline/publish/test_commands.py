@@ -19,7 +19,7 @@ def passed(orchestra: Any, stages: Any, publish_to: Callable[..., None]) -> Call
     """A run that passed and published to a folder; ``passed(2)`` is one of another checkpoint. Returns the tag."""
 
     def run(option: int = 1, **section: Any) -> str:
-        publish_to(**({"folder": "published"} | section))
+        publish_to(**({"folder": "published", "licence": {"id": "apache-2.0"}} | section))
         outcome = orchestra.run(*stages(option))
         return str(outcome.entry("publish").record.result["tag"])
 
