@@ -66,15 +66,18 @@ def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Predict
     )
 
 
-def disk_needed(prediction: Prediction, missing: Iterable[str], *, download: bool) -> dict[str, int]:
-    """Bytes that the stages which are not cached will write, by what they are for."""
+def disk_needed(prediction: Prediction, missing: Iterable[str], *, download: bool, copied: bool) -> dict[str, int]:
+    """Bytes that the stages which are not cached will write here, by what they are for.
+
+    ``download``: the source is fetched; ``copied``: a folder is one of the places that are published to.
+    """
     stages = set(missing)
     needed: dict[str, int] = {}
     if "source" in stages and download:
         needed["download"] = prediction.source
     if "quantize" in stages:
         needed["checkpoint"] = prediction.checkpoint
-    if "publish" in stages:
+    if "publish" in stages and copied:
         needed["published copy"] = prediction.checkpoint
     return {**needed, "logs and samples": _OVERHEAD} if needed else {}
 

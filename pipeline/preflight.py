@@ -74,7 +74,9 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
         prediction = predict_for(setting, config_folder(setting.source))
         where = setting.store.root.absolute()
         download = setting.source.folder is None
-        require_disk(disk_needed(prediction, missing, download=download), free_bytes(where), str(where))
+        copied = setting.recipe.publish.folder is not None
+        needed = disk_needed(prediction, missing, download=download, copied=copied)
+        require_disk(needed, free_bytes(where), str(where))
         if "calibrate" in missing:
             require_memory(prediction, setting)
         engine, device = setting.recipe.quantization.engine, resolve_devices(setting.device)[0]

@@ -48,7 +48,8 @@ def command(
     model = model_for(setting, config_folder or fetched(setting.source))
     prediction = predict(*model, setting.recipe)
     costs = forecast(*model, setting.recipe, setting.device, store_path, probing=probe)
-    needed = disk_needed(prediction, missing, download=setting.source.folder is None)
+    download, copied = setting.source.folder is None, setting.recipe.publish.folder is not None
+    needed = disk_needed(prediction, missing, download=download, copied=copied)
     where = store_path.absolute()
     free = free_bytes(where)
     quantization, target = setting.recipe.quantization, setting.recipe.target

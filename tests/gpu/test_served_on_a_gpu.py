@@ -13,7 +13,7 @@ import pytest
 from eval.verdict import Verdict
 from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
-from pipeline.runner import Outcome, run_plan
+from pipeline.runner import RELEASING, Outcome, run_plan
 from pipeline.schemes import WRITES, table
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.session import open_setting
@@ -76,5 +76,5 @@ def run(home: Path, scheme: str, kv_cache: str, checkpoint_format: str) -> Outco
     path.write_text(RECIPE.format(name=name, scheme=scheme, kv_cache=kv_cache, format=checkpoint_format))
     setting = open_setting(str(path), store=Store(home / "store"), to_run=True)
     # The page is no part of what a GPU proves, and needs libraries of its own.
-    plan = [planned for planned in build_plan(setting) if planned.key not in ("report", "publish")]
+    plan = [planned for planned in build_plan(setting) if planned.key not in ("report", *RELEASING)]
     return run_plan(plan, setting, PlainReporter())

@@ -72,6 +72,14 @@ def test_every_operation_is_told_before(orchestra: Any, passed: Any, quantmint: 
     assert orchestra.ran == EARLIER
 
 
+@pytest.mark.usefixtures("project")
+def test_only_a_folder_needs_room_here(quantmint: Any, publish_to: Callable[..., None]) -> None:
+    publish_to(hub={"repo": REPO})
+    assert "published copy" not in quantmint("plan", "r.yaml", "--json").json["disk"]["needed"]
+    publish_to(folder="published", hub={"repo": REPO})
+    assert "published copy" in quantmint("plan", "r.yaml", "--json").json["disk"]["needed"]
+
+
 def test_what_would_have_to_run_is_not_run(orchestra: Any, stages: Any, quantmint: Any) -> None:
     orchestra.plan(*stages())
     ended = quantmint("publish", "r.yaml")
