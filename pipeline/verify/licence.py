@@ -23,7 +23,8 @@ def check(subject: Subject) -> Check:
     found = terms(data, top)
     key = found.hub_name or found.id
     if key not in table():
-        return not_checked(NAME, f"{found.name}: not in the table of licences, so what it asks for is not known here")
+        named = f"{found.name} is not in the table of licences" if key != "unknown" else "the card names no licence"
+        return not_checked(NAME, f"{named}, so what it asks of those who pass the model on is not known here")
     faults = []
     link = data.get("license_link")
     copies = [name for name in found.files if name.upper().startswith(("LICENSE", "LICENCE"))]

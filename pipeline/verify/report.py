@@ -13,16 +13,20 @@ from eval.measurements import Measurements
 from eval.report import joined, junit, markdown, page
 from eval.report.files import CARD, DATA, JUNIT, PAGE
 from eval.report.views.accuracy import level
+from pipeline import __version__
 from pipeline.canonical import difference, plain
 from pipeline.publish.release import RECIPE
 from pipeline.reporting.contents import layer_errors
 from pipeline.stages.inspect import INSPECTION
-from pipeline.verify.check import Check, fails, judged
+from pipeline.verify.check import Check, fails, reworded
 from pipeline.verify.subject import Subject
 
 NAME = "report"
 _DRAWN = re.compile(r"<svg\b.*?</svg>|<style>.*?</style>", re.DOTALL)
 _SHOWN = 3
+_LARGEST = 1 << 27  # bytes of report.json, which quotes answers, and models that reason write long ones
+_LIVE = ("script", "iframe", "frame", "object", "embed", "base", "form", "applet", "audio", "video")
+_LOADED = ("src", "href", "srcset", "action")
 
 
 def check(subject: Subject) -> Check:
@@ -31,19 +35,13 @@ def check(subject: Subject) -> Check:
         measurements, gate, _ = subject.record
     except MeasurementError as error:
         return fails(NAME, f"there is no record of the gate to hold it against: {error}")
-    data = subject.object(subject.evidence(DATA))
+    data = subject.object(subject.evidence(DATA), largest=_LARGEST)
     faults = list(_data(subject, data, measurements, gate))
-    details: list[str] = []
     if not faults:
-        same = subject.manifest is None or data["versions"].get("quantmint") == _version()
         faults += _figures(subject.text(subject.evidence(PAGE)), gate)
-        if same:
-            faults += _pages(subject, data)
-        else:
-            details = [
-                "its pages were drawn by another version of quantmint: their figures were compared, not their words"
-            ]
-    return judged(NAME, faults, "its figures are the gate's, in the data and on the page", details=details)
+    same = data["versions"].get("quantmint") == __version__
+    other = [] if faults or not same else list(_pages(subject, data))
+    return reworded(NAME, faults, "its figures are the gate's, in the data and on the page", other, same=same)
 
 
 def _data(subject: Subject, data: Mapping[str, Any], measurements: Measurements, gate: GateReport) -> Iterator[str]:
@@ -95,6 +93,7 @@ def _figures(text: str, gate: GateReport) -> Iterator[str]:
     """Tasks whose row on the page does not have the gate's scores, and a verdict that is not the gate's."""
     cells = _Cells()
     cells.feed(text)
+    yield from dict.fromkeys(f"{PAGE} holds {what}, and a report runs nothing and loads nothing" for what in cells.live)
     if gate.verdict.value not in cells.stamps:
         yield f"{PAGE} does not show the verdict {gate.verdict.value}"
     for result in gate.accuracy:
@@ -105,16 +104,23 @@ def _figures(text: str, gate: GateReport) -> Iterator[str]:
 
 
 class _Cells(HTMLParser):
-    """The text of every table's cells by row, and of what is stamped as the verdict; nothing is run or loaded."""
+    """The text of every table's cells by row, of what is stamped as the verdict, and whatever would run or load."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[list[str]] = []
         self.stamps: list[str] = []
+        self.live: list[str] = []
         self._into: list[str] | None = None
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Begin a row, a cell or the stamp."""
+        """Begin a row, a cell or the stamp; note what a browser would act on."""
+        if tag in _LIVE or (tag == "meta" and ("http-equiv", "refresh") in attrs):
+            self.live.append(f"<{tag}>")
+        for name, value in attrs:
+            harmless = ("#", "data:image/", "data:,", *(("https://", "http://") if tag == "a" else ()))
+            if name.startswith("on") or (name.endswith(_LOADED) and not (value or "").startswith(harmless)):
+                self.live.append(f"{name}={_short(value)}")
         if tag == "tr":
             self.rows.append([])
         elif tag in ("td", "th"):
@@ -147,7 +153,7 @@ def _pages(subject: Subject, data: Mapping[str, Any]) -> Iterator[str]:
         if name == PAGE:
             there, again = _DRAWN.sub("", there), _DRAWN.sub("", again)
         if there != again:
-            yield f"{name} was edited: it is not what {DATA} is drawn as{_first_difference(there, again)}"
+            yield f"{name} is not what {DATA} is written as here{_first_difference(there, again)}"
 
 
 def _first_difference(there: str, again: str) -> str:
@@ -155,9 +161,3 @@ def _first_difference(there: str, again: str) -> str:
         if found != expected:
             return f": found {_short(found.strip())}, expected {_short(expected.strip())}"
     return ""
-
-
-def _version() -> str:
-    from pipeline import __version__
-
-    return __version__

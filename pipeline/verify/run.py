@@ -67,6 +67,7 @@ def verify(
             hint="`quantmint inspect` proves any checkpoint's structure.",
         )
     word = dict(vouched or {})
+    progress.say("hashing every file, then inspecting the tensors")
     own = {name: size for name, size in there.files.items() if name not in word}
     try:
         with progress.bar(sum(own.values()), "B") as advance:
@@ -74,11 +75,10 @@ def verify(
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
     manifest, unread = _manifest(root)
-    subject = Subject(root, there, found, manifest, word)
+    subject = Subject(root, there, found, manifest, progress, word)
     steps = [*_STEPS[:3], _Step(signature.NAME, partial(signature.check, trust=trust), alone=True), *_STEPS[3:]]
     checks: list[Check] = []
     for step in steps:
-        progress.say(f"checking {step.name}")
         if unread is not None and step.name == recorded.NAME:
             checks.append(unread)
         elif manifest is None and not step.alone:

@@ -22,7 +22,7 @@ _UNSIGNED = (
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whom a reader trusts: a public key (PEM), or an identity with its OpenID issuer; ``unsigned``: also nobody."""
+    """Whom a reader trusts: a public key (PEM), or an identity with its OpenID issuer; ``unsigned``: even nobody."""
 
     key: Path | None = None
     identity: str | None = None
@@ -48,6 +48,8 @@ def check(subject: Subject, trust: Trust) -> Check:
         if faults:
             return fails(NAME, *faults)
         reason = f"it is signed by {signed.signer}; who that should be, no --key or --identity says"
+        if trust.unsigned:
+            return Check(NAME, Outcome.OK, f"{reason}, which --unsigned accepts", (_UNSIGNED,))
         return not_checked(NAME, reason, "anybody can sign a release, and call himself anything")
     try:
         signing.verified(subject.folder / SIGNATURE, key=trust.key, identity=trust.identity, issuer=trust.issuer)

@@ -27,7 +27,8 @@ def check(subject: Subject) -> Check:
                 return fails(NAME, *found)
             reason = f"the headers of {len(checkpoint.tensors)} tensors are right; their numbers were not fetched"
             return not_checked(NAME, reason, "without --remote they are fetched and checked")
-        inspection = inspect_checkpoint(checkpoint, structure, advance=subject.advance)
+        with subject.progress.bar(checkpoint.nbytes, "B") as advance:
+            inspection = inspect_checkpoint(checkpoint, structure, advance=advance)
     except UnknownModelError as error:
         return not_checked(NAME, error.message)
     except UserError as error:

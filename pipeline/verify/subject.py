@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.publish.release import EVIDENCE
-from pipeline.verify.reading import Listing, UnreadableError, read_bytes, read_object, read_text
+from pipeline.verify.reading import LARGEST, Listing, UnreadableError, read_bytes, read_object, read_text
 
 if TYPE_CHECKING:
     from eval.gate import GateReport
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pipeline.formats.checkpoint import Checkpoint
     from pipeline.model.structure import Structure
     from pipeline.publish.manifest import Manifest
+    from pipeline.stage import Progress
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,15 @@ class Subject:
 
     ``digests`` are the SHA-256 of all files by name, computed here but for those in ``vouched``: their bytes were not
     fetched, the place that holds them says so (their files here have the right size and a header, nothing else).
-    ``manifest`` is None where quantmint.json cannot be read. ``advance`` is told the bytes of tensors that were looked
-    at.
+    ``manifest`` is None where quantmint.json cannot be read.
     """
 
     folder: Path
     listing: Listing
     digests: Mapping[str, str]
     manifest: Manifest | None
+    progress: Progress
     vouched: Mapping[str, str] = field(default_factory=dict)
-    advance: Callable[[int], None] = lambda _: None
 
     @property
     def known(self) -> Manifest:
@@ -55,9 +55,9 @@ class Subject:
         """A file as text."""
         return read_text(self._path(name))
 
-    def object(self, name: str) -> dict[str, Any]:
-        """A file as one JSON object."""
-        return read_object(self._path(name))
+    def object(self, name: str, *, largest: int = LARGEST) -> dict[str, Any]:
+        """A file as one JSON object of at most ``largest`` bytes."""
+        return read_object(self._path(name), largest=largest)
 
     def evidence(self, name: str) -> str:
         """The name of a file of the evidence."""

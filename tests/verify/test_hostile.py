@@ -152,9 +152,32 @@ def test_readers_stop_where_they_should(tmp_path: Path, monkeypatch: pytest.Monk
 def test_pages_are_taken_apart_as_text(release: Path, check: Verify) -> None:
     """Script and markup in a report: compared with what its data is drawn as, and never opened."""
     page = release / "quantmint/report.html"
-    page.write_text(page.read_text().replace("</main>", "<script>alert(1)</script></main>"))
+    whole = page.read_text()
+    for markup in (
+        "<script>alert(1)</script>",
+        "<img src='https://x.org/p.png'>",
+        "<p onclick='x()'>",
+        "<base target='x'>",
+        "<a href='javascript:x()'>",
+    ):
+        page.write_text(whole.replace("</main>", f"{markup}</main>"))
+        found = check(release)["report"]
+        assert (found.outcome, "runs nothing and loads nothing" in said(found)) == (Outcome.FAILS, True)
+
+
+def test_words_that_nobody_here_writes_are_not_vouched_for(release: Path, check: Verify) -> None:
+    """They may be a forger's, or those of another state of the program: neither OK nor a fault."""
+    for name, before, after in (
+        ("quantmint/report.html", "Both models answered the same items", "Trust us"),
+        (CARD, "The same items were put to both models", "Nobody was asked"),
+    ):
+        path = release / name
+        assert before in path.read_text()
+        path.write_text(path.read_text().replace(before, after))
     honest.remanifest(release)
-    assert "report.html was edited" in said(check(release)["report"])
+    checks = check(release)
+    for name, words in (("report", "report.html is not what report.json is written as"), ("card", "on accuracy")):
+        assert (checks[name].outcome, words in said(checks[name])) == (Outcome.NOT_CHECKED, True)
 
 
 def test_a_card_with_a_second_table(release: Path, check: Verify) -> None:
