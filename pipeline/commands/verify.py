@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 )
 @click.option("--identity", help="Whom you trust, where it was signed without a key: an address or a workflow's URL.")
 @click.option("--issuer", help="Who vouches for that identity: the OpenID provider's URL.")
-@click.option("--unsigned", is_flag=True, help="Accept a release that nobody signed.")
+@click.option("--unsigned", is_flag=True, help="Accept a release that nobody vouches for.")
 @click.option("--revision", help="Tag of the release, also as REPO@TAG (default: the current one).")
 @click.option(
     "--remote",
