@@ -28,8 +28,8 @@ def command(place: str, tag: str | None, dry_run: bool, as_json: bool) -> int:
         return 0
     operations.show(done)
     if not done:
-        click.echo(f"{tag} is the current release of {target.place} already")
+        click.echo(f"{tag} is the current release of {operations.shown(target.place)} already")
     elif not dry_run:
         current = next((release.tag for release in target.releases() if release.current), None)
-        click.echo(f"current  {current or '-'} of {target.place}")
+        click.echo(f"current  {current or '-'} of {operations.shown(target.place)}")
     return 0

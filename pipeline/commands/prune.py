@@ -32,5 +32,5 @@ def command(place: str, keep: int, older_than: int | None, dry_run: bool, as_jso
         return 0
     operations.show(done)
     if not tags:
-        click.echo(f"{target.place} has no release to remove")
+        click.echo(f"{operations.shown(target.place)} has no release to remove")
     return 0

@@ -125,7 +125,7 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
         return outcome.exit_code
     click.echo(f"{release.tag}  {release.title}  {size(release.size)}")
     for place, todo in found:
-        click.echo(f"\n{place}" + ("" if todo else ": nothing to do, it is there"))
+        click.echo(f"\n{operations.shown(place)}" + ("" if todo else ": nothing to do, it is there"))
         operations.show(todo, indent="  ")
     return outcome.exit_code
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
+from pipeline.commands import operations
 from pipeline.publish.opening import published_folder
 from pipeline.publish.release import EVIDENCE
 from pipeline.publish.target import Published
-from pipeline.runner import Outcome, relative
+from pipeline.runner import Outcome
 from pipeline.stage import Setting
 from pipeline.stages.publish import published_in
 from pipeline.stages.report import PAGE
@@ -42,6 +43,6 @@ def page(outcome: Outcome, setting: Setting) -> Path | None:
 def show(published: Sequence[Published], setting: Setting) -> None:
     """A line for each place: how it is named to vLLM, and the tag."""
     for one in published:
-        path = Path(one.place)
-        waits = "" if setting.recipe.publish.to == "release" or one.current else "  a candidate"
-        click.echo(f"checkpoint  {relative(path) if path.is_absolute() else one.place}  {one.tag}{waits}")
+        place = operations.shown(one.place)
+        waits = setting.recipe.publish.to == "candidate" and not one.current
+        click.echo(f"checkpoint  {place}  {one.tag}" + (f"  a candidate: quantmint promote {place}" if waits else ""))

@@ -17,6 +17,7 @@ def command(place: str, as_json: bool) -> int:
 
     PLACE is a published folder (published/NAME), a bucket (s3://bucket/prefix/NAME) or a repository (org/name).
     """
+    from pipeline.commands import operations
     from pipeline.publish.opening import open_target
 
     target = open_target(place)
@@ -25,7 +26,7 @@ def command(place: str, as_json: bool) -> int:
         emit({"place": target.place, "releases": [asdict(release) for release in found]})
         return 0
     if not found:
-        click.echo(f"nothing is published in {target.place}", err=True)
+        click.echo(f"nothing is published in {operations.shown(target.place)}", err=True)
         return 0
     from rich.markup import escape
 

@@ -28,7 +28,7 @@ def command(place: str, tag: str, dry_run: bool, as_json: bool) -> int:
         return 0
     operations.show(done)
     if not done:
-        click.echo(f"{tag} is the current release of {target.place} already")
+        click.echo(f"{tag} is the current release of {operations.shown(target.place)} already")
     elif not dry_run:
-        click.echo(f"current  {tag} of {target.place}")
+        click.echo(f"current  {tag} of {operations.shown(target.place)}")
     return 0

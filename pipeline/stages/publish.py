@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from eval import record
@@ -17,6 +18,7 @@ from pipeline.publish.opening import published_folder, targets_of
 from pipeline.publish.release import MANIFEST, Release
 from pipeline.publish.retention import outdated
 from pipeline.publish.target import Published, Target
+from pipeline.recipe.faults import shown_path
 from pipeline.stage import Job, Output, Progress, Setting
 from pipeline.stages import package
 from pipeline.stages.gate import GATE, checkpoint_digest
@@ -59,20 +61,20 @@ class PublishStage:
             target.preflight(release)
         published: list[Published] = []
         for target in targets:
-            progress.say(f"{target.place}: {release.tag}")
+            progress.say(f"{_shown(target)}: {release.tag}")
             published.append(target.publish(release, candidate=section.to == "candidate", progress=progress))
         if section.keep is not None:
             for target in targets:
                 _retain(target, section.keep, progress)
-        for one in published:
+        for target, one in zip(targets, published, strict=True):
             if section.to == "release" and not one.current:
                 progress.warn(
-                    f"{one.place}: {release.tag} is there, but readers get another release, which stays so; "
-                    f"`quantmint releases {one.place}` shows which"
+                    f"{_shown(target)}: {release.tag} is there, but readers get another release, which stays so; "
+                    f"`quantmint releases {_shown(target)}` shows which"
                 )
         return Output(
             result={"tag": release.tag, "identity": release.identity, "targets": [asdict(one) for one in published]},
-            summary=f"{release.tag} in {', '.join(one.place for one in published)}",
+            summary=f"{release.tag} in {', '.join(map(_shown, targets))}",
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
@@ -122,14 +124,20 @@ def require_proof(quantize: Entry, gate: Entry) -> None:
         raise StageError(f"the gate's record is not what its numbers say. {edited[0]}")
 
 
+def _shown(target: Target) -> str:
+    """A place as a person would type it from here."""
+    path = Path(target.place)
+    return shown_path(path) if path.is_absolute() else target.place
+
+
 def _retain(target: Target, keep: int, progress: Progress) -> None:
     """Remove what is beyond the newest releases; the new one is out, and a failure here must not hide that."""
     try:
         tags = outdated(target.releases(), keep=keep)
         for one in target.remove(tags, dry_run=False, progress=progress) if tags else ():
-            progress.say(f"{target.place}: {one.verb} {one.what}")
+            progress.say(f"{_shown(target)}: {one.verb} {one.what}")
     except QuantmintError as error:
         progress.warn(
-            f"{target.place}: published, but older releases were not removed: {error.message}; "
-            f"`quantmint prune {target.place} --keep {keep}` tries again"
+            f"{_shown(target)}: published, but older releases were not removed: {error.message}; "
+            f"`quantmint prune {_shown(target)} --keep {keep}` tries again"
         )

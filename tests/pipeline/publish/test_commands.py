@@ -49,7 +49,7 @@ def test_what_a_run_left_goes_elsewhere_too(orchestra: Any, passed: Any, quantmi
 def test_a_folder_as_a_candidate(passed: Any, quantmint: Any) -> None:
     tag = passed()
     ended = quantmint("publish", "r.yaml", "--folder", "other", "--to", "candidate")
-    assert ended.out == f"checkpoint  other/r  {tag}  a candidate\n"
+    assert ended.out == f"checkpoint  other/r  {tag}  a candidate: quantmint promote other/r\n"
     assert listed(quantmint, "other/r") == {tag: "candidate"}
     assert listed(quantmint, "published/r") == {tag: "current"}
 
@@ -60,7 +60,7 @@ def test_every_operation_is_told_before(orchestra: Any, passed: Any, quantmint: 
     ended = quantmint(*asked)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[0].startswith(f"{tag}  r with option 1  ")
-    assert f"{Path.cwd() / 'published' / 'r'}: nothing to do, it is there" in ended.out
+    assert "published/r: nothing to do, it is there" in ended.out
     assert "model.safetensors  2.1 MB" in ended.out
     told = quantmint(*asked, "--json").json
     assert (told["tag"], told["dry_run"], told["verdict"]) == (tag, True, "PASS")
@@ -128,11 +128,11 @@ def test_back_and_forth(passed: Any, quantmint: Any) -> None:
     assert (foreseen["dry_run"], shown.read_text()) == (True, before)
     ended = quantmint("rollback", "published/r", first)
     assert ended.code == 0
-    assert ended.out.splitlines()[-1] == f"current  {first} of {Path.cwd() / 'published' / 'r'}"
+    assert ended.out.splitlines()[-1] == f"current  {first} of published/r"
     assert shown.read_text() != before
     assert listed(quantmint, "published/r") == {first: "current", second: ""}
     again = quantmint("rollback", "published/r", first)
-    assert again.out == f"{first} is the current release of {Path.cwd() / 'published' / 'r'} already\n"
+    assert again.out == f"{first} is the current release of published/r already\n"
 
     mistyped = quantmint("rollback", "published/r", second[:-1])
     assert (mistyped.code, f'did you mean "{second}"' in mistyped.err) == (2, True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.errors import StageError, UserError
 from pipeline.progress import PlainReporter
 from pipeline.publish.hub import releases
 from pipeline.publish.hub.client import Client, MissingError, MovedError, connect
@@ -246,13 +246,22 @@ def test_what_was_edited_on_main_is_told_and_replaced(place: Place) -> None:
     assert edited.oid in [commit.commit_id for commit in place.client.api.list_repo_commits(REPO)]
 
 
-def test_a_main_that_moves_meanwhile_is_not_overwritten(place: Place) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "error", "said"),
+    [
+        pytest.param("POST", "/commit/main", MovedError, "cannot give main the files of", id="before the commit"),
+        pytest.param("GET", "/tree/main", StageError, f"main has not become {FIRST}: config.json differs", id="after"),
+    ],
+)
+def test_a_main_that_moves_meanwhile_is_not_overwritten(
+    place: Place, method: str, path: str, error: type[Exception], said: str
+) -> None:
     from huggingface_hub import CommitOperationDelete
 
     place.publish(FIRST)
     place.publish(SECOND)
     hold = threading.Event()
-    fault = Fault("POST", "/commit/main", hold=hold)
+    fault = Fault(method, path, hold=hold)
     place.hub.faults.append(fault)
     with ThreadPoolExecutor(1) as pool:
         rolled = pool.submit(releases.rollback, place.client, FIRST, dry_run=False)
@@ -262,7 +271,7 @@ def test_a_main_that_moves_meanwhile_is_not_overwritten(place: Place) -> None:
             place.client.api.create_commit(REPO, [edit], commit_message="Meanwhile")
         finally:
             hold.set()
-        with pytest.raises(MovedError, match="my-org/tiny"):
+        with pytest.raises(error, match=said):
             rolled.result(30)
     assert place.history[0] == "Meanwhile"
     releases.rollback(place.client, FIRST, dry_run=False)
