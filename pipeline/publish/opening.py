@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 from pipeline.errors import UserError
 from pipeline.publish.folder import RELEASES
 from pipeline.recipe.faults import did_you_mean
-from pipeline.recipe.load import without_place
 from pipeline.recipe.schema import Recipe
 from pipeline.stage import Setting
 
@@ -97,16 +96,16 @@ def public_names(recipe: Recipe) -> tuple[str, ...]:
 
 
 def serving_name(recipe: Recipe) -> str:
-    """What a reader gives vLLM to serve what was published: a repository, else a bucket's URL, else a folder.
+    """What a reader gives vLLM to serve what was published: a repository, else a bucket's URL, else a folder's name.
 
-    It is printed in what goes out, so of a folder that lies elsewhere the name alone is kept.
+    It is printed in what goes out, and a release is the same one in whatever folder it lies.
     """
     section = recipe.publish
     if section.hub is not None:
         return section.hub.repo
     if section.storage is not None:
         return f"{section.storage.url.rstrip('/')}/{recipe.name}"
-    return f"{without_place(str(section.folder))}/{recipe.name}"
+    return recipe.name
 
 
 def _hub(repo: str) -> Target:

@@ -92,7 +92,7 @@ STORAGE = {"url": "s3://bucket/models/", "endpoint": "http://127.0.0.1:9"}
 @pytest.mark.parametrize(
     ("section", "name"),
     [
-        ({"folder": "published"}, "published/llama"),
+        ({"folder": "published"}, "llama"),
         ({"folder": "published", "storage": STORAGE}, "s3://bucket/models/llama"),
         ({"folder": "published", "storage": STORAGE, "hub": HUB}, "my-org/llama"),
     ],

@@ -100,9 +100,9 @@ def test_all_that_was_found_is_gathered(orchestra: Any, stages: Any, known: Meas
     assert [stage["name"] for stage in report["stages"]] == orchestra.ran
     assert not any(stage["cached"] for stage in report["stages"])
     assert [plan["argv"][:3] for plan in report["servers"]] == [
-        ["vllm", "serve", "model"], ["vllm", "serve", "published/r"],
+        ["vllm", "serve", "model"], ["vllm", "serve", "r"],
     ]  # fmt: skip
-    assert report["reproduce"] == ["quantmint run r", "quantmint gate published/r"]
+    assert report["reproduce"] == ["quantmint run r", "quantmint gate r"]
     text = entry.file("report.html").read_text()
     assert "Who " in text
     assert str(Path.cwd()) not in json.dumps(report)
