@@ -120,7 +120,8 @@ def test_a_repository_is_named_with_its_commit(job: Callable[..., Job]) -> None:
 
 def test_what_a_card_depends_on_beside_the_entries(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(setting: Setting, **publish: Any) -> Setting:
-        recipe = setting.recipe.model_copy(update={"publish": Publish.model_validate(publish)})
+        section = Publish.model_validate({**setting.recipe.publish.model_dump(), **publish})
+        recipe = setting.recipe.model_copy(update={"publish": section})
         return replace(setting, loaded=replace(setting.loaded, recipe=recipe))
 
     setting = job().setting
