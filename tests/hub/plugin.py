@@ -12,7 +12,7 @@ from tests.hub.standin import HubStandIn
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
-    with HubStandIn(tmp_path / "hub") as standing_in:
+    with HubStandIn() as standing_in:
         use(standing_in, tmp_path / "hf-home", monkeypatch)
         yield standing_in
 

@@ -114,7 +114,7 @@ def test_killed_within_the_upload_finished_shards_are_not_sent_again(
 ) -> None:
     shards = {f"model-{number}.safetensors": f"shard {number}".encode() * 999 for number in range(4)}
     release = make_release("one", files=shards)
-    fault = Fault("PUT", "/storage/", skip=2, hold=threading.Event())
+    fault = Fault("PUT", "/storage/", skip=2, hold=threading.Event(), drop=0)
     publisher.hub.faults.append(fault)
     child = forked(lambda: publisher.publish(release) and None)
     assert fault.reached.wait(60)
