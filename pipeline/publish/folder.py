@@ -177,7 +177,7 @@ class FolderTarget:
         if candidate:
             at = self._home / _CANDIDATE
             return () if tag in (current, waiting_there) else (Operation("point", f"{at} to {tag}"),)
-        ended = (Operation("remove", f"{self._home / _CANDIDATE}"),) if waiting_there == tag else ()
+        ended = (Operation("remove", f"{self._home / _CANDIDATE}"),) if _ends(waiting_there, tag, current) else ()
         return () if current == tag else (Operation("point", f"{self._link} to {tag}"), *ended)
 
     @contextmanager
@@ -272,8 +272,9 @@ class FolderTarget:
         self._sweep()
 
     def _show(self, tag: str) -> None:
+        before = self._current()
         self._point(self._link, Path(RELEASES, self._name, tag))
-        if self._waiting() == tag:
+        if _ends(self._waiting(), tag, before):
             (self._home / _CANDIDATE).unlink()
 
     def _point(self, link: Path, to: Path) -> None:
@@ -297,6 +298,11 @@ class FolderTarget:
     def _signature(self, tag: str) -> str | None:
         raw = _read(self._home / tag / SIGNATURE)
         return None if raw is None else hashlib.sha256(raw).hexdigest()
+
+
+def _ends(waits: str | None, shown: str, before: str | None) -> bool:
+    """Whether a candidate is one no more: it is shown now, or was before, by a promotion that was cut off."""
+    return waits is not None and waits in (shown, before)
 
 
 def _listed(folder: Path, *, current: bool, candidate: bool) -> Listed:

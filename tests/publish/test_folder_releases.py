@@ -179,3 +179,12 @@ def test_a_file_where_the_folder_should_be(target: FolderTarget, make_release: M
     with pytest.raises(UserError, match=r"published cannot be written"):
         target.preflight(make_release("one"))
     assert (tmp_path / "published").read_text() == "years of work"
+
+
+def test_what_was_promoted_waits_no_more(target: FolderTarget, three: tuple[Release, Release, Release]) -> None:
+    """Killed after the link was renamed, before the candidate's was removed."""
+    target.promote(None, dry_run=False, progress=TOLD)
+    (Path(target.place).parent / ".releases/r/candidate").symlink_to(three[2].tag)
+    operations = target.rollback(three[0].tag, dry_run=False, progress=TOLD)
+    assert [operation.verb for operation in operations] == ["point", "remove"]
+    assert not any(release.candidate for release in target.releases())

@@ -14,8 +14,10 @@ import pytest
 
 from pipeline.errors import StageError, UserError
 from pipeline.progress import PlainReporter
-from pipeline.publish.release import Release
+from pipeline.publish.fetching import OtherBytesError
+from pipeline.publish.release import MANIFEST, Release
 from pipeline.publish.storage import StorageTarget, multipart
+from pipeline.publish.storage.s3 import S3Objects
 from pipeline.publish.target import Operation, Published
 
 MakeRelease = Callable[..., Release]
@@ -251,3 +253,68 @@ def test_names_do_not_meet(bucket: Any, make_release: MakeRelease) -> None:
     assert states(bucket.target("r")) == [("the model one", True, False)]
     assert states(bucket.target("r.2")) == [("the model two", True, False)]
     assert bucket.target("nothing").releases() == ()
+
+
+def test_a_release_that_readers_have_is_one_though_its_record_was_never_written(
+    bucket: Any, make_release: MakeRelease
+) -> None:
+    """Killed between the last two writes; then somebody goes back, and the command that was cut off is repeated."""
+    target = bucket.target()
+    first, second = make_release("one", day=1), make_release("two", day=2)
+    target.publish(first, candidate=False, progress=TOLD)
+    target.publish(second, candidate=False, progress=TOLD)
+    bucket.client("delete_object", Key=f"models/r/{second.tag}.json")
+    assert [(release.tag, release.current) for release in target.releases()] == [(second.tag, True), (first.tag, False)]
+    target.rollback(first.tag, dry_run=False, progress=TOLD)
+    again = target.publish(make_release("two", day=2), candidate=False, progress=TOLD)
+    assert (again.again, again.current) == (True, False)
+    assert [release.tag for release in target.releases() if release.current] == [first.tag]
+
+
+def test_a_candidate_whose_record_was_never_written_is_promoted(bucket: Any, make_release: MakeRelease) -> None:
+    target, release = bucket.target(), make_release("one")
+    target.publish(release, candidate=True, progress=TOLD)
+    bucket.client("delete_object", Key=f"models/r/{release.tag}.json")
+    assert target.promote(None, dry_run=False, progress=TOLD)
+    assert [(found.tag, found.current) for found in target.releases()] == [(release.tag, True)]
+    assert f"{release.tag}.json" in bucket.objects()
+
+
+def test_what_was_promoted_waits_no_more(bucket: Any, three: tuple[Release, Release, Release]) -> None:
+    """Killed after `current.json` was written, before `candidate.json` was removed."""
+    target = bucket.target()
+    waits = json.dumps(pointer(bucket, "candidate.json")).encode()
+    target.promote(None, dry_run=False, progress=TOLD)
+    bucket.client("put_object", Key="models/r/candidate.json", Body=waits)
+    target.rollback(three[0].tag, dry_run=False, progress=TOLD)
+    assert not any(release.candidate for release in target.releases())
+
+
+def test_weights_that_lie_beside_a_release_are_not_passed_over(
+    bucket: Any, make_release: MakeRelease, tmp_path: Path
+) -> None:
+    release = make_release("one")
+    bucket.target().publish(release, candidate=False, progress=TOLD)
+    bucket.client("put_object", Key=f"models/r/{release.tag}/model-2.safetensors", Body=b"x")
+    with pytest.raises(OtherBytesError, match=r"model-2.safetensors is no file of the release"):
+        bucket.target().fetch(tmp_path / "copy", tag=None, progress=TOLD)
+    wanted = bucket.target().fetch(tmp_path / "some", tag=None, progress=TOLD, wanted=lambda name: name == MANIFEST)
+    assert (wanted / MANIFEST).exists()
+
+
+def test_a_release_that_becomes_current_while_others_are_removed_stays(
+    bucket: Any, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    releases = [make_release(name, day=day) for name, day in (("one", 1), ("two", 2), ("three", 3))]
+    for release in releases:
+        bucket.target().publish(release, candidate=False, progress=TOLD)
+    target, clear = bucket.target(), S3Objects.clear
+
+    def meanwhile(objects: S3Objects, folder: str) -> None:
+        clear(objects, folder)
+        bucket.target().rollback(releases[1].tag, dry_run=False, progress=TOLD)
+
+    monkeypatch.setattr(S3Objects, "clear", meanwhile)
+    with pytest.raises(UserError, match="is the current release"):
+        target.remove([releases[0].tag, releases[1].tag], dry_run=False, progress=TOLD)
+    assert f"{releases[1].tag}/config.json" in bucket.objects()

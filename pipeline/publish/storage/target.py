@@ -24,7 +24,7 @@ from pipeline.errors import StageError, UserError
 from pipeline.locks import Lock
 from pipeline.publish import manifest
 from pipeline.publish.choosing import named, removable, waiting
-from pipeline.publish.fetching import fetch
+from pipeline.publish.fetching import OtherBytesError, fetch
 from pipeline.publish.listing import described, newest_first
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, File, Release
 from pipeline.publish.storage.objects import Objects, open_objects
@@ -120,10 +120,13 @@ class StorageTarget:
         return Published(self._place, release.tag, release.identity, shown == release.tag, again=known and not missing)
 
     def releases(self) -> Sequence[Listed]:
-        """What was published to its end."""
-        current, waits = self._look(CURRENT).tag, self._look(CANDIDATE).tag
-        tags = [name.removesuffix(_JSON) for name in self._objects.names() if name.endswith(_JSON)]
-        found = (self._look(f"{tag}{_JSON}").pointer for tag in tags if TAG.fullmatch(tag))
+        """What was published to its end, and what is pointed to: of that only the record can be missing."""
+        shown, waiting_there = self._look(CURRENT).pointer, self._look(CANDIDATE).pointer
+        pointed = {pointer.tag: pointer for pointer in (waiting_there, shown) if pointer is not None}
+        current, waits = shown and shown.tag, waiting_there and waiting_there.tag
+        tags = {name.removesuffix(_JSON) for name in self._objects.names() if name.endswith(_JSON)}
+        tags = {tag for tag in tags if TAG.fullmatch(tag)} | pointed.keys()
+        found = (self._look(f"{tag}{_JSON}").pointer or pointed.get(tag) for tag in sorted(tags))
         return newest_first(
             Listed(
                 tag=pointer.tag,
@@ -152,6 +155,7 @@ class StorageTarget:
         """Remove the files, and the record last: what was cut off is still listed, and removed by the same command."""
         gone = removable(self.releases(), tags, self._place)
         for release in () if dry_run else gone:
+            removable(self.releases(), [release.tag], self._place)  # it takes minutes, and somebody may go back to one
             progress.say(f"removing {release.tag}")
             self._objects.clear(release.tag)
             self._objects.drop(f"{release.tag}{_JSON}")
@@ -172,8 +176,12 @@ class StorageTarget:
         digests = {name: file.sha256 for name, file in files.items()} | {MANIFEST: release.revision}
         if SIGNATURE in present:
             sizes[SIGNATURE] = present[SIGNATURE]
-        for stray in sorted(present.keys() - sizes.keys()):
-            progress.warn(f"{self._place}: {release.tag}/{stray} is no file of the release and was left there.")
+        strays = [name for name in sorted(present.keys() - sizes.keys()) if wanted is None or wanted(name)]
+        if strays:  # what serves straight from a bucket loads whatever weights lie there
+            raise OtherBytesError(
+                f"{self._place}: {release.tag}/{strays[0]} is no file of the release",
+                hint="Publishing the release again removes it.",
+            )
         folder = into or self._cache() / release.tag
 
         def pieces(name: str, start: int) -> Iterator[bytes]:
@@ -191,11 +199,12 @@ class StorageTarget:
         present = self._objects.sizes(release.tag)
         raw = self._manifest(release, present)
         require_whole(raw, release.tag, present, f"{self._place}/{release.tag}")
-        record = self._look(f"{release.tag}{_JSON}").pointer
-        waits = self._look(CANDIDATE)
+        record, waits = self._look(f"{release.tag}{_JSON}").pointer, self._look(CANDIDATE)
         done = self._pointing(release.tag, current, waits, candidate=False, again=False)
-        if not dry_run and record is not None:
-            self._show(record, current, waits)
+        chosen = record or waits.pointer
+        if not dry_run and chosen is not None:
+            self._record_of(chosen)
+            self._show(chosen, current, waits)
         return done
 
     def _pointing(
@@ -210,13 +219,22 @@ class StorageTarget:
         if candidate:
             there = tag in (current.tag, waits.tag)
             return () if there else (Operation("point", f"{self._place}/{CANDIDATE} to {tag}"),)
-        ended = (Operation("remove", f"{self._place}/{CANDIDATE}"),) if waits.tag == tag else ()
+        ended = (Operation("remove", f"{self._place}/{CANDIDATE}"),) if _ends(waits.tag, tag, current.tag) else ()
         return () if current.tag == tag else (Operation("point", f"{self._place}/{CURRENT} to {tag}"), *ended)
 
     def _show(self, pointer: Pointer, current: _Seen, waits: _Seen) -> None:
+        if current.pointer is not None:
+            # Readers had it, so its publication is over: the command that was cut off must not bring it back.
+            self._record_of(current.pointer)
         self._write(CURRENT, pointer, current)
-        if waits.tag == pointer.tag:
+        if _ends(waits.tag, pointer.tag, current.tag):
             self._objects.drop(CANDIDATE)
+
+    def _record_of(self, pointer: Pointer) -> None:
+        """Write the record of a release, where it is missing."""
+        name = f"{pointer.tag}{_JSON}"
+        if self._look(name).pointer is None:
+            self._write(name, pointer, _Seen(None, None))
 
     def _write(self, name: str, pointer: Pointer, seen: _Seen) -> None:
         """Replace a pointer, unless somebody else did since it was seen."""
@@ -291,6 +309,11 @@ class StorageTarget:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         which = hashlib.sha256(f"{self._endpoint or ''} {self._place}".encode()).hexdigest()[:16]
         return root / "quantmint" / "releases" / which
+
+
+def _ends(waits: str | None, shown: str, before: str | None) -> bool:
+    """Whether a candidate is one no more: it is shown now, or was before, by a promotion that was cut off."""
+    return waits is not None and waits in (shown, before)
 
 
 def _pointer(release: Release) -> Pointer:
