@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eval import record
+from eval.canary import CanaryPolicy
 from eval.gate import Policy, judge
 from eval.gate.headlines import claims
 from eval.measurements import Measurements, Structure
@@ -18,7 +19,6 @@ from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.schemes import scheme
 from pipeline.stage import Job, Output, Setting
 from pipeline.stages.bench import read_launches
-from pipeline.stages.canary import policy_of as canary_policy
 from pipeline.stages.canary import read_comparison
 from pipeline.stages.evaluate import read_samples
 from pipeline.stages.inspect import INSPECTION, reasons_of
@@ -31,6 +31,8 @@ from pipeline.store.entries import Entry
 if TYPE_CHECKING:
     from eval.measurements import Both
     from eval.samples import SampleSet
+    from eval.suites import Suite
+    from pipeline.recipe.schema import Recipe
 
 GATE = "gate.json"
 
@@ -101,21 +103,26 @@ _ORDER: tuple[Side, ...] = ("baseline", "candidate")
 
 
 def policy_of(setting: Setting) -> Policy:
-    """The recipe's promises on its suite. What it promises of speed, it promises of its target."""
-    gate = setting.recipe.gate
+    """The recipe's promises on its suite."""
+    return promised(setting.recipe, setting.suite)
+
+
+def promised(recipe: Recipe, suite: Suite) -> Policy:
+    """A recipe's promises on a suite that has its margins. What it promises of speed, it promises of its target."""
+    gate = recipe.gate
     rate = gate.accuracy.expected_flip_rate
     return Policy.for_suite(
-        setting.suite,
+        suite,
         margin=gate.accuracy.margin,
         confidence=gate.accuracy.confidence,
         power=gate.accuracy.power,
         baseline_score=dict(gate.accuracy.baseline_score),
         baseline_tolerance=gate.accuracy.baseline_tolerance,
-        canary=canary_policy(setting),
+        canary=CanaryPolicy(gate.canary.min_agreement, gate.canary.max_kl),
         min_ratio=gate.throughput.min_ratio,
         launches=gate.throughput.launches,
         throughput_confidence=gate.throughput.confidence,
-        hardware=setting.recipe.target.hardware,
+        hardware=recipe.target.hardware,
         **({} if rate is None else {"expected_flip_rate": rate}),
     )
 

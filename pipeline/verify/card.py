@@ -102,7 +102,10 @@ def _scores(subject: Subject, gate: GateReport) -> Iterator[str]:
         if task not in known:
             yield f"{name} is about a task that the gate did not judge"
             continue
-        entries: Any = yaml.safe_load(subject.text(name))
+        text = subject.text(name)
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise UnreadableError(f"{name} has aliases, by which a short text becomes one without end")
+        entries: Any = yaml.safe_load(text)
         yield from _entries(name, entries if isinstance(entries, list) else [entries], known[task])
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from eval.errors import MeasurementError
-from eval.gate import GateReport
+from typing import Any
+
+from eval import suites
+from eval.errors import DefinitionError, MeasurementError
+from eval.gate import GateReport, Policy
 from eval.gate.changes import changes
 from eval.verdict import Verdict
-from pipeline.canonical import difference, plain
+from pipeline import __version__
+from pipeline.canonical import Change, difference, plain
+from pipeline.recipe.schema import Recipe
+from pipeline.stages.gate import promised
 from pipeline.verify.artefact import artefact_of
 from pipeline.verify.check import Check, fails, judged
 from pipeline.verify.subject import Subject
@@ -30,23 +36,42 @@ def check(subject: Subject) -> Check:
     artefact = artefact_of(subject)
     if artefact != recorded.artefact:
         faults.append(f"gate.json judged {recorded.artefact[:16]}…, the checkpoint here is {artefact[:16]}…")
-    faults += _promises(subject, recorded)
+    faults += [
+        f"gate.json was judged by other limits than the recipe's: {change.path[2:]} is {change.new}, not {change.old}"
+        for change in _promises(subject, recorded)
+    ]
     items = sum(len(candidate.samples) for _, candidate in measurements.samples.values())
     said = f"PASS again, from {items:,} items of {len(measurements.samples)} tasks"
     launches = f" and {len(measurements.launches)} launches" if measurements.launches else ""
     return judged(NAME, faults, f"{said}{launches}, for this checkpoint")
 
 
-def _promises(subject: Subject, recorded: GateReport) -> list[str]:
-    """A record that was judged by other limits than the stage was given: its policy is part of the fingerprint."""
-    made = None if subject.manifest is None else subject.manifest.stages.get("gate")
-    settings = made.payload.get("settings") if made else None
-    policy = settings.get("policy") if isinstance(settings, dict) else None
-    if policy is None:
+def _promises(subject: Subject, recorded: GateReport) -> list[Change]:
+    """Limits that are not those that the stage was given, or not those of the recipe, which readers are shown.
+
+    Margins of tasks that only a suite has are known for the suites of this version: another one may have others.
+    """
+    manifest = subject.manifest
+    if manifest is None:
         return []
+    found: Any = plain(recorded.policy.to_json())
+    made = manifest.stages.get("gate")
+    settings = made.payload.get("settings") if made else None
+    given = settings.get("policy") if isinstance(settings, dict) else None
+    faults = difference(given, found)
+    recipe = Recipe.model_validate(dict(manifest.recipe))
+    same = manifest.quantmint == __version__
+    try:
+        suite = suites.load(recipe.evaluation.suite, suites.FOLDER).judged_by(recipe.gate.accuracy.margins)
+    except DefinitionError:
+        if same:
+            raise
+        return faults
     # By way of the same reader: a number that JSON writes as 0 or 0.0 is one number.
-    other = difference(policy, plain(recorded.policy.to_json()))
-    return [
-        f"gate.json was judged by other limits than the recipe's: {change.path[2:]} is {change.new}, not {change.old}"
-        for change in other
-    ]
+    asked: Any = plain(Policy.from_json(promised(recipe, suite).to_json()).to_json())
+    if not same:
+        own = {task: asked["margins"].get(task) for task in recipe.gate.accuracy.margins}
+        asked["margins"] = found["margins"] | {task: margin for task, margin in own.items() if margin is not None}
+        if recipe.gate.accuracy.expected_flip_rate is None:
+            asked["expected_flip_rate"] = found["expected_flip_rate"]
+    return faults + [change for change in difference(asked, found) if change not in faults]

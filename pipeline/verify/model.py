@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 _HEADERS = 1 << 27  # bytes of all headers; those of DeepSeek-R1 in FP8 take twelve million
 _COUNTS = ("layers", "experts")
+_MODULES = 10_000  # that a model may have beside eight for each tensor; of a Llama every second one has a weight
+
+
+class _EndlessError(Exception):
+    """A configuration asks for more modules than the checkpoint could fill."""
 
 
 class UnknownModelError(UserError):
@@ -40,14 +46,41 @@ def read(subject: Subject) -> tuple[Checkpoint, Structure]:
             raise UserError(
                 f"config.json says {name} {count:,}, the checkpoint has {len(checkpoint.tensors):,} tensors in all"
             )
+    most = _MODULES + 8 * len(checkpoint.tensors)
     try:
-        return checkpoint, read_structure(subject.folder, checkpoint.tensors)
+        with _at_most(most):
+            return checkpoint, read_structure(subject.folder, checkpoint.tensors)
+    except _EndlessError:
+        raise UserError(
+            f"config.json asks for more than {most:,} modules, the checkpoint has {len(checkpoint.tensors):,} tensors "
+            "in all"
+        ) from None
     except UserError:
         try:
             meta_model(subject.folder)
         except UserError as error:
             raise UnknownModelError(error.message) from None
         raise
+
+
+@contextmanager
+def _at_most(most: int) -> Iterator[None]:
+    """Stop building after so many modules: configurations count them by more names than anybody knows."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    made = 0
+
+    def count(*_: object) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise _EndlessError
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _bound(subject: Subject, config: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 LARGEST: Final = 1 << 25
 """Bytes of a text that is read whole. Parsed, they take about twenty times as much memory."""
 _MOST_FILES = 100_000
-_ASIDE = (".gitattributes", ".git/", ".cache/huggingface/")
+_ASIDE = (".git/", ".cache/huggingface/")
 """What the Hub and its clients put beside a release: no part of it, and read by nothing that serves it."""
 
 
@@ -43,7 +43,7 @@ def listing(folder: Path) -> Listing:
     aside: list[str] = []
     for path in _walk(root):
         name = path.relative_to(root).as_posix()
-        if name.startswith(_ASIDE):
+        if name == ".gitattributes" or name.startswith(_ASIDE):
             aside.append(name)
             continue
         try:
@@ -64,12 +64,17 @@ def listing(folder: Path) -> Listing:
 def _walk(root: Path) -> Iterator[Path]:
     """Everything below a folder but the folders themselves; links to folders are not followed."""
     seen = 0
-    for at, folders, names in os.walk(root, followlinks=False):
+    for at, folders, names in os.walk(root, followlinks=False, onerror=_unread):
         for name in (*names, *(name for name in folders if (Path(at) / name).is_symlink())):
             seen += 1
             if seen > _MOST_FILES:
                 raise UnreadableError(f"more than {_MOST_FILES:,} files, which no release has")
             yield Path(at) / name
+
+
+def _unread(error: OSError) -> NoReturn:
+    """A folder that cannot be listed may hold anything."""
+    raise UnreadableError(f"{error.filename} cannot be listed: {error.strerror}")
 
 
 def read_bytes(path: Path, *, largest: int = LARGEST) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from typing import Any
@@ -19,11 +18,13 @@ from pipeline.publish.release import RECIPE
 from pipeline.reporting.contents import layer_errors
 from pipeline.stages.inspect import INSPECTION
 from pipeline.verify.check import Check, fails, reworded
+from pipeline.verify.reading import UnreadableError
 from pipeline.verify.subject import Subject
 
 NAME = "report"
-_DRAWN = re.compile(r"<svg\b.*?</svg>|<style>.*?</style>", re.DOTALL)
+_DRAWN = (("<svg", "</svg>"), ("<style>", "</style>"))
 _SHOWN = 3
+_LONGEST = 1 << 18  # characters up to the end of a tag; beyond that the time of taking one apart grows with its square
 _LARGEST = 1 << 27  # bytes of report.json, which quotes answers, and models that reason write long ones
 _LIVE = ("script", "iframe", "frame", "object", "embed", "base", "form", "applet", "audio", "video")
 _LOADED = ("src", "href", "srcset", "action")
@@ -91,6 +92,8 @@ def _place(flip: Mapping[str, Any]) -> tuple[object, ...]:
 
 def _figures(text: str, gate: GateReport) -> Iterator[str]:
     """Tasks whose row on the page does not have the gate's scores, and a verdict that is not the gate's."""
+    if any(len(piece) > _LONGEST for piece in text.split(">")):
+        raise UnreadableError(f"{PAGE} has more than {_LONGEST:,} characters without the end of a tag")
     cells = _Cells()
     cells.feed(text)
     yield from dict.fromkeys(f"{PAGE} holds {what}, and a report runs nothing and loads nothing" for what in cells.live)
@@ -108,10 +111,20 @@ class _Cells(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: list[list[str]] = []
-        self.stamps: list[str] = []
+        self._rows: list[list[list[str]]] = []
+        self._stamps: list[list[str]] = []
         self.live: list[str] = []
         self._into: list[str] | None = None
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The text of each cell."""
+        return [["".join(cell) for cell in row] for row in self._rows]
+
+    @property
+    def stamps(self) -> list[str]:
+        """What is stamped."""
+        return ["".join(stamp) for stamp in self._stamps]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Begin a row, a cell or the stamp; note what a browser would act on."""
@@ -122,14 +135,14 @@ class _Cells(HTMLParser):
             if name.startswith("on") or (name.endswith(_LOADED) and not (value or "").startswith(harmless)):
                 self.live.append(f"{name}={_short(value)}")
         if tag == "tr":
-            self.rows.append([])
+            self._rows.append([])
         elif tag in ("td", "th"):
-            self._into = self.rows[-1] if self.rows else None
+            self._into = [] if self._rows else None
             if self._into is not None:
-                self._into.append("")
+                self._rows[-1].append(self._into)
         elif tag == "p" and ("class", "stamp") in attrs:
-            self._into = self.stamps
-            self.stamps.append("")
+            self._into = []
+            self._stamps.append(self._into)
 
     def handle_endtag(self, tag: str) -> None:
         """End a cell or the stamp."""
@@ -138,8 +151,8 @@ class _Cells(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         """Collect the text."""
-        if self._into:
-            self._into[-1] += data.strip()
+        if self._into is not None:
+            self._into.append(data.strip())
 
 
 def _pages(subject: Subject, data: Mapping[str, Any]) -> Iterator[str]:
@@ -151,9 +164,20 @@ def _pages(subject: Subject, data: Mapping[str, Any]) -> Iterator[str]:
             continue  # only the page and its data are of every release
         there, again = subject.text(subject.evidence(name)), render(report)
         if name == PAGE:
-            there, again = _DRAWN.sub("", there), _DRAWN.sub("", again)
+            there, again = _undrawn(there), _undrawn(again)
         if there != again:
             yield f"{name} is not what {DATA} is written as here{_first_difference(there, again)}"
+
+
+def _undrawn(text: str) -> str:
+    """A page without its drawings and styles; one that never ends is looked for once, and stays."""
+    for begin, end in _DRAWN:
+        kept, at = [], 0
+        while (start := text.find(begin, at)) >= 0 and (stop := text.find(end, start)) >= 0:
+            kept.append(text[at:start])
+            at = stop + len(end)
+        text = "".join([*kept, text[at:]])
+    return text
 
 
 def _first_difference(there: str, again: str) -> str:

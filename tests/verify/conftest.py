@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from eval import suites
 from eval.report import page
 from eval.report.model import Report
 from pipeline.cli import main
@@ -30,8 +31,18 @@ Verify = Callable[..., Mapping[str, Check]]
 Quantmint = Callable[..., "Ended"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _suites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The suite of the honest release is one of those that there are."""
+    folder = tmp_path_factory.mktemp("suites")
+    (folder / "two.yaml").write_text(honest.SUITE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suites, "FOLDER", folder)
+        yield
+
+
 @pytest.fixture(scope="session")
-def made(models: Models, quantize: Quantize, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(_suites: None, models: Models, quantize: Quantize, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The release that is copied; nobody changes it."""
     folder = tmp_path_factory.mktemp("honest") / "llama-ptpc"
     shutil.copytree(quantize("llama", "compressed-tensors").folder, folder)

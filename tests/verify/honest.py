@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from eval import record
+from eval import record, suites
 from eval.gate import Policy, judge
 from eval.measurements import Measurements
 from eval.report import files as report_files
@@ -32,11 +32,21 @@ from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Se
 from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED, File
 from pipeline.publish.sbom import sbom
 from pipeline.publish.statement import encode, statement
+from pipeline.recipe.schema import Recipe
 from pipeline.reporting.contents import layer_errors
+from pipeline.stages.gate import promised
 from pipeline.stages.inspect import INSPECTION
 from tests.checkpoints import Checkpoint, answers
 
 WHEN = "2026-03-14T09:26:53.000Z"
+SUITE = """\
+name: two
+description: Two tasks, of which both decide.
+expected_flip_rate: 0.04
+tasks:
+  - {task: facts, metric: acc, items: 400, gated: true, margin: 0.05}
+  - {task: sums, metric: acc, items: 200, gated: true, margin: 0.08}
+"""
 TOOLS = {"torch": "2.13.0", "transformers": "5.17.0"}
 
 
@@ -143,7 +153,6 @@ def _facts(folder: Path, manifest: Manifest) -> CardFacts:
 def write_recipe(folder: Path) -> dict[str, Any]:
     """The recipe as a run resolves it; returns its content."""
     from pipeline.recipe.load import resolved_yaml
-    from pipeline.recipe.schema import Recipe
 
     recipe = Recipe.model_validate(
         {
@@ -151,6 +160,8 @@ def write_recipe(folder: Path) -> dict[str, Any]:
             "source": {"repo": "org/llama", "revision": "c0" * 20},
             "quantization": {"scheme": "ptpc_fp8", "kv_cache": "fp8", "format": "compressed-tensors"},
             "calibration": {"set": "tiny", "samples": 4, "sequence_length": 64},
+            "evaluation": {"suite": "two"},
+            "gate": {"throughput": {"min_ratio": None}},
         }
     )
     (folder / RECIPE).parent.mkdir(exist_ok=True)
@@ -169,7 +180,7 @@ def make(folder: Path, source: Path) -> Path:
     (evidence / INSPECTION).write_text(json.dumps(_inspect(folder, source).to_json()))
     sizes = (open_checkpoint(source).nbytes, open_checkpoint(folder).nbytes)
     measured = _measurements(artefact, sizes)
-    policy = Policy({"facts": 0.05, "sums": 0.08}, launches=4)
+    policy = promised(Recipe.model_validate(recipe), suites.load("two", suites.FOLDER))
     judged = judge(measured, policy)
     record.write(evidence, measured, judged)
     stages = {

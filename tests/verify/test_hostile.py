@@ -198,3 +198,50 @@ def test_scores_for_the_hub_that_are_not_the_gates(release: Path, check: Verify)
     assert ".eval_results/facts.yaml: the value is 99.0, the gate says 90.25" in said(found)
     assert "other.yaml is about a task that the gate did not judge" in said(found)
     assert "sums.yaml" not in said(found)
+
+
+def test_layers_by_another_name_are_counted_while_they_are_built(release: Path, check: Verify) -> None:
+    endless = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 10**6, "n_embd": 8, "n_head": 2}
+
+    def config(data: dict[str, object]) -> dict[str, object]:
+        return {**endless, "vocab_size": 16, "quantization_config": data["quantization_config"]}
+
+    edit(release / "config.json", config)
+    assert "config.json asks for more than" in said(check(release)["structure"])
+
+
+def test_aliases_of_scores_do_not_multiply(release: Path, check: Verify) -> None:
+    lines = ["- &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"- &a{at} [{', '.join([f'*a{at - 1}'] * 9)}]" for at in range(1, 12)]
+    (release / ".eval_results").mkdir(exist_ok=True)
+    (release / ".eval_results/facts.yaml").write_text("\n".join([*lines, "- value: *a11"]))
+    honest.remanifest(release)
+    assert "aliases" in said(check(release)["card"])
+
+
+def test_drawings_that_never_end_are_looked_for_once(release: Path, check: Verify) -> None:
+    path = release / "quantmint/report.html"
+    path.write_text(path.read_text() + "<svg>" * 1_000_000)
+    assert "report.html is not what" in said(check(release)["report"])
+    path.write_text("<a '" * 1_000_000)
+    assert "without the end of a tag" in said(check(release)["report"])
+
+
+def test_a_folder_that_cannot_be_listed_hides_nothing(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: os.PathLike[str] | str) -> object:
+        if os.fspath(path).endswith("samples"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UnreadableError, match="samples cannot be listed: Permission denied"):
+        listing(release)
+
+
+def test_only_the_hubs_own_name_is_no_part_of_a_release(release: Path, check: Verify) -> None:
+    (release / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    (release / ".gitattributes.json").write_text("{}")
+    checks = said(check(release)["files"])
+    assert ".gitattributes.json is there, but not in quantmint.json" in checks
+    assert ".gitattributes is there" not in checks

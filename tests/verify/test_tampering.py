@@ -78,6 +78,35 @@ def looser_gate(folder: Path) -> None:
     edit(folder / GATE, lambda data: data["policy"]["margins"].update(facts=0.2))
 
 
+def _given_to_the_gate(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """What the gate's stage was given is other, with its own fingerprint and those that follow from it."""
+
+    def changed(data: Any) -> None:
+        gate, report = data["stages"]["gate"], data["stages"]["report"]
+        change(gate["payload"]["settings"])
+        gate["fingerprint"] = report["payload"]["inputs"]["gate"] = fingerprint(gate["payload"])
+        report["fingerprint"] = fingerprint(report["payload"])
+
+    edit(folder / MANIFEST, changed)
+
+
+def looser_gate_and_stage(folder: Path) -> None:
+    looser_gate(folder)
+    _given_to_the_gate(folder, lambda settings: settings["policy"]["margins"].update(facts=0.2))
+
+
+def looser_gate_of_another_version(folder: Path) -> None:
+    """Another version may have other margins of a suite, but not another confidence than its recipe."""
+    edit(folder / GATE, lambda data: data["policy"].update(confidence=0.5))
+    _given_to_the_gate(folder, lambda settings: settings["policy"].update(confidence=0.5))
+    edit(folder / MANIFEST, lambda data: data.update(quantmint="99.0"))
+
+
+def gate_without_a_policy(folder: Path) -> None:
+    looser_gate(folder)
+    _given_to_the_gate(folder, lambda settings: settings.pop("policy"))
+
+
 def better_samples(folder: Path) -> None:
     """Every item right, and the record's digest of the file as well; the record's figures stay."""
     path = folder / "quantmint/samples/facts.candidate.json.gz"
@@ -109,6 +138,9 @@ TAMPERINGS = [
     (other_base, "card", "base_model is ['org/other'], quantmint.json says org/llama"),
     (another_scheme, "recipe", "quantization.scheme is 'fp8', quantmint.json says 'ptpc_fp8'"),
     (looser_gate, "gate", "judged by other limits than the recipe's: margins.facts is 0.2, not 0.05"),
+    (looser_gate_of_another_version, "gate", "judged by other limits than the recipe's: confidence is 0.5, not 0.95"),
+    (looser_gate_and_stage, "gate", "judged by other limits than the recipe's: margins.facts is 0.2, not 0.05"),
+    (gate_without_a_policy, "gate", "judged by other limits than the recipe's: margins.facts is 0.2, not 0.05"),
     (better_samples, "gate", "does not follow from its own numbers"),
     (other_origin, "provenance", "is 'd0d0"),
     (unlisted_tool, "sbom", "does not list torch 2.13.0"),
