@@ -64,7 +64,8 @@ def command(
     progress = reporter_for(json=as_json)
     try:
         with opened(subject, revision, remote=remote, progress=progress) as found:
-            checks = verify(found.folder, Trust(key, identity, issuer, unsigned), progress, vouched=found.vouched)
+            trust = Trust(key, identity, issuer, unsigned)
+            checks = verify(found.folder, trust, progress, vouched=found.vouched, tag=found.tag)
     except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
         checks = (fails("digests", error.message, "it was not fetched; nothing else was checked"),)
     if as_json:

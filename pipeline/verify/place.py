@@ -20,10 +20,14 @@ _REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A release's files: ``vouched`` are SHA-256 of those whose bytes were not fetched, by the word of the place."""
+    """A release's files, and the ``tag`` that was asked for, which carries the start of its identity.
+
+    ``vouched`` are SHA-256 of those files whose bytes were not fetched, by the word of the place.
+    """
 
     folder: Path
     vouched: Mapping[str, str] = field(default_factory=dict)
+    tag: str | None = None
 
 
 @contextmanager
@@ -41,9 +45,9 @@ def opened(subject: str, revision: str | None, *, remote: bool, progress: Progre
         from pipeline.verify.remote import looked_at
 
         with looked_at(open_target(place), tag, progress) as (folder, vouched):
-            yield Found(folder, vouched)
+            yield Found(folder, vouched, tag)
     else:
-        yield Found(open_target(place).fetch(None, tag=tag, progress=progress))
+        yield Found(open_target(place).fetch(None, tag=tag, progress=progress), tag=tag)
 
 
 def record_of(subject: str, progress: Progress) -> Path | None:

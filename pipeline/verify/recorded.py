@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline import __version__
 from pipeline.publish.manifest import contradictions
+from pipeline.publish.release import MANIFEST, identity_in
 from pipeline.verify.check import Check, judged
 from pipeline.verify.subject import Subject
 
@@ -15,6 +16,8 @@ def check(subject: Subject) -> Check:
     manifest = subject.known
     faults = [f"quantmint.json: {sentence}" for sentence in contradictions(manifest)]
     faults += _unreached(subject)
+    if subject.tag is not None and not subject.digests[MANIFEST].startswith(identity_in(subject.tag)):
+        faults.append(f"another release lies under {subject.tag}: its identity is {subject.digests[MANIFEST][:16]}…")
     details = []
     if _numbers(manifest.quantmint) > _numbers(__version__):
         details.append(

@@ -45,12 +45,17 @@ _STEPS: Final = (
 
 
 def verify(
-    folder: Path, trust: Trust, progress: Progress, *, vouched: Mapping[str, str] | None = None
+    folder: Path,
+    trust: Trust,
+    progress: Progress,
+    *,
+    vouched: Mapping[str, str] | None = None,
+    tag: str | None = None,
 ) -> tuple[Check, ...]:
     """Check a release that lies in ``folder``; nothing is written, no code of it is run, nothing of it is shown.
 
     ``vouched`` are SHA-256 by name of files whose bytes were not fetched: in their place lie files of the right size
-    with a header. Raises `UserError` where there is no release at all, and for a key that is none.
+    with a header. ``tag`` is that of the release which should be there. Raises `UserError` where there is no release at all, and for a key that is none.
     """
     if trust.key is not None:
         public_fingerprint(trust.key)  # what is wrong with a reader's own key is not the release's fault
@@ -75,7 +80,7 @@ def verify(
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
     manifest, unread = _manifest(root)
-    subject = Subject(root, there, found, manifest, progress, word)
+    subject = Subject(root, there, found, manifest, progress, word, tag)
     steps = [*_STEPS[:3], _Step(signature.NAME, partial(signature.check, trust=trust), alone=True), *_STEPS[3:]]
     checks: list[Check] = []
     for step in steps:

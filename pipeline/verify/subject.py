@@ -26,7 +26,7 @@ class Subject:
 
     ``digests`` are the SHA-256 of all files by name, computed here but for those in ``vouched``: their bytes were not
     fetched, the place that holds them says so (their files here have the right size and a header, nothing else).
-    ``manifest`` is None where quantmint.json cannot be read.
+    ``manifest`` is None where quantmint.json cannot be read. ``tag`` is the release that a person asked for.
     """
 
     folder: Path
@@ -35,6 +35,7 @@ class Subject:
     manifest: Manifest | None
     progress: Progress
     vouched: Mapping[str, str] = field(default_factory=dict)
+    tag: str | None = None
 
     @property
     def known(self) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -65,6 +66,23 @@ def test_a_release_of_a_folder_by_its_tag(release: Path, quantmint: Quantmint, t
     assert (wrong.code, "has no release v20260101-00000000" in wrong.err) == (2, True)
     both = quantmint("verify", f"{place}@{first.tag}", "--revision", second.tag)
     assert (both.code, "expected one of them" in both.err) == (2, True)
+
+
+def test_another_release_under_a_tag(release: Path, quantmint: Quantmint, tmp_path: Path) -> None:
+    """An older one, whole and signed by whom the reader trusts, in place of the one that he asks for."""
+    first = release_of(release)
+    target = FolderTarget(tmp_path / "published", "llama-ptpc")
+    target.publish(first, candidate=False, progress=PlainReporter())
+    honest.remanifest(release, title="again")
+    second = release_of(release)
+    target.publish(second, candidate=False, progress=PlainReporter())
+    home = tmp_path / "published/.releases/llama-ptpc"
+    shutil.rmtree(home / second.tag)
+    (home / first.tag).rename(home / second.tag)
+    told = quantmint("verify", f"{target.place}@{second.tag}", "--unsigned", "--json")
+    failing = [check for check in told.json["checks"] if check["outcome"] != "OK"]
+    assert [check["name"] for check in failing] == ["manifest"]
+    assert f"another release lies under {second.tag}" in failing[0]["reason"]
 
 
 def test_a_repository_of_the_hub(published: Release, hub: HubStandIn, quantmint: Quantmint, keys: Keys) -> None:
