@@ -95,14 +95,22 @@ def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
 
 
 def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
-    """Put the release together in the store, and ask every place what it would take."""
+    """Put the release together in the store, and ask every place what it would take.
+
+    A signature without a key is not made for that: Sigstore writes it into a public log, for ever.
+    """
     from pipeline.commands import operations
     from pipeline.commands.tables import size
+    from pipeline.preflight import missing_stages
     from pipeline.publish.opening import targets_of
+    from pipeline.publish.target import Operation
     from pipeline.runner import run_plan
     from pipeline.stages.publish import release_of, require_proof
 
-    outcome = run_plan([planned for planned in plan if planned.key != "publish"], setting, reporter)
+    section = setting.recipe.publish
+    logged = section.sign is not None and section.sign.keyless and "sign" in missing_stages(plan, setting)
+    left = ("sign", "publish") if logged else ("publish",)
+    outcome = run_plan([planned for planned in plan if planned.key not in left], setting, reporter)
     told: dict[str, object] = {"recipe": setting.recipe.name, "dry_run": True}
     entries = {step.planned.key: step.entry for step in outcome.steps}
     if "package" not in entries:
@@ -116,8 +124,9 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     found = []
     for target in targets_of(setting):
         target.preflight(release)
-        candidate = setting.recipe.publish.to == "candidate"
-        found.append((target.place, target.operations(release, candidate=candidate)))
+        todo = target.operations(release, candidate=section.to == "candidate")
+        signing = (Operation("sign", "all of it, in Sigstore's public log"),) if logged else ()
+        found.append((target.place, (*signing, *todo)))
     if as_json:
         places = [{"place": place, "operations": operations.as_json(todo)} for place, todo in found]
         release_facts = {"tag": release.tag, "identity": release.identity, "title": release.title}

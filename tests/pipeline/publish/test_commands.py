@@ -72,6 +72,20 @@ def test_every_operation_is_told_before(orchestra: Any, passed: Any, quantmint: 
     assert orchestra.ran == EARLIER
 
 
+def test_what_would_be_done_is_in_no_public_log(
+    orchestra: Any, stages: Any, publish_to: Callable[..., None], quantmint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signature without a key cannot be taken back."""
+    monkeypatch.setattr("pipeline.preflight.require_signer", lambda _: None)
+    publish_to(folder="published", sign={"keyless": True})
+    orchestra.run(*(stage for stage in stages() if stage.key not in {"sign", "publish"}))
+    orchestra.plan(*stages())
+    told = quantmint("publish", "r.yaml", "--dry-run", "--json").json
+    assert [one["verb"] for one in told["places"][0]["operations"]][:2] == ["sign", "copy"]
+    assert "sign" not in orchestra.ran
+    assert not Path("published").exists()
+
+
 @pytest.mark.usefixtures("project")
 def test_only_a_folder_needs_room_here(quantmint: Any, publish_to: Callable[..., None]) -> None:
     publish_to(hub={"repo": REPO})
