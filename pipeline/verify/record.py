@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any
 
 from eval import record
 from eval.gate import judge
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from eval.measurements import Measurements
     from pipeline.verify.subject import Subject
 
-SAMPLES: Final = "samples/"
 _LARGEST = 1 << 29  # bytes that all samples together may unpack to; MMLU takes four million a side
 
 
@@ -27,13 +27,25 @@ def read(subject: Subject) -> tuple[Measurements, GateReport, GateReport]:
     Raises `UnreadableError`, or `eval.errors.MeasurementError` for what is no record of the gate.
     """
     name = subject.evidence(GATE)
-    subject.object(name)  # bounded, and no key twice
+    try:
+        named = list(_named(subject.object(name)))  # bounded, and no key twice
+    except (AttributeError, KeyError, TypeError):
+        named = []  # it is no record, which the reader says
     room = _LARGEST
-    for sample in subject.listing.files:
-        if sample.startswith(subject.evidence(SAMPLES)):
-            room -= _unpacked(subject.folder / sample, room)
+    for sample in named:
+        if not subject.has(subject.evidence(sample)):
+            continue  # the reader says of what it reads that it is missing, or lies elsewhere
+        room -= _unpacked(subject.folder / subject.evidence(sample), room)
     measurements, recorded = record.read(subject.folder / name)
     return measurements, recorded, judge(measurements, recorded.policy)
+
+
+def _named(data: Mapping[str, Any]) -> Iterator[str]:
+    """Every file of samples as often as it is named, which is as often as it is read."""
+    measured = data["measurements"]
+    sides = (entry for both in measured["samples"].values() for entry in both.values())
+    for entry in (*sides, *measured["control"].values()):
+        yield str(entry["file"])
 
 
 def _unpacked(path: Path, room: int) -> int:

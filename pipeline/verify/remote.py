@@ -61,7 +61,9 @@ def looked_at(target: Target, tag: str | None, progress: Progress) -> Iterator[t
     with tempfile.TemporaryDirectory(prefix="quantmint-verify-") as temporary:
         folder = Path(temporary) / "release"
         folder.mkdir()
-        progress.say(f"fetching {rest:,} bytes and {len(vouched)} headers of {target.place}@{revision[:12]}")
+        progress.say(
+            f"fetching {rest:,} bytes, and of {len(vouched)} shards the header, from {target.place}@{revision[:12]}"
+        )
         for name, remote in found.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,8 @@ def verify(
     """Check a release that lies in ``folder``; nothing is written, no code of it is run, nothing of it is shown.
 
     ``vouched`` are SHA-256 by name of files whose bytes were not fetched: in their place lie files of the right size
-    with a header. ``tag`` is that of the release which should be there. Raises `UserError` where there is no release at all, and for a key that is none.
+    with a header. ``tag`` is that of the release which should be there. Raises `UserError` where there is no release at
+    all, and for a key that is none.
     """
     if trust.key is not None:
         public_fingerprint(trust.key)  # what is wrong with a reader's own key is not the release's fault

@@ -47,7 +47,7 @@ def check(subject: Subject, trust: Trust) -> Check:
     if not trust.someone:
         if faults:
             return fails(NAME, *faults)
-        reason = f"it is signed by {signed.signer}; who that should be, no --key or --identity says"
+        reason = f"it is signed by {signed.signer}; no --key or --identity says who it should be"
         if trust.unsigned:
             return Check(NAME, Outcome.OK, f"{reason}, which --unsigned accepts", (_UNSIGNED,))
         return not_checked(NAME, reason, "anybody can sign a release, and call himself anything")

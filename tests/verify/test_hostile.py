@@ -94,6 +94,17 @@ def test_samples_that_unpack_without_end(release: Path, check: Verify, monkeypat
     assert "unpack to more than" in said(check(release)["gate"])
 
 
+def test_samples_that_are_read_without_end(release: Path, check: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file of a kilobyte, named by a thousand tasks; it need not lie where samples do."""
+    monkeypatch.setattr(record, "_LARGEST", 1 << 20)
+    raw = gzip.compress(b" " * (1 << 16), mtime=0)
+    (release / "quantmint/many.json.gz").write_bytes(raw)
+    entry = {"file": "many.json.gz", "sha256": hashlib.sha256(raw).hexdigest()}
+    tasks = {f"task{number}": {"baseline": entry, "candidate": entry} for number in range(1000)}
+    edit(release / GATE, lambda data: data["measurements"].update(samples=tasks))
+    assert "unpack to more than" in said(check(release)["gate"])
+
+
 def test_samples_from_elsewhere(release: Path, check: Verify, tmp_path: Path) -> None:
     (tmp_path / "theirs.json.gz").write_bytes(gzip.compress(b"{}"))
 
