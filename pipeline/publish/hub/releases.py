@@ -17,9 +17,12 @@ from typing import Final
 from pipeline.errors import StageError, UserError
 from pipeline.publish.choosing import named, removable, waiting
 from pipeline.publish.hub.client import Client, MissingError, MovedError, RefusedError
+from pipeline.publish.hub.download import read
 from pipeline.publish.hub.history import History, Tree, commits_of, differing, look
 from pipeline.publish.hub.repository import CANDIDATE, MAIN
 from pipeline.publish.hub.tree import tree
+from pipeline.publish.manifest import identity
+from pipeline.publish.release import MANIFEST, identity_in
 from pipeline.publish.target import Listed, Operation
 
 _SHOWN: Final = 3
@@ -38,6 +41,7 @@ def promote(client: Client, tag: str | None, *, dry_run: bool) -> tuple[Operatio
     done: list[Operation] = []
     if not chosen.current:
         if number is not None and _starts_from(client, chosen.revision, known.refs.main):
+            _require_its_own(client, chosen, known.trees[chosen.tag])
             done.append(Operation("merge", f"pull request {number} into {MAIN}"))
             if not dry_run:
                 _merge(client, number, chosen.tag, known.trees[chosen.tag])
@@ -115,6 +119,7 @@ def _give(client: Client, known: History, release: Listed, message: str, *, dry_
     names = differing(there, wanted)
     if not names:
         return []
+    _require_its_own(client, release, wanted)
     _warn_of_edits(client, known, there)
     copies = [name for name in names if name in wanted]
     gone = [name for name in names if name not in wanted]
@@ -125,6 +130,16 @@ def _give(client: Client, known: History, release: Listed, message: str, *, dry_
         *(Operation("delete", f"{name}, which {release.tag} does not have") for name in gone),
         Operation("commit", f'"{message}" on {MAIN}, after {known.refs.main[:8]}'),
     ]
+
+
+def _require_its_own(client: Client, release: Listed, wanted: Tree) -> None:
+    """Raise `StageError` where a tag was set anew, on a commit that is not the release whose identity it carries."""
+    raw = read(client, release.revision, MANIFEST, 0, wanted[MANIFEST].size) if MANIFEST in wanted else b""
+    if not identity(raw).startswith(identity_in(release.tag)):
+        raise StageError(
+            f"{client.repo}: the {MANIFEST} under {release.tag} is not that of {release.tag}: the tag was moved",
+            hint="What readers get stays as it is. Publish the release again, or choose another one.",
+        )
 
 
 def _commit(

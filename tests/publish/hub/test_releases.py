@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,11 @@ from pipeline.publish.hub.client import Client, MissingError, MovedError, connec
 from tests.hub.standin import Fault, HubStandIn
 
 REPO = "my-org/tiny"
-FIRST, SECOND, THIRD = (f"v2026112{day}-0000000{day}" for day in (1, 2, 3))
+MANIFESTS = {
+    f"v2026112{day}-{hashlib.sha256(raw).hexdigest()[:8]}": raw
+    for day, raw in ((day, f'{{"day": {day}}}'.encode()) for day in (1, 2, 3))
+}
+FIRST, SECOND, THIRD = MANIFESTS
 
 
 class Told(PlainReporter):
@@ -49,7 +54,7 @@ class Place:
         shard = self.shards.setdefault(tag, f"weights of {tag} ".encode() * 100)
         files = {
             "README.md": f"---\nlicense: mit\n---\n{tag}".encode(),
-            "quantmint.json": f'{{"tag": "{tag}"}}'.encode(),
+            "quantmint.json": MANIFESTS[tag],
             "model.safetensors": shard,
             "config.json": b"{}",
             f"only-{tag}.txt": b"only here",
@@ -213,6 +218,23 @@ def test_what_a_rollback_is_refused_for(place: Place) -> None:
         releases.rollback(place.client, SECOND, dry_run=False)
     with pytest.raises(UserError, match="has no release nonsense"):
         releases.rollback(place.client, "nonsense", dry_run=False)
+
+
+def test_a_tag_that_was_moved_leads_nowhere(place: Place) -> None:
+    """Whoever may write there can set a tag anew, on files that no gate judged."""
+    place.publish(FIRST)
+    place.publish(SECOND)
+    other = place.client.api.upload_file(
+        repo_id=REPO, path_or_fileobj=b'{"day": 9}', path_in_repo="quantmint.json", revision="main"
+    )
+    place.client.api.delete_tag(REPO, tag=FIRST)
+    place.client.api.create_tag(REPO, tag=FIRST, revision=other.oid)
+    releases.rollback(place.client, SECOND, dry_run=False)
+    before = place.shown()
+    for dry_run in (True, False):
+        with pytest.raises(StageError, match=f"is not that of {FIRST}: the tag was moved"):
+            releases.rollback(place.client, FIRST, dry_run=dry_run)
+    assert place.shown() == before == place.shown(SECOND)
 
 
 def test_a_dry_run_says_the_same_and_does_nothing(place: Place) -> None:
