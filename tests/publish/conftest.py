@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import uuid
@@ -83,11 +84,17 @@ def _manifest(content: str, moment: datetime, files: Mapping[str, File]) -> Mani
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.close()
+    """One for all: buckets have names of their own. Its clients read Amazon's descriptions once, not once a client."""
+    from botocore.loaders import JSONFileLoader
+
+    known = functools.cache(JSONFileLoader().load_file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JSONFileLoader, "load_file", lambda _, path: known(path))
+        server = S3Server()
+        yield server
+        server.close()
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ class S3Server:
     """Runs in a thread of the tests' process, so that it outlives any client."""
 
     def __init__(self) -> None:
-        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+        from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
         from werkzeug.serving import make_server
 
         class Quiet(MotoRequestHandler):  # type: ignore[misc]
@@ -48,7 +48,7 @@ class S3Server:
 
             def log(self, *arguments: object) -> None: ...
 
-        self._app = DomainDispatcherApplication(create_backend_app)
+        self._app = create_backend_app("s3")  # of all that moto can be: finding out for each request takes longer
         self._server = make_server("127.0.0.1", 0, self._handle, threaded=True, request_handler=Quiet)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
