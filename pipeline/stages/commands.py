@@ -14,7 +14,10 @@ from pipeline.errors import StageError
 from pipeline.serving.launchers.child import SUPERVISOR
 
 _TAIL = 3  # lines of the log that an error quotes
-_SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY", re.IGNORECASE)
+_SECRET = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_?KEY|CONNECTION_?STRING",
+    re.IGNORECASE,
+)
 _GRACE_S = 5.0
 _WATCH_S = 0.5
 _WATCHED = 4096  # bytes of the log's end

@@ -60,7 +60,15 @@ def test_a_program_that_ends_at_once_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_it_gets_no_token_but_those_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "MY_PASSWORD", "QUANTMINT_SIGNING_PASSPHRASE"):
+    for name in (
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "OPENAI_API_KEY",
+        "MY_PASSWORD",
+        "QUANTMINT_SIGNING_PASSPHRASE",
+        "AZURE_STORAGE_KEY",
+        "AZURE_STORAGE_CONNECTION_STRING",
+    ):
         monkeypatch.setenv(name, "hidden")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     code = "import os; e = os.environ; print(sorted(k for k in e if e[k] == 'hidden'), e['TOKENIZERS_PARALLELISM'])"
