@@ -191,3 +191,9 @@ def test_what_would_not_be_read_is_not_written(manifest: Manifest, tmp_path: Pat
 def test_what_does_not_agree_with_itself(edited: Edited, change: Callable[[dict[str, Any]], object], told: str) -> None:
     found = manifests.contradictions(manifests.decode(edited(change)))
     assert any(told in sentence for sentence in found), found
+
+
+def test_one_name_written_in_two_ways(edited: Edited) -> None:
+    """An accent of its own, or with its letter: one file where a disk folds them."""
+    with pytest.raises(ManifestError, match="which are one on some file systems"):
+        manifests.decode(edited(listing("caf\u00e9.json", "CAFE\u0301.json")))
