@@ -45,4 +45,6 @@ def show(published: Sequence[Published], setting: Setting) -> None:
     for one in published:
         place = operations.shown(one.place)
         waits = setting.recipe.publish.to == "candidate" and not one.current
-        click.echo(f"checkpoint  {place}  {one.tag}" + (f"  a candidate: quantmint promote {place}" if waits else ""))
+        there = "  was there already" if one.again else ""
+        waiting = f"  a candidate: quantmint promote {place}" if waits else ""
+        click.echo(f"checkpoint  {place}  {one.tag}{there}{waiting}")

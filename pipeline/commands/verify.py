@@ -50,6 +50,7 @@ def command(
     from pipeline.errors import UserError
     from pipeline.progress import reporter_for
     from pipeline.publish.fetching import OtherBytesError
+    from pipeline.publish.keys import public_fingerprint
     from pipeline.verify.check import exit_code, fails
     from pipeline.verify.place import opened
     from pipeline.verify.run import verify
@@ -61,6 +62,8 @@ def command(
         raise UserError("found one of --identity and --issuer, expected both: names are only unique at an issuer")
     if key is not None and not key.is_file():
         raise UserError(f"--key: {key}: no such file")
+    if key is not None:
+        public_fingerprint(key)  # before a large model is fetched
     progress = reporter_for(json=as_json)
     try:
         with opened(subject, revision, remote=remote, progress=progress) as found:

@@ -95,6 +95,15 @@ def test_a_repository_of_the_hub(published: Release, hub: HubStandIn, quantmint:
     assert (none.code, "no such repository" in none.err) == (2, True)
 
 
+def test_a_key_that_is_none_is_found_before_anything_is_fetched(
+    hub: HubStandIn, quantmint: Quantmint, tmp_path: Path
+) -> None:
+    other = tmp_path / "notes.pub"
+    other.write_text("no key")
+    told = quantmint("verify", REPO, "--key", str(other))
+    assert (told.code, "expected a public key" in told.err, hub.requests) == (2, True, [])
+
+
 def test_the_hubs_word_for_the_weights(published: Release, hub: HubStandIn, quantmint: Quantmint, keys: Keys) -> None:
     told = quantmint("verify", REPO, "--remote", "--key", keys("ours")[1], "--json")
     checks = {check["name"]: check for check in told.json["checks"]}

@@ -22,6 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pipeline.errors import StageError, UserError
+from pipeline.progress import reporter_for
 from pipeline.stage import Progress
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 TRIES: Final = 6
+_HUB: Final = "https://huggingface.co"
 _LONGEST_WAIT: Final = 60.0  # seconds, where the server does not say
 _PATIENCE: Final = 600.0  # seconds that a server may ask for: the Hub's windows of rate limits are 300
 _SAID: Final = 4  # lines of a server's answer
@@ -96,8 +98,8 @@ class Client:
             raise found from None  # the library's errors quote requests
 
     def _warn(self, message: str) -> None:
-        if self.progress is not None:
-            self.progress.warn(redact(message))
+        """On stderr where no progress is shown: who waits for a minute must know for what."""
+        (self.progress or reporter_for(json=False)).warn(redact(message))
 
     def _tell(self, what: str, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
@@ -117,7 +119,10 @@ class Client:
         if _is_passing(error) or (status is not None and (status == 429 or status >= 500)):
             asked = _asked_for(error)
             later = f" in {asked:.0f} s, as the Hub asks" if asked is not None and asked > _PATIENCE else ""
-            return UnreachableError(text, hint=f"What was sent is kept: the same command goes on{later}.")
+            kept = f"What was sent is kept: the same command goes on{later}."
+            if status is None:
+                kept = f"Check the network, and that {redact(os.environ.get('HF_ENDPOINT') or _HUB)} is up. {kept}"
+            return UnreachableError(text, hint=kept)
         if status == 412:
             return MovedError(text, hint="Nothing was changed. Run the same command again.")
         if status == 404 or _is_missing(error):
@@ -151,6 +156,15 @@ def no_token(repo: str) -> UserError:
     return UserError(
         f"{repo}: there is no token of the Hub: HF_TOKEN is not set, and nobody has logged in",
         hint="Run `hf auth login`, or set HF_TOKEN to a token that may write.",
+    )
+
+
+def unseen(repo: str) -> MissingError:
+    """What is said of a repository that is not there: the Hub says the same of one that a token may not see."""
+    return MissingError(
+        f"{repo}: there is no such repository, or this token may not see it",
+        status=404,
+        hint="Check the name; a private one needs HF_TOKEN or `hf auth login`.",
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from glob import escape
 from pathlib import Path
 
 from pipeline.errors import StageError, UserError
-from pipeline.publish.hub.client import Client, MissingError
+from pipeline.publish.hub.client import Client, unseen
 from pipeline.publish.hub.repository import look
 from pipeline.publish.hub.tree import tree
 from pipeline.publish.names import require_safe
@@ -19,7 +20,7 @@ def revision_of(client: Client, tag: str | None) -> str:
     """The commit of a release (None: the current one); raises `UserError` where there is none."""
     repository = look(client)
     if repository is None:
-        raise MissingError(f"{client.repo}: there is no such repository, or this token may not see it", status=404)
+        raise unseen(client.repo)
     if tag is None:
         return repository.head
     if tag not in repository.tags:
@@ -33,6 +34,8 @@ def revision_of(client: Client, tag: str | None) -> str:
 
 def download(client: Client, revision: str, into: Path | None, wanted: Callable[[str], bool] | None) -> Path:
     """The folder that holds the files of a commit; raises `UserError` for names that lead out of it."""
+    from huggingface_hub.utils import disable_progress_bars
+
     found = tree(client, revision)
     if MANIFEST not in found:
         raise UserError(f"{client.repo} holds no release at {revision[:12]}: it has no {MANIFEST}")
@@ -42,7 +45,10 @@ def download(client: Client, revision: str, into: Path | None, wanted: Callable[
         raise UserError(f"{client.repo}: {error}") from None
     names = [escape(name) for name in found if wanted is None or wanted(name)]
     if client.progress is not None:
-        client.progress.say(f"fetching {len(names)} file(s) of {client.repo}@{revision[:12]}")
+        size = sum(remote.size for name, remote in found.items() if wanted is None or wanted(name))
+        client.progress.say(f"fetching {len(names)} files, {size:,} bytes, of {client.repo}@{revision[:12]}")
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # they are drawn over and over, which a log keeps
     return Path(
         client.call(
             "fetch its files",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING
 
-from pipeline.publish.hub.client import Client
+from pipeline.publish.hub.client import Client, MissingError, unseen
 from pipeline.publish.hub.repository import CANDIDATE, MAIN
 from pipeline.publish.hub.tree import Remote, tree
 from pipeline.publish.release import MANIFEST, TAG
@@ -71,7 +71,10 @@ def look(client: Client) -> History:
 
 def _refs(client: Client) -> Refs:
     api, repo = client.api, client.repo
-    found = client.call("read its branches and tags", lambda: api.list_repo_refs(repo, include_pull_requests=True))
+    try:
+        found = client.call("read its branches and tags", lambda: api.list_repo_refs(repo, include_pull_requests=True))
+    except MissingError:
+        raise unseen(repo) from None
     heads = {branch.name: branch.target_commit for branch in found.branches}
     tags = {tag.name: tag.target_commit for tag in found.tags if TAG.fullmatch(tag.name)}
     requested = {

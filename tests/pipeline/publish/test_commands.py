@@ -41,6 +41,7 @@ def test_what_a_run_left_goes_elsewhere_too(orchestra: Any, passed: Any, quantmi
     assert listed(quantmint, REPO) == {tag: "current"}
     assert orchestra.ran == EARLIER, "nothing was measured or quantized again"
 
+    assert quantmint("publish", "r.yaml", "--hub", REPO).out == f"checkpoint  {REPO}  {tag}  was there already\n"
     again = quantmint("publish", "r.yaml", "--hub", REPO, "--json").json
     assert [(one["place"], one["again"]) for one in again["published"]] == [(REPO, True)]
     assert (again["recipe"], again["verdict"], again["dry_run"]) == ("r", "PASS", False)

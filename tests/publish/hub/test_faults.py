@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from huggingface_hub.utils import get_session
 
 from pipeline.errors import StageError, UserError
 from pipeline.publish.hub.client import TRIES, MovedError, RefusedError, UnreachableError, connect, redact
+from pipeline.publish.hub.target import HubTarget
 from pipeline.publish.release import Release
 from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher
@@ -184,6 +186,19 @@ def test_a_hub_that_is_away_is_given_up(publisher: Publisher, make_release: Make
     publisher.hub.faults.clear()
     publisher.publish(make_release("one"))
     assert len(publisher.sent()) == 1
+
+
+@pytest.mark.usefixtures("hub")
+def test_who_waits_is_told_for_what(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Hub that does not answer, asked by a command that shows no progress."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("HF_ENDPOINT", away)
+    with pytest.raises(UnreachableError) as raised:
+        HubTarget(REPO, sleep=lambda _: None).releases()
+    assert f"that {away} is up" in str(raised.value.hint)
+    assert capsys.readouterr().err.count("read its branches and tags") == TRIES - 1
 
 
 def test_what_is_refused_is_asked_once(publisher: Publisher, make_release: MakeRelease) -> None:

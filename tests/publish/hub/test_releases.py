@@ -123,7 +123,7 @@ def test_the_list_says_which_one_readers_get(place: Place) -> None:
 
 
 def test_a_repository_that_is_not_there(place: Place) -> None:
-    with pytest.raises(MissingError, match="my-org/none: cannot read its branches and tags"):
+    with pytest.raises(MissingError, match="my-org/none: there is no such repository, or this token may not see it"):
         releases.releases(connect("my-org/none"))
 
 
