@@ -70,7 +70,6 @@ def require_finished(publisher: Publisher, release: Release, way: str, repo: str
         assert [[item.item_id for item in one.items] for one in found] == [[repo]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_after_any_request_the_same_command_goes_on(
     publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch, way: str
@@ -89,7 +88,6 @@ def test_killed_after_any_request_the_same_command_goes_on(
         require_finished(publisher, release, way, repo)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_any_request_may_fail_or_lose_its_answer(
     publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch, way: str
