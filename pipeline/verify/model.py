@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
-from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.verify.reading import UnreadableError
+from pipeline.formats.checkpoint import INDEX_NAME, open_checkpoint
+from pipeline.verify.reading import LARGEST, UnreadableError
 
 if TYPE_CHECKING:
     from pipeline.formats.checkpoint import Checkpoint
@@ -85,6 +85,8 @@ def _at_most(most: int) -> Iterator[None]:
 
 def _bound(subject: Subject, config: Mapping[str, Any]) -> None:
     """Refuse what would be read without end before it is parsed."""
+    if subject.listing.files.get(INDEX_NAME, 0) > LARGEST:
+        raise UnreadableError(f"{INDEX_NAME} is larger than {LARGEST:,} bytes")
     total = 0
     for name in subject.listing.files:
         if name.endswith(".safetensors"):

@@ -221,6 +221,12 @@ def test_layers_by_another_name_are_counted_while_they_are_built(release: Path, 
     assert "config.json asks for more than" in said(check(release)["structure"])
 
 
+def test_an_index_without_end_is_not_parsed(release: Path, check: Verify) -> None:
+    with (release / "model.safetensors.index.json").open("wb") as index:
+        index.truncate((1 << 25) + 1)
+    assert "model.safetensors.index.json is larger than" in said(check(release)["structure"])
+
+
 def test_aliases_of_scores_do_not_multiply(release: Path, check: Verify) -> None:
     lines = ["- &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"- &a{at} [{', '.join([f'*a{at - 1}'] * 9)}]" for at in range(1, 12)]
