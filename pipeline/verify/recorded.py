@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from pipeline import __version__
 from pipeline.publish.manifest import contradictions
-from pipeline.publish.release import MANIFEST, identity_in
+from pipeline.publish.release import MANIFEST, identity_in, tag_of
 from pipeline.verify.check import Check, judged
 from pipeline.verify.subject import Subject
 
@@ -23,7 +25,8 @@ def check(subject: Subject) -> Check:
         details.append(
             f"it was assembled by quantmint {manifest.quantmint}, this is {__version__}: a newer one knows more"
         )
-    said = f"{manifest.title or manifest.name}; {len(manifest.stages)} stages, every fingerprint recomputes"
+    tag = tag_of(datetime.fromisoformat(manifest.created), subject.digests[MANIFEST])
+    said = f"{manifest.title or manifest.name}; {tag}; {len(manifest.stages)} stages, every fingerprint recomputes"
     return judged(NAME, faults, said, details=details)
 
 

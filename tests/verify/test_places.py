@@ -88,6 +88,7 @@ def test_another_release_under_a_tag(release: Path, quantmint: Quantmint, tmp_pa
 def test_a_repository_of_the_hub(published: Release, hub: HubStandIn, quantmint: Quantmint, keys: Keys) -> None:
     told = quantmint("verify", REPO, "--key", keys("ours")[1], "--json")
     assert {check["name"]: check["reason"] for check in told.json["checks"] if check["outcome"] != "OK"} == {}
+    assert told.json["checks"][0]["reason"].count(f"; {published.tag}; ") == 1, "which release that is"
     assert (told.code, told.json["place"]) == (0, REPO)
     tagged = quantmint("verify", f"hf://{REPO}@{published.tag}", "--key", keys("ours")[1])
     assert tagged.code == 0
