@@ -15,7 +15,7 @@ from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.invocation import LOOPBACK, accelerator, arguments, is_ray, returning, title
 
 _WIDTH = 100
-_TRAP = "trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null; wait' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM"
+_TRAP = "trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null || true; wait' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM"
 
 
 def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBACK) -> str:

@@ -78,6 +78,13 @@ def test_replicas(replicas: Launch, run: Run) -> None:
         held_against(found[process.env["CUDA_VISIBLE_DEVICES"]], plan, process)
 
 
+def test_replicas_that_ended_together_are_no_fault_of_the_script(replicas: Launch, run: Run) -> None:
+    """There is nobody left to be killed at the end, and `kill` without anybody fails."""
+    text = script(*replicas)
+    assert text.count("\nwait -n ") == 1
+    assert len(run(text.replace("\nwait -n ", "\nwait "))) == 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all_replicas(replicas: Launch, tmp_path: Path, run: Run, number: signal.Signals) -> None:
     (tmp_path / "launch.sh").write_text(script(*replicas))
