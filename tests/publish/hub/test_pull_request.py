@@ -22,6 +22,19 @@ def statuses(publisher: Publisher) -> dict[int, str]:
     return {one.num: one.status for one in publisher.api.get_repo_discussions(REPO)}
 
 
+def publish_while_main_moves(publisher: Publisher, release: Release, *, before: str) -> None:
+    """Somebody commits to main just before this request is answered."""
+    fault = Fault("POST", before, hold=threading.Event())
+    assert fault.hold is not None
+    publisher.hub.faults.append(fault)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(publisher.publish, release, **BY_REQUEST)
+        assert fault.reached.wait(60)
+        publisher.somebody_commits()
+        fault.hold.set()
+        running.result()
+
+
 def test_it_is_verified_and_merged(publisher: Publisher, make_release: MakeRelease) -> None:
     release = make_release("one")
     told = publisher.target(**BY_REQUEST).operations(release, candidate=False)
@@ -71,16 +84,8 @@ def test_one_that_was_left_open_is_gone_on_with(publisher: Publisher, make_relea
 
 def test_main_moves_before_the_merge(publisher: Publisher, make_release: MakeRelease) -> None:
     release = make_release("one")
-    fault = Fault("POST", "/commit/main", hold=threading.Event())
-    assert fault.hold is not None
-    publisher.hub.faults.append(fault)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(publisher.publish, release, **BY_REQUEST)
-        assert fault.reached.wait(60)
-        publisher.somebody_commits()
-        fault.hold.set()
-        with pytest.raises(MovedError, match="main has moved since"):
-            running.result()
+    with pytest.raises(MovedError, match="main has moved since"):
+        publish_while_main_moves(publisher, release, before="/commit/main")
     assert publisher.files() == {"NOTES.md"}
     told = publisher.target(**BY_REQUEST).operations(release, candidate=False)
     assert told[0] == Operation("close", "pull request 1, which main has left behind")
@@ -92,16 +97,8 @@ def test_main_moves_before_the_merge(publisher: Publisher, make_release: MakeRel
 
 def test_main_moves_with_the_merge(publisher: Publisher, make_release: MakeRelease) -> None:
     release = make_release("one")
-    fault = Fault("POST", "/merge", hold=threading.Event())
-    assert fault.hold is not None
-    publisher.hub.faults.append(fault)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(publisher.publish, release, **BY_REQUEST)
-        assert fault.reached.wait(60)
-        publisher.somebody_commits()
-        fault.hold.set()
-        with pytest.raises(Exception, match=r"does not hold what was sent: NOTES\.md is not in the release"):
-            running.result()
+    with pytest.raises(Exception, match=r"does not hold what was sent: NOTES\.md is not in the release"):
+        publish_while_main_moves(publisher, release, before="/merge")
     assert publisher.tags() == {}, "what is not whole has no tag"
     publisher.publish(release, **BY_REQUEST)
     assert publisher.files() == release.files.keys()
