@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,13 +20,14 @@ from pipeline.verify.check import Check
 from pipeline.verify.run import verify
 from pipeline.verify.signature import Trust
 from tests.conftest import Models, Quantize
+from tests.pipeline.conftest import Ended
 from tests.publish.conftest import bucket, s3_server
 from tests.verify import honest
 
 __all__ = ["bucket", "s3_server"]  # fixtures of the tests of publishing
 
 Verify = Callable[..., Mapping[str, Check]]
-Quantmint = Callable[..., "Ended"]
+Quantmint = Callable[..., Ended]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -124,20 +123,6 @@ def check() -> Verify:
         return {check.name: check for check in verify(folder, trust or Trust(unsigned=True), PlainReporter())}
 
     return run
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """Its standard output."""
-        return json.loads(self.out)
 
 
 @pytest.fixture
