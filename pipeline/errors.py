@@ -23,14 +23,19 @@ from __future__ import annotations
 
 
 class QuantmintError(Exception):
-    """Root of the tree; carries a one-paragraph message and, where there is one, the way out."""
+    """Root of the tree; carries a one-paragraph message and, where there is one, the way out.
+
+    ``transient`` says that the same command may well succeed in a while, with nothing changed: a network or a server
+    that was away. Whoever runs many recipes repeats those, and no others.
+    """
 
     exit_code = 5
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, transient: bool = False) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.transient = transient
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n  {self.hint}"
@@ -58,7 +63,7 @@ class RefusalError(ServingError):
     """A server that is there answered a request with an error: ``status`` is HTTP's, ``answer`` the body."""
 
     def __init__(self, message: str, *, status: int, answer: str, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+        super().__init__(message, hint=hint, transient=status >= 500)
         self.status = status
         self.answer = answer
 

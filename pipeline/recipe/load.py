@@ -47,12 +47,12 @@ class LoadedRecipe:
 
     @property
     def text_proven(self) -> str:
-        """`text_resolved` without where figures and files go and come from: that shapes no result.
+        """`text_resolved` without where figures and files go and come from, and when: that shapes no result.
 
         Others read it. A file that lies beside the recipe keeps its relative path; of one that lies elsewhere the name
         is kept, as its place says nothing of the content and much of a machine and its user.
         """
-        data = _plain(self.recipe, ("tracking", "publish"))
+        data = _plain(self.recipe, ("tracking", "publish", "refresh"))
         for section, name in _PLACES:
             if data[section] is not None and data[section][name] is not None:
                 data[section][name] = without_place(data[section][name])

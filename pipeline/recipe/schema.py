@@ -22,6 +22,7 @@ from calibration.sets import load_set
 from pipeline import schemes
 from pipeline.recipe.proof import Evaluation, Gate, Tracking
 from pipeline.recipe.publishing import Publish
+from pipeline.recipe.refreshing import Refresh
 from pipeline.recipe.section import PRINTABLE, Section, wrong
 from pipeline.schemes import Engine, Format
 from pipeline.serving import hardware
@@ -371,3 +372,4 @@ class Recipe(Section):
     gate: Gate = Field(default_factory=Gate, description="What it must show.")
     publish: Publish = Field(default_factory=Publish, description="Where it goes after a PASS.")
     tracking: Tracking = Field(default_factory=Tracking, description="Where its figures are logged.")
+    refresh: Refresh = Field(default_factory=Refresh, description="When it is looked at again, and made anew if due.")

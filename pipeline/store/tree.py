@@ -23,7 +23,8 @@ from pipeline.store.working import Work
 QUARANTINE: Final = "quarantine"
 RUNS: Final = "runs"
 TRASH: Final = "trash"
-RESERVED: Final = frozenset({QUARANTINE, RUNS, TRASH})
+REFRESH: Final = "refresh"
+RESERVED: Final = frozenset({QUARANTINE, RUNS, TRASH, REFRESH})
 STAGE: Final = re.compile(r"[a-z][a-z0-9_-]*")
 _CACHEDIR_TAG = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"

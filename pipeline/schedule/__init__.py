@@ -1,0 +1,1 @@
+"""When recipes are looked at again: cron expressions, exported units and manifests, and a resident scheduler."""
