@@ -68,10 +68,11 @@ class CountingClient(LocalCompletionsAPI):  # type: ignore[misc]
         """One request with several prompts, when several are in flight."""
         try:
             answer = await super().amodel_call(session, sem, messages, **options)
-        except RuntimeError as error:
-            # The session is closed under the requests in flight once one of them has failed for good: that is the news.
-            raise self._failure or error from None
         except Exception as error:
+            # The session is closed under the requests in flight once one of them has failed for good: that is the news,
+            # whatever these come to see of it. The loop tells of them last, so they are what a log ends with.
+            if session.closed:
+                raise self._failure or error from None
             self._failure = error
             raise
         self._count(messages)

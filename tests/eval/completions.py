@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ class Completions:
         self.asked: list[dict[str, Any]] = []  # the body of every request
         self.favourite: int | None = None
         self.fail_after: int | None = None  # requests that are answered before the rest fail
+        self.meanwhile: Callable[[dict[str, Any]], object] = lambda _: None  # called with a body before it is answered
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -34,6 +35,7 @@ class Completions:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.asked.append(body)
                 broken = outer.fail_after is not None and len(outer.asked) > outer.fail_after
+                outer.meanwhile(body)
                 self._send(500 if broken else 200, {"choices": [] if broken else outer.choices(body)})
 
             def _send(self, status: int, body: object) -> None:

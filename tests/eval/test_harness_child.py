@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -236,6 +238,44 @@ def test_a_group_is_asked_by_leaf(told: Callable[..., Told]) -> None:
     assert {leaf: len(names) for leaf, names in one.load(group)["documents"].items()} == {"one": 12, "two": 12}
     asked = one.ask(group, 4, 5, leaf="two")
     assert [sample.key for sample in asked.samples] == [("two", 4, "none"), ("two", 5, "none")]
+
+
+def test_requests_that_were_in_flight_when_one_failed_tell_of_that_one(
+    server: Completions, tasks: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their own failure, of a connection that was closed, is what a log would end with."""
+    from aiohttp import ClientResponseError, ClientSession
+
+    from eval.harness_client import CountingClient
+
+    monkeypatch.setenv("OPENAI_API_KEY", "unused")
+    endpoint = harness.Endpoint(server.base_url, "m", tokenizer, 64, 7)
+    client = CountingClient(endpoint.model_arguments(), lambda _: None, lambda _: None)
+    arrived, over = threading.Event(), threading.Event()
+
+    def hold(body: dict[str, Any]) -> None:
+        if len(body["prompt"]) == 2:
+            arrived.set()
+            over.wait(60)
+
+    async def scene() -> BaseException | None:
+        async with ClientSession() as session:
+            room = asyncio.Semaphore(2)
+            options: dict[str, Any] = {"generate": True, "gen_kwargs": {"max_gen_toks": 4}}
+            held = asyncio.create_task(client.amodel_call(session, room, [[1], [2]], **options))
+            assert await asyncio.to_thread(arrived.wait, 60)
+            with pytest.raises(ClientResponseError, match="500"):
+                await client.amodel_call(session, room, [[3]], **options)
+        await asyncio.wait([held])
+        return held.exception()
+
+    server.fail_after, server.meanwhile = 0, hold
+    try:
+        seen = asyncio.run(scene())
+    finally:
+        over.set()
+    assert isinstance(seen, ClientResponseError)
+    assert seen.status == 500
 
 
 @pytest.mark.parametrize(

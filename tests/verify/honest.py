@@ -165,7 +165,7 @@ def write_recipe(folder: Path) -> dict[str, Any]:
         }
     )
     (folder / RECIPE).parent.mkdir(exist_ok=True)
-    (folder / RECIPE).write_text(resolved_yaml(recipe, without=("tracking", "publish")))
+    (folder / RECIPE).write_text(resolved_yaml(recipe, without=("tracking", "publish", "refresh")))
     loaded: dict[str, Any] = yaml.safe_load((folder / RECIPE).read_text())
     return loaded
 
