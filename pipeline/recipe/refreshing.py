@@ -18,7 +18,7 @@ def _cron(expression: str) -> str:
 
     fault = fault_of(expression)
     if fault is not None:
-        raise wrong(f"a cron expression of five fields ({fault})", found=expression)
+        raise wrong(f"a cron expression of five fields ({fault})")
     return expression
 
 
@@ -31,7 +31,7 @@ def _zone(name: str) -> str:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):
         near = did_you_mean(name, sorted(available_timezones()))
-        raise wrong(f"a time zone of the IANA database, such as Europe/Berlin{near}", found=name) from None
+        raise wrong(f"a time zone of the IANA database, such as Europe/Paris{near}") from None
     return name
 
 

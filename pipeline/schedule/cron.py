@@ -1,7 +1,7 @@
 """Cron expressions of five fields, with the meaning that Debian's cron gives them, also where clocks change.
 
-    >>> fault_of("0 3 * * 6") is None
-    True
+>>> fault_of("0 3 * * 6") is None
+True
 """
 
 from __future__ import annotations

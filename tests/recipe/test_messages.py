@@ -35,8 +35,17 @@ CASES = {
     "key in the wrong section": (
         OK + "kv_cache: fp8\n",
         "r.yaml:4:1: kv_cache: found an unknown key, expected one of calibration, description, evaluation, extends, "
-        "gate, name, publish, quantization, serve, source, target, tracking, trust_remote_code "
+        "gate, name, publish, quantization, refresh, serve, source, target, tracking, trust_remote_code "
         '(did you mean "quantization.kv_cache"?)',
+    ),
+    "a cron expression that means nothing": (
+        OK + 'refresh: {schedule: "0 3 * * 8"}\n',
+        'r.yaml:4:21: refresh.schedule: found "0 3 * * 8", expected a cron expression of five fields (Bad day-of-week)',
+    ),
+    "a time zone that is none": (
+        OK + "refresh: {timezone: Europe/Berln}\n",
+        'r.yaml:4:21: refresh.timezone: found "Europe/Berln", expected a time zone of the IANA database, such as '
+        'Europe/Paris (did you mean "Europe/Berlin"?)',
     ),
     "missing key": (
         HEAD + "quantization:\n  kv_cache: auto\n",
