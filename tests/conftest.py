@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from pipeline.model.structure import Structure
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Beside each other, the threads of two files' PyTorch wait for cores by spinning: it took twice the CPU time.
+    # Servers choose for themselves: `child_environment` does not let it through.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 pytest_plugins = ["tests.hub.plugin"]

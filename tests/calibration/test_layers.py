@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def test_never_more_than_two_layers_are_there(
     state: dict[str, torch.nn.Parameter] = dict(one.model.named_parameters())
     assert all(parameter.is_meta for parameter in state.values())
     most, outside, threads = 0, set(), set()
-    load = Weights.load
+    load, loads, calls = Weights.load, count(), count()
+    finished = [threading.Event() for _ in range(1 + len(layers))]  # the embedding part, and each layer
 
     def counting(self: Weights, wanted: Any, *, copied: bool = False) -> None:
         nonlocal most
@@ -121,9 +123,17 @@ def test_never_more_than_two_layers_are_there(
         if most:
             outside.update(name for name in there if not name.startswith("model.layers."))
             threads.add(threading.current_thread().name)
+        finished[next(loads)].set()
+
+    def wait_for_the_next(_: int) -> None:
+        """A layer whose forward is quick would be freed before the next one's weights are there."""
+        layer = (next(calls) - 1) // 4  # told once before the first layer, then of its four batches
+        if 0 <= layer < len(layers) - 1:
+            assert finished[layer + 2].wait(60)
 
     monkeypatch.setattr(Weights, "load", counting)
-    run_layers([one], list(blocks[:, :16].split(4)), Observation(), Activations(tmp_path, 10**9))
+    activations = Activations(tmp_path, 10**9)
+    run_layers([one], list(blocks[:, :16].split(4)), Observation(), activations, advance=wait_for_the_next)
     assert most == 2
     assert not outside
     assert threading.current_thread().name not in threads
