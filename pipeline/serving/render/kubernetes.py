@@ -23,7 +23,8 @@ PORT = 8000
 _ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, which nothing outside the cluster reaches
 _SHARED_MEMORY = "16Gi"
 _OWN, _LEADER, _RANK = "$(VLLM_HOST_IP)", "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"
-_RESOURCES = {"rocm": "amd.com/gpu", "cuda": "nvidia.com/gpu"}
+RESOURCES = {"rocm": "amd.com/gpu", "cuda": "nvidia.com/gpu"}
+"""What the vendors' device plugins call a GPU."""
 _SELECTING = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}
 
 
@@ -134,7 +135,7 @@ def _pod(
         "env": _env(variables(plan, last), several=several),
     }
     if kind != "cpu":
-        count = {_RESOURCES[kind]: str(gpus)}
+        count = {RESOURCES[kind]: str(gpus)}
         container["resources"] = {"requests": count, "limits": dict(count)}
     if capabilities:
         container["securityContext"] = {"capabilities": {"add": capabilities}}
@@ -169,12 +170,19 @@ def _at_port(process: Process) -> Process:
 
 def _env(values: Mapping[str, str], *, several: bool) -> list[dict[str, Any]]:
     own = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    plain = [
-        {"name": name, "value": value.replace("$(", "$$(")}
-        for name, value in values.items()
-        if name not in _SELECTING and name != "VLLM_HOST_IP"
-    ]
-    return [*([own] if several else []), *plain]
+    passed = {name: value for name, value in values.items() if name not in _SELECTING and name != "VLLM_HOST_IP"}
+    return [*([own] if several else []), *plain_variables(passed)]
+
+
+def plain_variables(values: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Variables of a container with their values as they stand: $(NAME) is not replaced."""
+    return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
+
+
+def shared_memory() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A volume and its mount: what processes of one server share is more than a container's 64 MiB."""
+    volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}}
+    return volume, {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108
 
 
 def _probes() -> dict[str, Any]:
@@ -187,10 +195,8 @@ def _probes() -> dict[str, Any]:
 
 
 def _volumes(plan: LaunchPlan, claim: str | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    volumes: list[dict[str, Any]] = [
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}}
-    ]
-    mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # noqa: S108
+    memory, mount = shared_memory()
+    volumes, mounts = [memory], [mount]
     for number, path in enumerate(mounted(plan)):
         name = f"model-{number}" if number else "model"
         if claim is not None and not number:
@@ -214,10 +220,13 @@ def _service(plan: LaunchPlan, several: bool) -> dict[str, Any]:
 
 
 def _name(plan: LaunchPlan) -> str:
-    """A name that Kubernetes takes: at most 63 lower-case letters, digits and dashes."""
-    base = plan.served_model_name.rstrip("/").rpartition("/")[2]
-    word = re.sub(r"[^a-z0-9]+", "-", base.lower()).strip("-")
-    return f"serve-{word}"[:52].rstrip("-")
+    return object_name("serve-", plan.served_model_name.rstrip("/").rpartition("/")[2])
+
+
+def object_name(prefix: str, text: str) -> str:
+    """A name that Kubernetes takes, with room for what it adds: at most 52 lower-case letters, digits and dashes."""
+    word = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return f"{prefix}{word}"[:52].rstrip("-")
 
 
 def _labels(plan: LaunchPlan) -> dict[str, str]:

@@ -24,10 +24,10 @@ _PASSED = re.compile(
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 """What keeps a server from looking at the network, and from telling others."""
 #: A last guard, on the plan's variables as well: a server of a local folder has no use for any of these.
-_SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
+SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 
 
 def child_environment(ours: Mapping[str, str], planned: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the server's process: those of ``ours`` that locate things, then ``planned``."""
     passed = {name: value for name, value in ours.items() if _PASSED.fullmatch(name)}
-    return {name: value for name, value in (passed | dict(planned) | OFFLINE).items() if not _SECRET.search(name)}
+    return {name: value for name, value in (passed | dict(planned) | OFFLINE).items() if not SECRET.search(name)}
