@@ -23,8 +23,8 @@ SCHEMA: Final = 1
 class RecipeState:
     """How the last attempt at a recipe ended, and when the next may be made. Times are ISO 8601 in UTC.
 
-    ``last_attempt`` is when the last attempt ended; ``last_success`` when one last ended in PASS, with its release's
-    ``tag``, first seen at ``released``. ``last_exit`` is the exit code that a round counted it with, ``last_duration_s``
+    ``last_attempt`` is when the last attempt ended; ``last_success`` when one last ended in PASS, with the
+    release ``tag``, first seen at ``released``. ``last_exit`` is the code that a round counted, ``last_duration_s``
     the seconds of the last attempt that came to its end. ``attempts_failed`` counts rounds that failed since one did
     not, ``not_before`` is when the next is made at the soonest, and ``inputs`` the digest of what the recipe was to be
     made from: where that is another now, there is nothing to wait for.

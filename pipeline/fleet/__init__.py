@@ -1,0 +1,1 @@
+"""Many recipes, one after another and beside each other: a queue over sets of devices."""

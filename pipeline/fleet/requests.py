@@ -1,0 +1,53 @@
+"""What a fleet is asked for, and within which limits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.refresh.due import Due
+
+Look = Callable[[Sequence[str]], "tuple[Due, ...]"]
+"""Which of these recipes are due: `pipeline.refresh.due.look` with everything but the recipes given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A recipe as somebody named it (a name or a file), and what made them: "asked", "schedule"."""
+
+    recipe: str
+    trigger: str = "asked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a fleet works.
+
+    ``store`` is the store's root. ``jobs`` is how many recipes run at a time at the most (None: one for each device,
+    one where there are none). ``devices`` are numbers as this process's own variables leave them (None: all that are
+    visible). ``retries`` is how often an attempt is repeated after a fault that passes. ``max_hours`` limits a round's
+    wall clock, ``max_disk`` the bytes by which the store and the folders of releases grow in it. ``everything`` also
+    runs what is not due, is held or rests; ``redo`` are stages that run again, which means the same. ``wait`` is
+    whether a recipe that another fleet has is waited for. ``command`` is the start of a child's command line, which the
+    recipe and the options of `quantmint run` follow. ``grace_s`` is the time between SIGTERM and SIGKILL, and
+    ``first_wait_s`` the wait before the first repetition, which doubles from then on.
+    """
+
+    store: Path
+    jobs: int | None = None
+    devices: tuple[int, ...] | None = None
+    retries: int = 3
+    max_hours: float | None = None
+    max_disk: int | None = None
+    everything: bool = False
+    redo: tuple[str, ...] = ()
+    wait: bool = True
+    vllm: str | None = None
+    device: str = "auto"
+    command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "run")
+    grace_s: float = 30.0
+    first_wait_s: float = 60.0
