@@ -15,7 +15,8 @@ from pipeline.serving.launchers.child import SUPERVISOR
 
 _TAIL = 3  # lines of the log that an error quotes
 _SECRET = re.compile(
-    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_?KEY|CONNECTION_?STRING",
+    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_?KEY|CONNECTION_?STRING"
+    r"|WEBHOOK",  # who knows such an address may write to it
     re.IGNORECASE,
 )
 _GRACE_S = 5.0

@@ -68,6 +68,7 @@ def test_it_gets_no_token_but_those_it_was_given(tmp_path: Path, monkeypatch: py
         "QUANTMINT_SIGNING_PASSPHRASE",
         "AZURE_STORAGE_KEY",
         "AZURE_STORAGE_CONNECTION_STRING",
+        "QUANTMINT_WEBHOOK",
     ):
         monkeypatch.setenv(name, "hidden")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")

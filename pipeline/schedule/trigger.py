@@ -1,0 +1,41 @@
+"""APScheduler's triggers with cron's own meaning.
+
+APScheduler has a cron trigger, which is not used because it answers otherwise than cron does:
+
+- it numbers the days of the week from Monday, so that its ``0 3 * * 0`` is a Monday and cron's a Sunday;
+- where day of month and day of week are both given, it wants both, and cron either;
+- a fixed time in an hour that the clock shows twice comes twice, and in cron once; one in an hour that is left out
+  comes up to an hour after the change, and in cron at the change.
+
+::
+
+    scheduler.add_job(fire, CronTrigger("0 3 * * 6", "Europe/Berlin"), coalesce=True, misfire_grace_time=None)
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from apscheduler.triggers.base import BaseTrigger
+
+from pipeline.schedule.times import next_after
+
+
+class CronTrigger(BaseTrigger):  # type: ignore[misc]  # APScheduler has no types that mypy could follow
+    """Fires at the instants of an expression; those that passed unseen are one."""
+
+    __slots__ = ("expression", "zone")
+
+    def __init__(self, expression: str, zone: str) -> None:
+        self.expression = expression
+        self.zone = zone
+
+    def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime | None:
+        """The first instant after both: a clock that was put back does not bring a time that was done again.
+
+        After a long sleep there is one time to catch up with, not one for every instant that was slept through.
+        """
+        return next_after(self.expression, self.zone, max(previous_fire_time or now, now))
+
+    def __str__(self) -> str:
+        return f"{self.expression} ({self.zone})"
