@@ -32,6 +32,7 @@ _COMMANDS = {
     "prune": ("prune", "Remove old releases from a place."),
     "verify": ("verify", "Check all that a release says, with nothing but what was published."),
     "gate": ("gate", "Judge again from a record, or from what was published."),
+    "schedule": ("schedule", "Look at recipes on their schedules, or write units and manifests that do."),
     "recipes": ("recipes", "List the recipes, or print one resolved."),
     "schemes": ("schemes", "List the quantization schemes."),
     "knobs": ("knobs", "List what a launch of vLLM can set, and why."),
