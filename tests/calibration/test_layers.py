@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -86,22 +87,38 @@ def test_nothing_is_committed_before_it_is_worth_it(deep: Path, blocks: torch.Te
     assert not list((tmp_path / "work").glob("*"))
 
 
+KILLED_AFTER = (2, 7, 14, 23)
+
+
+@pytest.fixture(scope="module")
+def killed(deep: Path, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each of these numbers of steps, with what a run that was killed then, and the next one, left."""
+    place = tmp_path_factory.mktemp("killed")
+    torch.save(blocks[:, :16].clone(), place / "tokens.pt")
+    script = Path(__file__).with_name("killed_layers.py")
+    ended = subprocess.run(
+        [sys.executable, *map(str, (script, deep, place / "tokens.pt", place, *KILLED_AFTER))],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == [[-signal.SIGKILL, 0]] * len(KILLED_AFTER), ended.stderr
+    return place
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [2, 7, 14, 23])
+@pytest.mark.parametrize("steps", KILLED_AFTER)
 def test_a_killed_run_finds_the_ranges_of_an_undisturbed_one(
-    deep: Path, blocks: torch.Tensor, tmp_path: Path, same: Same, steps: int
+    deep: Path, blocks: torch.Tensor, killed: Path, same: Same, steps: int
 ) -> None:
-    tokens, out, work = tmp_path / "tokens.pt", tmp_path / "ranges.safetensors", tmp_path / "work"
-    torch.save(blocks[:, :16].clone(), tokens)
-    command = [sys.executable, str(Path(__file__).parent / "killed_layers.py"), *map(str, (deep, work, tokens, out))]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    killed = subprocess.run([*command, str(steps + 1)], env=environment, capture_output=True, text=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not out.exists()
-    resumed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert resumed.stdout.splitlines()[0] == f"advance {16 * ((steps - 1) // 4)}"
-    same(observe(load_resident(deep, "cpu"), list(blocks[:, :16].split(4))), load_ranges(out))
-    assert not work.exists()
+    place = killed / str(steps)
+    assert len((place / "killed").read_text().splitlines()) == steps + 1
+    assert not (place / "killed.safetensors").exists()
+    assert (place / "resumed").read_text().splitlines()[0] == f"{16 * ((steps - 1) // 4)}"
+    same(observe(load_resident(deep, "cpu"), list(blocks[:, :16].split(4))), load_ranges(place / "resumed.safetensors"))
+    assert not (place / "work").exists()
 
 
 def test_never_more_than_two_layers_are_there(
