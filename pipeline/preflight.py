@@ -38,12 +38,16 @@ _SERVED = ("serve", "canary", "evaluate", "control", "bench")  # what asks a ser
 
 
 def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> list[str]:
-    """Keys of the stages that would run."""
-    return [
-        planned.key
-        for planned in plan
-        if planned.key in redo or planned.stage.family in redo or find_entry(planned, setting) is None
-    ]
+    """Keys of the stages that would run: what the remote tier offers is taken from there."""
+
+    def is_there(planned: Planned) -> bool:
+        if planned.key in redo or planned.stage.family in redo:
+            return False
+        if find_entry(planned, setting) is not None:
+            return True
+        return setting.remote is not None and setting.remote.offers(planned.stage.family, planned.fingerprint)
+
+    return [planned.key for planned in plan if not is_there(planned)]
 
 
 def known_unsound(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> bool:

@@ -126,6 +126,9 @@ def run_plan(
                     continue
                 number, total = len(steps) + 1, len(steps) + 1 + len(left)
                 step = _step(planned, number, total, setting, reporter, entries, servers, redo)
+                if setting.remote is not None:
+                    inputs = {name: entries[key] for name, key in planned.inputs.items()}
+                    setting.remote.send(step.entry, inputs, reporter)
                 entries[planned.key] = step.entry
                 steps.append(step)
                 _stop_if_unsound(step)
@@ -199,6 +202,10 @@ def _make(
         if work.existing is not None:
             return work.existing, True
         inputs = {name: entries[key] for name, key in planned.inputs.items()}
+        if setting.remote is not None and not again:
+            brought = setting.remote.bring(work, inputs, reporter)
+            if brought is not None:
+                return brought, True
         output = stage.run(Job(setting, work.path, inputs, reporter, servers))
         entry = work.commit(
             payload=planned.payload,

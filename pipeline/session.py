@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval import suites, workloads
 from eval.errors import DefinitionError
@@ -19,6 +19,9 @@ from pipeline.stage import Setting, SourceIdentity
 from pipeline.stages.source import config_folder, identify
 from pipeline.store.tree import Store
 
+if TYPE_CHECKING:
+    from pipeline.store.remote.tier import RemoteTier
+
 
 def open_setting(
     recipe: str,
@@ -28,11 +31,12 @@ def open_setting(
     device: str = "auto",
     config: Path | None = None,
     to_run: bool = False,
+    remote: RemoteTier | None = None,
 ) -> Setting:
     """Everything a plan needs. Refuses a recipe that asks for the impossible before anything is fetched or hashed.
 
     ``config`` is a folder with a config.json that stands in for the model, for planning where there is no network;
-    ``to_run`` also refuses what is declared but not built yet.
+    ``to_run`` also refuses what is declared but not built yet; ``remote`` is a tier of the store to take from.
     """
     loaded = load_recipe(recipe)
     # The CPU that serves is this one; when only planning it may be another.
@@ -62,6 +66,7 @@ def open_setting(
         vllm=None if loaded.recipe.evaluation.runtime == "reference" else _find_vllm(vllm),
         device=device,
         home=Path.cwd(),
+        remote=remote,
     )
 
 

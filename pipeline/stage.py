@@ -23,6 +23,7 @@ from pipeline.store.tree import Store
 if TYPE_CHECKING:
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.stages.servers import Servers
+    from pipeline.store.remote.tier import RemoteTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Setting:
     """Everything that a run is given.
 
     ``config`` is the model's config.json; ``vllm`` is None where no serving environment was found; ``device`` is
-    PyTorch's name of where calibration and quantization compute; ``home`` is what a publish folder is relative to.
+    PyTorch's name of where calibration and quantization compute; ``home`` is what a publish folder is relative to;
+    ``remote`` is a tier of the store that several sites share (None: there is none).
     """
 
     loaded: LoadedRecipe
@@ -55,6 +57,7 @@ class Setting:
     vllm: VllmEnvironment | None
     device: str
     home: Path
+    remote: RemoteTier | None = None
 
     @property
     def recipe(self) -> Recipe:

@@ -31,6 +31,20 @@ def store_option(function: F) -> F:
     )(function)
 
 
+def remote_option(function: F) -> F:
+    """``--remote-store``: a tier of the store that several sites share."""
+    from pipeline.store.remote import VARIABLE
+
+    return click.option(
+        "--remote-store",
+        "remote",
+        metavar="URL",
+        envvar=VARIABLE,
+        help=f"s3://bucket/prefix, or any URL of fsspec: what was measured at another site is taken from there, what "
+        f"is measured here is sent there (default: ${VARIABLE}, or none).",
+    )(function)
+
+
 def json_option(function: F) -> F:
     """``--json``: one JSON object on standard output."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")(function)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.options import emit, json_option, store_option, vllm_option
+from pipeline.commands.options import emit, json_option, remote_option, store_option, vllm_option
 
 if TYPE_CHECKING:
     from pipeline.store.entries import Entry
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
 @vllm_option
 @store_option
+@remote_option
 @json_option
 def command(
     recipe: str,
@@ -29,6 +30,7 @@ def command(
     device: str,
     vllm: str | None,
     store_path: Path,
+    remote: str | None,
     as_json: bool,
 ) -> int:
     """Make what RECIPE says (a name or a YAML file), prove it, publish it if it passes.
@@ -41,12 +43,18 @@ def command(
     from pipeline.publish.opening import published_folder
     from pipeline.runner import relative, run_plan
     from pipeline.session import open_setting
+    from pipeline.store.remote.tier import open_tier
     from pipeline.store.tree import Store
     from pipeline.tracking.after_run import log_run
 
     reporter = reporter_for(json=as_json)
     setting = open_setting(
-        recipe, store=Store(store_path, on_warning=reporter.warn), vllm=vllm, device=device, to_run=True
+        recipe,
+        store=Store(store_path, on_warning=reporter.warn),
+        vllm=vllm,
+        device=device,
+        to_run=True,
+        remote=None if remote is None else open_tier(remote, reporter.warn),
     )
     plan = cut(build_plan(setting), until)
     for name in redo:

@@ -17,7 +17,8 @@ from pipeline.store.disk import disk_errors, fsync
 
 Pieces = Callable[[str, int], Iterator[bytes]]
 """The bytes of a file from an offset on."""
-_PARTIAL: Final = ".partial"
+PARTIAL: Final = ".partial"
+"""What is put behind a file's name while it comes in."""
 
 
 class OtherBytesError(StageError):
@@ -48,7 +49,7 @@ def fetch(
     with disk_errors(into, needed=sum(sizes.values())):
         into.mkdir(parents=True, exist_ok=True)
         present = {path.relative_to(into).as_posix() for path in into.rglob("*") if not path.is_dir()}
-        strays = sorted(present - sizes.keys() - {f"{name}{_PARTIAL}" for name in sizes})
+        strays = sorted(present - sizes.keys() - {f"{name}{PARTIAL}" for name in sizes})
         if strays:
             raise UserError(
                 f"{into}: found {strays[0]}, which is no file of the release", hint="Name a folder that is not there."
@@ -66,7 +67,7 @@ def _bring(name: str, path: Path, size: int, digest: str | None, pieces: Pieces,
     if digest is not None and path.is_file() and path.stat().st_size == size and digest_of(path, _none) == digest:
         advance(size)
         return
-    partial = path.with_name(f"{path.name}{_PARTIAL}")
+    partial = path.with_name(f"{path.name}{PARTIAL}")
     partial.parent.mkdir(parents=True, exist_ok=True)
     found = hashlib.sha256()
     start = partial.stat().st_size if digest is not None and partial.is_file() else 0

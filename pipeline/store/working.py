@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -103,8 +104,25 @@ class Work:
                 finished=timestamp(finished),
                 duration_s=duration_s,
             )
-            data = record.to_json()
-            Record.from_json(data)  # what `find` will ask of it, asked while there is still something to go back to
+        return self._become(record)
+
+    def adopt(self, record: Record) -> Entry:
+        """Make the working folder the entry that another store has, whose files were checked while they came in.
+
+        Raises `ValueError` for a record of another entry or other files, and `StoreError` as `commit` does.
+        """
+        if self.existing is not None or (record.stage, record.fingerprint) != (self.stage, self.fingerprint):
+            raise ValueError(f"{self._final} exists already, or is not what {record.stage}/{record.fingerprint} is")
+        with disk_errors(self.path):
+            files = self._hash({name: (fact.size, fact.sha256) for name, fact in record.files.items()})
+        if files.keys() != record.files.keys():
+            raise ValueError(f"{self.path} has other files than its record")
+        return self._become(replace(record, files=files))
+
+    def _become(self, record: Record) -> Entry:
+        data = record.to_json()
+        Record.from_json(data)  # what `find` will ask of it, asked while there is still something to go back to
+        with disk_errors(self.path):
             for folder in folders(self.path):
                 fsync(folder)
             self.lock.check()

@@ -55,7 +55,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "work"
     place.mkdir()
     monkeypatch.chdir(place)
-    for name in ("QUANTMINT_STORE", "QUANTMINT_VLLM"):
+    for name in ("QUANTMINT_STORE", "QUANTMINT_REMOTE_STORE", "QUANTMINT_VLLM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
 

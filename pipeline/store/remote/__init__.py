@@ -1,0 +1,14 @@
+"""A second tier of the store, in a bucket or below any URL of fsspec, that several sites share.
+
+    tier = RemoteTier("s3://bucket/quantmint", open_objects("s3://bucket/quantmint", None))
+    tier.bring(work, inputs, progress)      # the entry that another site made, or None
+    tier.send(entry, inputs, progress)      # for the other sites
+
+It holds what was measured, not weights: those are made again from the source faster than they travel, to the same
+bytes, and what is measured of other bytes is not taken.
+"""
+
+from typing import Final
+
+VARIABLE: Final = "QUANTMINT_REMOTE_STORE"
+"""Variable that names the tier, for commands that others start."""

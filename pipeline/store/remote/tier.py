@@ -1,0 +1,160 @@
+"""Entries in a bucket: looked for before a stage runs, sent when it has run.
+
+    s3://bucket/quantmint/evaluate/3f2a....json                  the parcel, written last
+    s3://bucket/quantmint/evaluate/3f2a.../9c01d2e3f4a5b6c7/...    its files
+
+Nothing here can spoil a run: a tier that is away or holds nonsense is told once, and the stage runs. What comes in is
+held against its record, file by file, and a record against its fingerprint. Whoever may write to the bucket may write
+results, so that right is worth as much as the right to publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from pipeline.errors import QuantmintError, StoreError, UserError
+from pipeline.publish.fetching import PARTIAL, fetch
+from pipeline.publish.release import File
+from pipeline.publish.storage.objects import Objects, open_objects
+from pipeline.recipe.faults import did_you_mean
+from pipeline.serving.host.device import Device, device_here
+from pipeline.stage import Progress
+from pipeline.store.entries import Entry
+from pipeline.store.remote.parcel import Parcel, ParcelError, contents, decode, pack
+from pipeline.store.working import Work
+
+HERE_ONLY: Final = frozenset({"source", "quantize", "publish"})
+"""Families that stay: paths of this machine, weights, and what was published from here."""
+
+
+class RemoteTier:
+    """A remote tier at ``url``. ``warn`` is told what does not work, each thing once.
+
+    ``device`` says what a kind of device ("cpu", "cuda") is on this machine.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        objects: Objects,
+        warn: Callable[[str], None],
+        *,
+        device: Callable[[str], Device] = device_here,
+    ) -> None:
+        self.url = url
+        self._objects = objects
+        self._warn = warn
+        self._device = device
+        self._told: set[str] = set()
+        self._damaged: set[str] = set()
+        self._away = False
+
+    def offers(self, stage: str, fingerprint: str) -> bool:
+        """Whether an entry can be had; False where the tier cannot be asked."""
+        parcel, _ = self._look(stage, fingerprint)
+        return parcel is not None and self._measured_as_here(parcel)
+
+    def bring(self, work: Work, inputs: Mapping[str, Entry], progress: Progress) -> Entry | None:
+        """Make the entry from what another site sent; None where there is none of these inputs and such a machine.
+
+        What was brought before a break is not brought again.
+        """
+        parcel, _ = self._look(work.stage, work.fingerprint)
+        if parcel is None or parcel.inputs != contents(inputs) or not self._measured_as_here(parcel):
+            return None
+        record = parcel.record
+        folder = f"{_folder(work.stage, work.fingerprint)}/{parcel.folder}"
+        ours = {*record.files, *(f"{name}{PARTIAL}" for name in record.files)}
+        if any(path.relative_to(work.path).as_posix() not in ours for path in work.path.rglob("*") if path.is_file()):
+            work.discard()  # what an attempt to make it here left
+
+        def pieces(name: str, start: int) -> Iterator[bytes]:
+            return self._objects.pieces(f"{folder}/{name}", start, record.files[name].size)
+
+        progress.say(f"taking it from {self.url}, where it was finished at {record.finished}")
+        try:
+            fetch(
+                work.path,
+                {name: fact.size for name, fact in record.files.items()},
+                {name: fact.sha256 for name, fact in record.files.items()},
+                pieces,
+                place=self.url,
+                progress=progress,
+            )
+        except StoreError:
+            raise  # this disk's, not the tier's
+        except QuantmintError as error:
+            self._damaged.add(work.fingerprint)
+            self._tell(f"{work.stage} is made here: {error.message}")
+            work.discard()
+            return None
+        return work.adopt(record)
+
+    def send(self, entry: Entry, inputs: Mapping[str, Entry], progress: Progress) -> None:
+        """Give an entry to the other sites, where they have none: one that is there and sound stays."""
+        there, mark = self._look(entry.stage, entry.fingerprint)
+        if entry.stage in HERE_ONLY or self._away or (there is not None and entry.fingerprint not in self._damaged):
+            return
+        parcel = pack(entry, inputs)
+        folder = f"{_folder(entry.stage, entry.fingerprint)}/{parcel.folder}"
+        try:
+            with progress.bar(sum(fact.size for fact in entry.record.files.values()), "B") as advance:
+                for name, fact in entry.record.files.items():
+                    file = File(entry.path / name, fact.size, fact.sha256)
+                    self._objects.send(f"{folder}/{name}", file, advance)
+            self._objects.replace(_name(entry.stage, entry.fingerprint), parcel.encode(), mark)
+        except QuantmintError as error:
+            self._tell(f"{entry.stage} was not sent to {self.url}: {error.message}")
+
+    def _measured_as_here(self, parcel: Parcel) -> bool:
+        """Whether this machine would have measured on such a device."""
+        there = parcel.device
+        return there is None or there == self._device("cpu" if there.hardware == "cpu" else "cuda")
+
+    def _look(self, stage: str, fingerprint: str) -> tuple[Parcel | None, str | None]:
+        """The parcel, where there is a sound one, and the mark of the object, where there is one."""
+        if stage in HERE_ONLY or self._away:
+            return None, None
+        try:
+            found = self._objects.read(_name(stage, fingerprint))
+        except QuantmintError as error:
+            self._away = True  # asking for each stage anew would cost a timeout each
+            self._tell(f"the remote store is left out: {error.message}")
+            return None, None
+        if found is None:
+            return None, None
+        try:
+            return decode(found.data, stage, fingerprint), found.mark
+        except ParcelError as error:
+            self._tell(f"{self.url}/{_name(stage, fingerprint)} is not used: {error}")
+            return None, found.mark
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._warn(message)
+
+
+def open_tier(url: str, warn: Callable[[str], None]) -> RemoteTier:
+    """The tier at a URL; its server is AWS or what AWS_ENDPOINT_URL says.
+
+    Raises `UserError` for no such kind, and for an address with credentials, which it does not repeat.
+    """
+    from fsspec import available_protocols
+
+    scheme, separator, path = url.partition("://")
+    if "@" in url:
+        raise UserError("--remote-store: found an address with an @, expected one without credentials")
+    if not separator or not path.strip("/") or scheme not in available_protocols():
+        near = did_you_mean(scheme, available_protocols()) if separator else ""
+        raise UserError(f"--remote-store: found {url!r}, expected s3://bucket/prefix or another URL of fsspec{near}")
+    return RemoteTier(url.rstrip("/"), open_objects(url.rstrip("/"), None), warn)
+
+
+def _name(stage: str, fingerprint: str) -> str:
+    return f"{_folder(stage, fingerprint)}.json"
+
+
+def _folder(stage: str, fingerprint: str) -> str:
+    return f"{stage}/{fingerprint}"

@@ -1,0 +1,67 @@
+"""The remote tier of the store in a real bucket."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline.canonical import fingerprint
+from pipeline.progress import PlainReporter
+from pipeline.store.remote.tier import open_tier
+from pipeline.store.tree import Store
+from tests.publish.s3_server import Fault
+
+PAYLOAD: dict[str, Any] = {"stage": "evaluate", "version": 1, "inputs": {}, "settings": {"seed": 1}}
+DIGEST = fingerprint(PAYLOAD)
+
+
+def _made(root: Path, content: str) -> Any:
+    with Store(root).working("evaluate", DIGEST) as work:
+        (work.path / "samples").mkdir()
+        (work.path / "samples" / "gsm8k.jsonl").write_text(content * 1000)
+        return work.commit(payload=PAYLOAD, result={"score": 0.5}, started=datetime.now(UTC), tools={})
+
+
+def test_through_a_bucket(bucket: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.url)
+    warnings: list[str] = []
+    progress = PlainReporter()
+    one, other = _made(tmp_path / "one", "one"), _made(tmp_path / "other", "other")
+
+    def tier() -> Any:
+        return open_tier(f"s3://{bucket.name}/tier/", warnings.append)
+
+    assert not tier().offers("evaluate", DIGEST)
+    tier().send(one, {}, progress)
+    writes = bucket.server.writes()
+    assert writes[-1].endswith(f"evaluate/{DIGEST}.json")  # what is not whole has no name
+    tier().send(other, {}, progress)  # of another site, which was slower
+    assert bucket.server.writes() == writes
+    with Store(tmp_path / "two").working("evaluate", DIGEST) as work:
+        bucket.server.faults.append(Fault("GET /.*jsonl", status=503))
+        brought = tier().bring(work, {}, progress)
+    assert brought is not None
+    assert brought.file("samples/gsm8k.jsonl").read_text() == "one" * 1000
+    assert brought.record.result == {"score": 0.5}
+    assert Store(tmp_path / "two").find("evaluate", DIGEST) is not None
+    assert warnings == []
+
+
+def test_two_sites_that_send_at_once_do_not_mix(bucket: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.url)
+    progress = PlainReporter()
+    one, other = _made(tmp_path / "one", "one"), _made(tmp_path / "other", "other")
+    warnings: list[str] = []
+    url = f"s3://{bucket.name}/tier"
+
+    def meanwhile() -> None:
+        open_tier(url, warnings.append).send(other, {}, progress)
+
+    bucket.server.faults.append(Fault(f"PUT /.*/{DIGEST}.json", first=meanwhile))
+    open_tier(url, warnings.append).send(one, {}, progress)
+    with Store(tmp_path / "two").working("evaluate", DIGEST) as work:
+        brought = open_tier(url, warnings.append).bring(work, {}, progress)
+    assert brought is not None
+    assert brought.file("samples/gsm8k.jsonl").read_text() == "other" * 1000
+    assert warnings == []
