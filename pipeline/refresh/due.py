@@ -1,15 +1,31 @@
-"""Whether a recipe is due: what it would be made from now, against what its newest release was made from."""
+"""Whether recipes are due: what each would be made from now, against what its newest release was made from.
+
+    for found in look(["llama70b-fp8kv", "llama8b-ptpc"], store=Store(Path("store"))):
+        print(found.name, found.state, found.reason)
+
+Nothing is run, and nothing is fetched but small files. Everything that lies elsewhere is asked first, for all recipes
+at once, and each repository once; then each recipe is planned as a run would plan it. What could not be asked is taken
+to be as the release has it: a network that is away makes nothing due, and is told.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from eval.verdict import Verdict
-from pipeline.canonical import Json
-from pipeline.recipe.load import LoadedRecipe
-from pipeline.refresh.causes import Change
-from pipeline.refresh.release import Released
+from pipeline import __version__
+from pipeline.canonical import Json, fingerprint
+from pipeline.errors import QuantmintError
+from pipeline.recipe.load import LoadedRecipe, load_recipe
+from pipeline.refresh.asked import Answers, ask
+from pipeline.refresh.causes import Change, changes, unknown_tools, without
+from pipeline.refresh.now import Now, plan_now
+from pipeline.refresh.release import Released, packaged
+from pipeline.refresh.words import what_changed
+from pipeline.store.runs import Run, list_runs
+from pipeline.store.tree import Store
 
 State = Literal["current", "due", "held", "broken", "unknown"]
 
@@ -23,6 +39,7 @@ class Due:
     nothing is to do. ``reason`` is one line for people. ``changes`` hold also what the recipe's triggers leave out.
     ``stages`` says of each stage's key whether a run would find it ("cached") or make it ("rerun"). ``unknown`` are the
     sentences of what could not be asked, whatever the state. ``loaded`` is None where the file cannot be loaded.
+    ``inputs`` is a digest of everything that a run would start from, "" where there is no plan.
     """
 
     name: str
@@ -35,6 +52,7 @@ class Due:
     unknown: tuple[str, ...] = ()
     verdict: Verdict | None = None
     loaded: LoadedRecipe | None = None
+    inputs: str = ""
 
     def to_json(self) -> dict[str, Json]:
         """A plain mapping for programs."""
@@ -48,4 +66,116 @@ class Due:
             "stages": [{"stage": key, "state": state} for key, state in self.stages],
             "release": None if self.release is None else self.release.to_json(),
             "unknown": list(self.unknown),
+            "inputs": self.inputs,
         }
+
+
+def look(
+    recipes: Sequence[str],
+    *,
+    store: Store,
+    vllm: str | None = None,
+    device: str = "auto",
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Due, ...]:
+    """What is to do for each of some recipes, by name or path, in their order; no recipe makes it raise.
+
+    ``vllm`` and ``device`` are a run's; ``tell`` is given a line now and then where many places are asked. Nothing that
+    the Hub answered is remembered for the next call.
+    """
+    found: dict[str, Due] = {}
+    loaded: dict[str, LoadedRecipe] = {}
+    for recipe in recipes:
+        try:
+            loaded[recipe] = load_recipe(recipe)
+        except QuantmintError as error:
+            found[recipe] = Due(recipe, recipe, "broken", str(error))
+    runs = list_runs(store.root)
+    answers = ask(list(loaded.values()), tell)
+    for recipe, one in loaded.items():
+        found[recipe] = _found(recipe, one, answers, store, runs, vllm, device)
+    return tuple(found[recipe] for recipe in recipes)
+
+
+def _found(
+    recipe: str,
+    loaded: LoadedRecipe,
+    answers: Answers,
+    store: Store,
+    runs: Sequence[Run],
+    vllm: str | None,
+    device: str,
+) -> Due:
+    name = loaded.recipe.name
+    release, unasked = answers.newest(loaded)
+    if release is None:
+        release = packaged(name, store, runs)
+    try:
+        now = plan_now(loaded, answers, release, store=store, runs=runs, vllm=vllm, device=device)
+    except QuantmintError as error:
+        missing = answers.missing(loaded)
+        if missing:
+            return Due(
+                name, recipe, "unknown", missing[0], release=release, unknown=(*unasked, *missing), loaded=loaded
+            )
+        return Due(name, recipe, "broken", str(error), release=release, loaded=loaded)
+    unknown = (*unasked, *now.unknown)
+    differing = () if release is None else _changes(release, now)
+    tools = unknown_tools(differing)
+    if tools:
+        differing = without(differing, tools)
+        unknown = (*unknown, f"not installed here, so that its version is not known: {', '.join(sorted(tools))}")
+    state, reason = _state(now, release, differing, unasked, unknown)
+    if release is None and state in ("due", "held"):
+        differing = (Change("recipe", "package", "$", None, name),)
+    return Due(
+        name,
+        recipe,
+        state,
+        reason,
+        changes=differing,
+        stages=now.stages,
+        release=release,
+        unknown=unknown,
+        verdict=None if now.judged is None or state != "held" else now.judged,
+        loaded=loaded,
+        inputs=fingerprint([[planned.key, planned.fingerprint] for planned in now.plan]),
+    )
+
+
+def _changes(release: Released, now: Now) -> tuple[Change, ...]:
+    payloads: Mapping[str, Mapping[str, object]] = {planned.key: planned.payload for planned in now.plan}
+    written = now.setting.loaded.positions.values.keys()
+    return changes(release.manifest, payloads, now.recipe, written=written, quantmint=__version__)
+
+
+def _state(
+    now: Now,
+    release: Released | None,
+    differing: Sequence[Change],
+    unasked: Sequence[str],
+    unknown: Sequence[str],
+) -> tuple[State, str]:
+    """The state, and why in one line."""
+    held = None if now.judged is None else f"these inputs were judged {now.judged.value}"
+    if release is None:
+        if unasked:
+            return "unknown", "whether it was ever released is not known"
+        return ("held", f"never released: {held}") if held else ("due", "never released")
+    triggers = now.setting.recipe.refresh.triggers
+    counted = [change for change in differing if change.cause in triggers]
+    if counted:
+        words = "; ".join(what_changed(counted))
+        return ("held", f"{held} ({words})") if held else ("due", words)
+    if now.unpublished(release):
+        return "due", f"{release.tag} is not in all places of the recipe"
+    if differing:
+        causes = ", ".join(dict.fromkeys(change.cause for change in differing))
+        return "current", f"left out by refresh.triggers: {causes}: {'; '.join(what_changed(differing))}"
+    if unknown:
+        return "unknown", unknown[0]
+    readers = release.shown
+    waits = now.setting.recipe.publish.to == "candidate"
+    if readers not in (None, release.tag) and not waits:
+        return "current", f"nothing changed; readers get {readers}"
+    return "current", "nothing changed"
