@@ -141,11 +141,14 @@ class Api(Connection):
         return self._page(repo.history(repo.find(revision)))
 
     @route("GET", "/api/models/{repo}/tree/{}")
-    def tree(self, repo_id: str, revision: str) -> Reply:
-        """All of it: nobody asks for one folder alone."""
+    def tree(self, repo_id: str, revision: str, folder: str = "") -> Reply:
+        """All that is in a folder, however deep."""
         repo = self._repo(repo_id)
-        tree = repo.tree(repo.find(revision))
-        folders = {path.rpartition("/")[0] for path in tree if "/" in path}
+        inside = f"{folder}/" if folder else ""
+        tree = {path: entry for path, entry in repo.tree(repo.find(revision)).items() if path.startswith(inside)}
+        if inside and not tree:
+            raise Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound")
+        folders = {path.rpartition("/")[0] for path in tree if "/" in path} - {folder}
         found = [{"type": "directory", "path": folder, "oid": "0" * 40, "size": 0} for folder in sorted(folders)]
         return self._page([*found, *_listed(tree, sorted(tree))])
 

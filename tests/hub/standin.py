@@ -12,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+from collections.abc import Mapping
 from http.server import ThreadingHTTPServer
 
+from tests.hub import datasets as datasets  # adds their addresses
 from tests.hub.api import Api
 from tests.hub.connection import Fault, Request
-from tests.hub.repository import Json, Repository
+from tests.hub.repository import Json, Repository, is_large
 
 __all__ = ["Fault", "HubStandIn", "Request"]
 
@@ -60,6 +62,24 @@ class HubStandIn(ThreadingHTTPServer):
     def repo(self, repo_id: str) -> Repository:
         """A repository as it is, for a test to look at."""
         return self.repos[repo_id]
+
+    def put(self, repo_id: str, files: Mapping[str, bytes], title: str = "files") -> str:
+        """A commit on main, as somebody else makes it; the repository is made if need be. Returns the commit.
+
+        A dataset is called ``datasets/namespace/name``.
+        """
+        with self.lock:
+            repo = self.repos.setdefault(repo_id, Repository(repo_id, private=False))
+            head = repo.find("main")
+            tree = dict(repo.tree(head))
+            for path, content in files.items():
+                if is_large(path, len(content)):
+                    sha256 = hashlib.sha256(content).hexdigest()
+                    repo.objects[sha256] = content
+                    tree[path] = repo.large(sha256, path)
+                else:
+                    tree[path] = repo.small(content)
+            return repo.record("refs/heads/main", head, tree, title)
 
     def sent(self, method: str, pattern: str) -> list[Request]:
         """Requests of a method whose path the pattern is found in, in their order."""

@@ -83,6 +83,23 @@ def test_a_listing_knows_files_and_folders(api: HfApi) -> None:
         api.model_info(REPO, revision="absent")
 
 
+def test_a_dataset_is_listed_and_read_at_each_of_its_commits(hub: HubStandIn) -> None:
+    client, files = HfApi(endpoint=hub.url, token=hub.token), {"data/train.jsonl": b"{}", "database.json": b"[]"}
+    first = hub.put("datasets/my-org/set", files)
+    second = hub.put("datasets/my-org/set", {"data/train.jsonl": b'{"text": "more"}'})
+
+    found = {client.dataset_info("my-org/set", revision=name).sha for name in ("main", second)}
+    assert (found, first != second) == ({second}, True)
+    (listed,) = client.list_repo_tree("my-org/set", "data", repo_type="dataset")
+    assert listed.path == "data/train.jsonl"
+    with pytest.raises(EntryNotFoundError):
+        list(client.list_repo_tree("my-org/set", "absent", repo_type="dataset"))
+    read = [Path(hf_hub_download("my-org/set", listed.path, repo_type="dataset", revision=one)) for one in found]
+    assert [path.read_bytes() for path in read] == [b'{"text": "more"}']
+    with pytest.raises(RepositoryNotFoundError):
+        client.model_info("my-org/set")
+
+
 def test_a_stale_parent_is_refused(api: HfApi) -> None:
     parent = api.model_info(REPO).sha
     api.create_commit(REPO, added({"x": b"1"}), commit_message="first", parent_commit=parent)
