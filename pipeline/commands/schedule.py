@@ -9,6 +9,7 @@ import click
 # subcommand: (module below pipeline.commands, one line for --help)
 _COMMANDS = {
     "list": ("schedule_list", "Show which recipes have a schedule, and when they are next looked at."),
+    "export": ("schedule_export", "Write units or manifests for systemd, cron, Kubernetes or GitHub Actions."),
 }
 
 
