@@ -16,7 +16,7 @@ State = Literal["ran", "current", "held", "broken", "failed", "resting", "elsewh
 """How a recipe left a round. ran: to a verdict, or to its end without one. current: nothing was due. held: these inputs
 were judged before. broken: the recipe cannot be loaded or planned. failed: its last attempt broke, hung or was killed.
 resting: it failed before, and the time of its next attempt has not come. elsewhere: another fleet has it. left: the
-time or the disk of the round was used up, or devices lack. interrupted: the fleet was told to stop."""
+time or the disk of the round was used up. interrupted: the fleet was told to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

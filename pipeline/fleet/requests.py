@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,3 +52,21 @@ class Options:
     command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "run")
     grace_s: float = 30.0
     first_wait_s: float = 60.0
+
+    @property
+    def runs_everything(self) -> bool:
+        """Whether what is not due runs too."""
+        return self.everything or bool(self.redo)
+
+    def command_line(self, recipe: str) -> list[str]:
+        """A child's command line."""
+        redo = [word for stage in self.redo for word in ("--redo", stage)]
+        vllm = [] if self.vllm is None else ["--vllm", self.vllm]
+        return [*self.command, recipe, "--json", "--store", str(self.store), "--device", self.device, *vllm, *redo]
+
+    def look(self) -> Look:
+        """`pipeline.refresh.due.look` as these options want it."""
+        from pipeline.refresh.due import look
+        from pipeline.store.tree import Store
+
+        return partial(look, store=Store(self.store), vllm=self.vllm, device=self.device)

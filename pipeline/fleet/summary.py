@@ -43,12 +43,15 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A round: when it began and ended (ISO 8601, UTC), how each recipe left it, in that order."""
+    """A round: when it began and ended (ISO 8601, UTC), and how each recipe left it, the first first.
+
+    ``grown_bytes`` is None where nobody limited the disk; ``stopped_by`` the signal that ended the round.
+    """
 
     started: str
     finished: str
     ended: tuple[Ended, ...]
-    grown_bytes: int = 0
+    grown_bytes: int | None = None
     stopped_by: int | None = None
     warnings: tuple[str, ...] = ()
 

@@ -23,7 +23,8 @@ _LOG_TAIL = 4 << 20
 class Child:
     """Starts at once. ``grace`` is how many seconds it gets between SIGTERM and SIGKILL.
 
-    ``after`` are commands that the supervisor runs when all is over, whoever ended it.
+    ``after`` are commands that the supervisor runs when all is over, whoever ended it. Standard output goes to the log
+    too, or to the file ``output``.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class Child:
         *,
         grace: float,
         after: Sequence[Sequence[str]] = (),
+        output: Path | None = None,
     ) -> None:
         self.log_path = log_path
         self._pid: int | None = None
         tidy = ["--after", json.dumps([list(argv) for argv in after])] if after else []
-        supervised = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(grace), *tidy]
+        aside = [] if output is None else ["--output", str(output)]
+        supervised = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(grace), *tidy, *aside]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
             self._supervisor = subprocess.Popen(

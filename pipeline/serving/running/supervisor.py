@@ -1,7 +1,8 @@
 """Outlives its owner just long enough to end what it started: ``python supervisor.py OWNER_PID GRACE_S COMMAND...``.
 
 With ``--after JSON`` before the command, a list of argument lists, those run when all is over, however it came to that:
-a container is no child of the client that started it, and is ended by name.
+a container is no child of the client that started it, and is ended by name. With ``--output PATH`` there, what the
+command writes to its standard output goes to that file.
 
 Standard input is a pipe whose other end only the owner holds. The kernel closes it however the owner ends, SIGKILL
 included; that, or a signal, is the order to stop: SIGTERM to the command's process group, and after GRACE_S seconds
@@ -31,7 +32,7 @@ _AFTER_S = 60.0  # for each command that tidies up
 _stopping = False
 
 
-def main(owner: int, grace: float, command: list[str], after: list[list[str]]) -> int:
+def main(owner: int, grace: float, command: list[str], after: list[list[str]], output: str | None) -> int:
     """Run ``command`` until it ends or the owner does, then ``after``; return its exit code."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -42,7 +43,7 @@ def main(owner: int, grace: float, command: list[str], after: list[list[str]]) -
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
+        stdout=sys.stderr if output is None else os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666),
         stderr=sys.stderr,
         start_new_session=True,
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
@@ -161,6 +162,8 @@ def _kill_group(group: int, number: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    words = sys.argv[3:]
-    tidy = json.loads(words[1]) if words[0] == "--after" else []
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), words[2:] if words[0] == "--after" else words, tidy))
+    words, options = sys.argv[3:], {}
+    while words[0] in {"--after", "--output"}:
+        options[words[0]], words = words[1], words[2:]
+    tidy = json.loads(options.get("--after", "[]"))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), words, tidy, options.get("--output")))

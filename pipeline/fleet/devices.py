@@ -1,0 +1,122 @@
+"""The accelerators of this machine as a fleet shares them out: each has a lock, so that two fleets do not share one."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.fleet.locking import try_lock
+from pipeline.locks import STALE_AFTER_S, Lock, is_held
+from pipeline.refresh.state import folder_of
+from pipeline.serving.host.machine import Machine
+from pipeline.serving.host.topology import amd_gpus
+from pipeline.serving.host.visible import CUDA, HIP, ROCR, chosen, visible_amd, visible_cuda
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """``number`` is the machine's, and the lock's; ``value`` is what the variable of a child calls it."""
+
+    number: int
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What a fleet may use. ``variable`` is the one that the runtime reads, None on a machine without accelerators."""
+
+    variable: str | None
+    devices: tuple[Device, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The machine's numbers."""
+        return tuple(device.number for device in self.devices)
+
+    def environment(self, ours: Mapping[str, str], taken: Iterable[int]) -> dict[str, str]:
+        """The variables of a child with these devices; without any, it sees none.
+
+        Only one of the two variables is left: ROCm's libraries read both, and by what they find in each are of two
+        minds. ROCR_VISIBLE_DEVICES stays, for the numbers count what it leaves.
+        """
+        if self.variable is None:
+            return dict(ours)
+        chosen = set(taken)
+        values = [device.value for device in self.devices if device.number in chosen]
+        rest = {name: value for name, value in ours.items() if name not in (HIP, CUDA)}
+        return {**rest, self.variable: ",".join(values) or "-1"}
+
+
+def devices_of(machine: Machine, wanted: tuple[int, ...] | None) -> Devices:
+    """The devices of a machine that its variables leave; of them those ``wanted``, by their place among them.
+
+    Raises `UserError` for a place where there is none.
+    """
+    instinct = [gpu.uuid for gpu in amd_gpus(machine)]
+    nvidia = [] if instinct else _nvidia(machine)
+    variable = HIP if instinct else CUDA if nvidia else None
+    if instinct:
+        visible = visible_amd(machine.environ, instinct)
+        before = machine.environ.get(CUDA) or machine.environ.get(HIP) or None
+        names = [str(place) for place in range(len(chosen(machine.environ.get(ROCR) or None, instinct)))]
+    else:
+        visible = visible_cuda(machine.environ, nvidia)
+        before = machine.environ.get(CUDA)
+        names = [str(place) for place in range(len(nvidia))]
+    values = names if before is None else [entry.strip() for entry in before.split(",")]
+    found = tuple(Device(number, value) for number, value in zip(visible, values, strict=False))
+    if wanted is None:
+        return Devices(variable, found)
+    for place in wanted:
+        if place >= len(found):
+            raise UserError(
+                f"--devices: found {place}, expected numbers below {len(found)}: "
+                f"{'no accelerator is' if not found else f'{len(found)} are'} visible here"
+            )
+    return Devices(variable, tuple(found[place] for place in sorted(set(wanted))))
+
+
+def free_of(root: Path, numbers: Iterable[int]) -> tuple[int, ...]:
+    """Those of these devices whose lock nobody seems to have; nothing is touched."""
+    now = time.time()
+    return tuple(
+        number for number in numbers if not is_held(_lock_path(root, number), stale_after=STALE_AFTER_S, now=now)
+    )
+
+
+def take(root: Path, numbers: Iterable[int]) -> tuple[Lock, ...] | None:
+    """The locks of these devices, taken in the order of their numbers; None, and none of them, where one is taken.
+
+    Raises `OSError` or `StoreError` where the store cannot be written.
+    """
+    held: list[Lock] = []
+    for number in sorted(numbers):
+        path = _lock_path(root, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = Lock(path)
+        if not try_lock(lock):
+            give_back(held)
+            return None
+        held.append(lock)
+    return tuple(held)
+
+
+def give_back(locks: Iterable[Lock]) -> None:
+    """Release locks, the last one first."""
+    for lock in reversed(list(locks)):
+        lock.release()
+
+
+def _nvidia(machine: Machine) -> list[str]:
+    listed = machine.run(("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"))
+    return [line.strip() for line in (listed or "").splitlines() if line.strip()]
+
+
+def _lock_path(root: Path, number: int) -> Path:
+    host = re.sub(r"[^A-Za-z0-9._-]+", "-", socket.gethostname()) or "host"
+    return folder_of(root) / "devices" / f"{host}-{number}.lock"
