@@ -32,6 +32,7 @@ _COMMANDS = {
     "prune": ("prune", "Remove old releases from a place."),
     "verify": ("verify", "Check all that a release says, with nothing but what was published."),
     "gate": ("gate", "Judge again from a record, or from what was published."),
+    "requantize": ("requantize", "Run the recipes that are due, beside each other."),
     "schedule": ("schedule", "Look at recipes on their schedules, or write units and manifests that do."),
     "recipes": ("recipes", "List the recipes, or print one resolved."),
     "schemes": ("schemes", "List the quantization schemes."),
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code: Any = cli.main(given, prog_name="quantmint", standalone_mode=False)
     except QuantmintError as error:
-        _fail(str(error), given, error.exit_code)
+        _fail(str(error), given, error.exit_code, transient=error.transient)
     except click.exceptions.Abort:
         _fail("interrupted; the same command goes on from the last commit", given, 130)
     except KeyboardInterrupt:
@@ -128,18 +129,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, arguments: Sequence[str], code: int) -> None:
+def _fail(message: str, arguments: Sequence[str], code: int, *, transient: bool = False) -> None:
     if "--debug" in arguments:
         import traceback
 
         traceback.print_exc()
-    _emit_error(message, arguments, code)
+    _emit_error(message, arguments, code, transient=transient)
     click.echo(f"quantmint: {message}", err=True)
     sys.exit(code)
 
 
-def _emit_error(message: str, arguments: Sequence[str], code: int) -> None:
+def _emit_error(message: str, arguments: Sequence[str], code: int, *, transient: bool = False) -> None:
+    """With ``--json``, what went wrong as an object; ``transient``: the same command may succeed in a while."""
     if "--json" in arguments:
         import json
 
-        click.echo(json.dumps({"error": message, "exit_code": code}))
+        click.echo(json.dumps({"error": message, "exit_code": code, "transient": transient}))
