@@ -1,0 +1,1 @@
+"""Who hears how rounds go: webhooks, and Prometheus."""
