@@ -64,7 +64,7 @@ _HERE = ("systemd", "cron")
 )
 @click.option("--runner", metavar="LABEL,LABEL", help="Labels of the runner: self-hosted,mi300x.")
 @click.pass_context
-def command(ctx: click.Context, recipes: tuple[str, ...], output: Path | None, **given: Any) -> int:
+def command(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None, **given: Any) -> int:
     """Print or write what makes a scheduler run `quantmint requantize RECIPE --due`.
 
     RECIPES: default are those of ./recipes that have a schedule. What the scheduler cannot keep of a schedule is

@@ -8,7 +8,6 @@ a recipe meets quantmint's own lock, which holds across machines as well, and sa
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +15,12 @@ from zoneinfo import available_timezones
 
 from pipeline.errors import UserError
 from pipeline.schedule.cron import constant_offset
-from pipeline.schedule.exported import Export, comment, refusal, refuse_missed
+from pipeline.schedule.exported import Export, comment, refusal, refuse_missed, user_of
 from pipeline.schedule.expression import InexpressibleError, classic, shifted
 from pipeline.schedule.recipes import Scheduled
 
 MAX_COMMAND = 998
 """Characters that Debian's cron reads of a command (MAX_COMMAND of its cron.h, with the end of the line)."""
-_USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?")
 
 
 def crontab(
@@ -32,17 +30,14 @@ def crontab(
 
     UserError for what cron cannot say: `missed: run`, another zone whose distance changes, a command that is too long.
     """
-    if system and run_as is None:
-        raise UserError("found no user for /etc/cron.d", hint="Name one: --system --run-as USER")
-    if run_as is not None and not _USER.fullmatch(run_as):
-        raise UserError(f"--run-as: found {run_as!r}, expected the name of a user")
+    user = user_of(system, run_as)
     # cron.d leaves out files whose names have a dot.
     name = "quantmint" if system else "quantmint.crontab"
     head = (
         f"{name}: times are those of {machine_zone}, this machine's time zone when it was made",
         export.made(*items),
     )
-    who = f"{run_as} " if system else ""
+    who = "" if user is None else f"{user} "
     text = comment(*head) + "SHELL=/bin/sh\n"
     for item in items:
         times, command = _times(item, export, machine_zone), _command(item, export)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ ACCEPT = {
     "clock-change": "in the night of a clock change it does what its scheduler does, not what cron would",
 }
 PREFIX = "quantmint-"
+_USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,16 @@ class Export:
             f"{file}: {item.name} is looked at again. {item.words}.",
             self.made(item),
         )
+
+
+def user_of(system: bool, run_as: str | None) -> str | None:
+    """Whose process it is: who is named for the machine's own scheduler, None for one of the user's."""
+    if system != (run_as is not None):
+        found = "--system alone" if system else "--run-as alone"
+        raise UserError(f"found {found}, expected both or none of --system and --run-as")
+    if run_as is not None and not _USER.fullmatch(run_as):
+        raise UserError(f"--run-as: found {run_as!r}, expected the name of a user")
+    return run_as
 
 
 def comment(*lines: str) -> str:

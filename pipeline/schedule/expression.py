@@ -91,7 +91,7 @@ def classic(expression: str) -> str:
     Stars stay stars, because they say more than all numbers do. InexpressibleError for L, LW and ``#``.
     """
     sim = parsed(expression)
-    sets = (sim.minutes, sim.hours, sim.days, sim.months, sim.weekdays)
+    sets: tuple[Collection[object], ...] = (sim.minutes, sim.hours, sim.days, sim.months, sim.weekdays)
     fields = zip(expression.upper().split(), sets, _BOUNDS, strict=True)
     return " ".join(_classic(text, values, *bounds) for text, values, bounds in fields)
 
@@ -157,7 +157,6 @@ def _lines(hours: dict[int, set[int]], days: str) -> Iterator[str]:
     alike: dict[frozenset[int], set[int]] = {}
     for hour, minutes in hours.items():
         alike.setdefault(frozenset(minutes), set()).add(hour)
-    for minutes, together in sorted(alike.items(), key=lambda item: min(item[1])):
-        hour = "*" if len(together) == 24 else as_list(together, 23)
-        minute = "*" if len(minutes) == 60 else as_list(minutes, 59)
-        yield f"{minute} {hour} {days}"
+    for past, together in sorted(alike.items(), key=lambda item: min(item[1])):
+        every = "*" if len(together) == 24 else as_list(together, 23)
+        yield f"{'*' if len(past) == 60 else as_list(past, 59)} {every} {days}"

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import re
 
-from pipeline.errors import UserError
 from pipeline.schedule.cron import parsed
-from pipeline.schedule.exported import PREFIX, Export, comment, refusal, refuse_clock_changes
+from pipeline.schedule.exported import PREFIX, Export, comment, refusal, refuse_clock_changes, user_of
 from pipeline.schedule.expression import DAYS, WEEK, DayRule, InexpressibleError, as_list, day_rules
 from pipeline.schedule.recipes import Scheduled
 
@@ -49,27 +48,25 @@ def units(item: Scheduled, export: Export, *, system: bool = False, run_as: str 
 
     UserError for what systemd cannot say or does otherwise.
     """
-    if system and run_as is None:
-        raise UserError("found no user for the system's units", hint="Name one: --system --run-as USER")
     refuse_clock_changes(item, export, "systemd")
     service, timer = f"{PREFIX}{item.name}.service", f"{PREFIX}{item.name}.timer"
     return {
-        service: comment(*export.header(item, service)) + _service(item, export, system, run_as),
+        service: comment(*export.header(item, service)) + _service(item, export, user_of(system, run_as)),
         timer: comment(*export.header(item, timer)) + _timer(item),
     }
 
 
-def _service(item: Scheduled, export: Export, system: bool, run_as: str | None) -> str:
+def _service(item: Scheduled, export: Export, user: str | None) -> str:
     online = ["Wants=network-online.target", "After=network-online.target"]
     environment = " ".join(_word(f"{name}={value}", command=False) for name, value in export.variables.items())
     return _text(
         "[Unit]",
         f"Description=quantmint: {item.name}, if it is due",
-        *(online if system else []),
+        *([] if user is None else online),
         "",
         "[Service]",
         "Type=oneshot",
-        *([f"User={run_as}"] if system else []),
+        *([] if user is None else [f"User={user}"]),
         *([] if export.directory is None else [f"WorkingDirectory={_path(export.directory)}"]),
         *([f"Environment={environment}"] if environment else []),
         *([] if export.environment_file is None else [f"EnvironmentFile={_path(export.environment_file)}"]),
@@ -79,7 +76,7 @@ def _service(item: Scheduled, export: Export, system: bool, run_as: str | None) 
         f"TimeoutStopSec={STOP_S}",
         "SuccessExitStatus=143",
         *_HARDENING,
-        *(_HARDENING_OF_SYSTEM if system else ()),
+        *(() if user is None else _HARDENING_OF_SYSTEM),
     )
 
 
