@@ -57,6 +57,30 @@ def vllm_option(function: F) -> F:
     )(function)
 
 
+def devices_option(function: F) -> F:
+    """``--devices``: numbers as this process sees them; None for all of them."""
+    return click.option(
+        "--devices",
+        callback=_numbers,
+        default="auto",
+        show_default=True,
+        metavar="0,1,…|auto",
+        help="GPUs that recipes share out among them.",
+    )(function)
+
+
+def _numbers(context: click.Context, parameter: click.Parameter, given: str) -> tuple[int, ...] | None:
+    if given == "auto":
+        return None
+    try:
+        numbers = tuple(int(part) for part in given.split(","))
+    except ValueError:
+        numbers = (-1,)
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise click.BadParameter(f"found {given!r}, expected numbers such as 0,1,2,3, each once, or auto")
+    return numbers
+
+
 def emit(value: object) -> None:
     """Print JSON on standard output."""
     click.echo(json.dumps(value, indent=1, allow_nan=False))

@@ -10,6 +10,7 @@ import click
 _COMMANDS = {
     "list": ("schedule_list", "Show which recipes have a schedule, and when they are next looked at."),
     "export": ("schedule_export", "Write units or manifests for systemd, cron, Kubernetes or GitHub Actions."),
+    "run": ("schedule_run", "Stay, and look at recipes at their times, where nothing else does."),
 }
 
 

@@ -18,7 +18,7 @@ from datetime import datetime
 
 from apscheduler.triggers.base import BaseTrigger
 
-from pipeline.schedule.times import next_after
+from pipeline.schedule.cron import next_times
 
 
 class CronTrigger(BaseTrigger):  # type: ignore[misc]  # APScheduler has no types that mypy could follow
@@ -35,7 +35,8 @@ class CronTrigger(BaseTrigger):  # type: ignore[misc]  # APScheduler has no type
 
         After a long sleep there is one time to catch up with, not one for every instant that was slept through.
         """
-        return next_after(self.expression, self.zone, max(previous_fire_time or now, now))
+        later = next_times(self.expression, self.zone, max(previous_fire_time or now, now), 1)
+        return later[0] if later else None
 
     def __str__(self) -> str:
         return f"{self.expression} ({self.zone})"
