@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Protocol
 from calibration.activations import Activations
 from calibration.calls import layer_names
 from calibration.coverage import sentences
-from calibration.errors import CalibrationError, NotReplayableError
 from calibration.layers import Found, run_layers
 from calibration.measurement import Measurement, merged
 from calibration.names import experts_on_disk, sources
+from calibration.needs import activations_for, measuring, need_of
 from calibration.observe import ranges_of, require_sound
 from calibration.observers import Observation
 from calibration.ranges import Ranges
 from calibration.replica import Replica, replica
 from calibration.resident import run_resident
-from calibration.room import Decision, Mode, Need, decide, forward_bytes, free_bytes
-from calibration.weights import held, nbytes, without_bars
+from calibration.room import Decision, Mode, decide, free_bytes
+from calibration.shares import Order, Places, is_finished, joined, prepared
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,7 @@ def calibrate(
     mode: Mode = "auto",
     activation_bytes: int | None = None,
     trust_remote_code: bool = False,
+    elsewhere: Places | None = None,
 ) -> Outcome:
     """Measure a model on batches of tokens.
 
@@ -85,55 +86,38 @@ def calibrate(
         batches: int64 token ids of [batch, sequence], no padding; how they are composed decides the last bit.
         observation: what is measured, and how.
         devices: a copy of the model, or of its layer, for each; the copies share the batches.
-        work: a folder for what an interrupted run in layer mode is gone on with; removed at the end.
+        work: a folder for what an interrupted run, in layer mode or in shares, is gone on with; removed at the end.
         watcher: who is told.
         mode: "auto" takes resident mode where the model fits.
         activation_bytes: host memory for hidden states in layer mode, the rest of which is spilled to ``work``; None
             takes a quarter of what is free.
         trust_remote_code: run the model's own Python code.
+        elsewhere: other machines, which measure shares of the batches; ``devices`` then only says what is computed on.
 
     Raises:
         CalibrationError: the model cannot be measured; the message says why, and what to do instead.
     """
-    import torch
-
-    try:
-        with without_bars():
-            replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices]
-            need, obstacle = _need(replicas[0], batches)
-            decision = decide(mode, need, devices, {device: free_bytes(device) for device in devices}, obstacle)
-            watcher.say(f"{decision.mode} mode on {', '.join(devices)}: {decision.reason}")
-            if decision.mode == "resident":
-                found = _resident(replicas, batches, observation, watcher)
-            else:
-                found = _by_layers(replicas, batches, observation, watcher, work, activation_bytes, need)
-    except NotReplayableError as error:
-        raise CalibrationError(
-            f"{folder}: its layers cannot be run one at a time: {error}; "
-            "take calibration.mode: resident on a device that holds it, or quantization.engine: llmcompressor"
-        ) from error
-    except torch.OutOfMemoryError as error:
-        raise CalibrationError(
-            f"out of memory: take a smaller calibration.batch_size, or calibration.mode: layer: {error}"
-        ) from error
+    with measuring(folder):
+        replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices]
+        need, obstacle = need_of(replicas[0], batches)
+        free = {device: free_bytes(device) for device in devices} if elsewhere is None else elsewhere.free
+        places = tuple(devices) if elsewhere is None else tuple(free)
+        decision = decide(mode, need, places, free, obstacle)
+        watcher.say(f"{decision.mode} mode on {', '.join(places)}: {decision.reason}")
+        if elsewhere is not None:
+            order = Order(folder, work, observation, decision.mode, activation_bytes, trust_remote_code)
+            found = _by_shares(elsewhere, order, batches, watcher)
+            require_sound(replicas[0], found.magnitudes)
+        elif decision.mode == "resident":
+            found = _resident(replicas, batches, observation, watcher)
+        else:
+            activations = activations_for(replicas, batches, need, activation_bytes, work)
+            found = _by_layers(replicas, batches, observation, watcher, activations)
     shutil.rmtree(work, ignore_errors=True)
     warnings = _warnings(replicas[0], found, observation)
     for sentence in warnings:
         watcher.warn(sentence)
     return Outcome(ranges_of(replicas[0], found.magnitudes), decision, warnings)
-
-
-def _need(first: Replica, batches: Sequence[torch.Tensor]) -> tuple[Need, str | None]:
-    """What a copy takes, and why its layers cannot be run one at a time; None where they can."""
-    reason: str | None = None
-    largest = 0
-    try:
-        layers = layer_names(first.model, first.attention.values())
-        largest = max(nbytes(first.model, held(first.model, name)) for name in layers)
-    except NotReplayableError as error:
-        reason = str(error)
-    batch, length = (max(sizes) for sizes in zip(*(batch.shape for batch in batches), strict=True))
-    return Need(first.nbytes, largest, forward_bytes(first.model.config.get_text_config(), batch, length)), reason
 
 
 def _resident(
@@ -151,7 +135,8 @@ def _resident(
     ):
         told = _one_at_a_time(advance)
         whole = merged(list(pool.map(lambda turn: run(turn, told), range(len(replicas)))))
-    found = Found(whole.finish(), whole.starved(), whole.routed_only)
+    found = Found()
+    found.add(whole)
     require_sound(replicas[0], found.magnitudes)
     return found
 
@@ -161,30 +146,30 @@ def _by_layers(
     batches: Sequence[torch.Tensor],
     observation: Observation,
     watcher: Watcher,
-    work: Path,
-    activation_bytes: int | None,
-    need: Need,
+    activations: Activations,
 ) -> Found:
-    import torch
-
-    config = replicas[0].model.config.get_text_config()
-    width = config.hidden_size * torch.finfo(replicas[0].model.dtype).bits // 8
-    states = sum(batch.numel() for batch in batches) * width
-    gpus = [one.device for one in replicas if not one.device.startswith("cpu")]
-    # A GPU keeps the states of its batches beside two layers and a forward, and leaves half of the rest free.
-    room = min((free_bytes(device) - 2 * need.layer - need.forward for device in gpus), default=0)
-    on_device = bool(gpus) and states <= len(gpus) * room // 2
-    budget = states if on_device else activation_bytes if activation_bytes is not None else free_bytes("cpu") // 4
     layers = len(layer_names(replicas[0].model, replicas[0].attention.values()))
     with watcher.bar(layers * sum(batch.shape[0] for batch in batches), "layer samples") as advance:
         return run_layers(
             replicas,
             batches,
             observation,
-            Activations(work, budget, on_device=on_device),
+            activations,
             advance=_one_at_a_time(advance),
             commit_seconds=COMMIT_SECONDS,
         )
+
+
+def _by_shares(elsewhere: Places, order: Order, batches: Sequence[torch.Tensor], watcher: Watcher) -> Found:
+    shares = prepared(order, batches, len(elsewhere.free))
+    missing = [share for share in shares if not is_finished(order, share)]
+    if len(missing) < len(shares):
+        watcher.say(f"{len(shares) - len(missing)} of {len(shares)} shares were measured before")
+    with watcher.bar(sum(share.samples for share in shares), "samples") as advance:
+        advance(sum(share.samples for share in shares) - sum(share.samples for share in missing))
+        for share in elsewhere.measure(order, missing):
+            advance(share.samples)
+    return joined(order, shares)
 
 
 def _one_at_a_time(advance: Callable[[int], None]) -> Callable[[int], None]:

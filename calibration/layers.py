@@ -41,6 +41,12 @@ class Found:
     starved: dict[str, int] = field(default_factory=dict)
     routed_only: set[str] = field(default_factory=set)
 
+    def add(self, measured: Measurement) -> None:
+        """Take what follows from a measurement of all batches."""
+        self.magnitudes.update(measured.finish())
+        self.starved.update(measured.starved())
+        self.routed_only |= measured.routed_only
+
 
 def run_layers(
     replicas: Sequence[Replica],
@@ -50,6 +56,7 @@ def run_layers(
     *,
     advance: Callable[[int], None] = lambda _: None,
     commit_seconds: float = 60.0,
+    kept: Callable[[int, Measurement], None] | None = None,
 ) -> Found:
     """Measure a model layer by layer, going on at the last layer that an earlier attempt committed.
 
@@ -60,6 +67,8 @@ def run_layers(
         activations: where hidden states are kept.
         advance: told the number of samples after each batch of each layer, also of layers that were done before.
         commit_seconds: work after which the run is made resumable; it takes a tenth of the time at most.
+        kept: takes the measurement of each layer, by its number, where it is a part of what others measure too: it
+            must be on the disk for good on return. Nothing follows from it here, and nothing is found.
 
     Raises:
         CalibrationError: what was seen is not finite, weights are missing, or the disk is full.
@@ -84,7 +93,10 @@ def run_layers(
             common: dict[str, Any] = {"observation": observation, "activations": activations, "advance": advance}
             for number in range(start, len(layers)):
                 measured = _all(pool, parts, partial(_Part.run, layer=number, **common))
-                _add(found, merged(measured), replicas[0], layers[number])
+                if kept is None:
+                    _add(found, merged(measured), replicas[0], layers[number])
+                else:
+                    kept(number, merged(measured))
                 activations.advance()
                 if number + 1 < len(layers) and clock.is_due():
                     clock.run(lambda: activations.commit(lambda folder: _save(folder, identity, found)))
@@ -153,11 +165,12 @@ def _all(pool: ThreadPoolExecutor, parts: Sequence[_Part], work: Callable[[_Part
 
 
 def _add(found: Found, measured: Measurement, replica: Replica, layer: str) -> None:
-    magnitudes = measured.finish()
-    require_sound(replica, magnitudes, f"{layer}.")
-    found.magnitudes.update(magnitudes)
-    found.starved.update(measured.starved())
-    found.routed_only |= measured.routed_only
+    own = Found()
+    own.add(measured)
+    require_sound(replica, own.magnitudes, f"{layer}.")
+    found.magnitudes.update(own.magnitudes)
+    found.starved.update(own.starved)
+    found.routed_only |= own.routed_only
 
 
 def _identity(replica: Replica, batches: Sequence[torch.Tensor], observation: Observation) -> str:

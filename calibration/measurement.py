@@ -34,7 +34,7 @@ class Measurement:
         self.expert_of: dict[Key, str] = {}
         self.tokens: dict[str, int] = {}
         self.routed_only: set[str] = set()
-        self._order: dict[Key, None] = {}
+        self.order: dict[Key, None] = {}
         self._inputs = observer(observation.inputs, share=observation.percentile)
         self._cache = observer(observation.cache, share=observation.percentile)
         self._running: Tokens = "routed"
@@ -52,7 +52,7 @@ class Measurement:
         # Q, K and V have the same input, likewise gate and up: it is summarised once.
         if self._last is None or self._last[0] is not tensor:
             self._last = tensor, self._inputs.summarise(tensor)
-        self._order[key] = None
+        self.order[key] = None
         _add(self.summaries if expert is None or self.is_routed else self.every, key, self._last[1], self._inputs)
 
     def cached(self, name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ class Measurement:
         kinds: tuple[tuple[Kind, torch.Tensor], ...] = (("k", keys), ("v", values))
         for kind, states in kinds:
             key: Key = (kind, name)
-            self._order[key] = None
+            self.order[key] = None
             _add(self.summaries, key, self._cache.summarise(states, per_head=True), self._cache)
 
     def routed(self, expert: str, tokens: int) -> None:
@@ -107,7 +107,7 @@ class Measurement:
         import torch
 
         found: dict[Key, torch.Tensor] = {}
-        for key in self._order:
+        for key in self.order:
             kind, floor = key[0], self.observation.kv_floor
             whole = self.every[key] if self._counts_every(key) else self.summaries[key]
             amax = (self._inputs if kind == "input" else self._cache).finish(whole)
@@ -129,7 +129,7 @@ def merged(parts: Iterable[Measurement]) -> Measurement:
                 _add(table, key, summary, whole._inputs if key[0] == "input" else whole._cache)
         whole.expert_of.update(part.expert_of)
         whole.routed_only |= part.routed_only
-        whole._order.update(part._order)
+        whole.order.update(part.order)
         for expert, tokens in part.tokens.items():
             whole.routed(expert, tokens)
     return whole

@@ -1,0 +1,241 @@
+"""Calibration by several machines that see the same files: each measures shares of the batches, one joins them.
+
+::
+
+    shares = prepared(order, batches, places=8)       # one process
+    measure_share(order, share, device, attempt)      # any machine, in any order, again where one was lost
+    joined(order, shares)                             # one process: what it would have found by itself
+
+A share that is finished is a folder with its final name. An attempt works in a folder of its own, because one that was
+taken for lost may still be at work; whoever comes next takes over the newest of them by renaming it, so that layer mode
+goes on at the last layer that was committed. Summaries are joined before anything follows from them, by operations that
+no order can change: the ranges are one process' own, to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from calibration.activations import committed_layers
+from calibration.calls import layer_names
+from calibration.errors import CalibrationError
+from calibration.keeping import keep, recall
+from calibration.layers import Found, run_layers
+from calibration.measurement import Measurement, merged
+from calibration.needs import activations_for, measuring, need_of
+from calibration.observers import Observation
+from calibration.replica import Replica, load_resident, replica
+from calibration.resident import run_resident
+
+if TYPE_CHECKING:
+    import torch
+
+SHARES_A_PLACE = 4
+"""In resident mode, where a process that measures several shares loads the model once: what is lost with a machine is
+an eighth of its work on average. In layer mode every share reads the whole model, so each place has one; a share that
+is taken over there goes on at a layer."""
+_BATCHES, _SHARES, _LAYERS, _WHOLE = "batches.safetensors", "shares.json", "layers", "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What every share is measured with; ``folder`` of the model and ``work`` lie where every machine sees them."""
+
+    folder: Path
+    work: Path
+    observation: Observation
+    mode: Literal["resident", "layer"]
+    activation_bytes: int | None
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The numbers of the batches that are measured together, and how many samples they are."""
+
+    number: int
+    batches: tuple[int, ...]
+    samples: int
+
+
+class Places(Protocol):
+    """Where shares are measured, several at a time."""
+
+    @property
+    def free(self) -> Mapping[str, int]:
+        """Bytes that are free, by the name of each place: a GPU, or a machine that computes on its CPU."""
+        ...
+
+    def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+        """Have each measured by `measure_share`, and give it when it is finished."""
+        ...
+
+
+def split(count: int, places: int, mode: Literal["resident", "layer"]) -> tuple[tuple[int, ...], ...]:
+    """Deal ``count`` batches out to shares; none is empty."""
+    shares = min(count, places * (SHARES_A_PLACE if mode == "resident" else 1))
+    return tuple(tuple(range(turn, count, shares)) for turn in range(shares))
+
+
+def prepared(order: Order, batches: Sequence[torch.Tensor], places: int) -> tuple[Share, ...]:
+    """Write what the machines need. A split that an earlier run of this work began with is kept: so are its shares.
+
+    Raises `CalibrationError` where it cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    identity = _identity(order, batches)
+    with _work(order.work):
+        order.work.mkdir(parents=True, exist_ok=True)
+        numbers = _split_of(order.work / _SHARES, identity)
+        if numbers is None:
+            shutil.rmtree(order.work)
+            order.work.mkdir()
+            numbers = split(len(batches), places, order.mode)
+            save_file(
+                {f"{number}": batch.contiguous().clone() for number, batch in enumerate(batches)}, order.work / _BATCHES
+            )
+            partial = order.work / f"{_SHARES}.partial"
+            partial.write_text(json.dumps({"identity": identity, "shares": numbers}), encoding="utf-8")
+            for path in (order.work / _BATCHES, partial):
+                _sync(path)
+            partial.replace(order.work / _SHARES)
+            _sync(order.work)
+    return tuple(
+        Share(number, tuple(mine), sum(batches[each].shape[0] for each in mine)) for number, mine in enumerate(numbers)
+    )
+
+
+def is_finished(order: Order, share: Share) -> bool:
+    """Whether a share was measured, by this run or an earlier one."""
+    return _final(order, share).is_dir()
+
+
+def measure_share(order: Order, share: Share, device: str, attempt: str) -> None:
+    """Measure a share on a device of this machine, and keep what was seen in the order's work folder.
+
+    ``attempt`` is a name that nobody else has. In resident mode the model stays loaded for the next share.
+
+    Raises:
+        CalibrationError: see `calibration.calibrate.calibrate`.
+    """
+    if is_finished(order, share):
+        return
+    with measuring(order.folder), _work(order.work):
+        own = _taken_over(order, share, attempt)
+        batches = _read(order.work / _BATCHES, share)
+        if order.mode == "resident":
+            measurement = Measurement(order.observation)
+            one = _loaded(order.folder, device, order.trust_remote_code)
+            run_resident(one, batches, measurement, lambda _: None)
+            keep(measurement, own / _WHOLE)
+        else:
+            _by_layers(order, batches, device, own)
+        _sync(own)
+        try:
+            own.rename(_final(order, share))
+        except OSError:
+            if not is_finished(order, share):
+                raise
+            shutil.rmtree(own, ignore_errors=True)  # by one that had been taken for lost
+        _sync(order.work)
+
+
+def joined(order: Order, shares: Sequence[Share]) -> Found:
+    """What the shares saw together. Of a run in layer mode only one layer's summaries are held at a time."""
+    stems = [sorted(path.with_suffix("") for path in _final(order, share).glob("*.json")) for share in shares]
+    # Shares of an earlier attempt may have been measured in the other mode: then all meet at once.
+    alike = len({tuple(stem.name for stem in own) for own in stems}) == 1
+    found = Found()
+    for parts in zip(*stems, strict=True) if alike else [[stem for own in stems for stem in own]]:
+        found.add(merged(recall(part, order.observation) for part in parts))
+    return found
+
+
+def _by_layers(order: Order, batches: Sequence[torch.Tensor], device: str, own: Path) -> None:
+    one = replica(order.folder, device, trust_remote_code=order.trust_remote_code)
+    need, _ = need_of(one, batches)
+    activations = activations_for([one], batches, need, order.activation_bytes, own / _LAYERS)
+    run_layers([one], batches, order.observation, activations, kept=lambda layer, seen: keep(seen, own / f"{layer:05}"))
+    if not all(
+        (own / f"{layer:05}.json").is_file() for layer in range(len(layer_names(one.model, one.attention.values())))
+    ):
+        raise CalibrationError(f"{own}: another attempt has taken over this share")
+    shutil.rmtree(own / _LAYERS, ignore_errors=True)
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: Path, device: str, trust_remote_code: bool) -> Replica:
+    return load_resident(folder, device, trust_remote_code=trust_remote_code)
+
+
+def _taken_over(order: Order, share: Share, attempt: str) -> Path:
+    """A folder that is this attempt's alone, with what the furthest of the others had come to."""
+    own = order.work / f"{_final(order, share).name}.{attempt}"
+    others = sorted(
+        order.work.glob(f"{_final(order, share).name}.*"),
+        key=lambda path: -max(committed_layers(path / _LAYERS), default=0),
+    )
+    for number, other in enumerate(others):
+        if number or own.exists():
+            shutil.rmtree(other, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                other.rename(own)
+    own.mkdir(exist_ok=True)
+    return own
+
+
+def _final(order: Order, share: Share) -> Path:
+    return order.work / f"share-{share.number:05}"
+
+
+def _read(path: Path, share: Share) -> list[torch.Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as stored:
+        return [stored.get_tensor(f"{number}") for number in share.batches]
+
+
+def _split_of(path: Path, identity: str) -> Sequence[Sequence[int]] | None:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        shares: Sequence[Sequence[int]] = facts["shares"]
+        return shares if facts["identity"] == identity else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _identity(order: Order, batches: Sequence[torch.Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps([str(order.folder), asdict(order.observation)]).encode())
+    for batch in batches:
+        digest.update(f"{list(batch.shape)}".encode())
+        digest.update(batch.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _work(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CalibrationError(f"{path}: the shares cannot be kept there: {error}") from error

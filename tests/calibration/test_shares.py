@@ -1,0 +1,225 @@
+"""Shares of the batches, measured apart and joined: what one process would have found, to the last bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from calibration import shares as room
+from calibration.calibrate import calibrate
+from calibration.errors import CalibrationError
+from calibration.keeping import keep, recall
+from calibration.measurement import Measurement, merged
+from calibration.observers import Observation
+from calibration.shares import Order, Share, measure_share, split
+
+HERE = {"one": 1 << 40, "another": 1 << 40}
+
+
+@dataclass
+class Silent:
+    total: int = 0
+    said: list[str] = field(default_factory=list)
+
+    def bar(self, total: int, unit: str) -> Any:
+        from contextlib import nullcontext
+
+        def advance(count: int) -> None:
+            self.total += count
+
+        return nullcontext(advance)
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+    def warn(self, message: str) -> None:
+        self.said.append(message)
+
+
+@dataclass
+class InTurn:
+    """Places of this process: the last share first, each by an attempt of its own."""
+
+    free: Mapping[str, int] = field(default_factory=lambda: dict(HERE))
+    measured: list[int] = field(default_factory=list)
+    until: int | None = None
+
+    def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+        for share in reversed(shares):
+            if self.until is not None and len(self.measured) == self.until:
+                raise CalibrationError("lost")
+            measure_share(order, share, "cpu", f"attempt-{share.number}")
+            self.measured.append(share.number)
+            yield share
+
+
+def ranges(
+    folder: Path, batches: Sequence[torch.Tensor], observation: Observation, work: Path, **options: Any
+) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    outcome = calibrate(folder, batches, observation, devices=["cpu"], work=work, watcher=Silent(), **options)
+    outcome.ranges.save(work.with_suffix(".safetensors"))
+    return load_file(work.with_suffix(".safetensors"))
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("mode", ["resident", "layer"])
+@pytest.mark.parametrize(
+    ("model", "observation"),
+    [
+        ("llama", Observation()),
+        ("llama", Observation(inputs="mse", cache="percentile", percentile=99.0)),
+        ("qwen3-moe", Observation(inputs="mse", experts="routed", min_expert_tokens=200)),
+    ],
+)
+def test_ranges_are_those_of_one_process(
+    models: Callable[..., Path],
+    blocks: torch.Tensor,
+    tmp_path: Path,
+    mode: Any,
+    model: str,
+    observation: Observation,
+) -> None:
+    batches = blocks[:, :32].split(2)
+    alone = ranges(models(model), batches, observation, tmp_path / "alone")
+    places = InTurn()
+    assert same(ranges(models(model), batches, observation, tmp_path / "work", mode=mode, elsewhere=places), alone)
+    assert sorted(places.measured) == list(range(8 if mode == "resident" else 2))
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_finished_share_is_not_measured_again(
+    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path
+) -> None:
+    batches, work = blocks[:, :16].split(2), tmp_path / "work"
+    observation = Observation(cache="mse")
+    with pytest.raises(CalibrationError, match="lost"):
+        ranges(models("llama"), batches, observation, work, elsewhere=InTurn(until=3))
+    # More places than before: the split stays, or nothing that is finished would fit.
+    again = InTurn(free=HERE | {"third": 1 << 40})
+    joined = ranges(models("llama"), batches, observation, work, mode="layer", elsewhere=again)
+    assert again.measured == [4, 3, 2, 1, 0]
+    assert same(joined, ranges(models("llama"), batches, observation, tmp_path / "alone"))
+
+
+def test_other_batches_begin_anew(models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path) -> None:
+    work, first, again = tmp_path / "work", InTurn(until=3), InTurn()
+    with pytest.raises(CalibrationError, match="lost"):
+        ranges(models("llama"), blocks[:, :16].split(2), Observation(), work, elsewhere=first)
+    ranges(models("llama"), blocks[:, 16:32].split(2), Observation(), work, elsewhere=again)
+    assert len(again.measured) == 8
+
+
+def test_a_share_by_layers_is_taken_over_at_its_layer(
+    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = list(blocks[:, :16].split(4))
+    order = Order(models("llama"), tmp_path / "work", Observation(cache="mse"), "layer", None, False)
+    (share,) = room.prepared(order, batches, 1)
+    run_layers, kept = room.run_layers, []
+
+    def breaks(*given: Any, **options: Any) -> Any:
+        def store(layer: int, seen: Measurement) -> None:
+            if layer == 1:
+                raise CalibrationError("lost")
+            options_kept(layer, seen)
+
+        options_kept = options["kept"]
+        return run_layers(*given, **{**options, "kept": store, "commit_seconds": 0.0})
+
+    monkeypatch.setattr(room, "run_layers", breaks)
+    with pytest.raises(CalibrationError, match="lost"):
+        measure_share(order, share, "cpu", "first")
+    lost = order.work / "share-00000.first"
+    assert (lost / "layers" / "layer-00001").is_dir()
+
+    def counts(*given: Any, **options: Any) -> Any:
+        store = options["kept"]
+        return run_layers(*given, **{**options, "kept": lambda layer, seen: (kept.append(layer), store(layer, seen))})
+
+    monkeypatch.setattr(room, "run_layers", counts)
+    measure_share(order, share, "cpu", "second")
+    assert kept == [1]
+    assert not lost.exists()
+    assert room.is_finished(order, share)
+    found = room.joined(order, [share])
+    alone = Order(models("llama"), tmp_path / "alone", order.observation, "resident", None, False)
+    (whole,) = room.prepared(alone, [torch.cat(batches)], 1)
+    measure_share(alone, whole, "cpu", "only")
+    assert found.magnitudes.keys() == room.joined(alone, [whole]).magnitudes.keys()
+
+
+def test_an_attempt_that_lost_its_folder_finishes_nothing(
+    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = Order(models("llama"), tmp_path / "work", Observation(), "layer", None, False)
+    (share,) = room.prepared(order, [blocks[:2, :16]], 1)
+    run_layers = room.run_layers
+
+    def robbed(*given: Any, **options: Any) -> Any:
+        def store(layer: int, seen: Measurement) -> None:
+            if layer == 1:
+                shutil.rmtree(order.work / "share-00000.slow")
+            options["kept"](layer, seen)
+
+        return run_layers(*given, **{**options, "kept": store})
+
+    monkeypatch.setattr(room, "run_layers", robbed)
+    with pytest.raises(CalibrationError, match="another attempt has taken over"):
+        measure_share(order, share, "cpu", "slow")
+    assert not room.is_finished(order, share)
+
+
+def test_every_batch_is_in_one_share() -> None:
+    for count in (1, 3, 8, 65):
+        for places in (1, 3, 8):
+            for mode in ("resident", "layer"):
+                parts = split(count, places, mode)
+                assert sorted(number for part in parts for number in part) == list(range(count))
+                assert all(parts)
+    assert len(split(64, 8, "resident")) == 32
+    assert len(split(64, 8, "layer")) == 8
+
+
+@pytest.mark.parametrize("name", ["amax", "mse", "percentile"])
+def test_what_is_kept_is_what_was_seen(tmp_path: Path, name: Any) -> None:
+    observation = Observation(inputs=name, cache=name, experts="routed", min_expert_tokens=5)
+    generator = torch.Generator().manual_seed(2)
+    seen = []
+    for part in range(2):
+        one = Measurement(observation)
+        entered = torch.randn(7, 16, generator=generator).bfloat16()
+        one.input("a.q_proj", entered)
+        one.input("a.k_proj", entered)
+        one.cached("a", *torch.randn(2, 1, 3, 7, 16, generator=generator).bfloat16())
+        one.routed("m.experts.0", 3)
+        one.input("m.experts.0.up", entered[:3], expert="m.experts.0")
+        with one.every_token():
+            one.input("m.experts.0.up", entered, expert="m.experts.0")
+        one.routed_only.add("n.experts.1")
+        keep(one, tmp_path / f"{part}")
+        seen.append(one)
+    again = merged(recall(tmp_path / f"{part}", observation) for part in range(2))
+    whole = merged(seen)
+    assert again.finish().keys() == whole.finish().keys()
+    assert list(again.finish()) == list(whole.finish())
+    assert all(torch.equal(amax, whole.finish()[key]) for key, amax in again.finish().items())
+    assert again.tokens == whole.tokens == {"m.experts.0": 6}
+    assert again.starved() == whole.starved()
+    assert again.routed_only == whole.routed_only
+
+
+def test_half_a_measurement_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "0.json").write_text("{}")
+    with pytest.raises(CalibrationError, match="cannot be kept"):
+        recall(tmp_path / "0", Observation())
