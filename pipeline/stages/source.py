@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeline.digest import MODEL_FILES, file_digests, folder_digest
 from pipeline.errors import StageError, UserError
 from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.passing import passes
 from pipeline.publish.release import CARD
 from pipeline.recipe.schema import Source as SourceSection
 from pipeline.stage import Job, Output, Progress, Setting, SourceIdentity, write_json
@@ -85,6 +86,7 @@ def identify(source: SourceSection, folder: Path | None, store: Path) -> SourceI
             f"{source.repo}@{source.revision}: cannot be resolved to a commit: {_first_line(error)}",
             hint="Check the name and, for a gated model, `hf auth login`; without a network write the 40-digit commit "
             "as `revision`, or plan with --config FOLDER.",
+            transient=passes(error),
         ) from None
     return SourceIdentity(None, str(commit), source.repo)
 
@@ -101,6 +103,7 @@ def config_folder(identity: SourceIdentity) -> Path:
         raise UserError(
             f"{identity.repo}@{identity.digest[:12]}: config.json cannot be fetched: {_first_line(error)}",
             hint="Without a network, plan with --config FOLDER.",
+            transient=passes(error),
         ) from None
 
 
@@ -134,6 +137,7 @@ def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> P
         raise StageError(
             f"{identity.repo}@{identity.digest[:12]}: the download failed: {_first_line(error)}",
             hint="What was fetched is kept: the same command goes on.",
+            transient=passes(error),
         ) from error
 
 

@@ -36,7 +36,8 @@ class AnswerError(StageError):
     """The server answered with an error that its caller may understand: ``status`` is HTTP's, ``code`` S3's."""
 
     def __init__(self, message: str, *, status: int, code: str) -> None:
-        super().__init__(message, hint="Run the same command again: what was sent is kept.")
+        hint = "Run the same command again: what was sent is kept."
+        super().__init__(message, hint=hint, transient=_is_busy(status, code))
         self.status = status
         self.code = code
 
@@ -80,7 +81,7 @@ def _passes(error: BaseException) -> bool:
     answer = _answer(error)
     if answer is not None:
         status, code, _ = answer
-        return status == 429 or (status >= 500 and status != 501) or code in _BUSY
+        return _is_busy(status, code)
     if isinstance(error, exceptions.SSLError | exceptions.ProxyConnectionError):
         return False
     return isinstance(
@@ -95,6 +96,10 @@ def _passes(error: BaseException) -> bool:
         | TimeoutError
         | ConnectionError,
     )
+
+
+def _is_busy(status: int, code: str) -> bool:
+    return status == 429 or (status >= 500 and status != 501) or code in _BUSY
 
 
 def _answer(error: BaseException) -> tuple[int, str, str] | None:
@@ -138,6 +143,7 @@ def _told(error: Exception, place: str, doing: str) -> QuantmintError:
         return StageError(
             f"{place}: the server does not answer ({doing}): {error or type(error).__name__}",
             hint="Run the same command again: what was sent is kept.",
+            transient=True,
         )
     return StageError(f"{place}: could not {doing}: {error or type(error).__name__}")
 

@@ -74,12 +74,14 @@ class EndpointLauncher:
             try:
                 status, _ = fetch(self.url, "/health", timeout=30, key=key)
             except (OSError, http.client.HTTPException) as error:
-                raise ServingError(f"nobody answers at {self.url}: {error}") from error
+                raise ServingError(f"nobody answers at {self.url}: {error}", transient=True) from error
             if status == 200:
                 return time.monotonic() - began
             if status != 503 or time.monotonic() - began > timeout:
                 hint = "Name the key's variable." if status in {401, 403} else None
-                raise ServingError(f"{self.url} answers /health with {status}, expected 200", hint=hint)
+                raise ServingError(
+                    f"{self.url} answers /health with {status}, expected 200", hint=hint, transient=status >= 500
+                )
             time.sleep(_LOADING_S)
 
 

@@ -192,7 +192,9 @@ def _wait_for_head(address: str, timeout: float, say: Say) -> None:
             return
         except OSError as error:
             if time.monotonic() - began > timeout:
-                raise ServingError(f"after {timeout:g} s no Ray answers at {address}: {error}") from error
+                raise ServingError(
+                    f"after {timeout:g} s no Ray answers at {address}: {error}", transient=True
+                ) from error
         if not told:
             say(f"waiting for the head at {address}")
             told = True

@@ -107,7 +107,7 @@ class Server:
         try:
             status, answer = fetch(self.base_url, path, body=body, key=self._key(), timeout=timeout)
         except (OSError, http.client.HTTPException) as error:
-            raise ServingError(f"the server does not answer {path}: {error}", hint=where) from error
+            raise ServingError(f"the server does not answer {path}: {error}", hint=where, transient=True) from error
         if status != 200:
             said = f": {answer[:_SHOWN]}" if answer else ""
             raise RefusalError(
