@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from pipeline.digest import COMPANION_FILES
 from pipeline.engines.stream.error import Error
 from pipeline.engines.stream.kernels import fp8_scale
 from pipeline.engines.stream.plan import STATIC_ROLES, ShardPlan
-from pipeline.engines.stream.schedule import write_shards
+from pipeline.engines.stream.schedule import WriteShards, write_shards
 from pipeline.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
 from pipeline.engines.stream.worker import torch_dtype
 from pipeline.errors import StageError
@@ -60,36 +61,43 @@ def write_checkpoint(
     devices: Sequence[str] = ("cpu",),
     with_code: bool = False,
     advance: Callable[[int], None] = lambda _: None,
+    write: WriteShards | None = None,
 ) -> Written:
     """Write the quantized checkpoint into ``destination``, going on where an earlier attempt stopped.
 
     ``ranges`` holds the largest magnitudes behind each static scale, one a value, by its name. ``manifest`` (JSON
-    lines) lists the files that are committed; those are skipped. Files are spread over ``devices``. Raises
-    `StageError` when the disk is full, a file cannot be read or a weight is not finite.
+    lines) lists the files that are committed; those are skipped. Files are spread over ``devices``, or made elsewhere
+    by ``write``, and committed here in either case. Raises `StageError` when the disk is full, a file cannot be read or
+    a weight is not finite.
     """
     begin = time.perf_counter()
     destination.mkdir(parents=True, exist_ok=True)
     done = _read_manifest(manifest, destination)
-    for stale in destination.glob(f"*{PARTIAL_SUFFIX}"):
-        stale.unlink()
+    _forget_partial(destination)
     try:
         for plan in plans:
             if plan.name in done:
                 advance(plan.read_bytes)
         missing = [plan for plan in plans if plan.name not in done]
 
-        def commit(shard: WrittenShard) -> None:
-            partial = destination / (shard.name + PARTIAL_SUFFIX)
-            if partial.exists():  # else an earlier try came as far as the manifest
-                fsync(partial)
-                partial.replace(destination / shard.name)
+        def commit(shard: WrittenShard, path: Path) -> None:
+            if path.exists():  # else an earlier try came as far as the manifest
+                fsync(path)
+                path.replace(destination / shard.name)
             fsync(destination)
             _append_manifest(manifest, shard)
             done[shard.name] = shard
 
-        seconds = write_shards(
-            missing, source.folder, destination, lambda plan: _static_scales(plan, ranges), devices, advance, commit
+        make = write or partial(write_shards, devices=devices)
+        seconds = make(
+            missing,
+            source.folder,
+            destination,
+            lambda plan: _static_scales(plan, ranges),
+            advance=advance,
+            commit=commit,
         )
+        _forget_partial(destination)  # of attempts elsewhere that were taken for lost
         _write_companions(source, destination, with_code=with_code)
         _write_config(source, choice, destination, checkpoint_format)
         if plans[0].name != SINGLE_NAME or (source.folder / INDEX_NAME).is_file():
@@ -104,6 +112,11 @@ def write_checkpoint(
         raise StageError(f"{destination}: {error}.") from error
     seconds["durable"] = time.perf_counter() - begin
     return Written(tuple(done[plan.name] for plan in plans), dict(seconds))
+
+
+def _forget_partial(destination: Path) -> None:
+    for stale in destination.glob(f"*{PARTIAL_SUFFIX}"):
+        stale.unlink(missing_ok=True)  # an attempt that fails removes its own
 
 
 def _static_scales(plan: ShardPlan, ranges: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor]:

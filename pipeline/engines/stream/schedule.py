@@ -15,11 +15,11 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pipeline.engines.stream.pieces import Piece, Scan
 from pipeline.engines.stream.plan import ShardPlan
-from pipeline.engines.stream.shard import OpenShard, Stopped, WrittenShard
+from pipeline.engines.stream.shard import PARTIAL_SUFFIX, OpenShard, Stopped, WrittenShard
 from pipeline.engines.stream.worker import Worker
 
 if TYPE_CHECKING:
@@ -33,9 +33,29 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT = 64 << 20  # bytes; several times a piece
 
 
-def workers_of(devices: Sequence[str]) -> list[str]:
-    """The device of each worker: one a core for a CPU, a fixed number for a GPU."""
-    cores = max(len(os.sched_getaffinity(0)) // max(sum(_is_cpu(device) for device in devices), 1), 1)
+class WriteShards(Protocol):
+    """Makes files, here or elsewhere; what `write_checkpoint` has them made by."""
+
+    def __call__(
+        self,
+        plans: Sequence[ShardPlan],
+        source: Path,
+        destination: Path,
+        scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
+        advance: Callable[[int], None],
+        commit: Callable[[WrittenShard, Path], None],
+    ) -> dict[str, float]:
+        """See `write_shards`: ``commit`` also takes the path, in ``destination``, that the whole file has until then.
+
+        One call of it at a time. A file is on the disk for good, or is flushed from here by whoever commits it.
+        """
+        ...
+
+
+def workers_of(devices: Sequence[str], cores: int | None = None) -> list[str]:
+    """The device of each worker: one a core for a CPU (None: all that are ours), a fixed number for a GPU."""
+    ours = len(os.sched_getaffinity(0)) if cores is None else cores
+    cores = max(ours // max(sum(_is_cpu(device) for device in devices), 1), 1)
     return [device for device in devices for _ in range(cores if _is_cpu(device) else _GPU_WORKERS)]
 
 
@@ -51,15 +71,20 @@ def write_shards(
     scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
     devices: Sequence[str],
     advance: Callable[[int], None],
-    commit: Callable[[WrittenShard], None],
+    commit: Callable[[WrittenShard, Path], None],
+    *,
+    cores: int | None = None,
+    suffix: str = PARTIAL_SUFFIX,
 ) -> dict[str, float]:
-    """Make files and hand each to ``commit``, which has a thread of its own, when it is whole.
+    """Make files and hand each to ``commit``, which has a thread of its own, with its path when it is whole.
 
-    ``scalars`` gives the static scales of a file. Returns seconds: "written", until the last byte was handed to the
+    ``scalars`` gives the static scales of a file; ``cores`` is how many are ours (None: all), ``suffix`` what a file's
+    name ends with until it is committed. Returns seconds: "written", until the last byte was handed to the
     operating system, and by kind of work the sum over threads. What was whole is committed also where another file
     fails; then what failed first is raised, see `OpenShard.make`.
     """
-    schedule = _Schedule(plans, source, destination, scalars, devices, advance, commit)
+    workers = workers_of(devices, cores)
+    schedule = _Schedule(plans, source, destination, scalars, workers, advance, commit, suffix)
     with _many_small_workers():
         return schedule.run()
 
@@ -71,16 +96,18 @@ class _Schedule:
         source: Path,
         destination: Path,
         scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
-        devices: Sequence[str],
+        workers: Sequence[str],
         advance: Callable[[int], None],
-        commit: Callable[[WrittenShard], None],
+        commit: Callable[[WrittenShard, Path], None],
+        suffix: str,
     ) -> None:
         self._source, self._destination, self._scalars = source, destination, scalars
+        self._suffix = suffix
         self._waiting: Iterator[ShardPlan] = iter(plans)
-        self._devices = workers_of(devices)
+        self._devices = workers
         self._limit = open_files(len(plans), len(self._devices))
         # With a GPU at work the cores have time to copy; see `sink`.
-        self._on_cpu = all(map(_is_cpu, devices))
+        self._on_cpu = all(map(_is_cpu, workers))
         self._tell, self._commit = advance, commit
         self._lock, self._telling = Lock(), Lock()
         self._open: list[OpenShard] = []
@@ -152,7 +179,7 @@ class _Schedule:
         shard = OpenShard(
             plan,
             self._source,
-            self._destination,
+            self._partial(plan.name),
             self._scalars(plan),
             piece=CPU_PIECE if self._on_cpu else GPU_PIECE,
             direct=self._on_cpu,
@@ -160,6 +187,9 @@ class _Schedule:
         )
         self._open.append(shard)
         return shard
+
+    def _partial(self, name: str) -> Path:
+        return self._destination / (name + self._suffix)
 
     def _return(self, shard: OpenShard) -> None:
         with self._lock:
@@ -174,7 +204,7 @@ class _Schedule:
 
     def _committed(self, shard: WrittenShard) -> None:
         begin = time.perf_counter()
-        self._commit(shard)
+        self._commit(shard, self._partial(shard.name))
         with self._lock:
             self._seconds["flush"] += time.perf_counter() - begin
 

@@ -51,16 +51,17 @@ class Stopped(Exception):  # noqa: N818 - not a failure of the worker that meets
 class OpenShard:
     """A file that is being made, and what its workers share.
 
-    ``scalars`` holds the tensors that no kernel makes, static scales, by name. ``piece`` is the bytes that a worker
-    takes at a time; ``direct`` the way of writing, see `sink`. ``advance`` is told the bytes read. The file has its
-    partial name, and is not yet on the disk for good when it is whole. Raises `OSError` where it cannot be made.
+    ``path`` is its name until it is whole and committed. ``scalars`` holds the tensors that no kernel makes, static
+    scales, by name. ``piece`` is the bytes that a worker takes at a time; ``direct`` the way of writing, see `sink`.
+    ``advance`` is told the bytes read. The file is not yet on the disk for good when it is whole. Raises `OSError`
+    where it cannot be made.
     """
 
     def __init__(
         self,
         plan: ShardPlan,
         source: Path,
-        destination: Path,
+        path: Path,
         scalars: Mapping[str, torch.Tensor],
         *,
         piece: int,
@@ -69,7 +70,7 @@ class OpenShard:
     ) -> None:
         self._plan, self._source, self._advance = plan, source, advance
         self._files = Files(source)
-        self._path = destination / (plan.name + PARTIAL_SUFFIX)
+        self._path = path
         self._sink = open_sink(self._path, plan.nbytes, direct=direct)
         pieces = cut(plan, piece)
         self._pieces: deque[Scan | Piece] = deque(pieces)
