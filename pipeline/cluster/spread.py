@@ -1,0 +1,204 @@
+"""The parts of a stage on the nodes of a Ray cluster: shards of a checkpoint, shares of the calibration batches.
+
+::
+
+    with spread_over("ray://head", setting, reporter) as spread:
+        run_plan(plan, replace(setting, spread=spread), reporter)
+
+Parts are plain tasks of Ray: it chooses the nodes, repeats what was lost with one, and tells what is finished. Files go
+by the filesystem that the nodes share, plans and results through Ray, which are small. What is committed is committed
+by this process: one manifest, in which a run without a cluster finds the same.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calibration.shares import Order, Share
+from pipeline.cluster import tasks
+from pipeline.cluster.address import address_of
+from pipeline.cluster.connection import connect, disconnect, warning_of
+from pipeline.cluster.nodes import CORES_A_SHARD, Ask, Node, ask_for, hardware, nodes_of
+from pipeline.cluster.sameness import Facts, Probe, facts_here, versions_here
+from pipeline.cluster.waiting import RETRIES, results
+from pipeline.errors import StageError, UserError
+from pipeline.stage import Progress, Setting
+from pipeline.store.disk import disk_errors
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.engines.stream.plan import ShardPlan
+    from pipeline.engines.stream.shard import WrittenShard
+
+
+@contextmanager
+def spread_over(on: str | None, setting: Setting, progress: Progress) -> Iterator[RaySpread | None]:
+    """The cluster that ``--on`` names, ready and its nodes found to be alike; None for this process alone.
+
+    Raises `UserError` where there is none, where a node differs, and for a recipe whose engine cannot be spread.
+    """
+    if on is None:
+        yield None
+        return
+    engine = setting.recipe.quantization.engine
+    if engine != "stream":
+        raise UserError(
+            f"--on: found it with quantization.engine: {engine}, which works in one process, expected stream.",
+            hint="`quantmint submit` runs a whole recipe on another machine.",
+        )
+    address = address_of(on, os.environ)
+    if (warning := warning_of(address, os.environ)) is not None:
+        progress.warn(warning)
+    spread = RaySpread(address, setting.device, progress)
+    try:
+        folder, root = setting.source.folder, setting.store.root.absolute()
+        shared = next(place for place in (root, *root.parents) if place.is_dir())
+        with disk_errors(shared):
+            spread.require_same([] if folder is None else [folder], [shared])
+        progress.say(f"spread over {len(spread.nodes)} nodes: {spread.hardware}")
+        yield spread
+    finally:
+        spread.release()
+
+
+class RaySpread:
+    """See `pipeline.stage.Spread`. ``device`` is "auto", "cpu" or "cuda"."""
+
+    def __init__(self, address: str, device: str, progress: Progress) -> None:
+        self._address, self._device, self._progress = address, device, progress
+        self._alike: set[tuple[str, Path]] = set()
+        self._facts: dict[str, Facts] = {}
+        self.nodes: tuple[Node, ...] = ()
+        self._look()
+
+    @property
+    def hardware(self) -> str:
+        """What computes, for people."""
+        processors = {number: facts.processor for number, facts in self._facts.items()}
+        return hardware(self.nodes, ask_for(self.nodes, self._device), processors)
+
+    def require_same(self, folders: Sequence[Path], written: Sequence[Path] = ()) -> None:
+        """Raise `UserError` for a node that has other versions, or other files in ``folders``.
+
+        ``written`` are folders that must take what is written on each node. A node that was asked is not asked again.
+        """
+        self._look()
+        folders = [folder.resolve() for folder in folders]
+        new = [n for n in self.nodes if n.id not in self._facts or any((n.id, f) not in self._alike for f in folders)]
+        if not new:
+            return
+        probe = Probe([folder.resolve() for folder in written])
+        try:
+            here = facts_here(folders)
+            asked = {
+                _on(node, tasks.facts, Ask("cpu", 0, 0)).remote(folders, probe.paths, node.id): node for node in new
+            }
+            for node, there in results(asked, self._ask(), self._progress.warn):
+                probe.require_same(node.name, node.id, there, here)
+                self._facts[node.id] = there
+                self._alike |= {(node.id, folder) for folder in folders}
+        finally:
+            probe.close()
+
+    def write_shards(
+        self,
+        plans: Sequence[ShardPlan],
+        source: Path,
+        destination: Path,
+        scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
+        advance: Callable[[int], None],
+        commit: Callable[[WrittenShard, Path], None],
+    ) -> dict[str, float]:
+        """See `pipeline.engines.stream.schedule.WriteShards`; a file a task, the largest first."""
+        began = time.perf_counter()
+        seconds: dict[str, float] = defaultdict(float)
+        source, destination = source.resolve(), destination.resolve()
+        self.require_same([source], [destination])
+        ask = self._ask(most_cores=CORES_A_SHARD)
+        make = _remote(tasks.write_shard, ask)
+        cores = ask.cpus or None
+        left = {
+            make.remote(plan, scalars(plan), source, destination, ask.device, cores, versions_here()): plan
+            for plan in sorted(plans, key=lambda plan: -plan.read_bytes)
+        }
+        for plan, (shard, name, spent) in results(left, ask, self._progress.warn):
+            flush = time.perf_counter()
+            if not (destination / name).exists():
+                raise StageError(f"{destination / name} was written by a node of the cluster, but is not there.")
+            commit(shard, destination / name)
+            advance(plan.read_bytes)
+            for kind, each in spent.items():
+                seconds[kind] += each
+            seconds["flush"] += time.perf_counter() - flush
+        seconds["written"] = time.perf_counter() - began
+        return seconds
+
+    def places(self, folder: Path) -> Places:
+        """Where shares of the batches are measured, for a model in ``folder``: one a GPU, or one a node."""
+        self.require_same([folder])
+        ask = self._ask()
+        if ask.gpus:
+            asked = {_on(node, tasks.free, ask).remote(ask.device): node for node in self.nodes if node.gpus}
+            free = {node.id: found for node, found in results(asked, ask, self._progress.warn)}
+        else:
+            free = {node.id: self._facts[node.id].free for node in self.nodes}
+        named = {
+            f"{node.name} {turn}" if ask.slots(node) > 1 else node.name: free[node.id] // (1 if ask.gpus else slots)
+            for node in self.nodes
+            if (slots := ask.slots(node))
+            for turn in range(slots)
+        }
+        return Places(named, ask, self._progress)
+
+    def release(self) -> None:
+        """End the processes that hold GPUs and memory on the nodes; what comes next connects again."""
+        disconnect()
+
+    def _look(self) -> None:
+        import ray
+
+        connect(self._address)
+        self.nodes = nodes_of(ray.nodes())
+        self._ask()
+
+    def _ask(self, *, most_cores: int | None = None) -> Ask:
+        return ask_for(self.nodes, self._device, most_cores=most_cores)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """See `calibration.shares.Places`."""
+
+    free: Mapping[str, int]
+    ask: Ask
+    progress: Progress
+
+    def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+        """A task a share, and as many at a time as Ray finds room for."""
+        task = _remote(tasks.measure, self.ask)
+        left = {task.remote(order, share, self.ask.device, versions_here()): share for share in shares}
+        for share, _ in results(left, self.ask, self.progress.warn):
+            yield share
+
+
+def _remote(function: Callable[..., Any], ask: Ask) -> Any:
+    import ray
+
+    return ray.remote(max_retries=RETRIES, scheduling_strategy="SPREAD", **ask.options())(function)
+
+
+def _on(node: Node, function: Callable[..., Any], ask: Ask) -> Any:
+    """A question to one node, which goes nowhere else."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    return ray.remote(max_retries=RETRIES, scheduling_strategy=there, **ask.options())(function)

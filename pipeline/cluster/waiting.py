@@ -1,0 +1,82 @@
+"""Results of tasks as they come, their faults in our words, and nothing left running where one of them ends a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from pipeline.cluster.nodes import Ask, nodes_of
+from pipeline.errors import StageError
+
+T = TypeVar("T")
+RETRIES = 3
+"""How often Ray does a task again whose process or node was lost: its own default."""
+_LOOK_S = 2.0
+
+
+def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Iterator[tuple[T, Any]]:
+    """What each task returns, with what it was for, the first that is finished first.
+
+    ``tasks`` maps Ray's references. Lost nodes are told; Ray gives their tasks to others. Raises what a task raised,
+    `StageError` for one that was lost too often, and where no node is left; the other tasks are ended then.
+    """
+    import ray
+
+    left = dict(tasks)
+    known = {node.id: node.name for node in nodes_of(ray.nodes())}
+    try:
+        while left:
+            ready, _ = ray.wait(list(left), timeout=_LOOK_S)
+            for reference in ready:
+                yield left.pop(reference), _result(reference)
+            if not ready:
+                known = _told_of_losses(known, ask, say)
+    except (ConnectionError, ray.exceptions.RaySystemError) as error:
+        raise StageError(
+            f"the connection to the Ray cluster broke: {_first_line(error)}",
+            hint="The same command goes on with what is missing.",
+            transient=True,
+        ) from error
+    finally:
+        for reference in left:
+            ray.cancel(reference, force=True)
+
+
+def _result(reference: Any) -> Any:
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.OutOfMemoryError as error:
+        raise StageError(f"a node of the Ray cluster ran out of memory: {_first_line(error)}") from None
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError) as error:
+        raise StageError(
+            f"a part was lost with its process {RETRIES + 1} times: {_first_line(error)}",
+            hint="The logs of Ray on its nodes say why; the same command goes on with what is missing.",
+        ) from None
+
+
+def _told_of_losses(known: Mapping[str, str], ask: Ask, say: Callable[[str], None]) -> dict[str, str]:
+    import ray
+
+    nodes = nodes_of(ray.nodes())
+    alive = {node.id: node.name for node in nodes}
+    for number, name in known.items():
+        if number not in alive:
+            say(f"lost: {name}; what it was at is done again elsewhere")
+    for number, name in alive.items():
+        if number not in known:
+            say(f"joined: {name}")
+    if not any(ask.slots(node) for node in nodes):
+        raise StageError(
+            "no node of the Ray cluster is left to work on.",
+            hint="When there is one again, the same command goes on with what is missing.",
+            transient=True,
+        )
+    return alive
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
