@@ -15,6 +15,7 @@ from pipeline.errors import QuantmintError
 # command: (module below pipeline.commands, one line for --help)
 _COMMANDS = {
     "run": ("run", "Make, prove and publish what a recipe says."),
+    "submit": ("submit", "Run a recipe on Slurm, Kubernetes or a Ray cluster."),
     "plan": ("plan", "Show what a run would do, and what it would cost."),
     "quantize": ("quantize", "Quantize one model without a recipe."),
     "explain": ("explain", "Say why each stage would run again."),
@@ -33,6 +34,7 @@ _COMMANDS = {
     "verify": ("verify", "Check all that a release says, with nothing but what was published."),
     "gate": ("gate", "Judge again from a record, or from what was published."),
     "requantize": ("requantize", "Run the recipes that are due, beside each other."),
+    "due": ("due", "Say which recipes would come out otherwise than when they were last published."),
     "schedule": ("schedule", "Look at recipes on their schedules, or write units and manifests that do."),
     "recipes": ("recipes", "List the recipes, or print one resolved."),
     "schemes": ("schemes", "List the quantization schemes."),

@@ -61,6 +61,7 @@ class Pod:
     """``command`` in ``image``, word by word, started in ``folder`` with ``gpus`` accelerators of ``kind``.
 
     ``selector`` are labels that the node must have, ``variables`` plain ones of the environment: nothing secret.
+    ``cpus`` and ``memory_gb`` are what is kept free for it; it may use more where the node has more.
     """
 
     name: str
@@ -71,6 +72,8 @@ class Pod:
     folder: str | None = None
     claims: tuple[Claim, ...] = ()
     secrets: tuple[Reference, ...] = ()
+    cpus: int | None = None
+    memory_gb: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     selector: Mapping[str, str] = field(default_factory=dict)
 
@@ -82,7 +85,12 @@ class Pod:
     @property
     def by_digest(self) -> bool:
         """Whether the image is named by its digest, which no one can move."""
-        return _DIGEST.fullmatch(self.image) is not None
+        return by_digest(self.image)
+
+
+def by_digest(image: str) -> bool:
+    """Whether an image is named by its digest."""
+    return _DIGEST.fullmatch(image) is not None
 
 
 def job_spec(
@@ -125,9 +133,11 @@ def template(pod: Pod) -> dict[str, Any]:
         # The end of what went wrong, in `kubectl describe`, where nothing else is said.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    if pod.gpus:
-        count = {RESOURCES[pod.kind]: str(pod.gpus)}
-        container["resources"] = {"requests": count, "limits": dict(count)}
+    gpus = {RESOURCES[pod.kind]: str(pod.gpus)} if pod.gpus else {}
+    asked = {"cpu": pod.cpus, "memory": None if pod.memory_gb is None else f"{pod.memory_gb}G"}
+    requests = {**{name: str(value) for name, value in asked.items() if value is not None}, **gpus}
+    if requests:
+        container["resources"] = {"requests": requests, **({"limits": dict(gpus)} if gpus else {})}
     return {
         "metadata": {"labels": pod.labels},
         "spec": {

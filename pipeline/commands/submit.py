@@ -1,0 +1,209 @@
+"""quantmint submit RECIPE --slurm | --kubernetes | --ray ADDRESS"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.options import emit, json_option, store_option
+
+if TYPE_CHECKING:
+    from pipeline.submit.place import Place, State
+    from pipeline.submit.task import Task
+
+_FOR = {
+    "slurm": ("partition", "account", "qos", "constraint", "gres", "sbatch", "setup", "container"),
+    "kubernetes": ("namespace", "image", "pvc", "workdir", "secret", "node_selector"),
+    "ray": (),
+}
+_SHARED = {"venv": ("slurm", "ray"), "env": ("kubernetes", "ray")}
+
+
+@click.command(name="submit")
+@click.argument("recipe", required=False)
+@click.argument("arguments", metavar="[-- ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--slurm", "place_name", flag_value="slurm", help="To the cluster whose sbatch is on PATH.")
+@click.option("--kubernetes", "place_name", flag_value="kubernetes", help="To the cluster of the kubeconfig's context.")
+@click.option(
+    "--ray", "ray_address", metavar="ADDRESS", help="To a Ray cluster's dashboard: http://HEAD:8265, or auto."
+)
+@click.option("--gpus", type=click.IntRange(min=0), help="GPUs of the run (default: target.gpus; a CPU target: none).")
+@click.option("--nodes", type=click.IntRange(min=1), help="Machines to share them (default: as many as they fill).")
+@click.option("--cpus", type=click.IntRange(min=1), help="CPU cores of a node (default: the cluster's).")
+@click.option("--memory", type=click.IntRange(min=1), metavar="GB", help="Host memory of a node.")
+@click.option("--time", "limit", metavar="DURATION", help="Time limit, such as 8h or 90m.")
+@click.option("--venv", metavar="FOLDER", help="Environment there (default: this one). Slurm, Ray.")
+@click.option("--env", metavar="NAME=VALUE", multiple=True, help="A plain variable. Kubernetes, Ray.")
+@click.option("--partition", help="Slurm.")
+@click.option("--account", help="Slurm.")
+@click.option("--qos", help="Slurm.")
+@click.option("--constraint", help="Slurm: features that the node must have.")
+@click.option("--gres", metavar="gpu[:TYPE]:N", help="Slurm: instead of --gpus-per-node.")
+@click.option("--sbatch", metavar="NAME=VALUE", multiple=True, help="Slurm: any other option of sbatch.")
+@click.option("--setup", metavar="COMMAND", multiple=True, help="Slurm: comes first, such as 'module load rocm'.")
+@click.option("--container", metavar="IMAGE", help="Slurm: an image (pyxis), or a .sif file (Apptainer).")
+@click.option("--namespace", help="Kubernetes (default: the context's).")
+@click.option("--image", default=lambda: os.environ.get("QUANTMINT_IMAGE"), help="Kubernetes: best NAME@sha256:...")
+@click.option("--pvc", metavar="CLAIM[:/path]", multiple=True, help="Kubernetes: the shared volume (default: /work).")
+@click.option("--workdir", metavar="/path", help="Kubernetes: where the run starts (default: the first volume).")
+@click.option("--secret", metavar="VAR=SECRET[:KEY]", multiple=True, help="Kubernetes: such as HF_TOKEN=hub:token.")
+@click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="Kubernetes.")
+@click.option("--follow", is_flag=True, help="Show the log, and end with the run's exit code.")
+@click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; send nothing.")
+@click.option("--status", metavar="ID", help="Say how a job is, instead of submitting one; with --follow its log.")
+@click.option("--cancel", metavar="ID", help="End a job. What it finished stays in the store.")
+@store_option
+@json_option
+@click.pass_context
+def command(context: click.Context, /, **given: Any) -> int:
+    """Run RECIPE on a cluster: the same `quantmint run`, working folder and store, on a filesystem that is shared.
+
+    What follows two dashes goes to `quantmint run`, such as `-- --until inspect`. A job that was preempted, evicted or
+    reached its time limit is run again and goes on where it stopped.
+    """
+    place_name = _place_name(context, given)
+    place = _place(place_name, given)
+    if given["cancel"] is not None:
+        place.cancel(given["cancel"])
+        return _tell(given, {"id": given["cancel"], "place": place_name, "state": "cancelled"})
+    if given["status"] is not None:
+        return _status(place, place_name, given["status"], given)
+    if given["recipe"] is None:
+        raise click.UsageError("missing RECIPE")
+    task = _task(given)
+    if given["dry_run"]:
+        click.echo(place.text(task), nl=False)
+        return 0
+    _remarks(place_name, given)
+    submitted = place.submit(task)
+    told = {"id": submitted.identifier, "place": place_name, "log": submitted.log}
+    if not given["follow"]:
+        return _tell(given, told)
+    click.echo(f"{submitted.identifier}  {submitted.log}", err=True)
+    return _follow(place, submitted.identifier, told, given)
+
+
+def _place_name(context: click.Context, given: dict[str, Any]) -> str:
+    if (given["place_name"] is None) == (given["ray_address"] is None):
+        raise click.UsageError("expected one place: --slurm, --kubernetes or --ray ADDRESS")
+    chosen = str(given["place_name"] or "ray")
+    owners: dict[str, tuple[str, ...]] = {name: (place,) for place, names in _FOR.items() for name in names} | _SHARED
+    for name, places in owners.items():
+        source = context.get_parameter_source(name)
+        if chosen not in places and given[name] and source is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} is for {' and '.join(places)}, not for {chosen}")
+    if given["status"] is not None and given["cancel"] is not None:
+        raise click.UsageError("expected --status or --cancel, not both")
+    return chosen
+
+
+def _place(name: str, given: dict[str, Any]) -> Place:
+    from pipeline.submit.pod import parse_claim, parse_pairs, parse_reference
+
+    if name == "slurm":
+        from pipeline.submit import sbatch
+        from pipeline.submit.slurm import Slurm
+
+        options = sbatch.Options(
+            **{key: given[key] for key in ("partition", "account", "qos", "constraint", "gres", "venv", "container")},
+            sbatch=parse_pairs("--sbatch", given["sbatch"]),
+            setup=given["setup"],
+        )
+        return Slurm(options, folder=Path.cwd(), logs=given["store_path"].absolute() / "logs" / "slurm")
+    if name == "kubernetes":
+        from pipeline.submit import job
+        from pipeline.submit.kubernetes import Kubernetes
+
+        asked = job.Options(
+            image=given["image"],
+            claims=tuple(map(parse_claim, given["pvc"])),
+            folder=given["workdir"],
+            secrets=tuple(map(parse_reference, given["secret"])),
+            variables=parse_pairs("--env", given["env"]),
+            selector=parse_pairs("--node-selector", given["node_selector"]),
+        )
+        return Kubernetes(asked if given["image"] else None, namespace=given["namespace"])
+    from pipeline.submit import ray
+
+    settings = ray.Options(folder=Path.cwd(), venv=given["venv"], variables=parse_pairs("--env", given["env"]))
+    return ray.RayJobs(given["ray_address"], settings)
+
+
+def _task(given: dict[str, Any]) -> Task:
+    """Refuses here what the run would refuse there, after hours in a queue."""
+    from pipeline.commands import run
+    from pipeline.recipe.checks import check, check_run
+    from pipeline.recipe.faults import refuse
+    from pipeline.recipe.load import load_recipe
+    from pipeline.submit.task import task_for
+    from pipeline.tuning.budget import parse_duration
+
+    loaded = load_recipe(given["recipe"])
+    refuse([*check(loaded), *check_run(loaded)])
+    run.command.make_context("run", [given["recipe"], *given["arguments"]])
+    return task_for(
+        loaded.recipe,
+        given["recipe"],
+        store=str(given["store_path"]),
+        gpus=given["gpus"],
+        nodes=given["nodes"],
+        cpus=given["cpus"],
+        memory_gb=given["memory"],
+        seconds=None if given["limit"] is None else parse_duration(given["limit"]),
+        arguments=given["arguments"],
+    )
+
+
+def _remarks(place: str, given: dict[str, Any]) -> None:
+    """What is right to ask for, and may be meant otherwise."""
+    if place != "kubernetes":
+        return
+    from importlib import resources
+
+    from pipeline.recipe.load import find
+    from pipeline.submit.pod import by_digest
+
+    if not by_digest(given["image"]):
+        click.echo(f"note: {given['image']} is a tag, which can move: no release will say what it was", err=True)
+    path = find(given["recipe"])
+    if not path.resolve().is_relative_to(Path(str(resources.files("recipes"))).resolve()):
+        click.echo(f"note: {path} is read from the claim's folder, not from here", err=True)
+
+
+def _status(place: Place, name: str, identifier: str, given: dict[str, Any]) -> int:
+    state = place.state(identifier)
+    told = {"id": identifier, "place": name}
+    if given["follow"]:
+        return _follow(place, identifier, told, given)
+    return _tell(given, {**told, **_plain(state)})
+
+
+def _follow(place: Place, identifier: str, told: dict[str, Any], given: dict[str, Any]) -> int:
+    """The log on standard output (with --json on standard error), then the run's own exit code."""
+    try:
+        for piece in place.lines(identifier):
+            click.echo(piece, nl=False, err=given["as_json"])
+    except KeyboardInterrupt:
+        click.echo(f"\nno longer followed; the job goes on. --status {identifier} --follow looks again.", err=True)
+        return 130
+    state = place.state(identifier)
+    if given["as_json"]:
+        emit({**told, **_plain(state)})
+    else:
+        click.echo(f"{identifier}  {state.word}", err=True)
+    return 0 if state.exit_code is None else state.exit_code
+
+
+def _plain(state: State) -> dict[str, Any]:
+    return {"state": state.word, "exit_code": state.exit_code}
+
+
+def _tell(given: dict[str, Any], told: dict[str, Any]) -> int:
+    if given["as_json"]:
+        emit(told)
+    else:
+        click.echo("  ".join(str(value) for key, value in told.items() if key != "place" and value is not None))
+    return 0

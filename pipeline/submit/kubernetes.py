@@ -1,0 +1,168 @@
+"""Kubernetes as a place, through its own client and the user's kubeconfig (or the pod's service account)."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipeline.errors import StageError, UserError
+from pipeline.serving.render.comments import dump
+from pipeline.submit.job import Options, manifest
+from pipeline.submit.place import BROKEN, State, Submitted
+from pipeline.submit.task import Task
+
+_TIMEOUT_S = 60
+_PAUSE_S = 3.0
+_STARTED = ("Running", "Succeeded", "Failed")
+
+
+class Kubernetes:
+    """A namespace of a cluster; ``namespace`` None is the one of the kubeconfig's context.
+
+    ``options`` None is enough to ask for jobs that are there.
+    """
+
+    def __init__(self, options: Options | None, *, namespace: str | None = None, pause_s: float = _PAUSE_S) -> None:
+        self._options = options
+        self._namespace = namespace
+        self._pause_s = pause_s
+
+    def text(self, task: Task) -> str:
+        """The manifest, for `kubectl create -f -` as well."""
+        return dump(self._manifest(task))
+
+    def submit(self, task: Task) -> Submitted:
+        """Create the Job."""
+        body = self._manifest(task)
+        jobs, _, namespace = self._connect()
+        with _answers():
+            made = jobs.create_namespaced_job(namespace, body, _request_timeout=_TIMEOUT_S)
+        name = str(made.metadata.name)
+        return Submitted(name, f"kubectl logs --namespace {namespace} --follow job/{name}")
+
+    def state(self, identifier: str) -> State:
+        """The Job's condition; of one that ended, the exit code of the pod that decided it."""
+        jobs, pods, namespace = self._connect()
+        with _answers():
+            job = jobs.read_namespaced_job(identifier, namespace, _request_timeout=_TIMEOUT_S)
+        met = [item for item in job.status.conditions or () if item.status == "True"]
+        for condition in met:
+            if condition.type == "Complete":
+                return State("Complete", 0)
+            if condition.type == "Failed":
+                code = _exit_code(self._newest(pods, namespace, identifier))
+                return State(f"Failed ({condition.reason})" if condition.reason else "Failed", code)
+        if job.spec.suspend:
+            return State("Suspended")
+        return State("Running" if job.status.active and job.status.ready != 0 else "Pending")
+
+    def lines(self, identifier: str) -> Iterator[str]:
+        """The logs of its pods, one after the other as they are tried."""
+        seen: set[str] = set()
+        _, pods, namespace = self._connect()
+        while True:
+            ended = self.state(identifier).ended
+            for pod in self._pods(pods, namespace, identifier):
+                if pod.metadata.uid not in seen and pod.status.phase in _STARTED:
+                    seen.add(pod.metadata.uid)
+                    yield from _log(pods, namespace, pod.metadata.name)
+            if ended:
+                return
+            time.sleep(self._pause_s)
+
+    def cancel(self, identifier: str) -> None:
+        """Delete the Job with its pods, which get their time to end."""
+        jobs, _, namespace = self._connect()
+        with _answers():
+            jobs.delete_namespaced_job(
+                identifier, namespace, propagation_policy="Background", _request_timeout=_TIMEOUT_S
+            )
+
+    def _manifest(self, task: Task) -> dict[str, Any]:
+        if self._options is None:
+            raise UserError("--image is missing: a pod runs an image", hint="Best by its digest: NAME@sha256:...")
+        body = manifest(task, self._options)
+        if self._namespace is not None:
+            body["metadata"]["namespace"] = self._namespace
+        return body
+
+    def _connect(self) -> tuple[Any, Any, str]:
+        """Clients of jobs and of pods, and the namespace."""
+        from kubernetes import client, config
+        from kubernetes.config.config_exception import ConfigException
+
+        try:
+            config.load_config()
+        except ConfigException as error:
+            raise UserError(f"found no way to a cluster: {error}", hint="Set KUBECONFIG, or ~/.kube/config.") from error
+        namespace = self._namespace or _namespace()
+        return client.BatchV1Api(), client.CoreV1Api(), namespace
+
+    def _pods(self, pods: Any, namespace: str, job: str) -> list[Any]:
+        with _answers():
+            found = pods.list_namespaced_pod(namespace, label_selector=f"job-name={job}", _request_timeout=_TIMEOUT_S)
+        return sorted(found.items, key=lambda pod: pod.metadata.creation_timestamp)
+
+    def _newest(self, pods: Any, namespace: str, job: str) -> Any | None:
+        found = self._pods(pods, namespace, job)
+        return found[-1] if found else None
+
+
+def _namespace() -> str:
+    from kubernetes.config import incluster_config, list_kube_config_contexts
+    from kubernetes.config.config_exception import ConfigException
+
+    try:
+        _, active = list_kube_config_contexts()
+        return str(active["context"].get("namespace") or "default")
+    except ConfigException:  # in a pod
+        from pathlib import Path
+
+        told = Path(incluster_config.SERVICE_TOKEN_FILENAME).with_name("namespace")
+        return told.read_text(encoding="utf-8").strip() if told.is_file() else "default"
+
+
+def _exit_code(pod: Any | None) -> int:
+    """Of its only container; one that was ended from outside, or is gone, has none."""
+    for status in (pod.status.container_statuses or ()) if pod is not None else ():
+        ended = status.state.terminated
+        if ended is not None and ended.exit_code:
+            return int(ended.exit_code)
+    return BROKEN
+
+
+def _log(pods: Any, namespace: str, name: str) -> Iterator[str]:
+    with _answers():
+        answer = pods.read_namespaced_pod_log(name, namespace, follow=True, _preload_content=False)
+    text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    with answer, _answers():
+        for piece in answer.stream(amt=None, decode_content=True):
+            yield text.decode(piece)
+
+
+@contextmanager
+def _answers() -> Iterator[None]:
+    """The client's errors as ours."""
+    from kubernetes.client.exceptions import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ApiException as error:
+        said = _message(error)
+        if error.status is None or error.status >= 500 or error.status == 429:
+            raise StageError(f"the Kubernetes API answered {error.status}: {said}", transient=True) from error
+        raise UserError(f"the Kubernetes API refused ({error.status}): {said}") from error
+    except HTTPError as error:
+        raise StageError(f"the Kubernetes API cannot be reached: {type(error).__name__}", transient=True) from error
+
+
+def _message(error: Any) -> str:
+    try:
+        return str(json.loads(error.body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)

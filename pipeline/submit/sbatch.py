@@ -1,0 +1,173 @@
+"""A task as a batch script of Slurm, by submitit's writer.
+
+    >>> print(script(task, Options(partition="mi300x"), folder=Path("/shared/models")))
+    #!/bin/bash
+    ...
+
+submitit's own way to run something is a pickled function that a second process loads: with it a run's exit code and
+its log while it runs would be lost, SIGTERM would be swallowed, and a file that anyone with the folder's rights could
+replace would be executed. Its writer takes a command as well, and that is what is used here.
+
+Before the time limit the job puts itself back into the queue, a few times; a preempted one is put there by Slurm. Both
+go on where they stopped. The processes of the run get Slurm's SIGTERM, the script's shell does not.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.serving.render.kubernetes import object_name
+from pipeline.submit.pod import IMAGE_VARIABLE, by_digest
+from pipeline.submit.task import Task, program_here, require_plain
+
+WARNING_S = 120
+"""Seconds before the time limit at which the job leaves for the queue."""
+ROUNDS = 3
+"""How often it does so: a run that gets nowhere in its time does not stay for ever."""
+_PORT = 6379
+_AGAIN = (
+    f'again() {{ [ "${{SLURM_RESTART_COUNT:-0}}" -ge {ROUNDS} ] || scontrol requeue "$SLURM_JOB_ID"; }}',
+    "trap again USR1",
+)
+# A trapped signal ends the first wait, and not the run.
+_WAIT = "\n".join(
+    (
+        "run=$!",
+        'wait "$run"',
+        "code=$?",
+        'while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done',
+        'exit "$code"',
+    )
+)
+# Slurm numbers AMD's GPUs by ROCR_VISIBLE_DEVICES, which Ray refuses (ray/_private/accelerators/amd_gpu.py).
+_RENAMED = 'export HIP_VISIBLE_DEVICES="$ROCR_VISIBLE_DEVICES"; unset ROCR_VISIBLE_DEVICES; exec "$@"'
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a cluster wants to know; None and empty leave it to the cluster.
+
+    ``setup`` are commands that come first, each read as words. ``venv`` is an environment on the shared filesystem,
+    ``container`` an image for the cluster's container plugin (pyxis), or a ``.sif`` file for Apptainer.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gres: str | None = None
+    sbatch: Mapping[str, str] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
+    venv: str | None = None
+    container: str | None = None
+
+
+def script(task: Task, options: Options, *, folder: Path, logs: Path) -> str:
+    """The file that sbatch gets. ``folder`` is where the run starts, ``logs`` where Slurm writes; both absolute."""
+    from submitit.slurm import slurm
+
+    text: str = slurm._make_sbatch_string(command(task, options, folder), logs, **parameters(task, options, folder))
+    return text
+
+
+def parameters(task: Task, options: Options, folder: Path) -> dict[str, Any]:
+    """Arguments of submitit's `SlurmExecutor.update_parameters`."""
+    given = {name: getattr(options, name) for name in ("partition", "account", "qos", "constraint", "gres")}
+    for name, value in [*given.items(), *options.sbatch.items(), ("the working folder", str(folder))]:
+        if value is not None:
+            require_plain(name, value)
+    if "%" in str(folder):
+        raise UserError(f"the working folder is {folder}: Slurm reads % in a path as a pattern")
+    gpus = {} if not task.gpus or options.gres is not None else {"gpus_per_node": task.gpus}
+    return {
+        "job_name": object_name("quantmint-", task.name),
+        **{name: value for name, value in given.items() if value is not None},
+        "nodes": task.nodes,
+        "ntasks_per_node": 1,
+        **gpus,
+        **({} if task.cpus is None else {"cpus_per_task": task.cpus}),
+        **({} if task.memory_gb is None else {"mem": f"{task.memory_gb}GB"}),
+        "time": None if task.seconds is None else max(1, round(task.seconds / 60)),
+        "wckey": None,
+        "stderr_to_stdout": True,
+        "setup": [*(shlex.join(_words(line)) for line in options.setup), *_environment(task, options), *_AGAIN],
+        "srun_args": ["--open-mode=append", "--kill-on-bad-exit=1", *_plugin(task, options, folder)],
+        "additional_parameters": {
+            "chdir": str(folder),
+            "requeue": True,
+            "signal": f"B:USR1@{WARNING_S}",
+            **options.sbatch,
+        },
+    }
+
+
+def command(task: Task, options: Options, folder: Path) -> str:
+    """What follows `srun` and its arguments, as a shell reads it, and how the script ends."""
+    if options.container is not None and options.venv is not None:
+        raise UserError("found --venv and --container, expected one of them: an image has its own environment")
+    inside = options.container is not None
+    words = task.words("quantmint") if inside else task.words(*program_here(options.venv))
+    before = _apptainer(task, options.container, folder) if options.container is not None else ()
+    if task.nodes == 1:
+        line = shlex.join((*before, *words))
+    else:
+        renamed = ("bash", "-c", _RENAMED, "bash") if task.kind == "rocm" and task.gpus else ()
+        cluster = ("--min-nodes", str(task.nodes), "--num-gpus", str(task.gpus), "--", *words)
+        start = shlex.join((*renamed, *before, "ray", "symmetric-run", "--address"))
+        head = f'"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{_PORT}"'
+        line = f"{start} {head} {shlex.join(cluster)}"
+    return f"{line} &\n{_WAIT}"
+
+
+def _words(line: str) -> list[str]:
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise UserError(f"--setup: {line!r} cannot be read as words: {error}") from error
+    if not words:
+        raise UserError("--setup: found nothing, expected a command such as 'module load rocm'")
+    require_plain("--setup", line)
+    return words
+
+
+def _environment(task: Task, options: Options) -> list[str]:
+    if options.container is not None:
+        known = by_digest(options.container)
+        return [f"export {IMAGE_VARIABLE}={shlex.quote(options.container)}"] if known else []
+    if task.nodes == 1:
+        return []
+    # Ray calls itself by its name.
+    return [f'export PATH={shlex.quote(str(Path(program_here(options.venv)[0]).parent))}:"$PATH"']
+
+
+def _mounts(task: Task, folder: Path) -> list[str]:
+    store = Path(task.store)
+    paths = [str(folder)] + ([str(store)] if store.is_absolute() and not store.is_relative_to(folder) else [])
+    if wrong := next((path for path in paths if set(path) & set(",:")), None):
+        raise UserError(f"--container: found the folder {wrong}, expected none with a comma or colon to mount")
+    return paths
+
+
+def _plugin(task: Task, options: Options, folder: Path) -> list[str]:
+    if options.container is None or options.container.endswith(".sif"):
+        return []
+    require_plain("--container", options.container)
+    mounts = ",".join(f"{path}:{path}" for path in _mounts(task, folder))
+    return [
+        f"--container-image={options.container}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={folder}",
+    ]
+
+
+def _apptainer(task: Task, image: str, folder: Path) -> tuple[str, ...]:
+    if not image.endswith(".sif"):
+        return ()
+    require_plain("--container", image)
+    device = {"rocm": ("--rocm",), "cuda": ("--nv",), "cpu": ()}[task.kind]
+    return ("apptainer", "exec", *device, "--bind", ",".join(_mounts(task, folder)), "--pwd", str(folder), image)
