@@ -21,8 +21,6 @@ from pipeline.refresh.state import RecipeState
 if TYPE_CHECKING:
     from pipeline.refresh.due import Due
 
-_SHOWN = 60  # characters of a value that changed
-
 
 @dataclass
 class Job:
@@ -164,16 +162,15 @@ def causes_of(due: Due) -> tuple[str, ...]:
 
 
 def _left(request: Request, due: Due, state: State, code: int, reason: str) -> Ended:
-    changes = tuple(
-        f"{change.stage} {change.path}: {_short(change.before)} -> {_short(change.after)}" for change in due.changes
-    )
+    from pipeline.refresh.words import what_changed
+
     return Ended(
         recipe=due.name,
         trigger=request.trigger,
         state=state,
         exit_code=code,
         causes=causes_of(due),
-        changes=changes,
+        changes=what_changed(due.changes),
         reason=reason,
     )
 
@@ -182,8 +179,3 @@ def _said(attempted: Attempted) -> str:
     reasons = attempted.answer.get("reasons")
     lines: Sequence[object] = reasons if isinstance(reasons, list) else ()
     return "; ".join(map(str, lines)) if attempted.verdict not in (None, "PASS") else ""
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

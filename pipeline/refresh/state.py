@@ -54,11 +54,11 @@ def state_path(root: Path, name: str) -> Path:
     return folder_of(root) / f"{name}.json"
 
 
-def read_state(root: Path, name: str, *, warn: Callable[[str], None]) -> RecipeState:
+def read_state(root: Path, name: str, *, warn: Callable[[str], None], aside: bool = True) -> RecipeState:
     """The state of a recipe, an empty one where there is none.
 
-    A file that is none is put into the store's quarantine with a warning: nobody's checkpoint waits for it. Raises
-    `StoreError` where it cannot be read.
+    A file that is none is put into the store's quarantine with a warning, or only told of (``aside`` False): nobody's
+    checkpoint waits for it. Raises `StoreError` where it cannot be read.
     """
     path = state_path(root, name)
     with disk_errors(path):
@@ -69,16 +69,20 @@ def read_state(root: Path, name: str, *, warn: Callable[[str], None]) -> RecipeS
     try:
         return _parse(raw, name)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-        aside = root / QUARANTINE / f"refresh-{name}-{stamp}.json"
-        try:
-            aside.parent.mkdir(exist_ok=True)
-            path.rename(aside)
-            kept = f"it was moved to {aside}"
-        except OSError as refused:
-            kept = f"it stays there ({refused})"
+        kept = _put_aside(root, path, name) if aside else "it stays there"
         warn(f"{path} cannot be used: {error}; {kept}, and {name} starts without a past")
         return RecipeState(name=name)
+
+
+def _put_aside(root: Path, path: Path, name: str) -> str:
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    place = root / QUARANTINE / f"refresh-{name}-{stamp}.json"
+    try:
+        place.parent.mkdir(exist_ok=True)
+        path.rename(place)
+    except OSError as refused:
+        return f"it stays there ({refused})"
+    return f"it was moved to {place}"
 
 
 def write_state(root: Path, state: RecipeState) -> None:

@@ -1,0 +1,246 @@
+"""quantmint requantize [RECIPES...]"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.options import emit, json_option, store_option, vllm_option
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.fleet.forecast import Foreseen
+    from pipeline.fleet.requests import Options
+    from pipeline.fleet.round import Fleet
+    from pipeline.fleet.summary import Ended, Summary
+    from pipeline.refresh.due import Due
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...] | None:
+    """None for "auto"."""
+    if text == "auto":
+        return None
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts):
+        raise UserError(f"--devices: found {text!r}, expected numbers such as 0,1,2,3, or auto")
+    return tuple(int(part) for part in parts)
+
+
+@click.command(name="requantize")
+@click.argument("recipes", nargs=-1)
+@click.option(
+    "--due/--all",
+    "only_due",
+    default=True,
+    show_default=True,
+    help="Only what is due; or all, what was judged before and what failed lately too.",
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder whose recipes are meant where none is named (default: ./recipes).",
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Recipes at a time (default: one for each device, one without any)."
+)
+@click.option(
+    "--devices",
+    default="auto",
+    show_default=True,
+    callback=_numbers,
+    help="Accelerators to share out, such as 0,1,2,3; each recipe gets as many as its target has.",
+)
+@click.option(
+    "--retries",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="How often a recipe is tried again after a fault of a network or a server.",
+)
+@click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), help="Hours that all may take together.")
+@click.option(
+    "--max-disk",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GB",
+    help="By how much the store and the folders of releases may grow before nothing more is begun.",
+)
+@click.option("--redo", metavar="STAGE", multiple=True, help="Run this stage again although it is cached.")
+@click.option("--wait/--no-wait", default=True, help="Wait for a recipe that another process works on, or leave it.")
+@click.option("--dry-run", is_flag=True, help="Only say what would run, in which order, on which devices, and why.")
+@click.option(
+    "--metrics-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep metrics for Prometheus in this file, for the node exporter's textfile collector.",
+)
+@click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
+@vllm_option
+@store_option
+@json_option
+def command(
+    recipes: tuple[str, ...],
+    only_due: bool,
+    folder: Path | None,
+    jobs: int | None,
+    devices: tuple[int, ...] | None,
+    retries: int,
+    max_hours: float | None,
+    max_disk: float | None,
+    redo: tuple[str, ...],
+    wait: bool,
+    dry_run: bool,
+    metrics_file: Path | None,
+    device: str,
+    vllm: str | None,
+    store_path: Path,
+    as_json: bool,
+) -> int:
+    """Make, prove and publish RECIPES (names or YAML files) that are due, beside each other; all of ./recipes if none.
+
+    Each runs as `quantmint run` does, on devices that nobody else has, by priority and then by name. One that fails
+    does not hold up the others; faults of networks and servers are tried again. Stopped at any moment, the same command
+    goes on. Ends with the worst of the recipes' exit codes: 5, 2, 4, 1, 3, 0.
+    """
+    from pipeline.fleet.requests import Options
+    from pipeline.refresh.naming import all_recipes
+
+    named = tuple(dict.fromkeys(recipes)) or all_recipes(folder)
+    options = Options(
+        store=store_path,
+        jobs=jobs,
+        devices=devices,
+        retries=retries,
+        max_hours=max_hours,
+        max_disk=None if max_disk is None else int(max_disk * 1e9),
+        everything=not only_due,
+        redo=redo,
+        wait=wait,
+        vllm=vllm,
+        device=device,
+    )
+    if dry_run:
+        return _foresee(named, options, as_json)
+    summary = _run(named, options, as_json, metrics_file)
+    if as_json:
+        emit(summary.to_json())
+    else:
+        _print(summary)
+    return summary.exit_code
+
+
+def _run(named: Sequence[str], options: Options, as_json: bool, metrics_file: Path | None) -> Summary:
+    from pipeline.fleet.display import shown
+    from pipeline.fleet.events import Event
+    from pipeline.fleet.requests import Request
+    from pipeline.fleet.round import Fleet
+    from pipeline.notices.outlets import outlets
+
+    with shown(lines=as_json) as (show, warn), outlets(options.store, warn=warn, metrics_file=metrics_file) as told:
+
+        def hear(event: Event) -> None:
+            show(event)
+            told.hear(event)
+
+        fleet = Fleet(options, on_event=hear, warn=warn)
+        fleet.add(Request(recipe) for recipe in named)
+        fleet.close()
+        with _stopping(fleet):
+            return fleet.run()
+
+
+@contextmanager
+def _stopping(fleet: Fleet) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end the fleet in order; later ones do not disturb that."""
+    before: dict[int, Any] = {
+        number: signal.signal(number, lambda number, _frame: fleet.stop(number)) for number in _SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
+    from pipeline.fleet.devices import devices_of, free_of
+    from pipeline.fleet.forecast import foresee
+    from pipeline.fleet.requests import Request
+    from pipeline.fleet.summary import worst
+    from pipeline.progress import reporter_for
+    from pipeline.refresh.state import RecipeState, read_state
+    from pipeline.serving.host.machine import Machine
+
+    reporter = reporter_for(json=as_json)
+    devices = devices_of(Machine(), options.devices)
+
+    def state_of(due: Due) -> RecipeState:
+        if due.state == "broken":  # what was given need not be a name
+            return RecipeState(name=due.name)
+        return read_state(options.store, due.name, warn=reporter.warn, aside=False)
+
+    looked = zip(named, options.look()(named), strict=True)
+    found = [(Request(recipe), due, state_of(due)) for recipe, due in looked]
+    runs, left = foresee(found, options, devices, free_of(options.store, devices.numbers))
+    if as_json:
+        emit({"runs": [run.to_json() for run in runs], "others": [_plain(ended) for ended in left]})
+    else:
+        _print_forecast(runs, left)
+    return worst(ended.exit_code for ended in left if ended.state in {"broken", "failed"})
+
+
+def _plain(ended: Ended) -> dict[str, object]:
+    return {
+        "recipe": ended.recipe,
+        "state": ended.state,
+        "exit_code": ended.exit_code,
+        "reason": ended.reason,
+    }
+
+
+def _print_forecast(runs: Sequence[Foreseen], left: Sequence[Ended]) -> None:
+    from rich.markup import escape
+
+    from pipeline.commands.tables import table, terminal
+    from pipeline.tuning.budget import duration
+
+    console = terminal()
+    if runs:
+        made = table("", "recipe", "priority", "devices", "last took", "why", right=("", "priority", "last took"))
+        for number, run in enumerate(runs, start=1):
+            later = f"{run.needs}, when they are free" if run.needs else "when there is room"
+            has = later if run.devices is None else ",".join(map(str, run.devices)) or "none"
+            took = "-" if run.expected_s is None else duration(run.expected_s)
+            made.add_row(str(number), run.recipe, str(run.priority), has, took, escape(run.reason))
+        console.print(made)
+    else:
+        click.echo("nothing would run")
+    for ended in left:
+        click.echo(f"{ended.recipe}: {ended.state}: {ended.reason}")
+
+
+def _print(summary: Summary) -> None:
+    from rich.markup import escape
+
+    from pipeline.commands.tables import size, table, terminal
+    from pipeline.tuning.budget import duration
+
+    console = terminal()
+    if summary.ended:
+        made = table("recipe", "verdict", "exit", "time", "release", "what had changed", right=("exit", "time"))
+        for ended in summary.ended:
+            took = duration(ended.duration_s) if ended.attempts else "-"
+            word = ended.verdict if ended.state == "ran" and ended.verdict else ended.state
+            changed = "; ".join(ended.changes) or (ended.reason if not ended.attempts else "")
+            made.add_row(ended.recipe, word, str(ended.exit_code), took, ended.tag or "-", escape(changed))
+        console.print(made)
+    for ended in summary.ended:
+        if ended.state in {"failed", "broken"} or (ended.state == "ran" and ended.exit_code):
+            click.echo(f"{ended.recipe}: {ended.reason}" + (f"\n  log: {ended.log}" if ended.log else ""))
+    if summary.grown_bytes is not None:
+        click.echo(f"disk        {size(max(0, summary.grown_bytes))} more than before")
