@@ -137,8 +137,7 @@ class Resident:
 
     def _take(self, kind: _Kind, what: str, upto: datetime | None) -> None:
         if kind == "reread":
-            self._reread()
-            self._tell_next()
+            self._tick(asked=True)
         elif kind == "fault":
             self._journal.tell("fault", what, message=what)
         elif what in self._plans and kind == "settled":
@@ -223,25 +222,26 @@ class Resident:
             replace_existing=True,
         )
 
-    def _tick(self) -> None:
+    def _tick(self, *, asked: bool = False) -> None:
         """Look whether something happened that nobody tells: the clock was set, the machine slept, a file changed."""
         now, steady = self._clock(), self._steady()
         drift = (now - self._seen[0]) - timedelta(seconds=steady - self._seen[1])
         self._seen = now, steady
+        told = asked
         if abs(drift) > _STEP:
             self._tell_clock(drift)
+            told = True
         if drift < -CORRECTION:
             for plan in self._plans.values():
                 self._keep(self._fires[plan.name].as_of(now))
                 self._schedule(plan)
-        if abs(drift) > _STEP:
-            self._tell_next()
-        self._scheduler.wakeup()  # it counts its wait in seconds that do not pass in sleep
-        if self._recipes.changed():
+        if asked or self._recipes.changed():
             before = self._plans.copy()
             self._reread()
-            if self._plans != before:
-                self._tell_next()
+            told = told or self._plans != before
+        self._scheduler.wakeup()  # it counts its wait in seconds that do not pass in sleep
+        if told:
+            self._tell_next()
 
     def _keep(self, fires: Fires) -> None:
         self._fires[fires.name] = fires
