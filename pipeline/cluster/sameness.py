@@ -21,6 +21,7 @@ from pipeline.stage import versions
 
 _SHAPING = ("quantmint", "torch", "transformers", "tokenizers", "safetensors")
 _CODE = "quantmint's code"
+_ROOMS = ("calibration", "pipeline/cluster", "pipeline/engines", "pipeline/formats")  # that shape bytes on a node
 _PROBE = ".quantmint-probe"
 _ROOT = Path(__file__).parents[2]
 _HINT = "Every node needs the same installation and the same folders, on a filesystem that they share."
@@ -122,7 +123,7 @@ def _digest(folder: Path) -> str | None:
 
 def _code() -> str:
     digest = hashlib.sha256()
-    for room in ("calibration", "pipeline"):
+    for room in _ROOMS:
         for path in sorted((_ROOT / room).rglob("*.py")):
             digest.update(path.relative_to(_ROOT).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
