@@ -63,9 +63,12 @@ def opening(endpoint: Endpoint, include_path: Path, *, only_ours: bool) -> dict[
     }
 
 
-def loading(task: SuiteTask) -> dict[str, Any]:
-    """Load a task; the answer is ``{"documents": {leaf task: [cluster of each]}, "datasets": [...]}``."""
-    return {"load": asdict(task)}
+def loading(task: SuiteTask, commits: Mapping[str, str]) -> dict[str, Any]:
+    """Load a task; the answer is ``{"documents": {leaf task: [cluster of each]}, "datasets": [...]}``.
+
+    ``commits`` are those at which data sets of the Hub are to be read; of others their main branch is.
+    """
+    return {"load": {"task": asdict(task), "commits": dict(commits)}}
 
 
 def asking(task: SuiteTask, documents: Mapping[str, Sequence[int]], destination: Path) -> dict[str, Any]:

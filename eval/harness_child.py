@@ -19,10 +19,11 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from eval.errors import MeasurementError
-from eval.harness_data import dataset_of
+from eval.harness_data import dataset_of, reading
 from eval.harness_log import Asked, answer, digest, read_rows, write_asked
 from eval.samples import Sample
 from eval.suites import SuiteTask
@@ -45,18 +46,20 @@ class Harness:
         )
         self._loaded: dict[str, tuple[SuiteTask, dict[str, Any], dict[str, list[str]]]] = {}
 
-    def load(self, task: SuiteTask) -> dict[str, Any]:
-        """Load a task, or the leaf tasks of a group."""
+    def load(self, task: SuiteTask, commits: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+        """Load a task, or the leaf tasks of a group, with the data of these ``commits`` by their data sets."""
         self._reseed()
         if task.task not in self._manager.all_tasks:
             raise MeasurementError(f"lm-eval has no task {task.task!r}")
-        leaves: dict[str, Any] = self._manager.load([task.task])["tasks"]
+        with reading(commits):
+            leaves: dict[str, Any] = self._manager.load([task.task])["tasks"]
         for leaf in leaves.values():
             _fix_documents(leaf)
             _fix_prompts(leaf, self._seed)
         clusters = {name: _clusters(leaf, task.cluster) for name, leaf in leaves.items()}
         self._loaded[task.task] = (task, leaves, clusters)
-        datasets = {repr(found): found for found in map(dataset_of, leaves.values()) if found is not None}
+        read = (dataset_of(leaf, commits) for leaf in leaves.values())
+        datasets = {repr(found): found for found in read if found is not None}
         return {"documents": clusters, "datasets": [datasets[key] for key in sorted(datasets)]}
 
     def ask(self, name: str, documents: Mapping[str, list[int]], destination: Path) -> dict[str, Any]:
@@ -178,7 +181,8 @@ def main(path: str) -> None:
                     elif harness is None:
                         raise ValueError(f"{what!r} before 'open'")
                     elif what == "load":
-                        reply = harness.load(SuiteTask(**given))
+                        task = {**given["task"], "data": tuple(given["task"]["data"])}
+                        reply = harness.load(SuiteTask(**task), given["commits"])
                     else:
                         reply = harness.ask(given["task"], given["documents"], Path(given["destination"]))
                 except MeasurementError as error:

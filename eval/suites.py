@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,10 @@ _TASK_KEYS = (
     "num_fewshot",
     "max_gen_tokens",
     "chat",
+    "data",
 )
+
+_DATA = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 # Metrics that lm-eval logs as (log likelihood, words or bytes).
 _PERPLEXITIES = ("word_perplexity", "byte_perplexity")
@@ -49,7 +53,8 @@ class SuiteTask:
     (None: the recipe's; of a perplexity it is relative: 0.02 is two per cent more), `expected_flip_rate` the share of
     items whose score changes under a good quantization; of a perplexity, `expected_spread` is the standard deviation
     between documents of that change, in nats per word. `cluster` names the document's field whose equal values mean a
-    passage that items share. `gated` tasks decide the verdict; the others are reported only.
+    passage that items share. `gated` tasks decide the verdict; the others are reported only. `data` are the data sets
+    of the Hub that the task reads, as org/name, or org/name@revision where another than `main` is meant.
     """
 
     task: str
@@ -64,6 +69,7 @@ class SuiteTask:
     chat: bool = False
     cluster: str | None = None
     expected_spread: float | None = None
+    data: tuple[str, ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -101,6 +107,12 @@ class Suite:
             for task in self.tasks
         )
         return replace(self, tasks=tasks)
+
+
+def located(data: str) -> tuple[str, str]:
+    """Repository and revision of a task's `data`."""
+    repo, _, revision = data.partition("@")
+    return repo, revision or "main"
 
 
 def names(folder: Path = FOLDER) -> tuple[str, ...]:
@@ -170,7 +182,18 @@ def _task(section: Section, flip_rate: float) -> SuiteTask:
         chat=section.get("chat", bool) or False,
         cluster=section.get("cluster", str),
         expected_spread=spread,
+        data=_data(section),
     )
+
+
+def _data(section: Section) -> tuple[str, ...]:
+    found = section.values.get("data")
+    if not isinstance(found, list | None):
+        raise section.error(f"'data' must be a list of data sets, found {found!r}", "data")
+    for item in found or ():
+        if not (isinstance(item, str) and _DATA.fullmatch(item)):
+            raise section.error(f"found the data set {item!r}, expected org/name or org/name@revision", "data")
+    return tuple(found or ())
 
 
 def untestable(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval import suites, workloads
 from eval.errors import DefinitionError
+from pipeline.commits import Commits
 from pipeline.errors import RecipeError, UserError
 from pipeline.formats.checkpoint import read_json
 from pipeline.recipe.checks import check, check_run
@@ -51,6 +52,24 @@ def open_setting(
     else:
         identity = identify(loaded.recipe.source, None, store.root)
         facts = _checked_config(loaded, config_folder(identity), flags)
+    return assemble(loaded, identity, facts, store=store, vllm=vllm, device=device, remote=remote)
+
+
+def assemble(
+    loaded: LoadedRecipe,
+    identity: SourceIdentity,
+    config: Mapping[str, Any],
+    *,
+    store: Store,
+    vllm: str | None = None,
+    device: str = "auto",
+    remote: RemoteTier | None = None,
+    commits: Commits | None = None,
+) -> Setting:
+    """A recipe that was checked and its model, with everything else that a plan needs; nothing is asked yet.
+
+    ``commits`` says which commits branches of data sets stand for (None: the Hub is asked when a plan is made).
+    """
     try:
         suite = suites.load(loaded.recipe.evaluation.suite).judged_by(loaded.recipe.gate.accuracy.margins)
         workload = workloads.load(loaded.recipe.target.workload)
@@ -60,13 +79,14 @@ def open_setting(
         loaded=loaded,
         store=store,
         source=identity,
-        config=facts,
+        config=config,
         suite=suite,
         workload=workload,
         vllm=None if loaded.recipe.evaluation.runtime == "reference" else _find_vllm(vllm),
         device=device,
         home=Path.cwd(),
         remote=remote,
+        commits=commits or Commits(),
     )
 
 

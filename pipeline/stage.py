@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from eval.suites import Suite
 from eval.workloads import Workload
+from pipeline.commits import Commits
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.schema import Recipe
 from pipeline.store.entries import Entry
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
+    from calibration.shares import Places
+    from pipeline.engines.stream.schedule import WriteShards
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.stages.servers import Servers
     from pipeline.store.remote.tier import RemoteTier
@@ -39,13 +42,36 @@ class SourceIdentity:
         return {"sha256": self.digest} if self.repo is None else {"repo": self.repo, "commit": self.digest}
 
 
+class Spread(Protocol):
+    """Other machines, which see our files, that parts of a stage are given to; no bit depends on them."""
+
+    @property
+    def hardware(self) -> str:
+        """What computes there, for people."""
+        ...
+
+    @property
+    def write_shards(self) -> WriteShards:
+        """Makes the files of a checkpoint."""
+        ...
+
+    def places(self, folder: Path) -> Places:
+        """Where shares of the calibration batches are measured, for a model in ``folder``."""
+        ...
+
+    def release(self) -> None:
+        """End what still holds memory and GPUs there; whoever comes next begins anew."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Everything that a run is given.
 
     ``config`` is the model's config.json; ``vllm`` is None where no serving environment was found; ``device`` is
     PyTorch's name of where calibration and quantization compute; ``home`` is what a publish folder is relative to;
-    ``remote`` is a tier of the store that several sites share (None: there is none).
+    ``remote`` is a tier of the store that several sites share (None: there is none); ``commits`` says which commits
+    branches of data sets stand for; ``spread`` is what parts of a stage are given to (None: to this process).
     """
 
     loaded: LoadedRecipe
@@ -58,6 +84,8 @@ class Setting:
     device: str
     home: Path
     remote: RemoteTier | None = None
+    commits: Commits = field(default_factory=Commits)
+    spread: Spread | None = None
 
     @property
     def recipe(self) -> Recipe:

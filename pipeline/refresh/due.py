@@ -12,17 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from eval.verdict import Verdict
 from pipeline import __version__
-from pipeline.canonical import Json, fingerprint
+from pipeline.canonical import ABSENT, Json, fingerprint
 from pipeline.errors import QuantmintError
 from pipeline.recipe.load import LoadedRecipe, load_recipe
-from pipeline.refresh.asked import Answers, ask
-from pipeline.refresh.causes import Change, changes, unknown_tools, without
+from pipeline.refresh.asked import Answers, UnaskedError, ask
+from pipeline.refresh.causes import RECIPE, Change, changes, unknown_tools, without
 from pipeline.refresh.now import Now, plan_now
-from pipeline.refresh.release import Released, packaged
+from pipeline.refresh.release import Released, packaged, places
 from pipeline.refresh.words import what_changed
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import Store
@@ -91,7 +92,7 @@ def look(
         except QuantmintError as error:
             found[recipe] = Due(recipe, recipe, "broken", str(error))
     runs = list_runs(store.root)
-    answers = ask(list(loaded.values()), tell)
+    answers = ask(list(loaded.values()), tell, Path.cwd())
     for recipe, one in loaded.items():
         found[recipe] = _found(recipe, one, answers, store, runs, vllm, device)
     return tuple(found[recipe] for recipe in recipes)
@@ -108,26 +109,28 @@ def _found(
 ) -> Due:
     name = loaded.recipe.name
     release, unasked = answers.newest(loaded)
-    if release is None:
+    if release is None and (unasked or not places(loaded.recipe, answers.home)):
         release = packaged(name, store, runs)
     try:
         now = plan_now(loaded, answers, release, store=store, runs=runs, vllm=vllm, device=device)
+    except UnaskedError as error:
+        unknown = tuple(dict.fromkeys((error.message, *unasked)))
+        return Due(name, recipe, "unknown", error.message, release=release, unknown=unknown, loaded=loaded)
     except QuantmintError as error:
-        missing = answers.missing(loaded)
-        if missing:
-            return Due(
-                name, recipe, "unknown", missing[0], release=release, unknown=(*unasked, *missing), loaded=loaded
-            )
         return Due(name, recipe, "broken", str(error), release=release, loaded=loaded)
     unknown = (*unasked, *now.unknown)
     differing = () if release is None else _changes(release, now)
+    unknown = tuple(dict.fromkeys(unknown))
     tools = unknown_tools(differing)
     if tools:
         differing = without(differing, tools)
         unknown = (*unknown, f"not installed here, so that its version is not known: {', '.join(sorted(tools))}")
     state, reason = _state(now, release, differing, unasked, unknown)
-    if release is None and state in ("due", "held"):
-        differing = (Change("recipe", "package", "$", None, name),)
+    if release is None and state != "unknown":
+        differing = (Change("recipe", RECIPE, "name", ABSENT, name),)
+    if state == "due" and all(found == "cached" for _, found in now.stages):
+        state = "current"
+        reason = f"this store has made it: `quantmint publish {name}` publishes it ({reason})"
     return Due(
         name,
         recipe,

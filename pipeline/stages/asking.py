@@ -15,8 +15,10 @@ from eval.errors import MeasurementError
 from eval.harness_log import Asked, read_asked
 from eval.suites import TASKS_FOLDER, SuiteTask
 from pipeline.errors import StageError
+from pipeline.passing import told_to_pass
 from pipeline.serving.running.server import Server
 from pipeline.stage import Job, Setting
+from pipeline.stages import data
 from pipeline.stages.conversation import Conversation, conversation
 from pipeline.store.disk import sha256_of
 
@@ -37,7 +39,15 @@ class Asker:
     def load(self, task: SuiteTask) -> Mapping[str, Any]:
         """What `harness.loading` is answered with: the documents, and the data sets that they come from."""
         self.job.progress.say(f"{task.task}: loading")
-        return self.talk.ask(harness.loading(task))
+        commits = data.commits(self.job.setting, task)
+        loaded = self.talk.ask(harness.loading(task, commits))
+        for found in loaded["datasets"]:
+            if found["path"] not in commits:
+                self.job.progress.warn(
+                    f"{task.task} reads {found['path']} at no fixed commit, so nobody will notice when it changes: the "
+                    "suite does not name it under `data`, or the Hub could not be asked"
+                )
+        return loaded
 
     def ask(self, task: SuiteTask, items: Sequence[draw.Item], batch: int, advance: Callable[[int], None]) -> Asked:
         """The answers to items of a task that was loaded; not asked again where this batch was kept.
@@ -93,8 +103,9 @@ def asking(
             job.progress.say(f"starting lm-eval, log in {job.path / LOG}")
             talk.ask(harness.opening(endpoint, job.path / _OURS, only_ours=local))
             yield Asker(job, talk)
-    except StageError:
+    except StageError as error:
         server.get("/health")  # where the server has died, that is the error to tell
+        error.transient = told_to_pass(error.message)
         raise
 
 
@@ -118,7 +129,7 @@ def asked_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
     """What shapes the answers to tasks, for a fingerprint: the tasks by content, and how they are asked."""
     evaluation = setting.recipe.evaluation
     return {
-        "tasks": [{**_shape(task), "files": _files(task.task)} for task in tasks],
+        "tasks": [{**_shape(task), "files": _files(task.task), **data.settings(setting, task)} for task in tasks],
         "seed": evaluation.seed,
         "concurrency": evaluation.concurrency,
         "max_length": setting.recipe.target.max_model_len,
@@ -127,7 +138,7 @@ def asked_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
 
 def _shape(task: SuiteTask) -> dict[str, object]:
     """What of a task shapes the answers; whether and how they are judged is the gate's business."""
-    judged = ("items", "expected_flip_rate", "expected_spread", "gated", "margin")
+    judged = ("items", "expected_flip_rate", "expected_spread", "gated", "margin", "data")
     return {key: value for key, value in asdict(task).items() if key not in judged}
 
 

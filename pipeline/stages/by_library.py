@@ -28,6 +28,7 @@ from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from pipeline.formats.layout import Choice
 from pipeline.model.select import select
 from pipeline.model.structure import Structure, read_structure
+from pipeline.passing import passes
 from pipeline.recipe.schema import Quantization
 from pipeline.schemes import scheme
 from pipeline.stage import Job, Output, Setting, versions
@@ -60,7 +61,7 @@ def settings(setting: Setting) -> Mapping[str, object]:
     parameters = {"parameters": setting.recipe.quantization.parameters}
     if section is None or not calibrated(setting.recipe.quantization):
         return parameters
-    return {**parameters, "calibration": data_identity(section)}
+    return {**parameters, "calibration": data_identity(section, setting.commits)}
 
 
 def tools(setting: Setting) -> Mapping[str, str]:
@@ -207,7 +208,7 @@ def _samples(job: Job, work: Path, folder: Path) -> Path | None:
     try:
         samples = read_tokens(section, folder, trust_remote_code=job.setting.recipe.trust_remote_code)
     except CalibrationError as error:
-        raise StageError(f"calibration: {error}") from error
+        raise StageError(f"calibration: {error}", transient=passes(error)) from error
     save_samples(samples, path)
     return path
 

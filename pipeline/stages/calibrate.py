@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from calibration.errors import CalibrationError
 from calibration.hub import at_commit
 from calibration.sets import DEFAULTS, CalibrationSet, load_set
+from pipeline.commits import Commits
 from pipeline.device import resolve_devices
-from pipeline.errors import StageError, UserError
+from pipeline.errors import QuantmintError, StageError, UserError
+from pipeline.passing import passes
 from pipeline.recipe.schema import Calibration
 from pipeline.stage import Job, Output, Setting, versions, write_json
 from pipeline.stages.source import model_folder
@@ -47,7 +49,7 @@ class CalibrateStage:
         """
         section = _section(setting)
         return {
-            **data_identity(section),
+            **data_identity(section, setting.commits),
             "observation": asdict(section.observation),
             "trust_remote_code": setting.recipe.trust_remote_code,
         }
@@ -64,10 +66,12 @@ class CalibrateStage:
         section, began = _section(job.setting), time.monotonic()
         folder = model_folder(job.inputs["source"])
         trust = job.setting.recipe.trust_remote_code
-        devices = resolve_devices(job.setting.device)
+        spread, places = job.setting.spread, None
+        devices = resolve_devices(job.setting.device) if spread is None else ("cpu",)  # where nothing is computed
         try:
             job.progress.say("reading the calibration texts")
             samples = read_tokens(section, folder, trust_remote_code=trust)
+            places = None if spread is None else spread.places(folder)
             outcome = calibrate(
                 folder,
                 list(batched(samples, section.batch_size)),
@@ -78,9 +82,13 @@ class CalibrateStage:
                 mode=section.mode,
                 activation_bytes=None if section.activation_memory is None else int(section.activation_memory * 1e9),
                 trust_remote_code=trust,
+                elsewhere=places,
             )
         except CalibrationError as error:
-            raise StageError(f"calibration: {error}") from error
+            raise StageError(f"calibration: {error}", transient=passes(error)) from error
+        finally:
+            if spread is not None:
+                spread.release()  # the model is still loaded there
         ranges = outcome.ranges
         ranges.save(job.path / RANGES)
         write_json(job.path / ENVIRONMENT, environment_here(self.tools(job.setting)).to_json())
@@ -92,7 +100,7 @@ class CalibrateStage:
                 "linear": len(ranges.inputs),
                 "mode": outcome.decision.mode,
                 "mode_reason": outcome.decision.reason,
-                "devices": list(devices),
+                "devices": list(devices if places is None else places.free),
                 "observation": asdict(section.observation),
                 "warnings": list(outcome.warnings),
                 "seconds": round(time.monotonic() - began, 1),
@@ -112,10 +120,10 @@ def _section(setting: Setting) -> Calibration:
     return setting.recipe.calibration
 
 
-def data_identity(section: Calibration) -> Mapping[str, object]:
+def data_identity(section: Calibration, commits: Commits) -> Mapping[str, object]:
     """What decides the tokens of a calibration, and which of them are run together."""
     return {
-        "set": _identity(section),
+        "set": _identity(section, commits),
         "samples": section.samples,
         "sequence_length": section.sequence_length,
         "packing": section.packing,
@@ -150,17 +158,17 @@ def pinned_set(section: Calibration) -> CalibrationSet:
     try:
         return at_commit(load_set(section.set))
     except CalibrationError as error:
-        raise UserError(f"calibration set {section.set}: {error}.") from None
+        raise UserError(f"calibration set {section.set}: {error}.", transient=passes(error)) from None
 
 
-def _identity(section: Calibration) -> Mapping[str, object]:
+def _identity(section: Calibration, commits: Commits) -> Mapping[str, object]:
     """The set by its content: a local file by digest, a dataset by name and commit.
 
     Where the Hub cannot be asked, by the branch: that can be planned, and is refused when it is to be run.
     """
     chosen = load_set(section.set)
-    with suppress(CalibrationError):
-        chosen = at_commit(chosen)
+    with suppress(CalibrationError, QuantmintError):
+        chosen = at_commit(chosen, commits.dataset)
     facts = asdict(chosen)
     try:
         facts["file"] = None if chosen.file is None else sha256_of(chosen.file)

@@ -22,6 +22,7 @@ from eval.statistics import sequential
 from eval.suites import SuiteTask
 from pipeline.errors import InvalidMeasurementError
 from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stages import data
 from pipeline.stages.asking import SAMPLES, Asker, asked_settings, asking, look_samples, samples_file, tidy
 from pipeline.stages.asking import TASKS as TASKS  # where the tasks of our own lie
 from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, runtime_tools
@@ -83,6 +84,7 @@ class EvaluateStage:
                     loaded = {task.task: asker.load(task) for task in unfinished}
                     for task in unfinished:
                         _require_whole(task, loaded[task.task]["documents"])
+                        data.remember(setting, task)
                     for task in unfinished:
                         _evaluate(job, task, asker, loaded[task.task], self._baseline(job, task))
             sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}

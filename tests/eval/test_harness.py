@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ def test_messages_are_json(tmp_path: Path) -> None:
     assert json.loads(json.dumps(opening)) == opening
     assert opening["model"]["base_url"] == "http://127.0.0.1:8000/v1/completions"
     task = SuiteTask("colours", "acc", 12, 0.03, num_fewshot=3, chat=True)
-    assert SuiteTask(**json.loads(json.dumps(harness.loading(task)))["load"]) == task
+    told = json.loads(json.dumps(harness.loading(task, {"org/colours": "c" * 40})))["load"]
+    assert (told["task"], told["commits"]) == ({**asdict(task), "data": []}, {"org/colours": "c" * 40})
     asking = harness.asking(task, {"colours": [1, 5]}, tmp_path / "0.gz")["ask"]
     assert asking == {"task": "colours", "documents": {"colours": [1, 5]}, "destination": str(tmp_path / "0.gz")}
 

@@ -13,6 +13,7 @@ from calibration import hub as hub_module
 from calibration.errors import CalibrationError
 from calibration.hub import at_commit
 from calibration.sets import FOLDER, load_set, names
+from pipeline.commits import Commits
 from pipeline.errors import UserError
 from pipeline.recipe.schema import Calibration
 from pipeline.stages import calibrate
@@ -117,9 +118,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
         return SimpleNamespace(sha=COMMIT[len(asked) :] + COMMIT[: len(asked)])
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
-    hub_module._commit.cache_clear()
+    hub_module.dataset_commit.cache_clear()
     yield asked
-    hub_module._commit.cache_clear()
+    hub_module.dataset_commit.cache_clear()
 
 
 def test_a_branch_becomes_a_commit_and_stays_it(hub: list[tuple[str, str]]) -> None:
@@ -135,14 +136,14 @@ def test_a_branch_becomes_a_commit_and_stays_it(hub: list[tuple[str, str]]) -> N
 
 def test_the_commit_is_in_the_fingerprint(hub: list[tuple[str, str]]) -> None:
     section = Calibration.model_validate({"set": "ultrachat"})
-    facts = calibrate._identity(section)
+    facts = calibrate._identity(section, Commits())
     assert facts["revision"] == COMMIT[1:] + COMMIT[:1]
     assert facts.keys().isdisjoint({"name", "description", "samples", "seed"})
 
 
 def test_without_a_network_a_branch_is_planned_and_not_run() -> None:
-    hub_module._commit.cache_clear()
+    hub_module.dataset_commit.cache_clear()
     section = Calibration.model_validate({"set": "ultrachat"})
-    assert calibrate._identity(section)["revision"] == "main"
+    assert calibrate._identity(section, Commits())["revision"] == "main"
     with pytest.raises(UserError, match=r"ultrachat_200k@main cannot be resolved to a commit: .*40-digit commit"):
         calibrate.pinned_set(section)

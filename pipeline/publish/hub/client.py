@@ -62,15 +62,19 @@ class MissingError(RefusedError):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The client library for one repository. ``sleep`` takes seconds; tests give another."""
+    """The client library for one repository. ``sleep`` takes seconds; tests give another.
+
+    ``tries`` is how often a question is asked at most.
+    """
 
     repo: str
     api: Any
     progress: Progress | None = None
     sleep: Callable[[float], None] = time.sleep
+    tries: int = TRIES
 
     def call(self, what: str, action: Callable[[], _T]) -> _T:
-        """The value of ``action``, tried up to `TRIES` times; ``what`` completes "cannot ...".
+        """The value of ``action``, tried up to ``tries`` times; ``what`` completes "cannot ...".
 
         Tried again: faults of the connection, 5xx, and 429 after the time that the server names. Never another 4xx.
         An action that changes something must bear to be repeated after its answer was lost. Raises the errors of this
@@ -79,7 +83,7 @@ class Client:
         from tenacity import Retrying, retry_if_exception, stop_after_attempt
 
         retrying = Retrying(
-            stop=stop_after_attempt(TRIES),
+            stop=stop_after_attempt(self.tries),
             wait=_wait,
             retry=retry_if_exception(_is_passing),
             before_sleep=lambda state: self._tell(what, state),
@@ -105,7 +109,7 @@ class Client:
         error = state.outcome.exception() if state.outcome is not None else None
         seconds = state.next_action.sleep if state.next_action is not None else 0
         reason = _reason(error) if error is not None else "no answer"
-        self._warn(f"{self.repo}: {what}: {reason}; try {state.attempt_number + 1} of {TRIES} in {seconds:.0f} s")
+        self._warn(f"{self.repo}: {what}: {reason}; try {state.attempt_number + 1} of {self.tries} in {seconds:.0f} s")
 
     def _translate(self, what: str, error: Exception) -> StageError | UserError | None:
         from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
@@ -122,7 +126,7 @@ class Client:
             kept = f"What was sent is kept: the same command goes on{later}."
             if status is None:
                 kept = f"Check the network, and that {redact(os.environ.get('HF_ENDPOINT') or _HUB)} is up. {kept}"
-            return UnreachableError(text, hint=kept)
+            return UnreachableError(text, hint=kept, transient=True)
         if status == 412:
             return MovedError(text, hint="Nothing was changed. Run the same command again.")
         if status == 404 or _is_missing(error):
@@ -137,7 +141,13 @@ class Client:
         return None
 
 
-def connect(repo: str, progress: Progress | None = None, *, sleep: Callable[[float], None] | None = None) -> Client:
+def connect(
+    repo: str,
+    progress: Progress | None = None,
+    *,
+    sleep: Callable[[float], None] | None = None,
+    tries: int = TRIES,
+) -> Client:
     """A client of the Hub, or of the server in HF_ENDPOINT; raises `UserError` where the library is not installed."""
     try:
         import tenacity  # noqa: F401
@@ -148,7 +158,7 @@ def connect(repo: str, progress: Progress | None = None, *, sleep: Callable[[flo
             hint="Install it: pip install 'quantmint[publish]'",
         ) from None
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="quantmint")
-    return Client(repo, api, progress, sleep or time.sleep)
+    return Client(repo, api, progress, sleep or time.sleep, tries)
 
 
 def no_token(repo: str) -> UserError:

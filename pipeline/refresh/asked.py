@@ -1,0 +1,129 @@
+"""What is asked elsewhere for all recipes of a call: newest releases, commits of models and of data sets.
+
+Each repository, data set and place is asked once, whichever recipes name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from calibration.errors import CalibrationError
+from calibration.sets import load_set
+from eval import suites
+from eval.errors import DefinitionError
+from eval.suites import located
+from pipeline.commits import COMMIT
+from pipeline.errors import QuantmintError
+from pipeline.publish.hub.client import MissingError
+from pipeline.recipe.load import LoadedRecipe
+from pipeline.refresh.questions import ask_all
+from pipeline.refresh.release import Released, newest, places
+
+_MANY: Final = 4  # questions from which on it is told that they are asked
+
+Key = tuple[str, ...]
+
+
+class UnaskedError(QuantmintError):
+    """Nobody could be asked what a plan needs to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A model's commit, and the folder with its config.json: all of it that a plan reads."""
+
+    commit: str
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Values, or the exceptions that came instead, by what was asked. ``home`` is where folders are relative to."""
+
+    home: Path
+    found: Mapping[Key, Any] = field(default_factory=dict)
+
+    def base(self, repo: str, revision: str) -> Base:
+        """A model's commit and config. Raises `MissingError` where there is none, else `UnaskedError`."""
+        answer = self.found[("base", repo, revision)]
+        if isinstance(answer, Base):
+            return answer
+        raise answer if isinstance(answer, MissingError) else UnaskedError(told(repo, answer))
+
+    def dataset(self, repo: str, revision: str) -> str:
+        """A data set's commit; raises `UnaskedError`."""
+        answer = self.found[("dataset", repo, revision)]
+        if isinstance(answer, str):
+            return answer
+        raise UnaskedError(told(repo, answer))
+
+    def newest(self, loaded: LoadedRecipe) -> tuple[Released | None, tuple[str, ...]]:
+        """The newest release of a recipe in the places that answered, and a sentence for each that did not."""
+        there: list[Released] = []
+        unasked: list[str] = []
+        for place in places(loaded.recipe, self.home):
+            answer = self.found[("release", place)]
+            if isinstance(answer, Released):
+                there.append(answer)
+            elif answer is not None:
+                unasked.append(told(place, answer))
+        return newest(there), tuple(unasked)
+
+
+def ask(recipes: Sequence[LoadedRecipe], tell: Callable[[str], None], home: Path) -> Answers:
+    """Ask everything that lies elsewhere."""
+    questions: dict[Key, Callable[[], Any]] = {}
+    for loaded in recipes:
+        for key, question in _questions(loaded, home):
+            questions.setdefault(key, question)
+    if len(questions) >= _MANY:
+        tell(f"asking {len(questions)} places what has changed")
+    return Answers(home, ask_all(questions))
+
+
+def told(what: str, answer: object) -> str:
+    """One sentence of what could not be asked."""
+    if isinstance(answer, QuantmintError):
+        return answer.message if what in answer.message else f"{what}: {answer.message}"
+    return f"{what}: {str(answer) or type(answer).__name__}"
+
+
+def _questions(loaded: LoadedRecipe, home: Path) -> Iterator[tuple[Key, Callable[[], Any]]]:
+    recipe = loaded.recipe
+    for place, question in places(recipe, home).items():
+        yield ("release", place), question
+    if recipe.source.repo is not None:
+        repo, revision = recipe.source.repo, str(recipe.source.revision)
+        yield ("base", repo, revision), partial(_base, repo, revision)
+    for repo, revision in _data(loaded):
+        yield ("dataset", repo, revision), partial(_dataset, repo, revision)
+
+
+def _data(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
+    """Data sets of the Hub that a recipe names by a branch; what cannot be read is told where it is planned."""
+    recipe = loaded.recipe
+    with suppress(CalibrationError):
+        chosen = None if recipe.calibration is None else load_set(recipe.calibration.set)
+        if chosen is not None and chosen.repo is not None and chosen.revision is not None:
+            yield chosen.repo, chosen.revision
+    with suppress(DefinitionError):
+        for task in suites.load(recipe.evaluation.suite).tasks:
+            yield from map(located, task.data)
+
+
+def _base(repo: str, revision: str) -> Base:
+    from pipeline.refresh import hub
+
+    commit = revision if COMMIT.fullmatch(revision) else hub.model_commit(repo, revision)
+    return Base(commit, hub.model_config(repo, commit).parent)
+
+
+def _dataset(repo: str, revision: str) -> str:
+    from pipeline.refresh import hub
+
+    return revision if COMMIT.fullmatch(revision) else hub.dataset_commit(repo, revision)

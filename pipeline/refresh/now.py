@@ -1,0 +1,150 @@
+"""What a recipe would be made from now: its plan, by what is here and what was answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from eval.verdict import Verdict
+from pipeline.commits import Commits
+from pipeline.errors import QuantmintError
+from pipeline.formats.checkpoint import read_json
+from pipeline.planning import build_plan, stopped_plan
+from pipeline.preflight import known_unsound, missing_stages
+from pipeline.recipe.checks import check, check_run
+from pipeline.recipe.faults import refuse
+from pipeline.recipe.load import LoadedRecipe
+from pipeline.refresh.asked import Answers, Base, UnaskedError
+from pipeline.refresh.release import Released
+from pipeline.runner import find_entry, foreseen
+from pipeline.serving.hardware import local_cpu_flags
+from pipeline.session import assemble
+from pipeline.stage import Planned, Setting, SourceIdentity
+from pipeline.stages.source import identify
+from pipeline.store.runs import Run
+from pipeline.store.tree import Store
+
+_JUDGED = (0, 1, 3, 4)  # exit codes of runs that came to a verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """A recipe as it would be run now.
+
+    ``recipe`` is what of it shapes results; ``stages`` are those that a run would go through; ``judged`` is the verdict
+    that a run of this store came to on these very inputs, None for a PASS and where there was none; ``unknown`` are the
+    sentences of what was taken to be as the release has it.
+    """
+
+    setting: Setting
+    plan: tuple[Planned, ...]
+    recipe: Mapping[str, Any]
+    stages: tuple[tuple[str, Literal["rerun", "cached"]], ...]
+    judged: Verdict | None
+    unknown: tuple[str, ...]
+
+    def unpublished(self, release: Released) -> bool:
+        """Whether a release lies in this store and is not yet in all places that the recipe names now."""
+        package = next((planned for planned in self.plan if planned.key == "package"), None)
+        entry = None if package is None else find_entry(package, self.setting)
+        same = entry is not None and entry.record.result.get("tag") == release.tag
+        return same and dict(self.stages).get("publish") == "rerun"
+
+
+def plan_now(
+    loaded: LoadedRecipe,
+    answers: Answers,
+    release: Released | None,
+    *,
+    store: Store,
+    runs: Sequence[Run],
+    vllm: str | None,
+    device: str,
+) -> Now:
+    """Plan a recipe as a run would. What was not answered is taken from the release.
+
+    Raises `UnaskedError` where that does not say it either, `UserError` for what no run could be made of.
+    """
+    unknown: list[str] = []
+    flags = local_cpu_flags()
+    refuse([*check(loaded, cpu_flags=flags), *check_run(loaded)])
+    identity, folder = _source(loaded, answers, release, store, unknown)
+    config = read_json(folder / "config.json")
+    refuse(check(loaded, config=config, cpu_flags=flags))
+    commits = Commits(lambda repo, revision: _dataset(repo, revision, answers, release, unknown))
+    setting = assemble(loaded, identity, config, store=store, vllm=vllm, device=device, commits=commits)
+    plan = build_plan(setting)
+    followed = foreseen(plan, setting)
+    missing = missing_stages(followed, setting)
+    return Now(
+        setting=setting,
+        plan=plan,
+        recipe=yaml.safe_load(loaded.text_proven),
+        stages=tuple((planned.key, "rerun" if planned.key in missing else "cached") for planned in followed),
+        judged=_judged(plan, followed, setting, runs),
+        unknown=tuple(unknown),
+    )
+
+
+def _source(
+    loaded: LoadedRecipe, answers: Answers, release: Released | None, store: Store, unknown: list[str]
+) -> tuple[SourceIdentity, Path]:
+    """The model, and the folder with its config.json."""
+    source = loaded.recipe.source
+    if source.repo is None:
+        identity = identify(source, loaded.source_folder, store.root)
+        return identity, Path(str(identity.folder))
+    try:
+        base = answers.base(source.repo, str(source.revision))
+    except QuantmintError as error:
+        base = _as_released(source.repo, release, error)
+        unknown.append(error.message)
+    return SourceIdentity(None, base.commit, source.repo), base.folder
+
+
+def _as_released(repo: str, release: Released | None, error: QuantmintError) -> Base:
+    """The model that a release was made from, as far as the Hub's cache has it; raises ``error`` if it is another."""
+    known = None if release is None else release.manifest.base
+    if known is None or known.repo != repo or known.commit is None:
+        raise error
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(repo, "config.json", revision=known.commit)
+    if not isinstance(path, str):
+        raise UnaskedError(error.message)
+    return Base(known.commit, Path(path).parent)
+
+
+def _dataset(repo: str, revision: str, answers: Answers, release: Released | None, unknown: list[str]) -> str:
+    try:
+        return answers.dataset(repo, revision)
+    except QuantmintError as error:
+        unknown.append(error.message)
+        recorded = () if release is None else release.manifest.datasets
+        read = next((data.revision for data in recorded if data.name == repo and data.revision is not None), None)
+        if read is None:
+            raise
+        return read
+
+
+def _judged(
+    plan: Sequence[Planned], followed: Sequence[Planned], setting: Setting, runs: Sequence[Run]
+) -> Verdict | None:
+    """What these inputs were found to be, if not good enough to be released."""
+    if known_unsound(plan, setting):
+        return Verdict.FAIL
+    gate = next((planned for planned in followed if planned.key == "gate"), None)
+    entry = None if gate is None else find_entry(gate, setting)
+    if entry is not None:
+        verdict = Verdict(str(entry.record.result["verdict"]))
+        return None if verdict is Verdict.PASS else verdict
+    # What must not be judged has no entry: the stage that found it ended the run.
+    ours = {(planned.stage.family, planned.fingerprint) for planned in (*plan, *stopped_plan(setting))}
+    for run in runs:
+        if run.recipe == setting.recipe.name and run.exit_code in _JUDGED and ours.issuperset(run.plan):
+            return Verdict.INVALID if run.exit_code == Verdict.INVALID.exit_code else None
+    return None
