@@ -47,8 +47,14 @@ class Attempted:
 
     @property
     def judged(self) -> bool:
-        """Whether it came to its own end, whatever that was; an error is none."""
-        return not self.cut_short and "error" not in self.answer and self.exit_code in {0, 1, 3, 4}
+        """Whether it came to its own end and told of it, whatever that was; an error is none."""
+        return not self.cut_short and "verdict" in self.answer and self.exit_code in {0, 1, 3, 4}
+
+    @property
+    def failure(self) -> int:
+        """The exit code of one that was not judged; a child without words broke, whatever its code."""
+        spoke = "error" in self.answer and not self.cut_short
+        return self.exit_code if spoke and self.exit_code in {1, 2, 4} else 5
 
     @property
     def transient(self) -> bool:
@@ -105,12 +111,10 @@ def attempt(
     code = 5 if code is None else code
     if late and cut:
         error = f"ended after {seconds / 3600:.2g} h, which is as long as refresh.max_hours lets it run"
-    elif cut or code == 0:
+    elif cut or "verdict" in answer:
         error = ""
     elif "error" in answer:
         error = quotable(str(answer["error"]), environment)
-    elif code in {1, 3, 4} and answer:
-        error = ""
     else:
         said = last_line(log, environment)
         how = f"signal {code - 128 if code > 128 else -code}" if not 0 <= code < 128 else f"exit code {code}"

@@ -130,8 +130,7 @@ def ran(job: Job, attempted: Attempted, stopped_by: int | None) -> Ended:
     if attempted.cut_short and job.why == "time":
         return unrun(job, "left", 0, "the round's time was used up; it goes on from there next time")
     if not attempted.judged:
-        code = attempted.exit_code if attempted.exit_code in {1, 2, 4, 5} else 5
-        return unrun(job, "failed", 5 if attempted.cut_short else code, attempted.error)
+        return unrun(job, "failed", attempted.failure, attempted.error)
     ended = unrun(job, "ran", attempted.exit_code, _said(attempted))
     tags = [str(place["tag"]) for place in attempted.places if "tag" in place]
     return replace(ended, verdict=attempted.verdict, tag=tags[0] if tags else None, places=attempted.places)
