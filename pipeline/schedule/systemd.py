@@ -37,7 +37,7 @@ _HARDENING_OF_SYSTEM = (
 def on_calendar(expression: str, zone: str) -> tuple[str, ...]:
     """The values of ``OnCalendar=``; together they give the expression's times. InexpressibleError where none can."""
     sim = parsed(expression)
-    months = "*" if len(sim.months) == 12 else _set(sim.months, 12)
+    months = "*" if len(sim.months) == 12 else _set(sim.months)
     hours = "*" if len(sim.hours) == 24 else _set(sim.hours, 23)
     minutes = "*" if len(sim.minutes) == 60 else _set(sim.minutes, 59)
     return tuple(f"{_days(rule, months)} {hours}:{minutes}:00 {zone}" for rule in day_rules(expression))
@@ -107,10 +107,11 @@ def _days(rule: DayRule, months: str) -> str:
     if rule.from_end:
         # A range from the month's end counts down, in words of its own; a list means the same.
         return f"{weekdays}*-{months}~{','.join(f'{day:02}' for day in sorted(rule.days))}"
-    return f"{weekdays}*-{months}-{'*' if rule.days == DAYS else _set(rule.days, 31)}"
+    return f"{weekdays}*-{months}-{'*' if rule.days == DAYS else _set(rule.days)}"
 
 
-def _set(numbers: frozenset[int] | set[int], highest: int) -> str:
+def _set(numbers: frozenset[int] | set[int], highest: int = _NO_STEPS) -> str:
+    """Days and months have no steps: systemd 252 gives up on ``*-01/5-05`` in a zone with summer time."""
     return as_list(numbers, highest, width=2, to="..", every="")
 
 

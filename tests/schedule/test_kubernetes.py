@@ -1,0 +1,116 @@
+"""CronJobs: every field is one that the API has, and the deadline lets exactly one missed time be begun."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.errors import UserError
+from pipeline.schedule.cron import times
+from pipeline.schedule.exported import Export
+from pipeline.schedule.kubernetes import LATE_S, Cluster, cron_jobs, deadline
+from pipeline.submit.pod import Claim, Reference
+from tests.schedule.conftest import Written
+from tests.schedule.expressions import expressions
+
+DIGEST = "registry.example.com/quantmint@sha256:" + "0a" * 32
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+CLUSTER = Cluster(
+    image=DIGEST, namespace="models", claims=(Claim("work"),), secrets=(Reference("HF_TOKEN", "hub", "token"),)
+)
+
+
+def export(**more: Any) -> Export:
+    return Export(("quantmint",), "quantmint schedule export --kubernetes", NOW, **more)
+
+
+def manifest(text: str) -> dict[str, Any]:
+    return dict(yaml.safe_load(text))
+
+
+def test_the_api_takes_it(written: Written) -> None:
+    pytest.importorskip("kubernetes.client", reason="the API's own models are the oracle")
+    from tests.serving.render.test_kubernetes import held_against_the_api
+
+    for recipe in (written("0 3 * * sat", "Europe/Berlin"), written("0 3 * * 6", target={"hardware": "cpu"})):
+        (text,) = cron_jobs([recipe], export(variables={"A": "$(B)"}), CLUSTER).values()
+        held_against_the_api(manifest(text), "V1CronJob")
+    wrong = manifest(text)
+    wrong["spec"]["concurrency"] = "Forbid"
+    with pytest.raises(ValueError, match="concurrency"):
+        held_against_the_api(wrong, "V1CronJob")
+
+
+def test_a_cron_job(written: Written) -> None:
+    item = written("0 3 * * sat", "Europe/Berlin", name="llama.8b")
+    ((file, text),) = cron_jobs([item], export(), CLUSTER).items()
+    assert file == "quantmint-llama.8b.yaml"
+    made = manifest(text)
+    assert made["metadata"] | {"labels": {}} == {"name": "quantmint-llama-8b", "namespace": "models", "labels": {}}
+    spec = made["spec"]
+    assert (spec["schedule"], spec["timeZone"], spec["concurrencyPolicy"]) == ("0 3 * * 6", "Europe/Berlin", "Forbid")
+    (container,) = spec["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["quantmint", "requantize", "llama.8b", "--due"]
+    assert container["resources"]["limits"] == {"amd.com/gpu": "2"}
+    variables = {entry["name"]: entry for entry in container["env"]}
+    assert variables["QUANTMINT_IMAGE"]["value"] == DIGEST
+    assert variables["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    (tagged,) = cron_jobs([item], export(), Cluster(image="quantmint:1")).values()
+    assert "QUANTMINT_IMAGE" not in tagged
+    assert "# the image is named by a tag" in tagged
+
+
+def test_missed_times(written: Written) -> None:
+    def seconds(missed: str) -> int:
+        (text,) = cron_jobs([written("0 3 * * 6", missed=missed)], export(), CLUSTER).values()
+        return int(manifest(text)["spec"]["startingDeadlineSeconds"])
+
+    assert seconds("skip") == LATE_S
+    assert seconds("run") == 7 * 86400 + 3600
+
+
+@pytest.mark.parametrize("expression", expressions(40, own=False))
+def test_a_missed_time_can_be_begun_until_the_next(expression: str) -> None:
+    found = list(islice(times(expression, "UTC", NOW), 300))
+    longest = max(later - former for former, later in pairwise(found))
+    assert timedelta(seconds=deadline(expression)) >= longest + timedelta(hours=1)
+
+
+@pytest.mark.parametrize(
+    ("expression", "longest"),
+    [
+        ("0 * * * *", timedelta(hours=1)),
+        ("0 3 * * 6", timedelta(days=7)),
+        ("*/15 9-17 * * 1-5", timedelta(days=2, hours=15, minutes=15)),
+        ("0 3 1 * *", timedelta(days=31)),
+        ("0 3 29 2 *", timedelta(days=4 * 365 + 1)),
+    ],
+)
+def test_and_no_longer(expression: str, longest: timedelta) -> None:
+    assert timedelta(seconds=deadline(expression)) == longest + timedelta(hours=1)
+
+
+@pytest.mark.parametrize("expression", ["30 2 * * *", "30 2 * * 0"])
+def test_clock_changes_are_refused_unless_accepted(written: Written, expression: str) -> None:
+    item = written(expression, "Europe/Berlin")
+    with pytest.raises(UserError, match="clock change of 2027-"):
+        cron_jobs([item], export(), CLUSTER)
+    assert cron_jobs([item], export(accepted=frozenset({"clock-change"})), CLUSTER)
+    assert cron_jobs([written("30 * * * *", "Europe/Berlin")], export(), CLUSTER)
+
+
+def test_what_kubernetes_cannot_say(written: Written) -> None:
+    with pytest.raises(UserError, match="not cron's own"):
+        cron_jobs([written("0 3 L * *")], export(), CLUSTER)
+    with pytest.raises(UserError, match="both must hold for cron, and one is enough"):
+        cron_jobs([written("0 3 */2 * 1")], export(), CLUSTER)
+    assert cron_jobs([written("0 3 1 * 1")], export(), CLUSTER)
+    assert cron_jobs([written("0 3 */2 * *")], export(), CLUSTER)
+    with pytest.raises(UserError, match="one node"):
+        cron_jobs([written("0 3 * * 6", target={"hardware": "mi300x", "gpus": 16})], export(), CLUSTER)
+    with pytest.raises(UserError, match="one name in Kubernetes"):
+        cron_jobs([written("0 3 * * 6", name="a.b"), written("0 3 * * 6", name="a-b")], export(), CLUSTER)
