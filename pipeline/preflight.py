@@ -81,8 +81,10 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
         copied = setting.recipe.publish.folder is not None
         needed = disk_needed(prediction, missing, download=download, copied=copied)
         require_disk(needed, free_bytes(where), str(where))
-        if "calibrate" in missing:
+        if "calibrate" in missing and setting.spread is None:
             require_memory(prediction, setting)
+        if setting.spread is not None:
+            return  # it has asked its own machines
         engine, device = setting.recipe.quantization.engine, resolve_devices(setting.device)[0]
         if engine != "stream":
             require_library_memory(prediction.source, device_memory(device), device, engine)

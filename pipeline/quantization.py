@@ -182,7 +182,8 @@ def make(job: QuantizationJob, reporter: Reporter) -> bool:
 
 def _require_means(job: QuantizationJob, reporter: Reporter, *, fresh: bool) -> Outlook:
     """Refuse what could not come to its end, before the first byte is written."""
-    resolve_devices(job.setting.device)
+    if job.setting.spread is None:
+        resolve_devices(job.setting.device)
     if job.calibrated and job.setting.recipe.calibration is not None:
         pinned_set(job.setting.recipe.calibration)
     if job.setting.source.repo is not None:
@@ -195,7 +196,7 @@ def _require_means(job: QuantizationJob, reporter: Reporter, *, fresh: bool) -> 
             f"{job.destination.folder}: {needed / 1e9:,.2f} GB are needed, {free / 1e9:,.2f} GB are free.",
             hint="Free space, or choose a folder on another disk.",
         )
-    if fresh and job.calibrated:
+    if fresh and job.calibrated and job.setting.spread is None:
         require_memory(expected.prediction, job.setting)
     return expected
 

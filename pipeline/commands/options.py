@@ -45,6 +45,16 @@ def remote_option(function: F) -> F:
     )(function)
 
 
+def on_option(function: F) -> F:
+    """``--on``: machines that calibration and quantization are spread over."""
+    return click.option(
+        "--on",
+        metavar="ray[://HEAD]",
+        help="Calibrate and quantize on a Ray cluster whose nodes see these files: ray is $RAY_ADDRESS or this "
+        "machine's (default: this process).",
+    )(function)
+
+
 def json_option(function: F) -> F:
     """``--json``: one JSON object on standard output."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")(function)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import default_store, emit, json_option
+from pipeline.commands.options import default_store, emit, json_option, on_option
 
 if TYPE_CHECKING:
     from pipeline.quantization import Outlook, QuantizationJob
@@ -37,6 +37,7 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 @click.option("--observer", help="amax (default), percentile or mse: from inputs to a scale.")
 @click.option("--experts", help="all (default) or routed: which tokens count for an expert.")
 @click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
+@on_option
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run the model's own Python code.")
 @click.option("--inspect/--no-inspect", default=True, show_default=True, help="Prove the result before it is whole.")
 @click.option("--dry-run", is_flag=True, help="Print what would be made, and write nothing.")
@@ -45,6 +46,7 @@ def command(
     src: str,
     out: Path,
     device: str,
+    on: str | None,
     inspect: bool,
     dry_run: bool,
     as_json: bool,
@@ -56,6 +58,9 @@ def command(
     The one stage, without a recipe: nothing is served or judged. OUT gets its config.json when all is made and found
     sound. The same command goes on with what was interrupted, and does nothing where OUT is finished.
     """
+    from dataclasses import replace
+
+    from pipeline.cluster.spread import spread_over
     from pipeline.progress import reporter_for
     from pipeline.quantization import look_ahead, make, open_job, source_section
     from pipeline.recipe.options import recipe_of
@@ -66,7 +71,9 @@ def command(
         state = job.destination.state()
         _show_plan(job, look_ahead(job), state.value, as_json=as_json)
         return 0
-    made = make(job, reporter_for(json=as_json))
+    reporter = reporter_for(json=as_json)
+    with spread_over(on, job.setting, reporter) as spread:
+        made = make(replace(job, setting=replace(job.setting, spread=spread)), reporter)
     _show_result(job, job.destination.record(), made=made, as_json=as_json)
     return 0
 

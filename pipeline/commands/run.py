@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.options import emit, json_option, remote_option, store_option, vllm_option
+from pipeline.commands.options import emit, json_option, on_option, remote_option, store_option, vllm_option
 
 if TYPE_CHECKING:
     from pipeline.store.entries import Entry
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @click.option("--until", metavar="STAGE", help="Stop after this stage, such as quantize or inspect.")
 @click.option("--redo", metavar="STAGE", multiple=True, help="Run this stage again although it is cached.")
 @click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
+@on_option
 @vllm_option
 @store_option
 @remote_option
@@ -28,6 +29,7 @@ def command(
     until: str | None,
     redo: tuple[str, ...],
     device: str,
+    on: str | None,
     vllm: str | None,
     store_path: Path,
     remote: str | None,
@@ -37,6 +39,9 @@ def command(
 
     Finished stages are taken from the store; an interrupted run goes on with the same command.
     """
+    from dataclasses import replace
+
+    from pipeline.cluster.spread import spread_over
     from pipeline.commands import published
     from pipeline.planning import build_plan, cut
     from pipeline.progress import reporter_for
@@ -61,8 +66,10 @@ def command(
         cut(plan, name)
     from pipeline.preflight import require_means
 
-    require_means(plan, setting, redo)
-    outcome = run_plan(plan, setting, reporter, redo=redo)
+    with spread_over(on, setting, reporter) as spread:
+        setting = replace(setting, spread=spread)
+        require_means(plan, setting, redo)
+        outcome = run_plan(plan, setting, reporter, redo=redo)
     report, places = outcome.entry("report"), published.of(outcome)
     page = published.page(outcome, setting)
     checkpoint = published_folder(setting) if places else None

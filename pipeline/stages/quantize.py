@@ -64,15 +64,13 @@ class QuantizeStage:
         """Make the checkpoint by the engine that the recipe names."""
         streamed = job.setting.recipe.quantization.engine == "stream"
         output = self._stream(job) if streamed else by_library.run(job)
-        devices = resolve_devices(job.setting.device)
         write_json(job.path / ENVIRONMENT, environment_here(self.tools(job.setting)).to_json())
-        hardware = device_title(devices if streamed else devices[:1])  # libraries compute on the first
-        return replace(output, result={**output.result, "hardware": hardware})
+        return replace(output, result={**output.result, "hardware": _hardware(job.setting)})
 
     def _stream(self, job: Job) -> Output:
         """Stream every shard through the scheme's kernel."""
         quantization = job.setting.recipe.quantization
-        trust = job.setting.recipe.trust_remote_code
+        trust, spread = job.setting.recipe.trust_remote_code, job.setting.spread
         source = open_checkpoint(model_folder(job.inputs["source"]))
         job.progress.say("asking the model which of its modules are linear")
         structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
@@ -91,10 +89,13 @@ class QuantizeStage:
                 job.path / CHECKPOINT,
                 checkpoint_format=quantization.format,
                 manifest=job.path / _MANIFEST,
-                devices=resolve_devices(job.setting.device),
+                devices=("cpu",) if spread else resolve_devices(job.setting.device),
                 with_code=trust,
                 advance=advance,
+                write=None if spread is None else spread.write_shards,
             )
+        if spread is not None:
+            spread.release()  # what follows may want the GPUs of this machine
         write_json(job.path / ERRORS, {module: _error(error) for module, error in sorted(written.errors.items())})
         (job.path / _MANIFEST).unlink()
         size = sum(shard.size for shard in written.shards)
@@ -114,6 +115,14 @@ class QuantizeStage:
     def intact(self, entry: Entry, setting: Setting) -> bool:
         """Nothing lies outside the store."""
         return True
+
+
+def _hardware(setting: Setting) -> str:
+    if setting.spread is not None:
+        return setting.spread.hardware
+    devices = resolve_devices(setting.device)
+    # Libraries compute on the first.
+    return device_title(devices if setting.recipe.quantization.engine == "stream" else devices[:1])
 
 
 def _error(error: Error) -> dict[str, float | int | None]:
