@@ -14,6 +14,9 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from email.message import Message
+from email.parser import HeaderParser
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -82,23 +85,34 @@ def recorded_environment(entry: Entry) -> Environment | None:
     return Environment.from_json(json.loads(entry.file(ENVIRONMENT).read_text(encoding="utf-8")))
 
 
-def _there(path: Sequence[str] | None) -> dict[str, metadata.Distribution]:
-    """Distributions by normalized name, of this environment or of the folders in ``path``; the first found counts."""
+def _there(path: Sequence[str] | None) -> dict[str, Message]:
+    """Metadata by normalized name, of this environment or of the folders in ``path``; the first found counts."""
     from packaging.utils import canonicalize_name
 
-    there: dict[str, metadata.Distribution] = {}
+    there: dict[str, Message] = {}
     for found in metadata.distributions() if path is None else metadata.distributions(path=list(path)):
-        name = _field(found, "Name")
+        fields = _fields_of(found)
+        name = fields["Name"]
         if name:  # a folder that was removed by halves has none
-            there.setdefault(canonicalize_name(name), found)
+            there.setdefault(canonicalize_name(str(name)), fields)
     return there
 
 
-def _facts(found: Mapping[str, metadata.Distribution]) -> dict[str, Distribution]:
-    return {name: Distribution(found[name].version, _licence(found[name])) for name in sorted(found)}
+def _fields_of(found: metadata.Distribution) -> Message:
+    """The fields, read once and without the description: ``found.metadata`` parses hundreds of README files again."""
+    text = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
+    fields = HeaderParser().parsestr(text.partition("\n\n")[0])
+    if "Requires-Dist" not in fields and found.read_text("requires.txt") is not None:  # an egg's
+        for wanted in found.requires or ():
+            fields["Requires-Dist"] = wanted
+    return fields
 
 
-def _reached(tools: Iterable[str], there: Mapping[str, metadata.Distribution]) -> dict[str, metadata.Distribution]:
+def _facts(found: Mapping[str, Message]) -> dict[str, Distribution]:
+    return {name: Distribution(str(found[name]["Version"]), _licence(found[name])) for name in sorted(found)}
+
+
+def _reached(tools: Iterable[str], there: Mapping[str, Message]) -> dict[str, Message]:
     """What of ``there`` the tools' requirements and our own lead to, the tools included.
 
     Of an extra is followed what somebody on the way asks for. What we ask of a tool counts too: that is
@@ -123,26 +137,29 @@ def _reached(tools: Iterable[str], there: Mapping[str, metadata.Distribution]) -
     return {name: there[name] for name, _ in seen}
 
 
-def _requirements(found: metadata.Distribution) -> Iterator[Requirement]:
+def _requirements(found: Message) -> Iterator[Requirement]:
+    for text in found.get_all("Requires-Dist") or ():
+        wanted = _requirement(str(text))
+        if wanted is not None:
+            yield wanted
+
+
+@cache
+def _requirement(text: str) -> Requirement | None:
     from packaging.requirements import InvalidRequirement, Requirement
 
-    for text in found.requires or ():
-        with suppress(InvalidRequirement):  # written before there were rules
-            yield Requirement(text)
+    with suppress(InvalidRequirement):  # written before there were rules
+        return Requirement(text)
+    return None
 
 
-def _licence(found: metadata.Distribution) -> str | None:
+def _licence(found: Message) -> str | None:
     """PEP 639's expression, else what the older fields say as far as it is a name."""
-    expression = _field(found, "License-Expression")
+    expression = found["License-Expression"]
     if expression:
-        return expression
-    named = (_field(found, "License") or "").strip()
+        return str(expression)
+    named = str(found["License"] or "").strip()
     if named and named != "UNKNOWN" and "\n" not in named and len(named) <= _LONGEST:
         return named
-    classified = [text for text in found.metadata.get_all("Classifier") or () if text.startswith("License :: ")]
+    classified = [str(text) for text in found.get_all("Classifier") or () if str(text).startswith("License :: ")]
     return classified[0].rpartition(" :: ")[2] if classified else None
-
-
-def _field(found: metadata.Distribution, name: str) -> str | None:
-    values = found.metadata.get_all(name)
-    return str(values[0]) if values else None
