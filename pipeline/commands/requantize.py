@@ -150,12 +150,12 @@ def _run(named: Sequence[str], options: Options, as_json: bool, metrics_file: Pa
         fleet = Fleet(options, on_event=hear, warn=warn)
         fleet.add(Request(recipe) for recipe in named)
         fleet.close()
-        with _stopping(fleet):
+        with stopping(fleet):
             return fleet.run()
 
 
 @contextmanager
-def _stopping(fleet: Fleet) -> Iterator[None]:
+def stopping(fleet: Fleet) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP end the fleet in order; later ones do not disturb that."""
     before: dict[int, Any] = {
         number: signal.signal(number, lambda number, _frame: fleet.stop(number)) for number in _SIGNALS

@@ -66,6 +66,10 @@ class Stage:
         (self.children / f"{name}.json").write_text(json.dumps(plan or ("pass",)))
         return name
 
+    def plan(self, name: str) -> tuple[str, ...]:
+        """How a recipe's attempts end, as another process staged it."""
+        return tuple(json.loads((self.children / f"{name}.json").read_text()))
+
     def look(self, recipes: Sequence[str]) -> tuple[Due, ...]:
         """What `pipeline.refresh.due.look` would find: due until a child has come to its end."""
         self.looks.append(tuple(recipes))
