@@ -30,7 +30,10 @@ _LEFTOVER_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Fires:
-    """Times before ``since`` are nobody's concern; ``fired`` was given to the fleet, and ``settled`` was done by it."""
+    """Times before ``since`` are nobody's concern; ``fired`` was given to the fleet, and ``settled`` was done by it.
+
+    All in UTC: two times of another zone are compared by their clocks' faces (PEP 495).
+    """
 
     name: str
     since: datetime
@@ -59,16 +62,17 @@ class Fires:
 
 
 def newest_between(expression: str, zone: str, after: datetime, until: datetime) -> datetime | None:
-    """The last time with ``after < time <= until``; None where there is none.
+    """The last time with ``after < time <= until``, in UTC; None where there is none.
 
     Short spans before ``until`` are looked at first: who was away for years does not count every minute of them.
     """
     for start in (*(until - window for window in _WINDOWS), after):
         newest = None
         for found in times(expression, zone, max(start, after)):
-            if found > until:
+            instant = found.astimezone(UTC)
+            if instant > until:
                 break
-            newest = found
+            newest = instant
         if newest is not None or start <= after:
             return newest
     return None
@@ -85,8 +89,7 @@ def read_fires(root: Path, name: str) -> Fires | None:
     with disk_errors(path):
         try:
             data = json.loads(path.read_bytes())
-            since = moment(data["since"])
-            fired, settled = moment(data["fired"]), moment(data["settled"])
+            since, fired, settled = (_utc(data[key]) for key in ("since", "fired", "settled"))
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
     return None if since is None else Fires(name, since, fired, settled)
@@ -107,6 +110,11 @@ def write_fires(root: Path, fires: Fires) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         ours = f"{fires.name}.{socket.gethostname()}-{os.getpid()}.tmp"  # others write the same file
         write_atomic(path, raw, temporary=path.with_name(ours))
+
+
+def _utc(text: str | None) -> datetime | None:
+    found = moment(text)
+    return None if found is None else found.astimezone(UTC)
 
 
 def sweep(root: Path) -> None:

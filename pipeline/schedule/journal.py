@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from zoneinfo import ZoneInfo
 
 from pipeline.fleet.events import Event, now_utc
 
@@ -35,9 +36,9 @@ class Journal:
             self.write(f"{event.at} {event.recipe}: {_words(event)}")
 
 
-def local(moment: datetime, now: datetime) -> str:
-    """A time for people: the clock of its own zone, and how long it is until then."""
-    return f"{moment.strftime('%a %Y-%m-%d %H:%M %Z')} (in {span(moment - now)})"
+def shown(moment: datetime, zone: str) -> str:
+    """A time for people, by the clock of a zone: ``Sat 2026-03-28 03:00 CET``."""
+    return moment.astimezone(ZoneInfo(zone)).strftime("%a %Y-%m-%d %H:%M %Z")
 
 
 def span(length: timedelta) -> str:

@@ -38,7 +38,7 @@ from pipeline.errors import QuantmintError
 from pipeline.fleet.events import Event
 from pipeline.fleet.requests import Request
 from pipeline.schedule.fires import CORRECTION, Fires, read_fires, sweep, write_fires
-from pipeline.schedule.journal import Journal, local, span
+from pipeline.schedule.journal import Journal, shown, span
 from pipeline.schedule.reading import Plan, Recipes
 from pipeline.schedule.trigger import CronTrigger
 
@@ -161,7 +161,7 @@ class Resident:
             # Nothing was begun: what an earlier time began is not forgotten for it.
             self._keep(replace(fires, since=missed))
             return
-        text = f"{plan.name}: {'missed' if late else 'the time is'} {missed.strftime('%a %Y-%m-%d %H:%M %Z')}"
+        text = f"{plan.name}: {'missed' if late else 'the time is'} {shown(missed, plan.zone)}"
         self._journal.tell(*("missed" if late else "fired", text), recipe=plan.name, time=_utc(missed), run=True)
         self._keep(replace(fires, fired=missed))
         self._add([Request(plan.given, TRIGGER)])
@@ -263,8 +263,9 @@ class Resident:
             return
         soonest = min(coming.values())
         names = sorted(name for name, first in coming.items() if first == soonest)
+        at = shown(soonest, self._plans[names[0]].zone)
         self._journal.tell(
-            "next", f"next: {', '.join(names)} at {local(soonest, now)}", recipes=names, time=_utc(soonest)
+            "next", f"next: {', '.join(names)} at {at} (in {span(soonest - now)})", recipes=names, time=_utc(soonest)
         )
 
     def _tell_clock(self, drift: timedelta) -> None:
@@ -280,4 +281,4 @@ class Resident:
 
 
 def _utc(moment: datetime) -> str:
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

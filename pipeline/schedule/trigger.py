@@ -14,7 +14,7 @@ APScheduler has a cron trigger, which is not used because it answers otherwise t
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 
 from apscheduler.triggers.base import BaseTrigger
 
@@ -31,12 +31,14 @@ class CronTrigger(BaseTrigger):  # type: ignore[misc]  # APScheduler has no type
         self.zone = zone
 
     def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime | None:
-        """The first instant after both: a clock that was put back does not bring a time that was done again.
+        """The first instant after both, in UTC: a clock that was put back does not bring a time again that was done.
 
         After a long sleep there is one time to catch up with, not one for every instant that was slept through.
         """
-        later = next_times(self.expression, self.zone, max(previous_fire_time or now, now), 1)
-        return later[0] if later else None
+        # Two times of one zone are compared by their clocks' faces (PEP 495), which an hour that comes twice defeats.
+        after = max(moment.astimezone(UTC) for moment in (previous_fire_time or now, now))
+        later = next_times(self.expression, self.zone, after, 1)
+        return later[0].astimezone(UTC) if later else None
 
     def __str__(self) -> str:
         return f"{self.expression} ({self.zone})"

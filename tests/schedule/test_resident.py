@@ -133,6 +133,21 @@ def test_a_machine_that_slept_catches_up_once(scene: Scene, missed: str, asked: 
     assert scene.asked == [*asked, "a"]
 
 
+def test_the_hour_that_comes_twice_is_two_to_those_who_follow_the_clock(scene: Scene) -> None:
+    scene.recipe("a", schedule="*/30 * * * *", timezone="Europe/Berlin")
+    scene.recipe("b", schedule="30 2 * * *", timezone="Europe/Berlin")
+    scene.clock.now = datetime(2026, 10, 24, 23, 45, tzinfo=UTC)  # 01:45; from 03:00 it is 02:00 again
+    scene.start()
+    for quarter in range(1, 10):
+        scene.at(datetime(2026, 10, 24, 23, 45, tzinfo=UTC) + quarter * HOUR / 4)
+        if quarter == 4:  # 02:45 of the first
+            scene.stop()
+            scene.start()
+        scene.ends("a")
+    assert scene.asked.count("a") == 5  # 02:00, 02:30, 02:00, 02:30, 03:00
+    assert scene.asked.count("b") == 2  # its one time, and that it had not ended for the second scheduler
+
+
 @pytest.mark.parametrize("back", [timedelta(seconds=2), HOUR / 2, 2.9 * HOUR])
 def test_a_clock_that_is_put_back_brings_nothing_again(scene: Scene, back: timedelta) -> None:
     scene.recipe("a", schedule="0 * * * *")
