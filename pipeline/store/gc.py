@@ -1,7 +1,8 @@
 """What a store no longer needs: first a plan, then its removal.
 
 Kept are the entries that the newest runs of each recipe refer to, whatever is younger than a grace period, and
-whatever a living process holds the lock of. Removal renames first and deletes then, so that a kill leaves nothing
+whatever a living process holds the lock of. Of what is known of recipes between rounds (``refresh/``) only old logs
+and what dead processes left is removed. Removal renames first and deletes then, so that a kill leaves nothing
 that looks finished.
 """
 
@@ -21,10 +22,11 @@ from pipeline.locks import Lock, is_held
 from pipeline.store.disk import disk_errors
 from pipeline.store.records import FINGERPRINT, RECORD
 from pipeline.store.runs import Run, list_runs
-from pipeline.store.tree import QUARANTINE, RESERVED, RUNS, STAGE, TRASH, Store
+from pipeline.store.tree import QUARANTINE, REFRESH, RESERVED, RUNS, STAGE, TRASH, Store
 
 GRACE_S: Final = 3600.0
 QUARANTINE_S: Final = 7 * 86400.0
+LOG_S: Final = 30 * 86400.0
 UNFINISHED_S: Final = 7 * 86400.0  # a run without an end was killed, or goes on: nobody quantizes for longer than this
 
 _AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is removed then)
@@ -33,6 +35,7 @@ _AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is remo
     "work": (GRACE_S, "left by a stage that broke, and nobody goes on with it"),
     "lock": (GRACE_S, "lock of a dead process"),
     "scrap": (GRACE_S, "temporary file of a dead process"),
+    "log": (LOG_S, "log of more than a month ago"),
     "quarantine": (QUARANTINE_S, "in quarantine for more than a week"),
     "trash": (0.0, "left by an interrupted removal"),
 }
@@ -120,6 +123,12 @@ def apply(plan: GcPlan, *, now: float | None = None) -> int:
 def _put_away(root: Path, path: Path) -> bool:
     if path.parent.parent == root and path.parent.name not in RESERVED and FINGERPRINT.match(path.name):
         return _put_away_locked(root, path)
+    if path.suffix == ".lock" and path.is_relative_to(root / REFRESH):
+        lock = Lock(path, heartbeat=0.1, stale_after=GRACE_S)
+        if lock.acquire(timeout=0.5):
+            lock.release()
+            return True
+        return False
     return _delete(root, path)
 
 
@@ -173,12 +182,28 @@ def _survey(root: Path, now: float) -> Iterator[Found]:
             yield from (_found(path, "scrap") for path in _children(folder) if path.suffix == ".tmp")
         elif folder.name in {QUARANTINE, TRASH}:
             yield from (_found(path, folder.name) for path in _children(folder))
+        elif folder.name == REFRESH:
+            yield from _survey_refresh(folder, now)
         elif STAGE.fullmatch(folder.name):
             for path in _children(folder):
                 kind = _kind(path)
                 if kind is not None:
                     lock = path.with_name(f"{path.name[:64]}.lock")
                     yield _found(path, kind, held=is_held(lock, stale_after=GRACE_S, now=now))
+
+
+def _survey_refresh(folder: Path, now: float) -> Iterator[Found]:
+    """Locks, logs and scraps; states and rounds are small, few, and nobody's but the recipe's."""
+    for place in (folder, folder / "devices", folder / "rounds"):
+        for path in _children(place):
+            if path.suffix == ".lock":
+                yield _found(path, "lock", held=is_held(path, stale_after=GRACE_S, now=now))
+            elif path.suffix == ".tmp" or ".lock." in path.name:
+                yield _found(path, "scrap")
+    for recipe in _children(folder / "logs"):
+        held = is_held(folder / f"{recipe.name}.lock", stale_after=GRACE_S, now=now)
+        for path in _children(recipe):
+            yield _found(path, "log" if path.suffix == ".log" else "scrap", held=held)
 
 
 def _children(folder: Path) -> list[Path]:

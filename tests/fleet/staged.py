@@ -131,6 +131,10 @@ class Stage:
         path = self.children / f"{name}.seen"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def ends(self, name: str) -> list[float]:
+        """When a recipe's attempts came to their end, by the clock of `seen`."""
+        return [float(line) for line in (self.children / f"{name}.ends").read_text().splitlines()]
+
     def told(self, name: str) -> list[str]:
         return [event.kind for event in self.events if event.recipe == name and event.kind != "stage"]
 
