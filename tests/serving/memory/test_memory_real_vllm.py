@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.hardware import hardware
-from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.memory.fit import fit
 from pipeline.serving.model.facts import model_facts
-from pipeline.serving.plan import LaunchPlan, Layout
+from pipeline.serving.plan import Layout
+from pipeline.serving.running.child_environment import child_environment
+from pipeline.serving.running.logscan import scan_log
 from tests.serving.shapes import small
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH, BATCHED, SEQUENCES = 2048, 2048, 4
+VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
-# One start each: what differs is the kind of layers, which decides how the cache is cut into groups.
-@pytest.mark.parametrize(
-    ("name", "kv_cache_dtype"),
-    [
-        ("grouped", "auto"),
-        ("grouped", "fp8"),
-        ("every-head", "auto"),
-        ("window", "auto"),
-        ("some-windows", "auto"),
-        ("latent", "auto"),
-        ("delta", "auto"),
-    ],
+SCRIPT = Path(__file__).with_name("vllm_engines.py")
+# What differs is the kind of layers, which decides how the cache is cut into groups.
+CASES = (
+    ("grouped", "auto"),
+    ("grouped", "fp8"),
+    ("every-head", "auto"),
+    ("window", "auto"),
+    ("some-windows", "auto"),
+    ("latent", "auto"),
+    ("delta", "auto"),
 )
+
+
+@pytest.fixture(scope="module")
+def logs(vllm: VllmEnvironment, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """What the engine of each case says when it is made, all by one process; a whole server is `test_real_vllm`'s."""
+    place = tmp_path_factory.mktemp("engines")
+    found = {case: place / f"{'-'.join(case)}.log" for case in CASES}
+    launches = [{"argv": arguments(small(name, place), dtype), "log": str(log)} for (name, dtype), log in found.items()]
+    done = subprocess.run(
+        [str(vllm.python), str(SCRIPT)],
+        input=json.dumps(launches),
+        env=child_environment(os.environ, VARIABLES),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    codes = json.loads(done.stdout.splitlines()[-1])
+    failed = [log.read_text()[-2000:] for log, code in zip(found.values(), codes, strict=True) if code != 0]
+    assert not failed, failed[0]
+    return found
+
+
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), CASES)
 def test_the_cache_holds_the_tokens_that_were_predicted(
-    vllm: VllmEnvironment, name: str, kv_cache_dtype: str, tmp_path: Path
+    vllm: VllmEnvironment, logs: dict[tuple[str, str], Path], name: str, kv_cache_dtype: str, tmp_path: Path
 ) -> None:
-    model = small(name, tmp_path)
-    facts = model_facts(model)
     predicted = fit(
-        facts,
+        model_facts(small(name, tmp_path)),
         hardware("cpu"),
         Layout(),
         hbm_bytes=None,
@@ -51,26 +81,16 @@ def test_the_cache_holds_the_tokens_that_were_predicted(
         version=vllm.version,
         cpu_kv_bytes=1 << 30,
     )
-    with LocalLauncher(vllm.executable).launch(
-        plan(model, kv_cache_dtype), tmp_path / "vllm.log", startup_timeout=400
-    ) as server:
-        logged = server.scan_log()
+    logged = scan_log(logs[name, kv_cache_dtype].read_text())
     print(name, kv_cache_dtype, predicted.kv_tokens, logged.kv_tokens, predicted.concurrency, logged.concurrency)  # noqa: T201
     assert logged.kv_tokens == pytest.approx(predicted.kv_tokens, rel=0.05)
     assert logged.concurrency == pytest.approx(predicted.concurrency, rel=0.05)
 
 
-def plan(model: Path, kv_cache_dtype: str) -> LaunchPlan:
-    env = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+def arguments(model: Path, kv_cache_dtype: str) -> list[str]:
     numbers = {"--max-model-len": LENGTH, "--max-num-batched-tokens": BATCHED, "--max-num-seqs": SEQUENCES}
     argv = ["vllm", "serve", str(model), "--served-model-name", "shape", "--load-format", "dummy"]
     argv += ["--dtype", "bfloat16", "--enforce-eager", "--kv-cache-dtype", kv_cache_dtype]
     for flag, number in numbers.items():
         argv += [flag, str(number)]
-    return LaunchPlan(MappingProxyType(env), tuple(argv), "shape", 1, ())
+    return argv
