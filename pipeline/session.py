@@ -16,6 +16,7 @@ from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.hardware import local_cpu_flags
+from pipeline.serving.image import serving_image
 from pipeline.stage import Setting, SourceIdentity
 from pipeline.stages.source import config_folder, identify
 from pipeline.store.tree import Store
@@ -87,6 +88,7 @@ def assemble(
         home=Path.cwd(),
         remote=remote,
         commits=commits or Commits(),
+        image=serving_image(),
     )
 
 

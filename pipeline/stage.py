@@ -71,7 +71,8 @@ class Setting:
     ``config`` is the model's config.json; ``vllm`` is None where no serving environment was found; ``device`` is
     PyTorch's name of where calibration and quantization compute; ``home`` is what a publish folder is relative to;
     ``remote`` is a tier of the store that several sites share (None: there is none); ``commits`` says which commits
-    branches of data sets stand for; ``spread`` is what parts of a stage are given to (None: to this process).
+    branches of data sets stand for; ``image`` is the container that serves, as name@sha256:DIGEST (None: none);
+    ``spread`` is what parts of a stage are given to (None: to this process).
     """
 
     loaded: LoadedRecipe
@@ -85,6 +86,7 @@ class Setting:
     home: Path
     remote: RemoteTier | None = None
     commits: Commits = field(default_factory=Commits)
+    image: str | None = None
     spread: Spread | None = None
 
     @property

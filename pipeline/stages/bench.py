@@ -28,7 +28,16 @@ from pipeline.serving.running.logscan import Finding, LogScan, scan_log
 from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
 from pipeline.stage import Job, Output, Setting, write_json
 from pipeline.stages.answering import vllm_device
-from pipeline.stages.serve import SERVER_LOG, SIDES, ServeStage, faults, launch_plan, model_key, vllm_version
+from pipeline.stages.serve import (
+    SERVER_LOG,
+    SIDES,
+    ServeStage,
+    faults,
+    image_settings,
+    launch_plan,
+    model_key,
+    vllm_version,
+)
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
 
@@ -60,6 +69,7 @@ class BenchStage:
             "hardware": setting.recipe.target.hardware,
             "cells": [cell.to_json() for cell in setting.workload.cells],
             "launches": setting.recipe.gate.throughput.launches,
+            **image_settings(setting),
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:

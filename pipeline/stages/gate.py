@@ -162,6 +162,7 @@ def _server(job: Job, side: Side) -> Server:
         device=launch["device"]["name"],
         argv=tuple(plan["argv"]),
         env=plan["env"],
+        image=launch.get("image"),  # earlier versions did not know it
         faults=tuple(faults),
         runtime=launch["runtime"],
         hardware=launch["device"]["hardware"],

@@ -51,7 +51,7 @@ class ServeStage:
         return {"model": model_key(self.side)}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The launch, without where the model lies."""
+        """The launch, without where the model lies, and the container."""
         launch = launch_plan(setting, self.side, Path("MODEL")).canonical()
         kernels = setting.loaded.tunableop
         if kernels is not None:  # what TunableOp found, and not where that lies
@@ -59,7 +59,12 @@ class ServeStage:
             env = {name: digest if value == str(kernels) else value for name, value in launch["env"].items()}
             launch = {**launch, "env": env}
         runtime = setting.recipe.evaluation.runtime
-        return {"launch": launch, "hardware": setting.recipe.target.hardware, "runtime": runtime}
+        return {
+            "launch": launch,
+            "hardware": setting.recipe.target.hardware,
+            "runtime": runtime,
+            **image_settings(setting),
+        }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """Versions of what answers."""
@@ -86,6 +91,7 @@ class ServeStage:
                 **answering.to_json(),
                 "template": template,
                 "tokenizer": tokenizer_digest(folder),
+                "image": job.setting.image,
             },
         )
         write_json(job.path / ENVIRONMENT, _environment(job.setting).to_json())
@@ -119,6 +125,11 @@ def _plain(scan: LogScan) -> dict[str, object]:
 def model_key(side: Side) -> str:
     """The stage whose entry holds a side's model."""
     return "quantize" if side == "candidate" else "source"
+
+
+def image_settings(setting: Setting) -> dict[str, str]:
+    """The container in a fingerprint; nothing outside one."""
+    return {} if setting.image is None else {"image": setting.image}
 
 
 def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
