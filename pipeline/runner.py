@@ -19,6 +19,7 @@ from eval.verdict import Verdict
 from pipeline import planning
 from pipeline.canonical import fingerprint
 from pipeline.errors import InspectionError, QuantmintError, StageError, StoreError
+from pipeline.passing import passes
 from pipeline.progress import Reporter
 from pipeline.stage import Job, Planned, Setting
 from pipeline.stages.inspect import reasons_of
@@ -178,6 +179,7 @@ def _step(
         raise StageError(
             f"stage {planned.key} broke: {type(error).__name__}: {error}",
             hint="Run with --debug for the traceback; the same command goes on from the last commit.",
+            transient=passes(error),
         ) from error
     seconds = time.monotonic() - began
     reporter.finished(planned.key, number, total, seconds, str(entry.record.result.get("summary", "")))

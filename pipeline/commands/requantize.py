@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import emit, json_option, store_option, vllm_option
-from pipeline.errors import UserError
+from pipeline.commands.options import devices_option, emit, json_option, store_option, vllm_option
 
 if TYPE_CHECKING:
     from pipeline.fleet.forecast import Foreseen
@@ -21,16 +20,6 @@ if TYPE_CHECKING:
     from pipeline.refresh.due import Due
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def _numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...] | None:
-    """None for "auto"."""
-    if text == "auto":
-        return None
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdecimal() for part in parts):
-        raise UserError(f"--devices: found {text!r}, expected numbers such as 0,1,2,3, or auto")
-    return tuple(int(part) for part in parts)
 
 
 @click.command(name="requantize")
@@ -50,13 +39,7 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, text: str) ->
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="Recipes at a time (default: one for each device, one without any)."
 )
-@click.option(
-    "--devices",
-    default="auto",
-    show_default=True,
-    callback=_numbers,
-    help="Accelerators to share out, such as 0,1,2,3; each recipe gets as many as its target has.",
-)
+@devices_option
 @click.option(
     "--retries",
     type=click.IntRange(min=0),
@@ -236,11 +219,11 @@ def _print(summary: Summary) -> None:
         for ended in summary.ended:
             took = duration(ended.duration_s) if ended.attempts else "-"
             word = ended.verdict if ended.state == "ran" and ended.verdict else ended.state
-            changed = "; ".join(ended.changes) or (ended.reason if not ended.attempts else "")
+            changed = "; ".join(ended.changes) or "-"
             made.add_row(ended.recipe, word, str(ended.exit_code), took, ended.tag or "-", escape(changed))
         console.print(made)
     for ended in summary.ended:
-        if ended.state in {"failed", "broken"} or (ended.state == "ran" and ended.exit_code):
+        if ended.reason and ended.state not in {"current", "held"}:
             click.echo(f"{ended.recipe}: {ended.reason}" + (f"\n  log: {ended.log}" if ended.log else ""))
     if summary.grown_bytes is not None:
         click.echo(f"disk        {size(max(0, summary.grown_bytes))} more than before")

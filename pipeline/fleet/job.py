@@ -98,7 +98,7 @@ def not_run(request: Request, due: Due, state: RecipeState, *, everything: bool)
     until = resting_until(state, due.inputs, datetime.now(UTC))
     if until is not None:
         when = f"{until:%Y-%m-%d %H:%M} UTC"
-        rests = f"it failed in {state.attempts_failed} round(s) ({state.reason}), and rests until {when}"
+        rests = f"it rests until {when}, unless --all: it failed in {state.attempts_failed} round(s): {state.reason}"
         return _left(request, due, "resting", state.last_exit or 5, rests)
     return None
 
@@ -145,7 +145,9 @@ def state_after(job: Job, ended: Ended) -> RecipeState:
     common = replace(common, last_exit=ended.exit_code, last_verdict=ended.verdict)
     if ended.state == "failed":
         rounds = before.attempts_failed + 1
-        return replace(common, attempts_failed=rounds, not_before=rests_until(rounds))
+        # Code 2: nothing was started, so that trying again costs nothing. What a network did has to pass first.
+        tried_soon = ended.exit_code == 2 and not (job.last is not None and job.last.transient)
+        return replace(common, attempts_failed=rounds, not_before=None if tried_soon else rests_until(rounds))
     took = job.last.seconds if job.last is not None else 0.0
     common = replace(common, last_duration_s=round(took, 1), attempts_failed=0, not_before=None)
     if ended.verdict == "PASS":
@@ -163,13 +165,14 @@ def causes_of(due: Due) -> tuple[str, ...]:
 def _left(request: Request, due: Due, state: State, code: int, reason: str) -> Ended:
     from pipeline.refresh.words import what_changed
 
+    never = (due.reason,) if due.state == "due" else ()
     return Ended(
         recipe=due.name,
         trigger=request.trigger,
         state=state,
         exit_code=code,
         causes=causes_of(due),
-        changes=what_changed(due.changes),
+        changes=never if due.release is None else what_changed(due.changes),
         reason=reason,
     )
 

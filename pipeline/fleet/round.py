@@ -160,6 +160,8 @@ class Fleet:
             for request in message.requests:
                 self._account.end(_unknown(request, "failed", 5, message.error))
             return
+        for sentence in dict.fromkeys(sentence for due in message.found for sentence in due.unknown):
+            self._account.warn(sentence)
         for request, due in zip(message.requests, message.found, strict=True):
             if due.name in self._waiting or due.name in self._running:
                 if due.state != "broken":

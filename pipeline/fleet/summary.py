@@ -23,7 +23,7 @@ _WORST_FIRST: Final = (5, 2, 4, 1, 3, 0)
 class Ended:
     """How a recipe left a round; the fields are those of `pipeline.fleet.events.Event`.
 
-    ``attempts`` is 0 for one that was not run. ``changes`` are lines for people.
+    ``attempts`` is 0 for one that was not run. ``changes`` are phrases for people, of what made it due.
     """
 
     recipe: str
