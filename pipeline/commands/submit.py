@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pipeline.submit.task import Task
 
 _FOR = {
-    "slurm": ("partition", "account", "qos", "constraint", "gres", "sbatch", "setup", "container"),
-    "kubernetes": ("namespace", "image", "pvc", "workdir", "secret", "node_selector"),
-    "ray": (),
+    **dict.fromkeys(("partition", "account", "qos", "constraint", "gres", "sbatch", "setup", "container"), ("slurm",)),
+    **dict.fromkeys(("namespace", "image", "pvc", "workdir", "secret", "node_selector"), ("kubernetes",)),
+    "venv": ("slurm", "ray"),
+    "env": ("kubernetes", "ray"),
 }
-_SHARED = {"venv": ("slurm", "ray"), "env": ("kubernetes", "ray")}
 
 
 @click.command(name="submit")
@@ -61,8 +61,8 @@ _SHARED = {"venv": ("slurm", "ray"), "env": ("kubernetes", "ray")}
 def command(context: click.Context, /, **given: Any) -> int:
     """Run RECIPE on a cluster: the same `quantmint run`, working folder and store, on a filesystem that is shared.
 
-    What follows two dashes goes to `quantmint run`, such as `-- --until inspect`. A job that was preempted, evicted or
-    reached its time limit is run again and goes on where it stopped.
+    What follows two dashes goes to `quantmint run`, such as `-- --until inspect`. A job that was preempted or evicted
+    is run again and goes on where it stopped; on Slurm also one that reached its time limit.
     """
     place_name = _place_name(context, given)
     place = _place(place_name, given)
@@ -90,8 +90,7 @@ def _place_name(context: click.Context, given: dict[str, Any]) -> str:
     if (given["place_name"] is None) == (given["ray_address"] is None):
         raise click.UsageError("expected one place: --slurm, --kubernetes or --ray ADDRESS")
     chosen = str(given["place_name"] or "ray")
-    owners: dict[str, tuple[str, ...]] = {name: (place,) for place, names in _FOR.items() for name in names} | _SHARED
-    for name, places in owners.items():
+    for name, places in _FOR.items():
         source = context.get_parameter_source(name)
         if chosen not in places and given[name] and source is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{name.replace('_', '-')} is for {' and '.join(places)}, not for {chosen}")

@@ -95,12 +95,18 @@ class Kubernetes:
         from kubernetes import client, config
         from kubernetes.config.config_exception import ConfigException
 
+        settings = client.Configuration()
         try:
-            config.load_config()
+            try:
+                config.load_kube_config(client_configuration=settings)
+            except ConfigException:
+                config.load_incluster_config(client_configuration=settings)
         except ConfigException as error:
-            raise UserError(f"found no way to a cluster: {error}", hint="Set KUBECONFIG, or ~/.kube/config.") from error
-        namespace = self._namespace or _namespace()
-        return client.BatchV1Api(), client.CoreV1Api(), namespace
+            raise UserError(
+                f"found no way to a cluster: {error}", hint="KUBECONFIG or ~/.kube/config says where one is."
+            ) from error
+        api = client.ApiClient(settings)
+        return client.BatchV1Api(api), client.CoreV1Api(api), self._namespace or _namespace()
 
     def _pods(self, pods: Any, namespace: str, job: str) -> list[Any]:
         with _answers():

@@ -15,13 +15,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.serving.render.kubernetes import RESOURCES, object_name, plain_variables, shared_memory
-from pipeline.serving.running.child_environment import SECRET
-
-Kind = Literal["rocm", "cuda", "cpu"]
+from pipeline.submit.task import Kind, require_no_secret
 
 CONTAINER = "quantmint"
 WORK = "/work"
@@ -207,11 +205,7 @@ def _check(pod: Pod) -> None:
     for name in pod.variables:
         if not _VARIABLE.fullmatch(name):
             raise _wrong("--env", name, "NAME=VALUE")
-        if SECRET.search(name):
-            raise UserError(
-                f"--env: found {name}, which reads like a secret's name: the manifest would hold its value",
-                hint=f"Put it into a Secret of the cluster and name that: --secret {name}=SECRET:KEY",
-            )
+        require_no_secret("--env", name, f"Put it into a Secret of the cluster: --secret {name}=SECRET:KEY")
     if pod.gpus and pod.kind == "cpu":
         raise UserError(f"found {pod.gpus} GPUs for a recipe whose target is a CPU")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shlex
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 from pipeline.errors import StageError, UserError
 from pipeline.submit.place import BROKEN, State, Submitted
-from pipeline.submit.task import Task, program_here, require_plain
+from pipeline.submit.task import Task, program_here, require_no_secret, require_plain
 
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 
@@ -37,6 +38,8 @@ def description(task: Task, options: Options) -> dict[str, Any]:
     On one node the run itself holds the GPUs. On several the run is spread by Ray, and holds none.
     """
     require_plain("the working folder", str(options.folder))
+    for name in options.variables:
+        require_no_secret("--env", name, "Set it where the nodes of the cluster get their environment from.")
     if task.seconds is not None:
         raise UserError("--time: Ray Jobs have no time limit", hint="Leave it out; --cancel ID ends a job.")
     line = shlex.join(task.words(*program_here(options.venv)))
@@ -92,6 +95,7 @@ class RayJobs:
     def lines(self, identifier: str) -> Iterator[str]:
         """What the client tails."""
         client = self._connect()
+        logging.getLogger(type(client).__module__).setLevel(logging.WARNING)  # it tells of its own connection
         with _answers():
             yield from _stepwise(client.tail_job_logs(identifier))
 

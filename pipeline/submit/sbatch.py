@@ -14,6 +14,7 @@ go on where they stopped. The processes of the run get Slurm's SIGTERM, the scri
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,13 +24,14 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.serving.render.kubernetes import object_name
 from pipeline.submit.pod import IMAGE_VARIABLE, by_digest
-from pipeline.submit.task import Task, program_here, require_plain
+from pipeline.submit.task import Task, program_here, require_no_secret, require_plain
 
 WARNING_S = 120
 """Seconds before the time limit at which the job leaves for the queue."""
 ROUNDS = 3
 """How often it does so: a run that gets nowhere in its time does not stay for ever."""
 _PORT = 6379
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=")
 _AGAIN = (
     f'again() {{ [ "${{SLURM_RESTART_COUNT:-0}}" -ge {ROUNDS} ] || scontrol requeue "$SLURM_JOB_ID"; }}',
     "trap again USR1",
@@ -81,6 +83,7 @@ def parameters(task: Task, options: Options, folder: Path) -> dict[str, Any]:
     for name, value in [*given.items(), *options.sbatch.items(), ("the working folder", str(folder))]:
         if value is not None:
             require_plain(name, value)
+            _no_secret(name, value)
     if "%" in str(folder):
         raise UserError(f"the working folder is {folder}: Slurm reads % in a path as a pattern")
     gpus = {} if not task.gpus or options.gres is not None else {"gpus_per_node": task.gpus}
@@ -96,7 +99,7 @@ def parameters(task: Task, options: Options, folder: Path) -> dict[str, Any]:
         "wckey": None,
         "stderr_to_stdout": True,
         "setup": [*(shlex.join(_words(line)) for line in options.setup), *_environment(task, options), *_AGAIN],
-        "srun_args": ["--open-mode=append", "--kill-on-bad-exit=1", *_plugin(task, options, folder)],
+        "srun_args": [*_steps(task), *_plugin(task, options, folder)],
         "additional_parameters": {
             "chdir": str(folder),
             "requeue": True,
@@ -132,7 +135,13 @@ def _words(line: str) -> list[str]:
     if not words:
         raise UserError("--setup: found nothing, expected a command such as 'module load rocm'")
     require_plain("--setup", line)
+    _no_secret("--setup", line)
     return words
+
+
+def _no_secret(option: str, text: str) -> None:
+    for name in _ASSIGNED.findall(text):
+        require_no_secret(option, name, "Export it before you submit: sbatch takes your environment along.")
 
 
 def _environment(task: Task, options: Options) -> list[str]:
@@ -151,6 +160,12 @@ def _mounts(task: Task, folder: Path) -> list[str]:
     if wrong := next((path for path in paths if set(path) & set(",:")), None):
         raise UserError(f"--container: found the folder {wrong}, expected none with a comma or colon to mount")
     return paths
+
+
+def _steps(task: Task) -> list[str]:
+    # Since Slurm 22.05 a step does not take the job's CPUs by itself.
+    cpus = [] if task.cpus is None else [f"--cpus-per-task={task.cpus}"]
+    return ["--open-mode=append", "--kill-on-bad-exit=1", *cpus]
 
 
 def _plugin(task: Task, options: Options, folder: Path) -> list[str]:

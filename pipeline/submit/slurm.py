@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 from pipeline.errors import StageError, UserError
@@ -63,7 +65,8 @@ class Slurm:
         executor.update_parameters(**parameters(task, self._options, self._folder))
         self._logs.mkdir(parents=True, exist_ok=True)
         try:
-            job = executor._submit_command(command(task, self._options, self._folder))
+            with redirect_stderr(StringIO()):  # submitit prints what it raises
+                job = executor._submit_command(command(task, self._options, self._folder))
         except FailedJobError as error:
             raise _failure("sbatch", str(error)) from error
         return Submitted(str(job.job_id), str(job.paths.stdout))

@@ -18,6 +18,7 @@ from pipeline.errors import UserError
 from pipeline.recipe.schema import Recipe
 from pipeline.serving.hardware import hardware
 from pipeline.serving.planning.target import parse_target
+from pipeline.serving.running.child_environment import SECRET
 
 Kind = Literal["rocm", "cuda", "cpu"]
 
@@ -94,6 +95,12 @@ def program_here(venv: str | None) -> tuple[str, ...]:
         return (str(PurePosixPath(venv) / "bin" / "quantmint"),)
     script = Path(sys.executable).parent / "quantmint"
     return (str(script),) if script.is_file() else (sys.executable, "-m", "pipeline")
+
+
+def require_no_secret(option: str, name: str, instead: str) -> None:
+    """UserError for a variable whose value would stand where others read it; ``instead`` is where it belongs."""
+    if SECRET.search(name):
+        raise UserError(f"{option}: found {name}, which reads like the name of a secret", hint=instead)
 
 
 def require_plain(option: str, text: str) -> None:
