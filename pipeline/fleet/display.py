@@ -60,8 +60,8 @@ class _Row:
     ended: Event | None = None
 
 
-class _Board:
-    """The rows of the live table; rendered anew several times a second, by rich's thread."""
+class Board:
+    """The rows of the live table; ``clock`` gives seconds. Rendered anew several times a second, by rich's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -84,13 +84,13 @@ class _Board:
         self._rows = {**self._rows, event.recipe: row}  # a new mapping: another thread may be reading the old one
 
     def __rich__(self) -> Table:
-        made = Table(box=box.SIMPLE, pad_edge=False)
+        made = Table(box=box.SIMPLE, pad_edge=False, expand=True)
         made.add_column("recipe", no_wrap=True)
         made.add_column("state", no_wrap=True)
         made.add_column("time", justify="right", no_wrap=True)
-        made.add_column("what", overflow="ellipsis", no_wrap=True)
-        ranks = {"ended": 0, "running": 1}
-        for name, row in sorted(self._rows.items(), key=lambda item: ranks.get(item[1].state, 2)):
+        made.add_column("what", overflow="ellipsis", no_wrap=True, ratio=1)  # what is left of the line
+        ranks = {"running": 0, "again later": 1, "waiting": 2, "queued": 3}  # a low terminal cuts the end off
+        for name, row in sorted(self._rows.items(), key=lambda item: ranks.get(item[1].state, 4)):
             colour = _COLOURS.get(row.ended.verdict or "", "") if row.ended else "cyan" if row.running else "dim"
             shown = row.ended.duration_s if row.ended else self._clock() - row.since
             style = f"[{colour}]" if colour else ""
@@ -118,6 +118,6 @@ def shown(
 
         yield hear, lambda message: write(f"warning: {message}")
         return
-    console, board = Console(file=out, highlight=False), _Board()
+    console, board = Console(file=out, highlight=False), Board()
     with Live(board, console=console, refresh_per_second=4, transient=True):
         yield board.hear, lambda message: console.print(f"[yellow]warning:[/] {escape(message)}")
