@@ -1,0 +1,24 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --chdir=/shared/models
+#SBATCH --job-name=quantmint-tiny-ptpc-fp8kv
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/models/store/logs/slurm/%j_0_log.out
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+
+# setup
+again() { [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"; }
+trap again USR1
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 '/shared/quantmint env/bin/quantmint' run tiny-ptpc-fp8kv --json --store store --until inspect &
+run=$!
+wait "$run"
+code=$?
+while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done
+exit "$code"

@@ -1,0 +1,37 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=models
+#SBATCH --chdir=/shared/models
+#SBATCH --comment='it'"'"'s ours; $(really)'
+#SBATCH --constraint='xgmi&nvme'
+#SBATCH --cpus-per-task=64
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=quantmint-llama70b-fp8kv
+#SBATCH --mail-type=END
+#SBATCH --mem=900GB
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/models/store/logs/slurm/%j_0_log.out
+#SBATCH --partition=mi300x
+#SBATCH --qos=normal
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --time=480
+
+# setup
+module load rocm/6.4
+source '/opt/my env/activate'
+echo '$(whoami)'
+again() { [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"; }
+trap again USR1
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 --cpus-per-task=64 '/shared/quantmint env/bin/quantmint' run llama70b-fp8kv --json --store store &
+run=$!
+wait "$run"
+code=$?
+while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done
+exit "$code"

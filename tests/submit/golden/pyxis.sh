@@ -1,0 +1,26 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --chdir=/shared/models
+#SBATCH --gres=gpu:mi300x:8
+#SBATCH --job-name=quantmint-llama70b-fp8kv
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/models/store/logs/slurm/%j_0_log.out
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+
+# setup
+export QUANTMINT_IMAGE=registry.example/quantmint@sha256:5555555555555555555555555555555555555555555555555555555555555555
+again() { [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"; }
+trap again USR1
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 --container-image=registry.example/quantmint@sha256:5555555555555555555555555555555555555555555555555555555555555555 --container-mounts=/shared/models:/shared/models,/big/store:/big/store --container-workdir=/shared/models quantmint run llama70b-fp8kv --json --store /big/store &
+run=$!
+wait "$run"
+code=$?
+while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done
+exit "$code"

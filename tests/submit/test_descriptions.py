@@ -1,0 +1,217 @@
+"""What is sent, as text to be read: scripts, manifests and entry points of several recipes and options."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.errors import UserError
+from pipeline.submit import job, ray, sbatch
+from pipeline.submit.pod import Claim, Pod, Reference, job_spec, parse_claim, parse_pairs, parse_reference
+from pipeline.submit.task import program_here
+from tests.serving.render.test_kubernetes import held_against_the_api
+from tests.submit.cases import FOLDER, GOLDEN, LOGS, VENV, script, task
+
+_GOLDEN = Path(__file__).parent / "golden"
+
+
+def named(ending: str) -> list[str]:
+    return [name for name in GOLDEN if name.endswith(ending)]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_it_is_the_text_that_was_read(name: str) -> None:
+    """`python -m tests.submit.cases` writes the files again."""
+    assert GOLDEN[name]() == (_GOLDEN / name).read_text(encoding="utf-8")
+
+
+def test_every_text_is_of_a_case() -> None:
+    assert {path.name for path in _GOLDEN.iterdir()} == set(GOLDEN)
+
+
+@pytest.mark.parametrize("name", named(".sh"))
+def test_a_shell_can_read_the_script(name: str) -> None:
+    assert subprocess.run(["bash", "-n", str(_GOLDEN / name)], capture_output=True, check=False).stderr == b""
+
+
+@pytest.mark.parametrize("name", named(".yaml"))
+def test_the_api_has_every_field_of_the_manifest(name: str) -> None:
+    pytest.importorskip("kubernetes", reason="the API's own models are the oracle")
+    held_against_the_api(yaml.safe_load(GOLDEN[name]()), "V1Job")
+
+
+def test_the_script_is_the_one_that_submitit_submits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from submitit import SlurmExecutor
+
+    monkeypatch.setattr(SlurmExecutor, "affinity", classmethod(lambda cls: 1))  # no srun here
+    of, options = (
+        task("llama70b-fp8kv", cpus=8),
+        sbatch.Options(partition="mi300x", venv=VENV, setup=("module load x",)),
+    )
+    executor = SlurmExecutor(LOGS)
+    executor.update_parameters(**sbatch.parameters(of, options, FOLDER))
+    sent = executor._make_submission_file_text(sbatch.command(of, options, FOLDER), "any")
+    assert sent == sbatch.script(of, options, folder=FOLDER, logs=LOGS)
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 5])
+def test_the_script_ends_as_the_run_did(code: int, tmp_path: Path) -> None:
+    """With a stand-in for srun that runs what follows its own arguments."""
+    ended, _ = _executed(tmp_path, f"exit {code}")
+    assert ended == code
+
+
+def test_before_the_time_limit_it_asks_for_another_turn_and_waits_on(tmp_path: Path) -> None:
+    ended, log = _executed(tmp_path, 'kill -USR1 "$PPID_OF_SCRIPT"; sleep 0.2; echo went on; exit 4')
+    assert ended == 4
+    assert log == "scontrol requeue 17\nwent on\n"
+
+
+def test_it_does_not_ask_for_ever(tmp_path: Path) -> None:
+    ended, log = _executed(tmp_path, 'kill -USR1 "$PPID_OF_SCRIPT"; sleep 0.2; exit 4', rounds=sbatch.ROUNDS)
+    assert (ended, log) == (4, "")
+
+
+def _executed(folder: Path, run: str, *, rounds: int = 0) -> tuple[int, str]:
+    """How the script ended and what it said, where `quantmint` is ``run``."""
+    commands = folder / "bin"
+    commands.mkdir()
+    skip = 'while [ "${1#/}" = "$1" ] || [ "${1%quantmint}" = "$1" ]; do shift; done; exec "$@"'
+    for name, text in {
+        "srun": f"export PPID_OF_SCRIPT=$PPID; {skip}",
+        "quantmint": run,
+        "scontrol": 'echo "scontrol $*"',
+    }.items():
+        (commands / name).write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
+        (commands / name).chmod(0o755)
+    path = folder / "job.sh"
+    path.write_text(script(task("tiny-ptpc-fp8kv"), venv=str(folder)), encoding="utf-8")
+    env = {"PATH": f"{commands}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(rounds)}
+    done = subprocess.run(["bash", str(path)], env=env, capture_output=True, text=True, check=False, timeout=30)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def test_no_text_is_read_by_a_shell() -> None:
+    evil = "a b; $(touch /tmp/x) `id` 'q\" &"
+    of = task("tiny-ptpc-fp8kv", store=evil, arguments=("--until", evil))
+    line = next(line for line in script(of, venv=VENV).splitlines() if line.startswith("srun"))
+    assert shlex.split(line.removesuffix(" &"))[-4:] == ["--store", evil, "--until", evil]
+    entry = ray.description(of, ray.Options(folder=Path(f"/{evil}"), venv=VENV))["entrypoint"]
+    assert shlex.split(entry)[:3] == ["cd", f"/{evil}", "&&"]
+    assert shlex.split(entry)[-4:] == ["--store", evil, "--until", evil]
+    made = job.manifest(of, job.Options(image="i", claims=(Claim("c"),)))
+    command = made["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[-1] == evil.replace("$(", "$$(")
+
+
+def test_this_quantmint_is_what_runs_there() -> None:
+    assert Path(program_here(None)[0]).is_absolute()
+    assert program_here("/shared/env") == ("/shared/env/bin/quantmint",)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 12}, "no whole number of nodes"),
+        ({"gpus": 8, "nodes": 3}, "no whole number on each of 3 nodes"),
+        ({"arguments": ("--until", "in\nspect")}, "printable text on one line"),
+        ({"store": ""}, "printable text on one line"),
+    ],
+)
+def test_a_task_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        task("llama70b-fp8kv", **options)
+
+
+def test_a_cpu_has_no_gpus() -> None:
+    assert task("tiny-ptpc-fp8kv").gpus == 0
+    with pytest.raises(UserError, match="the recipe's target is a CPU"):
+        task("tiny-ptpc-fp8kv", gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"setup": ("module 'load",)}, "cannot be read as words"),
+        ({"setup": ("",)}, "found nothing"),
+        ({"setup": ("a\nb",)}, "printable text on one line"),
+        ({"setup": ("export HF_TOKEN=hf_x",)}, "HF_TOKEN, which reads like the name of a secret"),
+        ({"sbatch": {"export": "ALL,AWS_SECRET_ACCESS_KEY=x"}}, "AWS_SECRET_ACCESS_KEY"),
+        ({"partition": "a\n#SBATCH --uid=0"}, "printable text on one line"),
+        ({"venv": "env"}, "expected an absolute path"),
+        ({"venv": "/env", "container": "image"}, "expected one of them"),
+    ],
+)
+def test_a_script_that_is_not_written(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        script(task("tiny-ptpc-fp8kv"), **options)
+
+
+def test_slurm_would_read_a_per_cent_sign_in_a_path() -> None:
+    with pytest.raises(UserError, match="as a pattern"):
+        sbatch.script(task("tiny-ptpc-fp8kv"), sbatch.Options(), folder=Path("/a%j"), logs=LOGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": "an image"}, "--image"),
+        ({"claims": (Claim("Shared"),)}, "--pvc"),
+        ({"claims": (Claim("shared", "work"),)}, "--pvc"),
+        ({"claims": (Claim("a"), Claim("b"))}, "another path for each claim"),
+        ({"variables": {"HF_TOKEN": "hf_x"}}, r"(?s)HF_TOKEN.*--secret HF_TOKEN=SECRET:KEY"),
+        ({"variables": {"A B": "x"}}, "--env"),
+        ({"secrets": (Reference("HF_TOKEN", "Not A Name", "token"),)}, "--secret"),
+        ({"gpus": 1}, "whose target is a CPU"),
+    ],
+)
+def test_a_pod_that_kubernetes_or_we_would_not_take(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        job_spec(Pod(**{"name": "a", "image": "i", "command": ("quantmint",), **changes}))
+
+
+def test_what_a_run_makes_must_outlive_its_pod() -> None:
+    with pytest.raises(UserError, match="--pvc is missing"):
+        job.manifest(task("tiny-ptpc-fp8kv"), job.Options(image="i", claims=()))
+
+
+def test_a_job_is_on_one_node() -> None:
+    with pytest.raises(UserError, match=r"(?s)needs 2 nodes.*--ray"):
+        job.manifest(task("llama405b-fp8kv", gpus=16), job.Options(image="i", claims=(Claim("c"),)))
+
+
+def test_ray_jobs_have_no_limit_and_open_variables() -> None:
+    with pytest.raises(UserError, match="no time limit"):
+        ray.description(task("tiny-ptpc-fp8kv", seconds=60.0), ray.Options(folder=FOLDER))
+    with pytest.raises(UserError, match="HF_TOKEN"):
+        ray.description(task("tiny-ptpc-fp8kv"), ray.Options(folder=FOLDER, variables={"HF_TOKEN": "x"}))
+
+
+def test_how_options_are_written() -> None:
+    assert parse_claim("shared") == Claim("shared", "/work")
+    assert parse_claim("shared:/models") == Claim("shared", "/models")
+    assert parse_reference("HF_TOKEN=hub:token") == Reference("HF_TOKEN", "hub", "token")
+    assert parse_reference("HF_TOKEN=hub") == Reference("HF_TOKEN", "hub", "HF_TOKEN")
+    assert parse_pairs("--env", ("A=b=c", "D=")) == {"A": "b=c", "D": ""}
+    with pytest.raises(UserError, match="expected NAME=VALUE"):
+        parse_pairs("--env", ("A",))
+    with pytest.raises(UserError) as failure:
+        parse_reference("hf_secretvalue")
+    assert "expected VARIABLE=SECRET" in str(failure.value)
+
+
+def test_a_manifest_survives_its_text() -> None:
+    of = task("llama70b-fp8kv")
+    options = job.Options(image="i@sha256:" + "a" * 64, claims=(Claim("c"),))
+    from pipeline.submit.kubernetes import Kubernetes
+
+    text = Kubernetes(options, namespace="team").text(of)
+    assert yaml.safe_load(text)["metadata"]["namespace"] == "team"
+    assert json.loads(json.dumps(yaml.safe_load(text)))["spec"] == job.manifest(of, options)["spec"]
