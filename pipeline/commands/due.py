@@ -50,8 +50,10 @@ def command(
     from pipeline.progress import reporter_for
     from pipeline.refresh.due import look
     from pipeline.refresh.naming import all_recipes
+    from pipeline.serving.image import serving_image
     from pipeline.store.tree import Store
 
+    serving_image()  # a wrong one is one error, and not one of each recipe
     reporter = reporter_for(json=as_json)
     store = Store(store_path, on_warning=reporter.warn)
     named = recipes or all_recipes(folder)

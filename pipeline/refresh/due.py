@@ -23,7 +23,7 @@ from pipeline.recipe.load import LoadedRecipe, load_recipe
 from pipeline.refresh.asked import Answers, UnaskedError, ask
 from pipeline.refresh.causes import RECIPE, Change, changes, unknown_tools, without
 from pipeline.refresh.now import Now, plan_now
-from pipeline.refresh.release import Released, packaged, places
+from pipeline.refresh.release import Released, packaged
 from pipeline.refresh.words import what_changed
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import Store
@@ -109,7 +109,7 @@ def _found(
 ) -> Due:
     name = loaded.recipe.name
     release, unasked = answers.newest(loaded)
-    if release is None and (unasked or not places(loaded.recipe, answers.home)):
+    if release is None and unasked:
         release = packaged(name, store, runs)
     try:
         now = plan_now(loaded, answers, release, store=store, runs=runs, vllm=vllm, device=device)
