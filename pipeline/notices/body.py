@@ -31,6 +31,7 @@ def is_told(event: Event) -> bool:
 def body_of(event: Event, identity: str) -> bytes:
     """The body for an event, UTF-8. ``identity`` is the notice's own: the same when it is sent again."""
     fields = asdict(event)
+    del fields["stage"]  # of events that are not told
     head = {"schema": SCHEMA, "id": identity, "event": fields.pop("kind"), "host": socket.gethostname()}
     return json.dumps(head | {"quantmint": __version__} | fields, ensure_ascii=False, allow_nan=False).encode()
 

@@ -48,7 +48,7 @@ LATE_S: Final = 300
 _TICK_S: Final = 30.0
 _STEP: Final = timedelta(minutes=1)  # of the clock, which is worth telling
 
-_Kind = Literal["fire", "missed", "settled", "reread", "fault", "close"]
+_Kind = Literal["fire", "missed", "settled", "tick", "reread", "fault", "close"]
 
 
 class Resident:
@@ -124,20 +124,22 @@ class Resident:
             try:
                 kind, what, upto = self._inbox.get(timeout=max(0.0, tick - time.monotonic()))
             except queue.Empty:
-                self._tick()
+                kind, what, upto = "tick", "", None
                 tick = time.monotonic() + self._tick_s
-                continue
             if kind == "close":
                 return
-            self._take(kind, what, upto)
+            try:
+                self._take(kind, what, upto)
+            except Exception as error:  # whatever it is, the other recipes have their times
+                self._take("fault", f"{type(error).__name__}: {error}", None)
 
     def _drain(self) -> None:
         while not self._inbox.empty():
             self._take(*self._inbox.get())
 
     def _take(self, kind: _Kind, what: str, upto: datetime | None) -> None:
-        if kind == "reread":
-            self._tick(asked=True)
+        if kind in ("tick", "reread"):
+            self._tick(asked=kind == "reread")
         elif kind == "fault":
             self._journal.tell("fault", what, message=what)
         elif what in self._plans and kind == "settled":
@@ -187,7 +189,7 @@ class Resident:
 
     def _take_up(self, plan: Plan, *, catching_up: bool) -> None:
         """Plan a recipe that is new here or has another schedule, and see to what was missed before we were here."""
-        now, known = self._clock(), read_fires(self._store, plan.name)
+        now, known = self._clock(), self._known(plan.name)
         if known is None:
             fires = Fires(plan.name, since=now)
         else:
@@ -242,6 +244,13 @@ class Resident:
         self._scheduler.wakeup()  # it counts its wait in seconds that do not pass in sleep
         if told:
             self._tell_next()
+
+    def _known(self, name: str) -> Fires | None:
+        try:
+            return read_fires(self._store, name)
+        except QuantmintError as error:
+            self._journal.tell("fault", f"{name}: {error}", recipe=name, message=str(error))
+            return None
 
     def _keep(self, fires: Fires) -> None:
         self._fires[fires.name] = fires

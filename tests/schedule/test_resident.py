@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import StoreError
+from pipeline.schedule import resident
 from pipeline.schedule.fires import fires_path, read_fires
 from tests.schedule.scene import Clock, Scene
 
@@ -252,6 +254,35 @@ def test_a_full_disk_delays_nothing(scene: Scene) -> None:
     scene.at(SATURDAY)
     assert scene.asked == ["a"]
     assert [line["recipe"] for line in scene.of("fault")] == ["a"]
+
+
+def test_a_disk_that_is_away_for_a_recipe_that_joins_loses_neither_it_nor_the_others(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(root: Path, name: str) -> None:
+        raise StoreError("the disk is away")
+
+    scene.recipe("a", **WEEKLY)
+    scene.start()
+    scene.recipe("b", **WEEKLY)
+    with monkeypatch.context() as patch:
+        patch.setattr(resident, "read_fires", away)
+        scene.turn()
+    scene.at(SATURDAY)
+    assert sorted(scene.asked) == ["a", "b"]
+    assert [line["message"] for line in scene.of("fault")] == ["the disk is away"]
+
+
+def test_a_fault_of_ours_ends_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.recipe("a", **WEEKLY)
+    scene.start()
+    assert scene.resident is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.resident, "_reread", lambda: 1 / 0)
+        scene.turn()
+    assert [line["message"] for line in scene.of("fault")] == ["ZeroDivisionError: division by zero"]
+    scene.at(SATURDAY)
+    assert scene.asked == ["a"]
 
 
 def test_two_on_one_store_each_ask_and_either_may_go(scene: Scene) -> None:
