@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import devices_option, emit, json_option, store_option, vllm_option
+from pipeline.commands.options import devices_option, emit, json_option, remote_option, store_option, vllm_option
 
 if TYPE_CHECKING:
     from pipeline.fleet.forecast import Foreseen
@@ -65,6 +65,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
 @vllm_option
 @store_option
+@remote_option
 @json_option
 def command(
     recipes: tuple[str, ...],
@@ -82,6 +83,7 @@ def command(
     device: str,
     vllm: str | None,
     store_path: Path,
+    remote: str | None,
     as_json: bool,
 ) -> int:
     """Make, prove and publish RECIPES (names or YAML files) that are due, beside each other; all of ./recipes if none.
@@ -105,6 +107,7 @@ def command(
         redo=redo,
         wait=wait,
         vllm=vllm,
+        remote=remote,
         device=device,
     )
     if dry_run:

@@ -21,6 +21,7 @@ from pipeline.store.disk import disk_errors
 _KEPT: Final = 5
 _POLL_S: Final = 0.1
 _STAGE: Final = re.compile(rb"^\[(\d+/\d+)\] ([^\s:]+): started$", re.MULTILINE)
+_FINISHED: Final = re.compile(rb"\[\d+/\d+\] ([!-~]+): done in ")
 _NOT_A_CHILDS: Final = re.compile(r"QUANTMINT_WEBHOOK\w*")
 
 
@@ -29,7 +30,8 @@ class Attempted:
     """How a child ended.
 
     ``exit_code`` is its own, 128 + N after signal N. ``answer`` is the JSON object that it printed, {} for none.
-    ``cut_short``: we ended it. ``error`` is one line, "" where there is none to tell.
+    ``cut_short``: we ended it. ``error`` is one line, "" where there is none to tell. ``finished`` are keys of stages
+    that it made to their end.
     """
 
     exit_code: int
@@ -38,6 +40,7 @@ class Attempted:
     log: Path
     cut_short: bool = False
     error: str = ""
+    finished: frozenset[str] = frozenset()
 
     @property
     def verdict(self) -> str | None:
@@ -119,7 +122,7 @@ def attempt(
         said = last_line(log, environment)
         how = f"signal {code - 128 if code > 128 else -code}" if not 0 <= code < 128 else f"exit code {code}"
         error = f"ended by {how}" + (f": {said}" if said else "")
-    return Attempted(code, answer, seconds, log, cut, error)
+    return Attempted(code, answer, seconds, log, cut, error, _finished(log))
 
 
 def child_variables(ours: Mapping[str, str]) -> dict[str, str]:
@@ -155,6 +158,14 @@ def _tell_stage(log: Path, seen: int, on_stage: Callable[[str], None]) -> int:
     if found:
         on_stage(b" ".join(found[-1]).decode(errors="replace"))
     return seen + whole
+
+
+def _finished(log: Path) -> frozenset[str]:
+    try:
+        with log.open("rb") as stream:
+            return frozenset(found[1].decode() for line in stream if (found := _FINISHED.match(line)))
+    except OSError:
+        return frozenset()
 
 
 def _answer(printed: Path) -> dict[str, Any]:

@@ -95,14 +95,18 @@ def take(root: Path, numbers: Iterable[int]) -> tuple[Lock, ...] | None:
     Raises `OSError` or `StoreError` where the store cannot be written.
     """
     held: list[Lock] = []
-    for number in sorted(numbers):
-        path = _lock_path(root, number)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = Lock(path)
-        if not try_lock(lock):
-            give_back(held)
-            return None
-        held.append(lock)
+    try:
+        for number in sorted(numbers):
+            path = _lock_path(root, number)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = Lock(path)
+            if not try_lock(lock):
+                give_back(held)
+                return None
+            held.append(lock)
+    except BaseException:
+        give_back(held)
+        raise
     return tuple(held)
 
 

@@ -64,7 +64,7 @@ class Errands:
         options = self._options
         try:
             attempted = attempt(
-                options.command_line(job.request.recipe),
+                options.command_line(job.request.recipe, job.left_of(options.redo)),
                 new_log(options.store, job.name),
                 environment=environment,
                 grace_s=options.grace_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class Job:
     """A due recipe. ``since`` and ``ready`` are seconds of the fleet's monotonic clock.
 
-    ``failed`` and ``killed`` count attempts that ended by a fault that passes and by a foreign signal. ``lock`` is the
-    recipe's while it is ours, ``held`` those of its ``devices`` while it runs. ``thread`` has its child, and ``stop``
-    ends that, for the reason ``why``.
+    ``made`` are keys of stages that were made in this round. ``failed`` and ``killed`` count attempts that ended by a
+    fault that passes and by a foreign signal. ``lock`` is the recipe's while it is ours, ``held`` those of its
+    ``devices`` while it runs. ``thread`` has its child, and ``stop`` ends that, for the reason ``why``.
     """
 
     request: Request
@@ -42,6 +42,7 @@ class Job:
     killed: int = 0
     seconds: float = 0.0
     last: Attempted | None = None
+    made: frozenset[str] = frozenset()
     lock: Lock | None = None
     devices: tuple[int, ...] = ()
     held: tuple[Lock, ...] = ()
@@ -59,6 +60,16 @@ class Job:
         """Seconds that an attempt may take."""
         hours = None if self.due.loaded is None else self.due.loaded.recipe.refresh.max_hours
         return None if hours is None else hours * 3600
+
+    def left_of(self, redo: Iterable[str]) -> list[str]:
+        """The stages, of those that are to be made again, that no attempt of this round has made: ``evaluate`` stands
+        for ``evaluate-baseline`` and ``evaluate-candidate``.
+        """
+        left: list[str] = []
+        for name in redo:
+            keys = [key for key, _ in self.due.stages if key == name or key.startswith(f"{name}-")] or [name]
+            left += [name] if self.made.isdisjoint(keys) else [key for key in keys if key not in self.made]
+        return left
 
     def waiting(self, *, any_devices: bool) -> Waiting:
         """The job as the queue's arithmetic sees it; without any devices on this machine none are asked for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ class Options:
     redo: tuple[str, ...] = ()
     wait: bool = True
     vllm: str | None = None
+    remote: str | None = None
     device: str = "auto"
     command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "run")
     grace_s: float = 30.0
@@ -58,11 +59,23 @@ class Options:
         """Whether what is not due runs too."""
         return self.everything or bool(self.redo)
 
-    def command_line(self, recipe: str) -> list[str]:
-        """A child's command line."""
-        redo = [word for stage in self.redo for word in ("--redo", stage)]
+    def command_line(self, recipe: str, redo: Iterable[str]) -> list[str]:
+        """A child's command line; ``redo`` are the stages of `redo` that are left to be made again."""
+        again = [word for stage in redo for word in ("--redo", stage)]
         vllm = [] if self.vllm is None else ["--vllm", self.vllm]
-        return [*self.command, recipe, "--json", "--store", str(self.store), "--device", self.device, *vllm, *redo]
+        remote = [] if self.remote is None else ["--remote-store", self.remote]
+        return [
+            *self.command,
+            recipe,
+            "--json",
+            "--store",
+            str(self.store),
+            "--device",
+            self.device,
+            *vllm,
+            *remote,
+            *again,
+        ]
 
     def look(self) -> Look:
         """`pipeline.refresh.due.look` as these options want it."""

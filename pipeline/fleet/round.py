@@ -284,6 +284,7 @@ class Fleet:
             self._close_job(job, unrun(job, "failed", 5, message.error), keep=True)
             return
         job.last, job.seconds = attempted, job.seconds + attempted.seconds
+        job.made |= attempted.finished
         job.failed += attempted.transient
         job.killed += attempted.killed
         pause = again_in_s(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from eval.verdict import Verdict
+from pipeline.fleet.attempt import attempt
 from pipeline.fleet.events import Event
+from pipeline.fleet.job import Job
 from pipeline.fleet.requests import Request
 from pipeline.fleet.summary import Summary
 from pipeline.refresh.due import Due
+from pipeline.refresh.state import RecipeState
 from tests.fleet.staged import Stage, by_name
 
 
@@ -188,3 +192,28 @@ def test_a_look_that_breaks_fails_its_recipes_and_nothing_else(stage: Stage) -> 
     fleet.close()
     (ended,) = fleet.run().ended
     assert (ended.state, ended.exit_code, ended.reason) == ("failed", 5, "RuntimeError: a fault of ours")
+
+
+def test_what_was_made_again_is_not_made_again_once_more(stage: Stage) -> None:
+    stage.recipe("a")
+    due = Due("a", "a", "due", "", stages=tuple((key, "cached") for key in ("calibrate", "evaluate-b", "evaluate-c")))
+    job = Job(Request("a"), due, RecipeState(name="a"), since=0.0, ready=0.0)
+    assert job.left_of(["evaluate", "calibrate"]) == ["evaluate", "calibrate"]
+    job.made = frozenset({"evaluate-b", "calibrate"})
+    assert job.left_of(["evaluate", "calibrate", "gate"]) == ["evaluate-c", "gate"]
+
+
+def test_which_stages_a_child_made(stage: Stage) -> None:
+    log = stage.folder / "a.log"
+    said = ("[1/9] source: cached: x", "[2/9] calibrate: done in 3.0 s: y", "[3/9] quantize: started")
+    code = "import sys; sys.stderr.write(sys.argv[1])"
+    attempted = attempt(
+        [sys.executable, "-I", "-S", "-c", code, "\n".join(said)],
+        log,
+        environment={},
+        grace_s=1.0,
+        limit_s=None,
+        stop=threading.Event(),
+        on_stage=lambda _: None,
+    )
+    assert attempted.finished == {"calibrate"}
