@@ -1,0 +1,133 @@
+"""The driver of one measurement, in a process of its own: ``python -m tests.bench.scaling_child ORDER`` (JSON).
+
+Prints one JSON object: seconds of each part. What comes before the first byte (imports, planning, the cluster's check)
+is timed apart; a driver of a cluster has asked its nodes by then, so that their processes have PyTorch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+_NO_OPS = 50
+
+
+class Silent:
+    """Tells nobody."""
+
+    def bar(self, total: int, unit: str) -> Any:
+        return nullcontext(lambda count: None)
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def warn(self, message: str) -> None:
+        print(message, file=sys.stderr)  # noqa: T201
+
+
+def main(order: dict[str, Any]) -> dict[str, Any]:
+    from pipeline.engines.stream.engine import write_checkpoint
+    from pipeline.engines.stream.plan import plan_shards
+    from pipeline.formats.checkpoint import open_checkpoint
+    from pipeline.formats.layout import Choice
+    from pipeline.model.structure import read_structure
+
+    found: dict[str, Any] = {}
+
+    @contextmanager
+    def clock(name: str) -> Any:
+        began = time.perf_counter()
+        yield
+        found[name] = time.perf_counter() - began
+
+    out = Path(order["out"])
+    out.mkdir()
+    with clock("plan"):
+        checkpoint = open_checkpoint(Path(order["source"]))
+        structure = read_structure(checkpoint.folder, checkpoint.tensors)
+        choice = Choice(dict.fromkeys(structure.linear, order["scheme"]), structure.kept, False)
+        plans = plan_shards(checkpoint, structure, choice, "compressed-tensors")
+    spread, write = None, None
+    if order["on"] is not None:
+        from pipeline.cluster.spread import RaySpread
+
+        with clock("start"):
+            spread = RaySpread(order["on"], "cpu", Silent())
+            spread.require_same([checkpoint.folder], [out])
+        write = spread.write_shards
+        found["task"] = _task_seconds()
+    digest = hashlib.sha256()
+    with clock("quantize"):
+        written = write_checkpoint(
+            checkpoint,
+            plans,
+            choice,
+            {},
+            out / "checkpoint",
+            checkpoint_format="compressed-tensors",
+            manifest=out / "manifest.jsonl",
+            write=write,
+        )
+    found["seconds"] = dict(written.seconds)
+    for shard in written.shards:
+        digest.update(shard.sha256.encode())
+    if order["samples"]:
+        with clock("calibrate"):
+            ranges = _calibrate(checkpoint.folder, order, out, spread)
+        for table in (ranges.inputs, ranges.keys, ranges.values):
+            for name, amax in sorted(table.items()):
+                digest.update(f"{name} {amax.tolist()}".encode())
+    if spread is not None:
+        spread.release()
+    return {**found, "sha256": digest.hexdigest()}
+
+
+def _calibrate(folder: Path, order: dict[str, Any], out: Path, spread: Any) -> Any:
+    import torch
+
+    from calibration.calibrate import calibrate
+    from calibration.observers import Observation
+
+    # As many threads as a worker takes, which need not be what the driver was told.
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    places = None if spread is None else spread.places(folder)
+    return calibrate(
+        folder,
+        batches(order),
+        Observation(),
+        devices=["cpu"],
+        work=out / "shares",
+        watcher=Silent(),
+        mode="resident",
+        elsewhere=places,
+    ).ranges
+
+
+def batches(order: dict[str, Any]) -> list[Any]:
+    """One sequence a batch, so that there is something to share out: int64 [1, length] each."""
+    import torch
+
+    shape = (order["samples"], order["length"])
+    return list(torch.randint(4, 1000, shape, generator=torch.Generator().manual_seed(0)).split(1))
+
+
+def _task_seconds() -> float:
+    """Seconds that Ray takes for a task that does nothing, one after the other."""
+    import ray
+
+    nothing = ray.remote(num_cpus=0)(lambda: None)
+    ray.get(nothing.remote())
+    began = time.perf_counter()
+    for _ in range(_NO_OPS):
+        ray.get(nothing.remote())
+    return (time.perf_counter() - began) / _NO_OPS
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))  # noqa: T201 - what it is read for
