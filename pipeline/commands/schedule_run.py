@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.commands.options import devices_option, json_option, store_option, vllm_option
+from pipeline.commands.options import devices_option, json_option, remote_option, store_option, vllm_option
 
 
 @click.command(name="run")
@@ -23,8 +23,10 @@ from pipeline.commands.options import devices_option, json_option, store_option,
     help="Keep metrics in this file, NAME.prom, for the node exporter.",
 )
 @click.option("--once-missed", is_flag=True, help="Only see to what was missed since the last scheduler, then end.")
+@click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
 @vllm_option
 @store_option
+@remote_option
 @json_option
 def command(
     recipes: tuple[str, ...],
@@ -35,8 +37,10 @@ def command(
     metrics_host: str,
     metrics_file: Path | None,
     once_missed: bool,
+    device: str,
     vllm: str | None,
     store_path: Path,
+    remote: str | None,
     as_json: bool,
 ) -> int:
     """Stay, and look at RECIPES at the times of their `refresh:` section (default: those of ./recipes that have one).
@@ -55,7 +59,9 @@ def command(
             click.echo(line)
 
     journal = Journal(write, as_json)
-    options = Options(store=store_path, jobs=jobs, devices=devices, retries=retries, vllm=vllm)
+    options = Options(
+        store=store_path, jobs=jobs, devices=devices, retries=retries, vllm=vllm, remote=remote, device=device
+    )
     with outlets(
         store_path,
         warn=journal.warn,
