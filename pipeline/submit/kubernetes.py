@@ -65,13 +65,15 @@ class Kubernetes:
         seen: set[str] = set()
         _, pods, namespace = self._connect()
         while True:
-            ended = self.state(identifier).ended
+            ended, before = self.state(identifier).ended, len(seen)
             for pod in self._pods(pods, namespace, identifier):
                 if pod.metadata.uid not in seen and pod.status.phase in _STARTED:
                     seen.add(pod.metadata.uid)
                     yield from _log(pods, namespace, pod.metadata.name)
             if ended:
                 return
+            if len(seen) > before:  # reading took as long as the pod ran: how is it now?
+                continue
             time.sleep(self._pause_s)
 
     def cancel(self, identifier: str) -> None:
@@ -142,8 +144,11 @@ def _exit_code(pod: Any | None) -> int:
 
 
 def _log(pods: Any, namespace: str, name: str) -> Iterator[str]:
-    with _answers():
-        answer = pods.read_namespaced_pod_log(name, namespace, follow=True, _preload_content=False)
+    try:
+        with _answers():
+            answer = pods.read_namespaced_pod_log(name, namespace, follow=True, _preload_content=False)
+    except UserError:  # an evicted pod's log went with it
+        return
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
     with answer, _answers():
         for piece in answer.stream(amt=None, decode_content=True):

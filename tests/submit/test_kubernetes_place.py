@@ -1,0 +1,117 @@
+"""A Job from its manifest to the run's own exit code, through the real client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.errors import StageError, UserError
+from pipeline.submit.job import Options
+from pipeline.submit.kubernetes import Kubernetes
+from pipeline.submit.pod import Claim
+from tests.serving.render.test_kubernetes import held_against_the_api
+from tests.submit.cases import IMAGE, task
+from tests.submit.kubernetes_api import Api, served
+from tests.submit.test_command import ended
+
+pytest.importorskip("kubernetes", reason="the client that it is made with")
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    state = Api()
+    with served(state) as address:
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "here",
+            "clusters": [{"name": "here", "cluster": {"server": address}}],
+            "users": [{"name": "me", "user": {}}],
+            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "team"}}],
+        }
+        path = tmp_path / "kubeconfig"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+        monkeypatch.chdir(tmp_path)
+        yield state
+
+
+def place(namespace: str | None = None) -> Kubernetes:
+    return Kubernetes(Options(image=IMAGE, claims=(Claim("shared"),)), namespace=namespace, pause_s=0.01)
+
+
+def followed(api: Api, *tries: tuple[int | None, bytes]) -> tuple[int | None, str]:
+    api.tries = list(tries)
+    here = place()
+    job = here.submit(task("tiny-ptpc-fp8kv")).identifier
+    log = "".join(here.lines(job))
+    return here.state(job).exit_code, log
+
+
+def test_what_is_sent_is_what_a_dry_run_prints(api: Api) -> None:
+    of = task("llama70b-fp8kv")
+    submitted = place().submit(of)
+    job = api.jobs[submitted.identifier]
+    assert job.namespace == "team"
+    assert job.manifest == yaml.safe_load(place().text(of))
+    held_against_the_api(job.manifest, "V1Job")
+    assert submitted.log == f"kubectl logs --namespace team --follow job/{submitted.identifier}"
+    assert place().state(submitted.identifier).word == "Running"
+    assert api.jobs[place("other").submit(of).identifier].namespace == "other"
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4])
+def test_a_judgement_is_not_asked_for_twice(api: Api, code: int) -> None:
+    assert followed(api, (code, b"judged\n"), (0, b"never\n")) == (code, "judged\n")
+
+
+def test_what_broke_or_was_driven_away_is_tried_again(api: Api) -> None:
+    tries = (5, "brok\u00e9\n".encode()), (None, b"evicted\n"), (137, b"killed\n"), (0, b"passed\n")
+    assert followed(api, *tries) == (0, "brok\u00e9\nevicted\nkilled\npassed\n")
+
+
+def test_tries_end_and_evictions_are_none(api: Api) -> None:
+    tries = [(5, b"a"), (None, b"b"), (None, b"c"), (5, b"d"), (5, b"e"), (5, b"f"), (0, b"never")]
+    assert followed(api, *tries) == (5, "abcdef")
+
+
+def test_the_command_follows_to_the_runs_own_end(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    api.tries = [(3, b"some line\n")]
+    words = ("tiny-ptpc-fp8kv", "--kubernetes", "--image", IMAGE, "--pvc", "shared", "--follow", "--json")
+    assert ended(*words) == 3
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["place"], told["exit_code"], told["state"]) == ("kubernetes", 3, "Failed (PodFailurePolicy)")
+    assert "some line\n" in err
+    assert ended("--kubernetes", "--status", told["id"]) == 0
+    assert capsys.readouterr().out == f"{told['id']}  Failed (PodFailurePolicy)  3\n"
+    assert ended("--kubernetes", "--cancel", told["id"]) == 0
+    assert api.deleted == [(told["id"], "Background")]
+
+
+def test_a_tag_and_a_recipe_of_ones_own_are_remarked(
+    api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "mine.yaml").write_text("name: mine\nextends: tiny-ptpc-fp8kv\n", encoding="utf-8")
+    assert ended("mine", "--kubernetes", "--image", "quantmint:latest", "--pvc", "shared") == 0
+    said = capsys.readouterr().err
+    assert "quantmint:latest is a tag" in said
+    assert "mine.yaml is read from the claim's folder" in said
+
+
+def test_how_the_api_fails(api: Api) -> None:
+    with pytest.raises(UserError, match=r'404.*"nothing" not found'):
+        place().state("nothing")
+    api.fault = 403
+    with pytest.raises(UserError, match=r"\(403\): said by the API"):
+        place().submit(task("tiny-ptpc-fp8kv"))
+    api.fault = 503
+    with pytest.raises(StageError, match="503: said by the API") as broken:
+        place().submit(task("tiny-ptpc-fp8kv"))
+    assert broken.value.transient

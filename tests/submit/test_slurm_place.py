@@ -1,0 +1,127 @@
+"""A real Slurm: a real run of a tiny recipe, its exit code, its second turn, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.submit.sbatch import Options
+from pipeline.submit.slurm import Slurm, _state
+from tests.submit import slurm
+from tests.submit.cases import task
+from tests.submit.test_command import ended
+
+pytest.importorskip("submitit", reason="what it is submitted with")
+needs_slurm = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with slurm.cluster(tmp_path_factory.mktemp("slurm")) as path:
+        yield path
+
+
+@pytest.fixture
+def folder(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SLURM_CONF", str(config))
+    monkeypatch.delenv("QUANTMINT_STORE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def place(folder: Path, run: str, **options: Any) -> Slurm:
+    """Slurm, with ``run`` as the body of what stands for `quantmint` there."""
+    program = folder / "env/bin/quantmint"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/bash\n{run}\n", encoding="utf-8")
+    program.chmod(0o755)
+    return Slurm(Options(venv=str(folder / "env"), **options), folder=folder, logs=folder / "logs", pause_s=0.1)
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_a_recipe_runs_there(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended("tiny-ptpc-fp8kv", "--slurm", "--follow", "--json", "--", "--until", "source") == 0
+    out, err = capfd.readouterr()
+    told = json.loads(out)
+    assert (told["state"], told["exit_code"]) == ("COMPLETED", 0)
+    log = Path(told["log"]).read_text(encoding="utf-8")
+    assert log in err
+    assert '"stage": "source"' in log
+    assert [path.name for path in (folder / "store/source").iterdir()]
+    assert not list((folder / "store/logs/slurm").glob("*.pkl"))
+    assert ended("--slurm", "--status", told["id"]) == 0
+    assert capfd.readouterr().out == f"{told['id']}  COMPLETED  0\n"
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_a_verdict_is_the_jobs_exit_code(folder: Path) -> None:
+    there = place(folder, 'echo "gpus $ROCR_VISIBLE_DEVICES"; pwd; exit 3', gres="gpu:2")
+    job = there.submit(task("tiny-ptpc-fp8kv", cpus=2)).identifier
+    log = "".join(there.lines(job))
+    assert log.startswith(f"gpus 0,1\n{folder}\n")
+    assert (there.state(job).word, there.state(job).exit_code) == ("FAILED", 3)
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_before_its_time_is_up_it_goes_back_to_the_queue(folder: Path) -> None:
+    """The signal that Slurm sends then is sent by hand; what it sends to the run is its own SIGTERM."""
+    begun = folder / "begun"
+    first = f"trap 'echo ended by SIGTERM; exit 143' TERM; touch {begun}; sleep 60 & wait"
+    there = place(folder, f'echo "turn $SLURM_RESTART_COUNT"; [ -n "$SLURM_RESTART_COUNT" ] && exit 4; {first}')
+    job = there.submit(task("tiny-ptpc-fp8kv")).identifier
+    slurm.until(begun.exists, folder)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
+    slurm.until(lambda: there.state(job).word == "PENDING", folder)
+    # Slurm waits two minutes before a second turn, so that nothing of the first is left.
+    slurm.until(lambda: slurm.idle(dict(os.environ)), folder)
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)
+    lines = "".join(there.lines(job)).splitlines()
+    assert [line for line in lines if line.startswith(("turn", "ended"))] == ["turn ", "ended by SIGTERM", "turn 1"]
+    assert there.state(job).exit_code == 4
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    begun = folder / "begun"
+    there = place(folder, f"touch {begun}; exec sleep 60", sbatch={"comment": "it's ours; $(really)"})
+    job = there.submit(task("tiny-ptpc-fp8kv")).identifier
+    slurm.until(begun.exists, folder)
+    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
+    assert "Comment=it's ours; $(really)" in shown
+    there.cancel(job)
+    slurm.until(lambda: there.state(job).ended, folder)
+    assert there.state(job).word == "CANCELLED"
+    with pytest.raises(UserError, match="Slurm knows no job 999999"):
+        there.cancel("999999")
+    wrong = Slurm(Options(partition="none"), folder=folder, logs=folder / "logs")
+    with pytest.raises(UserError, match=r"sbatch refused: .*invalid partition"):
+        wrong.submit(task("tiny-ptpc-fp8kv"))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "found"),
+    [
+        ("RUNNING", "0:0", None),
+        ("REQUEUED", "0:15", None),
+        ("COMPLETED", "0:0", 0),
+        ("FAILED", "4:0", 4),
+        ("CANCELLED by 1000", "0:15", 143),
+        ("CANCELLED+", "0:0", 5),
+        ("TIMEOUT", "0:0", 5),
+        ("NODE_FAIL", "1:0", 1),
+    ],
+)
+def test_what_a_state_means(word: str, code: str, found: int | None) -> None:
+    assert _state(word, code).exit_code == found
