@@ -7,6 +7,7 @@ versions and the fingerprints of the inputs, never from the results.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from pipeline.store.entries import Entry
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
+    from importlib.metadata import Distribution
+
     from calibration.shares import Places
     from pipeline.engines.stream.schedule import WriteShards
     from pipeline.serving.environment import VllmEnvironment
@@ -188,10 +191,20 @@ def versions(*distributions: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in distributions:
         try:
-            found[name] = metadata.version(name)
+            found[name] = _version(metadata.distribution(name))
         except metadata.PackageNotFoundError:
             found[name] = "absent"
     return found
+
+
+def _version(distribution: Distribution) -> str:
+    """Its version by the line that says it: `Distribution.version` parses a package's whole description for it.
+
+    Plans ask for a dozen versions each, and many recipes are planned at once.
+    """
+    head, _, _ = (distribution.read_text("METADATA") or "").partition("\n\n")
+    said = re.search(r"^Version: *(\S+) *$", head, re.MULTILINE)
+    return distribution.version if said is None else said[1]
 
 
 def write_json(path: Path, value: object) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -45,7 +46,7 @@ class LoadedRecipe:
     text_resolved: str
     source_folder: Path | None
 
-    @property
+    @cached_property
     def text_proven(self) -> str:
         """`text_resolved` without where figures and files go and come from, and when: that shapes no result.
 

@@ -71,10 +71,13 @@ def plan_now(
     """
     unknown: list[str] = []
     flags = local_cpu_flags()
-    refuse([*check(loaded, cpu_flags=flags), *check_run(loaded)])
-    identity, folder = _source(loaded, answers, release, store, unknown)
+    try:
+        identity, folder = _source(loaded, answers, release, store, unknown)
+    except QuantmintError:
+        refuse([*check(loaded, cpu_flags=flags), *check_run(loaded)])  # what is wrong in the file is told first
+        raise
     config = read_json(folder / "config.json")
-    refuse(check(loaded, config=config, cpu_flags=flags))
+    refuse([*check(loaded, config=config, cpu_flags=flags), *check_run(loaded)])
     commits = Commits(lambda repo, revision: _dataset(repo, revision, answers, release, unknown))
     setting = assemble(loaded, identity, config, store=store, vllm=vllm, device=device, commits=commits)
     plan = build_plan(setting)
@@ -143,8 +146,9 @@ def _judged(
         verdict = Verdict(str(entry.record.result["verdict"]))
         return None if verdict is Verdict.PASS else verdict
     # What must not be judged has no entry: the stage that found it ended the run.
+    judged = [run for run in runs if run.recipe == setting.recipe.name and run.exit_code in _JUDGED]
+    if not any(run.exit_code == Verdict.INVALID.exit_code for run in judged):
+        return None
     ours = {(planned.stage.family, planned.fingerprint) for planned in (*plan, *stopped_plan(setting))}
-    for run in runs:
-        if run.recipe == setting.recipe.name and run.exit_code in _JUDGED and ours.issuperset(run.plan):
-            return Verdict.INVALID if run.exit_code == Verdict.INVALID.exit_code else None
-    return None
+    last = next((run for run in judged if ours.issuperset(run.plan)), None)
+    return Verdict.INVALID if last is not None and last.exit_code == Verdict.INVALID.exit_code else None

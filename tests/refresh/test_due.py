@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 import pytest
 
 from eval.verdict import Verdict
+from pipeline import stage
 from pipeline.publish.folder import FolderTarget
 from pipeline.refresh.due import Due
 from pipeline.refresh.release import Silent
+from pipeline.stages import calibrate, canary, control, evaluate, package, quantize, report
 from tests.refresh.world import RECIPE, World
 
 SERVED = ("serve-baseline", "canary-baseline", "serve-candidate", "canary-candidate")
@@ -27,8 +28,13 @@ def causes(due: Due) -> set[str]:
 
 
 def upgraded(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    version = importlib.metadata.version
-    monkeypatch.setattr("importlib.metadata.version", lambda name: versions.get(name.replace("-", "_"), version(name)))
+    installed = stage.versions
+
+    def now(*names: str) -> dict[str, str]:
+        return {name: versions.get(name, version) for name, version in installed(*names).items()}
+
+    for module in (calibrate, quantize, evaluate, control, canary, report, package):
+        monkeypatch.setattr(module, "versions", now)
 
 
 def test_never_released(world: World) -> None:
