@@ -5,7 +5,8 @@
 
 Times are systemd's own (systemd.time(7)), in the schedule's zone. A service runs once at a time, so nothing overlaps;
 SIGTERM goes to quantmint alone, which ends what it started. GPUs need their devices, writable and executable memory
-for compiled kernels, and the groups of the user: what takes one of these away is not among the hardening.
+for compiled kernels, and the groups of the user, a cluster of Ray the /tmp that its processes meet in: what takes one
+of these away is not among the hardening.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%$+=:,./-]+")
 _HARDENING = ("NoNewPrivileges=yes", "LockPersonality=yes", "RestrictRealtime=yes", "RestrictSUIDSGID=yes")
 # A user's own manager may not make these.
 _HARDENING_OF_SYSTEM = (
-    "PrivateTmp=yes",
     "ProtectSystem=full",
     "ProtectControlGroups=yes",
     "ProtectKernelLogs=yes",
@@ -38,7 +38,7 @@ def on_calendar(expression: str, zone: str) -> tuple[str, ...]:
     """The values of ``OnCalendar=``; together they give the expression's times. InexpressibleError where none can."""
     sim = parsed(expression)
     months = "*" if len(sim.months) == 12 else _set(sim.months)
-    hours = "*" if len(sim.hours) == 24 else _set(sim.hours, 23)
+    hours = "*" if len(sim.hours) == 24 else _set(sim.hours)
     minutes = "*" if len(sim.minutes) == 60 else _set(sim.minutes, 59)
     return tuple(f"{_days(rule, months)} {hours}:{minutes}:00 {zone}" for rule in day_rules(expression))
 
@@ -111,7 +111,7 @@ def _days(rule: DayRule, months: str) -> str:
 
 
 def _set(numbers: frozenset[int] | set[int], highest: int = _NO_STEPS) -> str:
-    """Days and months have no steps: systemd 252 gives up on ``*-01/5-05`` in a zone with summer time."""
+    """Only minutes have steps: with summer time, systemd 252 loses its way on ``*-01/5-05`` and ``00/9:30``."""
     return as_list(numbers, highest, width=2, to="..", every="")
 
 
