@@ -63,7 +63,9 @@ class Stage:
     def recipe(self, name: str, *plan: str, **facts: Any) -> str:
         """A recipe whose attempts end as ``plan`` says, a word each; see `recipe_child.py`."""
         self.recipes[name] = loaded(name, **facts)
-        (self.children / f"{name}.json").write_text(json.dumps(plan or ("pass",)))
+        path, words = self.children / f"{name}.json", json.dumps(plan or ("pass",))
+        if not path.exists() or path.read_text() != words:  # two fleets stage the same
+            path.write_text(words)
         return name
 
     def plan(self, name: str) -> tuple[str, ...]:
