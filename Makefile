@@ -13,17 +13,24 @@ BACKEND ?= $(if $(filter tiny-%,$(RECIPE)),cpu,auto)
 
 BIN       := $(VENV)/bin
 QUANTMINT := $(BIN)/quantmint
+PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Modules are compiled when they are imported first, which few of them ever are; of this switch, 0 is pip's "yes".
+export PIP_NO_COMPILE ?= 0
+TORCH_ENV := $(VENV)/.quantmint-torch
 RUN_ENV   := $(VENV)/.quantmint-run
 TEST_ENV  := $(VENV)/.quantmint-test
+# What is fetched is fetched beside each other; a failure is make's once the rest has come to its end.
+BESIDE    := $(MAKE) --no-print-directory -j 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan test lint format bench-quantize bench-kernels bench-memory-fit bench-throughput report clean distclean serving browser
+.PHONY: help quantize plan test lint format bench-quantize bench-kernels bench-memory-fit bench-throughput bench-scaling report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-quantize: $(RUN_ENV) serving  ## make, prove and publish RECIPE (default: the embedded tiny model, on this CPU)
+quantize:  ## make, prove and publish RECIPE (default: the embedded tiny model, on this CPU)
+	@$(BESIDE) $(RUN_ENV) serving
 	@$(QUANTMINT) run $(RECIPE) $(ARGS)
 
 plan: $(RUN_ENV)  ## what a run of RECIPE would do and cost
@@ -32,8 +39,8 @@ plan: $(RUN_ENV)  ## what a run of RECIPE would do and cost
 report: $(RUN_ENV)  ## where the newest report of RECIPE is
 	@$(QUANTMINT) report $(RECIPE) $(ARGS)
 
-test: $(TEST_ENV) browser  ## all tests that this machine can run
-	@$(MAKE) --no-print-directory serving BACKEND=cpu
+test:  ## all tests that this machine can run
+	@$(BESIDE) $(TEST_ENV) serving browser BACKEND=cpu
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(TEST_ENV)  ## ruff and mypy --strict
@@ -51,6 +58,9 @@ bench-kernels: $(TEST_ENV)  ## each scheme's kernel, eager and compiled
 bench-quantize: $(TEST_ENV)  ## how fast the stream engine is beside cp, llm-compressor and Quark
 	@$(BIN)/python -m tests.bench.quantize --double --json docs/bench-quantize.json --plot docs/bench-quantize.svg $(ARGS)
 
+bench-scaling: $(TEST_ENV)  ## one process beside Ray nodes of this machine, and a model of more; ARGS="--nodes 1,2,4,8"
+	@$(BIN)/python -m tests.bench.scaling --json docs/bench-scaling.json --plot docs/bench-scaling.svg $(ARGS)
+
 bench-memory-fit: $(TEST_ENV)  ## the KV cache that plans predict beside the one that vLLM makes, on this GPU and CPU
 	@QUANTMINT_MEMORY_FIT=$${QUANTMINT_MEMORY_FIT:-memory-fit.jsonl} $(BIN)/python -m pytest -q -s \
 	  tests/gpu/test_memory_fit.py tests/serving/memory/test_memory_real_vllm.py $(ARGS)
@@ -65,7 +75,8 @@ distclean: clean  ## ... and the environments
 	rm -rf .venv .venv-vllm *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The serving environment: vLLM's pins clash with ours, so it lives apart. Returns at once when it is there.
-serving: $(RUN_ENV)
+# Only after our own has its PyTorch, which pip then finds in its cache: nothing large is fetched twice.
+serving: | $(TORCH_ENV)
 	@[ -n "$$QUANTMINT_VLLM" ] || $(BIN)/python -m pipeline.serving.install --venv .venv-vllm --backend $(BACKEND)
 
 browser:
@@ -79,13 +90,18 @@ $(VENV)/bin/python:
 	@echo "creating $(VENV)" >&2
 	@$(PYTHON) -m venv $(VENV)
 
-$(RUN_ENV): pyproject.toml | $(VENV)/bin/python
-	@echo "installing what quantizes and judges into $(VENV); this takes a few minutes the first time" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[all]'
+$(TORCH_ENV): pyproject.toml | $(VENV)/bin/python
+	@echo "installing PyTorch into $(VENV)" >&2
+	@$(PIP) $(TORCH)
 	@touch $@
 
-$(TEST_ENV): pyproject.toml | $(RUN_ENV)
-	@echo "installing the test tools and the libraries that serve as oracles into $(VENV)" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+$(RUN_ENV): $(TORCH_ENV)
+	@echo "installing what quantizes and judges into $(VENV); this takes a few minutes the first time" >&2
+	@$(PIP) --editable '.[all]'
 	@touch $@
+
+# At one go with what it needs of the above, which pip would otherwise work out twice.
+$(TEST_ENV): $(TORCH_ENV)
+	@echo "installing everything, the test tools and the libraries that serve as oracles into $(VENV)" >&2
+	@$(PIP) --editable '.[test]'
+	@touch $(RUN_ENV) $@

