@@ -83,17 +83,22 @@ def refuse_missed(item: Scheduled, export: Export, why: str) -> None:
         )
 
 
-def refuse_clock_changes(item: Scheduled, export: Export, scheduler: Literal["systemd", "Kubernetes"]) -> None:
+def refuse_clock_changes(
+    item: Scheduled, export: Export, scheduler: Literal["systemd", "Kubernetes", "GitHub"]
+) -> None:
     """UserError where a clock change of the next five years meets the schedule, and is not met as cron meets it.
 
-    Neither runs what names its hours in a gap, which cron runs at its end. Kubernetes runs twice what names its hours
-    and occurs twice, and systemd once what follows the clock and occurs twice.
+    systemd and Kubernetes do not run what names its hours in a gap, which cron and GitHub run at its end. Kubernetes
+    runs twice what names its hours and occurs twice, systemd once what follows the clock and occurs twice; GitHub does
+    not say.
     """
     if "clock-change" in export.accepted:
         return
     floating, what, at = follows_clock(item.expression), None, None
-    if not floating and (at := skipped(item.expression, item.zone, export.now)):
+    if not floating and scheduler != "GitHub" and (at := skipped(item.expression, item.zone, export.now)):
         what = f"{scheduler} leaves out a time that is skipped, and cron runs it when the gap is over"
+    elif scheduler == "GitHub" and (at := doubled(item.expression, item.zone, export.now)):
+        what = "GitHub does not say how often it runs what occurs twice"
     elif floating and scheduler == "systemd" and (at := doubled(item.expression, item.zone, export.now)):
         what = "systemd runs once what occurs twice, and cron runs it twice"
     elif not floating and scheduler == "Kubernetes" and (at := doubled(item.expression, item.zone, export.now)):

@@ -1,8 +1,9 @@
 """A schedule as a workflow of GitHub Actions, on a runner of one's own.
 
-GitHub's times are UTC, begin late when it is busy, and are dropped when it is very busy. The workflow gets no right
-but to read its repository, and to ask for an identity where the recipe signs without a key. Its one action is pinned
-to a commit. Secrets are named; their values are GitHub's to keep.
+GitHub begins late when it is busy, and drops times when it is very busy. A schedule has had a time zone since March
+2026, which older servers of one's own do not know. The workflow gets no right but to read its repository, and to ask
+for an identity where the recipe signs without a key. Its one action is pinned to a commit. Secrets are named; their
+values are GitHub's to keep.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.recipe.schema import Recipe
-from pipeline.schedule.cron import constant_offset, next_times, parsed
-from pipeline.schedule.exported import PREFIX, Export, comment, refusal, refuse_missed
-from pipeline.schedule.expression import DAYS, WEEK, InexpressibleError, shifted
+from pipeline.schedule.cron import next_times, parsed
+from pipeline.schedule.exported import PREFIX, Export, comment, refusal, refuse_clock_changes, refuse_missed
+from pipeline.schedule.expression import DAYS, WEEK, InexpressibleError, classic
 from pipeline.schedule.recipes import Scheduled
 from pipeline.serving.render.comments import dump
 
@@ -27,6 +28,7 @@ _CHECKOUT_VERSION = "v6.0.2"
 _LONGEST_MINUTES = 5 * 24 * 60
 """What GitHub allows a job on a runner of one's own; a job that says nothing ends after six hours."""
 _CLOSEST = timedelta(minutes=5)
+_UTC = ("UTC", "Etc/UTC")
 _SECRET = re.compile(r"(?!GITHUB_)[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -56,7 +58,7 @@ def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets:
     checkout = {"uses": CHECKOUT, "with": {"persist-credentials": False, "clean": False}}
     document = {
         "name": f"quantmint: {item.name}",
-        "on": {"schedule": [{"cron": time} for time in times], "workflow_dispatch": {}},
+        "on": {"schedule": times, "workflow_dispatch": {}},
         "permissions": {"contents": "read", **({"id-token": "write"} if _keyless(item.recipe) else {})},
         "concurrency": {"group": f"{PREFIX}{item.name}", "cancel-in-progress": False},
         "jobs": {
@@ -69,7 +71,7 @@ def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets:
     }
     head = (
         *export.header(item, file),
-        "times are UTC; GitHub begins late when it is busy, and only what is on the default branch",
+        "GitHub begins late when it is busy, and only what is on the default branch",
     )
     text = dump(document).replace(CHECKOUT, f"{CHECKOUT}  # {_CHECKOUT_VERSION}")
     return {file: comment(*head) + text}
@@ -86,15 +88,9 @@ def _keyless(recipe: Recipe) -> bool:
     return recipe.publish.sign is not None and recipe.publish.sign.keyless
 
 
-def _times(item: Scheduled, export: Export) -> tuple[str, ...]:
+def _times(item: Scheduled, export: Export) -> list[dict[str, str]]:
     refuse_missed(item, export, "GitHub drops times when it is busy, and when no runner is there within a day")
-    offset = constant_offset(item.zone, export.now)
-    if offset is None:
-        raise refusal(
-            item,
-            f"GitHub's times are UTC, from which {item.zone} is not always as far",
-            "Write the schedule in UTC, or use --systemd or --kubernetes, which know zones.",
-        )
+    refuse_clock_changes(item, export, "GitHub")
     sim = parsed(item.expression)
     if sim.day_and and sim.days != DAYS and not WEEK.issubset(sim.weekdays):
         raise refusal(item, "GitHub does not say whether both days must hold", "Give one of the two.")
@@ -102,6 +98,7 @@ def _times(item: Scheduled, export: Export) -> tuple[str, ...]:
     if any(later - former < _CLOSEST for former, later in pairwise(soon)):
         raise refusal(item, "GitHub runs nothing more often than every five minutes", "Choose fewer times.")
     try:
-        return shifted(item.expression, -offset)
+        time = {"cron": classic(item.expression)}
     except InexpressibleError as error:
-        raise refusal(item, f"GitHub cannot say {error}", "Write the schedule in UTC.") from None
+        raise refusal(item, f"GitHub cannot say {error}", "Use --systemd, or `quantmint schedule run`.") from None
+    return [time if item.zone in _UTC else {**time, "timezone": item.zone}]

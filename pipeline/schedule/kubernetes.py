@@ -99,7 +99,7 @@ def deadline(expression: str) -> int:
     """Seconds for which a missed time may still be begun: until the next one comes, however long that takes.
 
     So exactly one is begun after any outage. An hour is added for the clock's changes. Without a deadline the
-    controller would count the missed times since the last run, and gives up beyond a hundred.
+    controller counts all missed times since the last run, and older ones give up beyond a hundred.
     """
     sim = parsed(expression)
     a_day = [timedelta(hours=hour, minutes=minute) for hour in sorted(sim.hours) for minute in sorted(sim.minutes)]

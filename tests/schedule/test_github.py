@@ -56,7 +56,8 @@ def test_a_workflow(written: Written, tmp_path: Path) -> None:
     ((file, text),) = workflow(item, export("/opt/q m/quantmint"), runner=RUNNER, secrets=["QUANTMINT_WEBHOOK"]).items()
     assert file == "quantmint-mine.yml"
     document = made(text, tmp_path)
-    assert document["on"] == {"schedule": [{"cron": "30 21 * * 5"}], "workflow_dispatch": {}}
+    assert document["on"]["schedule"] == [{"cron": "0 3 * * 6", "timezone": "Asia/Kolkata"}]
+    assert document["on"]["workflow_dispatch"] == {}
     assert document["permissions"] == {"contents": "read"}
     assert document["concurrency"] == {"group": "quantmint-mine", "cancel-in-progress": False}
     job = document["jobs"]["requantize"]
@@ -68,6 +69,14 @@ def test_a_workflow(written: Written, tmp_path: Path) -> None:
     assert checkout["with"] == {"persist-credentials": False, "clean": False}
     assert step["run"] == "'/opt/q m/quantmint' requantize mine --due"
     assert step["env"] == {"QUANTMINT_WEBHOOK": "${{ secrets.QUANTMINT_WEBHOOK }}"}
+
+
+def test_times_in_utc_need_no_zone(written: Written, tmp_path: Path) -> None:
+    (text,) = workflow(written("0 3 * * 6"), export(), runner=RUNNER).values()
+    assert made(text, tmp_path)["on"]["schedule"] == [{"cron": "0 3 * * 6"}]
+    late = export(accepted=frozenset({"missed", "clock-change"}))
+    (text,) = workflow(written("30 2 * * *", "Europe/Berlin"), late, runner=RUNNER).values()
+    assert made(text, tmp_path)["on"]["schedule"] == [{"cron": "30 2 * * *", "timezone": "Europe/Berlin"}]
 
 
 def test_the_schema_sees_a_wrong_workflow(written: Written, tmp_path: Path) -> None:
@@ -99,8 +108,8 @@ def test_a_folder_of_the_runner_needs_no_action(written: Written, tmp_path: Path
 @pytest.mark.parametrize(
     ("expression", "zone", "said"),
     [
-        ("0 3 * * 6", "Europe/Berlin", "UTC, from which Europe/Berlin is not always as far"),
-        ("0 3 1 * *", "Asia/Kolkata", "another day"),
+        ("30 2 * * *", "Europe/Berlin", "clock change of 2027-10-31 .* does not say how often"),
+        ("0 * * * *", "Europe/Berlin", "does not say how often"),
         ("*/3 * * * *", "UTC", "every five minutes"),
         ("0 3 L * *", "UTC", "not cron's own"),
         ("0 3 */2 * 1", "UTC", "whether both days must hold"),
