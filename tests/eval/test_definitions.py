@@ -60,6 +60,8 @@ def test_shipped_suites_name_tasks_metrics_and_filters_of_lm_eval() -> None:
     for task in (task for suite in shipped for task in suite.tasks):
         found = leaves(task.task)
         counts[task.task] = len(found)
+        # A release must know when what it was judged by has moved.
+        assert {leaf["dataset_path"] for leaf in found} == {suites.located(name)[0] for name in task.data}
         for leaf in found:
             assert task.metric in [metric["metric"] for metric in leaf["metric_list"]]
             filters = [filter_["name"] for filter_ in leaf.get("filter_list", [{"name": "none"}])]
@@ -96,6 +98,12 @@ def test_suite_defaults(tmp_path: Path) -> None:
     assert task.kind == "score"
 
 
+def test_where_a_task_s_data_lies(tmp_path: Path) -> None:
+    text = SUITE.replace("items: 2000", "items: 2000\n    data: [org/facts, org/more@v1.0]")
+    data = suites.parse(write(tmp_path, text)).tasks[0].data
+    assert [suites.located(name) for name in data] == [("org/facts", "main"), ("org/more", "v1.0")]
+
+
 def test_a_passage_and_a_perplexity(tmp_path: Path) -> None:
     text = SUITE.replace("items: 2000", "items: 2000\n    cluster: passage")
     assert suites.parse(write(tmp_path, text)).tasks[0].cluster == "passage"
@@ -125,6 +133,8 @@ def test_a_passage_and_a_perplexity(tmp_path: Path) -> None:
         ("description: One task.", "descriptin: One task.", 2, "did you mean 'description'"),
         ("tasks:", "tasks: []\nx:", 5, "unknown key 'x'"),
         ("  - task: facts", "  - task: facts: x", 5, "not valid YAML"),
+        ("items: 2000", "items: 2000\n    data: org/facts", 8, "'data' must be a list of data sets, found 'org/facts'"),
+        ("items: 2000", "items: 2000\n    data: [facts]", 8, "found the data set 'facts', expected org/name"),
     ],
 )
 def test_a_broken_suite_is_refused_where_it_is_broken(

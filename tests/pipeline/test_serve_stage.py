@@ -95,6 +95,17 @@ def test_what_answers_is_in_the_fingerprint(setting: Setting, by_reference: Sett
     assert "bench" not in by_library
 
 
+def test_the_container_that_serves_is_in_the_fingerprint(setting: Setting) -> None:
+    """And of nothing that makes the checkpoint; outside a container there is no word of it."""
+    outside, inside = (
+        {planned.key: planned for planned in build_plan(replace(setting, image=image))}
+        for image in (None, f"rocm/vllm@sha256:{'1' * 64}")
+    )
+    same = [key for key, planned in outside.items() if planned.fingerprint == inside[key].fingerprint]
+    assert same == ["source", "calibrate", "quantize", "inspect"]
+    assert all("image" not in str(planned.payload["settings"]) for planned in outside.values())
+
+
 def test_vllm_ran_where_its_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
