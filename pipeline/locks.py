@@ -104,6 +104,21 @@ class _Seen:
         return _Holder.parse(self.raw)
 
 
+def this_process() -> dict[str, str | int]:
+    """Who we are, for `runs_still`: what a lock file says of its holder, without the command line."""
+    holder = asdict(_Holder.this_process())
+    return {name: holder[name] for name in ("host", "boot", "namespace", "pid", "born")}
+
+
+def runs_still(process: object) -> bool | None:
+    """Whether a process that `this_process` told of lives; None where this machine cannot know."""
+    try:
+        holder = _Holder(**process, token="", command="", since="")  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return holder.runs() if isinstance(holder.pid, int) else None
+
+
 def is_held(path: Path, *, stale_after: float, now: float) -> bool:
     """Whether a lock file looks held, without touching anything (``now``: seconds since the epoch)."""
     seen = _look(path)

@@ -27,7 +27,7 @@ from pipeline.store.tree import QUARANTINE, REFRESH, RESERVED, RUNS, STAGE, TRAS
 GRACE_S: Final = 3600.0
 QUARANTINE_S: Final = 7 * 86400.0
 LOG_S: Final = 30 * 86400.0
-UNFINISHED_S: Final = 7 * 86400.0  # a run without an end was killed, or goes on: nobody quantizes for longer than this
+UNFINISHED_S: Final = 7 * 86400.0  # a run of another machine without an end: nobody quantizes for longer than this
 
 _AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is removed then)
     "entry": (GRACE_S, "no recent run refers to it"),
@@ -164,7 +164,7 @@ def _sort_runs(runs: Iterable[Run], keep: int, now: float) -> tuple[list[Run], l
     seen: Counter[str] = Counter()
     for run in runs:
         seen[run.recipe] += 1
-        goes_on = run.finished is None and now - _seconds(run.started) < UNFINISHED_S
+        goes_on = run.finished is None and not run.killed and now - _seconds(run.started) < UNFINISHED_S
         (live if seen[run.recipe] <= keep or goes_on else old).append(run)
     return live, old
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from pipeline.canonical import Json
+from pipeline.locks import runs_still, this_process
 from pipeline.store.disk import disk_errors, write_atomic
 from pipeline.store.records import check_result, timestamp
 
@@ -24,7 +25,10 @@ _RUNS: Final = "runs"
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its file tells it. ``finished`` is None while it goes on, and for ever if it was killed."""
+    """A run as its file tells it. ``finished`` is None while it goes on, and for ever if it was killed.
+
+    Until it has ended its facts are which process it is.
+    """
 
     path: Path
     recipe: str
@@ -40,6 +44,11 @@ class Run:
     def id(self) -> str:
         """Its name among the runs of the store: when it began, the recipe, and a random part."""
         return self.path.stem
+
+    @property
+    def killed(self) -> bool:
+        """Whether it has no end and never will have: its process was one of this machine's, and is gone."""
+        return self.finished is None and runs_still(self.facts.get("process")) is False
 
 
 class RunLog:
@@ -57,7 +66,8 @@ class RunLog:
         now = datetime.now(UTC)
         slug = re.sub(r"[^A-Za-z0-9._]+", "-", recipe)[:80]
         name = f"{now.strftime('%Y%m%dT%H%M%S.%fZ')}-{slug}-{secrets.token_hex(4)}.json"
-        log = cls(Run(root / _RUNS / name, recipe, recipe_digest, tuple(plan), timestamp(now)))
+        facts: dict[str, Json] = {"process": {**this_process()}}
+        log = cls(Run(root / _RUNS / name, recipe, recipe_digest, tuple(plan), timestamp(now), facts=facts))
         log._write()
         return log
 

@@ -124,6 +124,21 @@ def test_a_run_that_goes_on_is_kept(store: Store, make: Make) -> None:
     assert entry.path in removed(plan_gc(store, keep=1, now=now + UNFINISHED_S + HOUR))
 
 
+def test_a_killed_run_keeps_nothing_beside_newer_ones(
+    store: Store, make: Make, forked: Callable[[Callable[[], None]], int], code_of: Callable[[int], int]
+) -> None:
+    entry, other = make(store, 1), make(store, 2)
+    plan = [(entry.stage, entry.fingerprint)]
+
+    def begin() -> None:
+        RunLog.start(store.root, "a", "0" * 64, plan)
+
+    assert code_of(forked(begin)) == 0
+    assert entry.path not in removed(plan_gc(store, keep=1, now=time.time() + 2 * HOUR)), "the newest: it may go on"
+    run(store, "a", other)
+    assert entry.path in removed(plan_gc(store, keep=1, now=time.time() + 2 * HOUR))
+
+
 def test_leftovers(store: Store, make: Make, warnings: list[str]) -> None:
     entry = make(store, 1)
     entry.file("a.bin").unlink()
