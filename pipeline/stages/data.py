@@ -28,7 +28,7 @@ def commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
         try:
             found[repo] = setting.commits.dataset(repo, revision)
         except (CalibrationError, QuantmintError):
-            known = _remembered(setting).get(f"{repo}@{revision}")
+            known = _remembered(setting).get(_key(name))
             if known is not None:
                 found[repo] = known
     return found
@@ -44,12 +44,16 @@ def remember(setting: Setting, task: SuiteTask) -> None:
     """Keep the commits of what was read; a store that refuses is told of by what must be written to it."""
     known = _remembered(setting)
     found = commits(setting, task)
-    fresh = {name: found[located(name)[0]] for name in task.data if located(name)[0] in found}
+    fresh = {_key(name): found[located(name)[0]] for name in task.data if located(name)[0] in found}
     if fresh.items() - known.items():
         path = setting.store.root / _MEMORY
         raw = (json.dumps({**known, **fresh}, indent=1, sort_keys=True) + "\n").encode()
         with suppress(OSError, StoreError):
             write_atomic(path, raw, temporary=path.with_suffix(f".{os.getpid()}.tmp"))
+
+
+def _key(name: str) -> str:
+    return "@".join(located(name))
 
 
 def _remembered(setting: Setting) -> Mapping[str, str]:

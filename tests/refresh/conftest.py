@@ -23,6 +23,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.chdir(here)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("QUANTMINT_STORE", "QUANTMINT_VLLM", "QUANTMINT_IMAGE"):
         monkeypatch.delenv(name, raising=False)
     made = World(here)
