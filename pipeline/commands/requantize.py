@@ -54,7 +54,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     metavar="GB",
     help="By how much the store and the folders of releases may grow before nothing more is begun.",
 )
-@click.option("--redo", metavar="STAGE", multiple=True, help="Run this stage again although it is cached.")
+@click.option(
+    "--redo", metavar="STAGE", multiple=True, help="Make this stage again, of recipes that are not due too (as --all)."
+)
 @click.option("--wait/--no-wait", default=True, help="Wait for a recipe that another process works on, or leave it.")
 @click.option("--dry-run", is_flag=True, help="Only say what would run, in which order, on which devices, and why.")
 @click.option(
