@@ -40,6 +40,8 @@ _LIBRARIES = (
     "matplotlib.backends.backend_svg", "huggingface_hub.hf_api", "jinja2", "pydantic", "cyclonedx.model.bom",
     "cyclonedx.output.json", "detect_secrets.core.scan", "tenacity", "rich.progress", "httpx",
 )  # fmt: skip
+_PROCESSES: dict[str, int] = {}
+"""The process that forks, by its executable."""
 # The script: what it was called with goes to the socket, with its files; what comes back is how the fork ended.
 _SCRIPT = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -85,9 +87,24 @@ def warm_python(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
         assert process.stdout.readline() == b"warm\n"
         script.write_text(_SCRIPT.format(python=sys.executable, socket=str(place)), encoding="utf-8")
         script.chmod(0o755)
+        _PROCESSES[str(script)] = process.pid
         yield script
     finally:
         process.communicate()  # the end of its input is the order to stop
+
+
+def programs(python: str | Path) -> list[int]:
+    """Processes of the programs that such a Python runs now, and of what they started."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = [pid for waiter in children.get(_PROCESSES[str(python)], []) for pid in children.get(waiter, [])]
+    for pid in found:
+        found += children.get(pid, [])  # the list grows while it is read
+    return found
 
 
 def _serve(place: str, script: str) -> None:
@@ -167,7 +184,7 @@ def _become(asked: Mapping[str, Any], files: array.array[int] | list[int], scrip
         code = 0
     except SystemExit as ended:
         code = ended.code
-    except BaseException:  # noqa: BLE001 - as the interpreter tells it
+    except BaseException:  # told as the interpreter tells it
         traceback.print_exc()
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)  # noqa: T201

@@ -8,11 +8,12 @@ judge it by a margin of their own or publish it elsewhere.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ FP8_QUARK = {"scheme": "fp8", "format": "quark"}
 BLOCK = {"scheme": "fp8_block", "format": "compressed-tensors"}
 MXFP4 = {"scheme": "mxfp4", "format": "quark"}
 _OURS: dict[str, object] = {"set": "tiny", "samples": 8, "sequence_length": 64, "batch_size": 8}
-_THEIRS: dict[str, object] = {**_OURS, "set": "../sets/sentences.yaml"}
+_THEIRS: dict[str, object] = {**_OURS, "set": "sets/sentences.yaml"}
 FOLDER: dict[str, object] = {"folder": "published"}
 _HUB_OF = "my-org/{}"
 
@@ -48,6 +49,8 @@ class Planned:
     calibration: Mapping[str, object] | None = None
     margin: float = 0.2
     priority: int = 0
+    seed: int = 1234
+    keep: int | None = None
 
 
 FLEET: Mapping[str, Planned] = {
@@ -79,6 +82,12 @@ class Ran:
     def ended(self) -> dict[str, dict[str, Any]]:
         """Of a round: how each recipe left it."""
         return {one["recipe"]: one for one in self.answer["ended"]}
+
+
+def made(run: Mapping[str, Any]) -> dict[str, str]:
+    """The stages that a run did not find in the store, with their fingerprints."""
+    stages = run["facts"]["stages"]
+    return {key: stage["fingerprint"] for key, stage in stages.items() if not stage["cached"]}
 
 
 @dataclass
@@ -157,9 +166,24 @@ class World:
             found.setdefault(told["recipe"], []).append(told)
         return found
 
-    def made(self, run: Mapping[str, Any]) -> list[str]:
-        """The stages that a run did not find in the store."""
-        return [key for key, stage in run["facts"]["stages"].items() if not stage["cached"]]
+    def release(self, name: str) -> dict[str, Any]:
+        """The manifest of what readers get."""
+        manifest: dict[str, Any] = json.loads(self._manifest(name))
+        return manifest
+
+    def releases(self, names: Iterable[str]) -> dict[str, str]:
+        """What readers get of each recipe, by a digest of its manifest."""
+        return {name: hashlib.sha256(self._manifest(name)).hexdigest() for name in names}
+
+    def _manifest(self, name: str) -> bytes:
+        if not FLEET[name].hub:
+            return (self.home / "published" / name / "quantmint.json").read_bytes()
+        repo = self.hub.repo(_HUB_OF.format(name))
+        return repo.objects[repo.tree(repo.find("main"))["quantmint.json"]["oid"]]
+
+    def logs(self) -> set[str]:
+        """Logs of the children that fleets have started."""
+        return {path.name for path in (self.store / "refresh" / "logs").glob("*/*.log")}
 
     def entries(self) -> dict[str, int]:
         """Every finished stage of the store, and when it was finished (ns)."""
@@ -199,13 +223,14 @@ def recipe(name: str, planned: Planned) -> dict[str, Any]:
         "quantization": dict(planned.quantization),
         **({"calibration": dict(planned.calibration)} if planned.calibration else {}),
         "target": {"hardware": "cpu", "gpus": 1, "workload": "tiny", "max_model_len": 512},
-        "evaluation": {"suite": "tiny", "runtime": "reference", "limit": 60, "looks": 1, "control": None},
+        "evaluation": {"suite": "tiny", "runtime": "reference", "limit": 60, "looks": 1, "control": None}
+        | {"seed": planned.seed},
         "gate": {
             "accuracy": {"margin": planned.margin, "margins": {"tiny_arithmetic": None}},
-            "canary": {"min_agreement": 0.65, "max_kl": 0.3},
+            "canary": {"min_agreement": 0.85, "max_kl": 0.3},
             "throughput": {"min_ratio": None},
         },
-        "publish": publish,
+        "publish": {**publish, "keep": planned.keep},
         "refresh": {"priority": planned.priority},
     }
 

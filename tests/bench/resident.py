@@ -1,0 +1,42 @@
+"""A fleet that stays, as a scheduler has one: each line of its input asks for a recipe, each round is told as JSON.
+
+python -m tests.bench.resident STORE PYTHON < pipe
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+from pipeline.fleet.events import Event
+from pipeline.fleet.requests import Options, Request
+from pipeline.fleet.round import Fleet
+from pipeline.fleet.summary import Summary
+
+
+def main(store: str, python: str) -> None:
+    """Run until the input ends."""
+    options = Options(store=Path(store), command=(python, "-m", "pipeline", "run"), first_wait_s=0.1)
+    fleet = Fleet(options, on_event=_unheard, on_round=_tell)
+
+    def listen() -> None:
+        for line in sys.stdin:
+            fleet.add([Request(line.strip())])
+        fleet.close()
+
+    threading.Thread(target=listen, daemon=True).start()
+    fleet.run()
+
+
+def _unheard(_: Event) -> None:
+    return
+
+
+def _tell(summary: Summary) -> None:
+    print(json.dumps(summary.to_json()), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
