@@ -15,13 +15,12 @@ from pipeline.errors import QuantmintError
 from pipeline.formats.checkpoint import read_json
 from pipeline.planning import build_plan, stopped_plan
 from pipeline.preflight import known_unsound, missing_stages
-from pipeline.recipe.checks import check, check_run
+from pipeline.recipe.checks import check
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.refresh.asked import Answers, Base, UnaskedError
 from pipeline.refresh.release import Released
 from pipeline.runner import find_entry, foreseen
-from pipeline.serving.hardware import local_cpu_flags
 from pipeline.session import assemble
 from pipeline.stage import Planned, Setting, SourceIdentity
 from pipeline.stages.source import identify
@@ -65,19 +64,18 @@ def plan_now(
     vllm: str | None,
     device: str,
 ) -> Now:
-    """Plan a recipe as a run would. What was not answered is taken from the release.
+    """Plan a recipe as a run would, on whatever machine. What was not answered is taken from the release.
 
     Raises `UnaskedError` where that does not say it either, `UserError` for what no run could be made of.
     """
     unknown: list[str] = []
-    flags = local_cpu_flags()
     try:
         identity, folder = _source(loaded, answers, release, store, unknown)
     except QuantmintError:
-        refuse([*check(loaded, cpu_flags=flags), *check_run(loaded)])  # what is wrong in the file is told first
+        refuse(check(loaded))  # what is wrong in the file is told first
         raise
     config = read_json(folder / "config.json")
-    refuse([*check(loaded, config=config, cpu_flags=flags), *check_run(loaded)])
+    refuse(check(loaded, config=config))
     commits = Commits(lambda repo, revision: _dataset(repo, revision, answers, release, unknown))
     setting = assemble(loaded, identity, config, store=store, vllm=vllm, device=device, commits=commits)
     plan = build_plan(setting)
