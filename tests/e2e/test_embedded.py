@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,25 +9,32 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from eval import workloads
 from eval.record import rejudge
 from eval.verdict import Verdict
 from pipeline.errors import InspectionError
+from pipeline.measuring.cell import result_file, run_cell
 from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
 from pipeline.runner import run_plan
+from pipeline.serving.environment import find_vllm
 from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.profiles import profile
 from pipeline.serving.planning.target import parse_target
+from pipeline.serving.running.server import Server
 from pipeline.session import open_setting
 from pipeline.stage import Job, Output, Planned, Setting
 from pipeline.stages.bench import read_launches
 from pipeline.stages.quantize import CHECKPOINT, QuantizeStage
 from pipeline.store.tree import Store
-from tests.e2e.completions import greedy_logprobs
 from tests.e2e.project import RECIPE, Finished, Project
 from tests.e2e.remade import Remade, four_times_too_large, plan_with
+from tests.served.answers import PROMPTS, ask
+from tests.served.cases import PUBLISHED
+from tests.served.compare import judge, remembered
+from tests.served.reference import Reference
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -106,27 +112,6 @@ def test_each_side_was_launched_anew_and_says_what_it_ran_on(finished: Finished)
     assert None not in (before.kv_tokens, after.kv_tokens, before.client_cpu, after.client_cpu)
 
 
-def test_the_published_checkpoint_serves_by_itself_and_its_kv_scales_are_the_ones_used(
-    finished: Finished, vllm: Path, tmp_path: Path
-) -> None:
-    published = finished.project.published
-    other = tmp_path / "other-scales"
-    shutil.copytree(published.resolve(), other)
-    tensors = load_file(other / "model.safetensors")
-    scales = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
-    assert scales
-    for name in scales:
-        tensors[name] = tensors[name] * 32
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    prompts = _prompts(finished)
-    calibrated, log = _answers(vllm, published.resolve(), prompts, tmp_path / "published.log")
-    assert "scaling factor 1.0" not in log
-    assert log.count("fp8") > 0
-    changed, _ = _answers(vllm, other, prompts, tmp_path / "other.log")
-    differing = sum(before != after for before, after in zip(calibrated, changed, strict=True))
-    assert differing > len(prompts) // 2, f"{differing} of {len(prompts)} answers changed with other KV scales"
-
-
 def test_a_harmed_checkpoint_is_stopped_by_inspect(finished: Finished, tmp_path: Path) -> None:
     setting = _setting(finished.project, tmp_path)
     plan = _replaced(build_plan(setting), setting, quantize=HarmedQuantize())
@@ -148,6 +133,72 @@ def test_a_model_that_was_harmed_before_it_was_quantized_is_stopped_by_the_canar
     assert not (tmp_path / "published").exists()
     cached = {step.planned.key for step in outcome.steps if step.cached}
     assert {"serve-baseline", "canary-baseline"} <= cached, "the baseline is shared"
+
+
+# The last tests ask one server, which is there from the first of them to the end of this file.
+
+
+@pytest.fixture(scope="module")
+def server(finished: Finished, vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """What was published, as a real vLLM serves it."""
+    published = finished.project.published.resolve()
+    plan = plan_serving(
+        published,
+        model_facts(published),
+        target=parse_target("cpu"),
+        profile=profile("latency", concurrency=PROMPTS, max_model_len=512),
+        vllm_version=find_vllm(vllm).version,
+        purpose="measure",
+        kv_cache_dtype="fp8",
+        cpu_threads=2,
+    )
+    log = tmp_path_factory.mktemp("served") / "published.log"
+    with LocalLauncher(vllm).launch(plan, log, startup_timeout=600) as launched:
+        yield launched
+
+
+def test_the_published_checkpoint_serves_by_itself_and_its_kv_scales_are_the_ones_used(
+    finished: Finished, server: Server
+) -> None:
+    """Its answers are nearer to its own scales than to scales of 1.0, to K's and V's exchanged, and to no FP8 cache."""
+    answers = ask(server)
+    found = judge(PUBLISHED, answers, remembered(Reference(finished.project.published.resolve()), answers))
+    assert found.objections == ()
+    assert {"KV scales of 1.0", "KV scales exchanged", "the cache in 16 bit"} <= found.others.keys()
+    scan = server.scan_log()
+    assert scan.invalid == ()
+    assert (scan.kv_cache_dtype or "").startswith("fp8")
+
+
+WORKLOAD = """\
+name: lines
+description: Questions of our own, whose answers end by themselves.
+profile: latency
+goodput: {ttft: 600000, e2el: 600000}
+cells:
+  - name: questions
+    dataset: {jsonl: questions.jsonl, chat_template: false}
+    input_len: 64
+    output_len: 24
+    concurrency: 4
+    rate: 50
+    num_prompts: 24
+    warmups: 2
+"""
+
+
+def test_a_workload_of_ones_own(finished: Finished, server: Server, vllm: Path, tmp_path: Path) -> None:
+    """Prompts of one's own, a rate and latency goals."""
+    (tmp_path / "lines.yaml").write_text(WORKLOAD)
+    rows = [{"prompt": f"the number after {n} is"} for n in range(24)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (cell,) = workloads.load(str(tmp_path / "lines.yaml")).cells
+    model = finished.project.published.resolve()
+    result = run_cell(find_vllm(vllm), cell, server, model=model, folder=tmp_path, log=tmp_path / "client.log")
+    assert result.completed == 24
+    assert (result.concurrency, result.request_rate) == (4, 50.0)
+    assert result.goodput == result.requests_per_second  # nobody waits ten minutes
+    assert json.loads(result_file(tmp_path, cell).read_text())["total_output_tokens"] <= 24 * 24
 
 
 # What the tests above are made of.
@@ -183,27 +234,3 @@ def _fingerprinted(stages: Sequence[Any], setting: Setting) -> tuple[Planned, ..
     from pipeline.planning import plan_stages
 
     return plan_stages(stages, setting)
-
-
-def _prompts(finished: Finished) -> list[str]:
-    from pipeline.stages.evaluate import TASKS
-
-    lines = (TASKS / "tiny_facts.jsonl").read_text(encoding="utf-8").splitlines()[:64]
-    field = next(key for key in ("question", "prompt", "text", "query") if key in json.loads(lines[0]))
-    return [str(json.loads(line)[field]) for line in lines]
-
-
-def _answers(vllm: Path, model: Path, prompts: Sequence[str], log: Path) -> tuple[list[tuple[float, ...]], str]:
-    plan = plan_serving(
-        model,
-        model_facts(model),
-        target=parse_target("cpu"),
-        profile=profile("latency", concurrency=16, max_model_len=512),
-        vllm_version="0.32.0",
-        purpose="measure",
-        kv_cache_dtype="fp8",
-        cpu_threads=2,
-    )
-    with LocalLauncher(vllm).launch(plan, log, startup_timeout=600) as server:
-        answers = [greedy_logprobs(server, prompt) for prompt in prompts]
-    return answers, log.read_text(encoding="utf-8", errors="replace")
