@@ -13,6 +13,7 @@ by this process: one manifest, in which a run without a cluster finds the same.
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,9 @@ from pipeline.cluster.address import address_of
 from pipeline.cluster.connection import connect, disconnect, warning_of
 from pipeline.cluster.nodes import CORES_A_SHARD, Ask, Node, ask_for, hardware, nodes_of
 from pipeline.cluster.sameness import Facts, Probe, facts_here, versions_here
-from pipeline.cluster.waiting import RETRIES, results
+from pipeline.cluster.waiting import RETRIES, answers, results
 from pipeline.errors import StageError, UserError
+from pipeline.serving.launchers.on_cluster import Cluster
 from pipeline.stage import Progress, Setting
 from pipeline.store.disk import disk_errors
 
@@ -95,18 +97,23 @@ class RaySpread:
         new = [n for n in self.nodes if n.id not in self._facts or any((n.id, f) not in self._alike for f in folders)]
         if not new:
             return
+        gone = {node.id for node in new}
         probe = Probe([folder.resolve() for folder in written])
         try:
             here = facts_here(folders)
             asked = {
                 _on(node, tasks.facts, Ask("cpu", 0, 0)).remote(folders, probe.paths, node.id): node for node in new
             }
-            for node, there in results(asked, self._ask(), self._progress.warn):
+            for node, there in answers(asked):
                 probe.require_same(node.name, node.id, there, here)
+                gone.discard(node.id)
                 self._facts[node.id] = there
                 self._alike |= {(node.id, folder) for folder in folders}
         finally:
             probe.close()
+        # A node that has just gone is in Ray's table for a while.
+        self.nodes = tuple(node for node in self.nodes if node.id not in gone)
+        self._ask()
 
     def write_shards(
         self,
@@ -119,7 +126,9 @@ class RaySpread:
     ) -> dict[str, float]:
         """See `pipeline.engines.stream.schedule.WriteShards`; a file a task, the largest first."""
         began = time.perf_counter()
-        seconds: dict[str, float] = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float, written=0.0)
+        if not plans:
+            return seconds
         source, destination = source.resolve(), destination.resolve()
         self.require_same([source], [destination])
         ask = self._ask(most_cores=CORES_A_SHARD)
@@ -147,13 +156,13 @@ class RaySpread:
         ask = self._ask()
         if ask.gpus:
             asked = {_on(node, tasks.free, ask).remote(ask.device): node for node in self.nodes if node.gpus}
-            free = {node.id: found for node, found in results(asked, ask, self._progress.warn)}
+            free = {node.id: found for node, found in answers(asked)}
         else:
             free = {node.id: self._facts[node.id].free for node in self.nodes}
         named = {
             f"{node.name} {turn}" if ask.slots(node) > 1 else node.name: free[node.id] // (1 if ask.gpus else slots)
             for node in self.nodes
-            if (slots := ask.slots(node))
+            if node.id in free and (slots := ask.slots(node))
             for turn in range(slots)
         }
         return Places(named, ask, self._progress)
@@ -161,6 +170,21 @@ class RaySpread:
     def release(self) -> None:
         """End the processes that hold GPUs and memory on the nodes; what comes next connects again."""
         disconnect()
+
+    def cluster(self) -> Cluster:
+        """See `pipeline.stage.Spread`. Raises `UserError` where this process is on none of the cluster's nodes."""
+        import ray
+
+        if self._address.startswith("ray://"):
+            raise UserError(
+                f"--on: found {self._address}, through which no server is started, expected to be on a node.",
+                hint="Start the run on a node of the cluster, with `--on ray`, or by `quantmint submit --ray`.",
+            )
+        connect(self._address)
+        context = ray.get_runtime_context()
+        return Cluster(
+            str(context.gcs_address), str(ray.util.get_node_ip_address()), ray.__version__, platform.python_version()
+        )
 
     def _look(self) -> None:
         import ray

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from pipeline.cluster.nodes import Ask, nodes_of
+from pipeline.cluster.nodes import Ask, Node, nodes_of
 from pipeline.errors import StageError
 
 T = TypeVar("T")
@@ -40,6 +40,21 @@ def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Ite
     finally:
         for reference in left:
             ray.cancel(reference, force=True)
+
+
+def answers(questions: Mapping[Any, Node]) -> Iterator[tuple[Node, Any]]:
+    """What each node answers to the question that went to it alone; one that is gone by then does not."""
+    import ray
+
+    gone = (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
+    for reference, node in questions.items():
+        try:
+            answer = ray.get(reference)
+        except gone:
+            continue
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        yield node, answer
 
 
 def _result(reference: Any) -> Any:

@@ -13,12 +13,15 @@ import sys
 def main(cores: list[list[int]]) -> None:
     from ray.cluster_utils import Cluster
 
+    from tests.cluster.lean import lean_nodes
+
     ours = os.sched_getaffinity(0)
     cluster = Cluster()
     for mine in cores:
         os.sched_setaffinity(0, mine)
         head = {} if cluster.head_node else {"include_dashboard": False}
-        cluster.add_node(num_cpus=len(mine), object_store_memory=100 << 20, **head)
+        with lean_nodes():
+            cluster.add_node(num_cpus=len(mine), object_store_memory=100 << 20, **head)
     os.sched_setaffinity(0, ours)
     try:
         print(f"address {cluster.address}", flush=True)  # noqa: T201 - what it is read for
