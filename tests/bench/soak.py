@@ -67,6 +67,11 @@ class Round:
     files: int
     temporary: int
 
+    @property
+    def whole(self) -> bool:
+        """Whether it came to its end before anybody was killed."""
+        return self.fate == "whole" or self.state == "ended with 0"
+
 
 @click.command()
 @click.option("--rounds", default=200, show_default=True)
@@ -115,8 +120,9 @@ def _round(
     if moved == "model" and number:
         world.move_base("north")
     _write(world, FLEET[RECIPE], seed=number)
-    whole = [one.seconds for one in known if one.fate == "whole"]
-    after = None if fate == "whole" else die.uniform(0, statistics.median(whole[-3:]))
+    # As long as it takes when nobody disturbs it: a little more than that, and the kill comes too late.
+    whole = [one.seconds for one in known if one.whole and one.moved == moved] or [one.seconds for one in known]
+    after = None if fate == "whole" else die.uniform(0, statistics.median(whole[-5:]))
     began = time.monotonic()
     state = _asked(resident, world, after, die) if after is None or fate == "program" else _killed_fleet(world, after)
     seconds = time.monotonic() - began
