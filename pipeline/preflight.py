@@ -20,6 +20,8 @@ from pipeline.publish.admission import require_admission
 from pipeline.runner import find_entry, foreseen
 from pipeline.stage import Planned, Setting
 from pipeline.stages.calibrate import pinned_set
+from pipeline.stages.serve import launch_plan
+from pipeline.stages.servers import over_nodes
 from pipeline.stages.sign import require_signer
 from pipeline.stages.source import config_folder
 from pipeline.store.disk import free_bytes
@@ -98,6 +100,8 @@ def _require_server(setting: Setting) -> None:
             "no vLLM was found to serve with, which this recipe needs.",
             hint="`make serving` builds one for a CPU; else set QUANTMINT_VLLM, or stop earlier with --until inspect.",
         )
+    elif (launch := launch_plan(setting, "baseline", Path("MODEL"))).layout.nodes > 1:
+        over_nodes(setting, setting.vllm, launch).require(launch)
 
 
 def _require_packages(missing: Sequence[str]) -> None:

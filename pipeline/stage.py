@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from calibration.shares import Places
     from pipeline.engines.stream.schedule import WriteShards
     from pipeline.serving.environment import VllmEnvironment
+    from pipeline.serving.launchers.on_cluster import Cluster
     from pipeline.stages.servers import Servers
     from pipeline.store.remote.tier import RemoteTier
 
@@ -64,6 +65,10 @@ class Spread(Protocol):
 
     def release(self) -> None:
         """End what still holds memory and GPUs there; whoever comes next begins anew."""
+        ...
+
+    def cluster(self) -> Cluster:
+        """How a server on this machine gets at the GPUs there, for a launch over several nodes."""
         ...
 
 

@@ -16,7 +16,9 @@ from pipeline.stage import Progress, Setting
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.launchers.local import LocalLauncher
+    from pipeline.serving.launchers.on_cluster import ClusterLauncher
     from pipeline.serving.launchers.reference import ReferenceLauncher
     from pipeline.serving.plan import LaunchPlan
     from pipeline.serving.running.server import Server
@@ -71,7 +73,7 @@ class Servers:
 
     def _launch(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
         setting = self._setting
-        launcher: ReferenceLauncher | LocalLauncher
+        launcher: ReferenceLauncher | LocalLauncher | ClusterLauncher
         if setting.recipe.evaluation.runtime == "reference":
             from pipeline.serving.launchers.reference import ReferenceLauncher
 
@@ -81,6 +83,10 @@ class Servers:
                 "no vLLM was found to serve with.",
                 hint="`make serving` builds one for a CPU; or set QUANTMINT_VLLM to a `vllm` executable.",
             )
+        elif plan.layout.nodes > 1:
+            launcher, title = over_nodes(setting, setting.vllm, plan), f"vLLM {setting.vllm.version}"
+            if setting.spread is not None:
+                setting.spread.release()  # its workers hold the GPUs
         else:
             from pipeline.serving.launchers.local import LocalLauncher
 
@@ -98,6 +104,18 @@ class Servers:
         context, self._context, self._server, self._side = self._context, None, None, None
         if context is not None:
             context.__exit__(None, None, None)
+
+
+def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> ClusterLauncher:
+    """What starts a launch over several nodes: on the cluster that the run is spread over. `UserError` without one."""
+    from pipeline.serving.launchers.on_cluster import ClusterLauncher
+
+    if setting.spread is None:
+        raise UserError(
+            f"the launch is over {plan.layout.nodes} nodes, and this run is on one.",
+            hint="`--on ray` runs on a Ray cluster's nodes; `quantmint submit` takes a run to several.",
+        )
+    return ClusterLauncher(vllm, setting.spread.cluster())
 
 
 def keep_log(server: Server, destination: Path) -> LogScan:

@@ -14,6 +14,8 @@ from pipeline.errors import UserError
 from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
 from pipeline.serving.host.device import Device
+from pipeline.serving.launchers.on_cluster import ClusterLauncher
+from pipeline.serving.plan import LaunchPlan, Layout
 from pipeline.serving.running.logscan import scan_log
 from pipeline.serving.running.server import Server
 from pipeline.session import open_setting
@@ -138,3 +140,28 @@ def test_the_reference_runtime_says_itself_what_it_is(tmp_path: Path, monkeypatc
         "device": {"hardware": "cpu", "name": "EPYC"},
         "kv_cache_dtype": "fp8",
     }
+
+
+def test_a_launch_over_nodes_is_the_clusters(setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    events: list[str] = []
+
+    class Nodes:
+        def cluster(self) -> str:
+            events.append("asked")
+            return "a cluster"
+
+        def release(self) -> None:
+            events.append("released")
+
+    @contextmanager
+    def launch(self: ClusterLauncher, plan: LaunchPlan, log_path: Path, **_: object) -> Iterator[Server]:
+        events.append(f"launched on {self.cluster}")
+        yield Server("m", "http://127.0.0.1:1", log_path, 0.0)
+
+    monkeypatch.setattr(ClusterLauncher, "launch", launch)
+    plan = replace(launch_plan(setting, "baseline", Path("m")), layout=Layout(tensor=8, pipeline=2, nodes=2))
+    with Servers(setting, PlainReporter()) as servers, pytest.raises(UserError, match=r"(?s)over 2 nodes.*--on ray"):
+        servers.get("baseline", plan)
+    with Servers(replace(setting, spread=Nodes()), PlainReporter()) as servers:  # type: ignore[arg-type]
+        servers.get("baseline", plan)
+    assert events == ["asked", "released", "launched on a cluster"]
