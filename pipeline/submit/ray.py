@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import shlex
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from pipeline.errors import StageError, UserError
 from pipeline.submit.place import BROKEN, State, Submitted
 from pipeline.submit.task import Task, program_here, require_no_secret, require_plain
 
+_THEIRS = re.compile(r"status code 5\d\d")
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 
 
@@ -139,5 +141,7 @@ def _answers() -> Iterator[None]:
     except ConnectionError as error:
         raise StageError(f"no Ray dashboard answers: {error}", transient=True) from error
     except RuntimeError as error:
-        said = str(error).strip().splitlines()
-        raise UserError(f"Ray refused: {said[-1] if said else 'without a word'}") from error
+        said = (str(error).strip().splitlines() or ["without a word"])[-1]
+        if _THEIRS.search(said):
+            raise StageError(f"Ray's dashboard cannot do it now: {said}", transient=True) from error
+        raise UserError(f"Ray refused: {said}") from error

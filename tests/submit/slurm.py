@@ -62,7 +62,7 @@ def cluster(folder: Path) -> Iterator[Path]:
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
-    ports = dict(zip(("controller", "node"), _free_ports(2), strict=True))
+    ports = dict(zip(("controller", "node"), free_ports(2), strict=True))
     config = folder / "slurm.conf"
     config.write_text(_CONFIG.format(folder=folder, user=getpass.getuser(), **ports), encoding="utf-8")
     devices = "".join(f"NodeName=localhost Name=gpu File={device}\n" for device in ("/dev/zero", "/dev/full"))
@@ -110,7 +110,7 @@ def until(holds: Callable[[], bool], folder: Path, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.errors import UserError
+from pipeline.errors import QuantmintError, UserError
 from pipeline.submit import job, ray, sbatch
 from pipeline.submit.pod import Claim, Pod, Reference, job_spec, parse_claim, parse_pairs, parse_reference
 from pipeline.submit.task import program_here
@@ -215,3 +215,10 @@ def test_a_manifest_survives_its_text() -> None:
     text = Kubernetes(options, namespace="team").text(of)
     assert yaml.safe_load(text)["metadata"]["namespace"] == "team"
     assert json.loads(json.dumps(yaml.safe_load(text)))["spec"] == job.manifest(of, options)["spec"]
+
+
+@pytest.mark.parametrize(("said", "transient"), [("status code 500: No available agent", True), ("404: no job", False)])
+def test_what_ray_cannot_do_now_and_what_it_refuses(said: str, transient: bool) -> None:
+    with pytest.raises(QuantmintError, match=said) as failure, ray._answers():
+        raise RuntimeError(f"Request failed with {said}")
+    assert failure.value.transient is transient

@@ -1,0 +1,115 @@
+"""A real head with its dashboard: jobs come back with the runs' own exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import StageError, UserError
+from pipeline.submit.ray import Options, RayJobs
+from tests.processes import processes_naming
+from tests.submit.cases import task
+from tests.submit.slurm import free_ports
+from tests.submit.test_command import ended
+
+pytest.importorskip("ray.job_submission", reason="the client that it is made with")
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Iterator[str]:
+    """The address of a head of its own, which ends with these tests."""
+    # A path of a socket below it must not be longer than 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="qm-jobs-", dir="/tmp"))
+    port, client, web, agent = free_ports(4)
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats"]
+    command += [f"--port={port}", f"--ray-client-server-port={client}", f"--dashboard-port={web}"]
+    command += [f"--dashboard-agent-listen-port={agent}"]
+    command += [f"--temp-dir={folder}", "--num-cpus=1", "--num-gpus=0", f"--object-store-memory={80 << 20}"]
+    env = {**os.environ, "RAY_raylet_start_wait_time_s": "180"}
+    with (folder / "head.out").open("wb") as log:
+        head = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
+    try:
+        address = f"http://127.0.0.1:{web}"
+        for ready in (f"{address}/api/version", f"http://127.0.0.1:{agent}/api/local_raylet_healthz"):
+            _answering(ready, head, folder / "head.out")
+        yield address
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(head.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                head.wait(timeout=3)
+        end = time.monotonic() + 20
+        while (left := processes_naming(str(folder))) and time.monotonic() < end:
+            time.sleep(0.05)
+        shutil.rmtree(folder, ignore_errors=True)
+    assert left == ()
+
+
+def _answering(address: str, head: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 180
+    while head.poll() is None and time.monotonic() < end:
+        with suppress(OSError), urllib.request.urlopen(address, timeout=5):
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"Ray did not start:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+@pytest.mark.slow
+def test_a_recipe_runs_there(
+    dashboard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QUANTMINT_STORE", raising=False)
+    assert ended("tiny-ptpc-fp8kv", "--ray", dashboard, "--follow", "--json", "--", "--until", "source") == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["place"], told["state"], told["exit_code"]) == ("ray", "SUCCEEDED", 0)
+    assert '"stage": "source"' in err
+    assert len(list((tmp_path / "store/source").iterdir())) == 1
+    assert ended("--ray", dashboard, "--status", told["id"]) == 0
+    assert capsys.readouterr().out == f"{told['id']}  SUCCEEDED  0\n"
+
+
+@pytest.mark.slow
+def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(dashboard: str, tmp_path: Path) -> None:
+    program = tmp_path / "env/bin/quantmint"
+    program.parent.mkdir(parents=True)
+    begun = tmp_path / "begun"
+    wait = f"touch '{begun}'; exec sleep 60"
+    program.write_text(f'#!/bin/sh\npwd; case "$*" in *source*) {wait};; esac; exit 3\n', encoding="utf-8")
+    program.chmod(0o755)
+    there = RayJobs(dashboard, Options(folder=tmp_path, venv=str(tmp_path / "env"), variables={"A_NAME": "a value"}))
+    long = there.submit(task("tiny-ptpc-fp8kv", arguments=("--until", "source"))).identifier
+    job = there.submit(task("tiny-ptpc-fp8kv")).identifier
+    assert f"{tmp_path}\n" in "".join(there.lines(job))
+    assert (there.state(job).word, there.state(job).exit_code) == ("FAILED", 3)
+    end = time.monotonic() + 60
+    while not begun.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert there.state(long).word == "RUNNING"
+    there.cancel(long)
+    while not there.state(long).ended and time.monotonic() < end:
+        time.sleep(0.1)
+    assert there.state(long).word == "STOPPED"
+    with pytest.raises(UserError, match="nothing does not exist"):
+        there.state("nothing")
+
+
+def test_without_a_dashboard_it_says_so() -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(StageError, match="no Ray dashboard answers") as failure:
+        RayJobs(f"127.0.0.1:{port}", None).state("job")
+    assert failure.value.transient
