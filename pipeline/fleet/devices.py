@@ -82,11 +82,17 @@ def devices_of(machine: Machine, wanted: tuple[int, ...] | None) -> Devices:
 
 
 def free_of(root: Path, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Those of these devices whose lock nobody seems to have; nothing is touched."""
+    """Those of these devices whose lock nobody seems to have; nothing is touched.
+
+    Where the store cannot be read for a moment, none is: what runs goes on, and what waits does so a little longer.
+    """
     now = time.time()
-    return tuple(
-        number for number in numbers if not is_held(_lock_path(root, number), stale_after=STALE_AFTER_S, now=now)
-    )
+    try:
+        return tuple(
+            number for number in numbers if not is_held(_lock_path(root, number), stale_after=STALE_AFTER_S, now=now)
+        )
+    except OSError:
+        return ()
 
 
 def take(root: Path, numbers: Iterable[int]) -> tuple[Lock, ...] | None:

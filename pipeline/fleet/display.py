@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -108,8 +108,9 @@ def shown(
     if lines or not out.isatty():
 
         def write(text: str) -> None:
-            out.write(f"{text}\n")
-            out.flush()
+            with suppress(OSError):  # a log on a full disk, or who read it is gone: the recipes are not
+                out.write(f"{text}\n")
+                out.flush()
 
         def hear(event: Event) -> None:
             line = line_of(event)

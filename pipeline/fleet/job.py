@@ -150,10 +150,11 @@ def ran(job: Job, attempted: Attempted, stopped_by: int | None) -> Ended:
 def state_after(job: Job, ended: Ended) -> RecipeState:
     """What is kept of a recipe after its last attempt of a round."""
     now, before = now_utc(), job.state
-    common = replace(before, last_attempt=now, reason=ended.reason, inputs=job.due.inputs or None)
+    common = replace(before, last_attempt=now, reason=ended.reason)
     if ended.state in {"left", "interrupted"}:
-        return common
-    common = replace(common, last_exit=ended.exit_code, last_verdict=ended.verdict)
+        return common  # with the inputs that it failed with, if it rests: these here have not failed
+    inputs = job.due.inputs or None
+    common = replace(common, last_exit=ended.exit_code, last_verdict=ended.verdict, inputs=inputs)
     if ended.state == "failed":
         rounds = before.attempts_failed + 1
         # Code 2: nothing was started, so that trying again costs nothing. What a network did has to pass first.

@@ -38,6 +38,7 @@ def last_line(log: Path, environment: Mapping[str, str]) -> str:
 
 
 def quotable(text: str, environment: Mapping[str, str]) -> str:
-    """A message as one paragraph without control characters and secrets."""
-    said = " ".join(_CONTROL.sub("", text).split())
+    """A message as one paragraph without control characters, halves of characters and secrets."""
+    whole = text.encode(errors="replace").decode()  # a file's name need not be UTF-8, and a terminal refuses its rest
+    said = " ".join(_CONTROL.sub("", whole).split())
     return without_secrets(said, environment)[:_LONGEST]

@@ -132,6 +132,8 @@ class Fleet:
 
     def _handle(self, message: Message) -> None:
         match message:
+            case Add(requests) if self._stopped_by is not None:
+                self._turn_away(requests, self._stopped_by)
             case Add(requests):
                 if self._idle() and not self._account.ended:
                     self._account = self._new_account()  # its time begins with its first request
@@ -221,6 +223,8 @@ class Fleet:
         root, now = self._options.store, time.monotonic()
         with disk_errors(root):
             folder_of(root).mkdir(parents=True, exist_ok=True)
+            if job.lock is not None and job.lock.lost:  # this machine slept between two attempts
+                self._free(job)
             if job.lock is None:
                 lock = Lock(folder_of(root) / f"{job.name}.lock")
                 if not try_lock(lock):
@@ -295,8 +299,7 @@ class Fleet:
             self._close_job(job, ran(job, attempted, self._stopped_by), keep=True)
             return
         del self._running[job.name]
-        give_back(job.held)
-        job.held, job.devices = (), ()
+        self._free_devices(job)
         self._waiting[job.name] = job  # its lock stays ours: nobody else tries in between
         self._account.tell(
             "retrying",
@@ -325,9 +328,12 @@ class Fleet:
                 self._close_job(job, unrun(job, "interrupted", 128 + number, "it was told to stop"))
             else:
                 self._cut(job, "signal")
-        for request in (*self._looked_at, *self._unlooked):
-            self._account.end(_unknown(request, "interrupted", 128 + number, "it was told to stop"))
+        self._turn_away((*self._looked_at, *self._unlooked), number)
         self._looked_at, self._unlooked = (), []
+
+    def _turn_away(self, requests: Iterable[Request], number: int) -> None:
+        for request in requests:
+            self._account.end(_unknown(request, "interrupted", 128 + number, "it was told to stop"))
 
     def _cut(self, job: Job, why: Literal["time", "signal"]) -> None:
         job.why = job.why or why
@@ -338,7 +344,8 @@ class Fleet:
         self._running.pop(job.name, None)
         if keep and job.lock is not None:
             try:
-                job.lock.check()
+                with disk_errors(job.lock.path):
+                    job.lock.check()
                 write_state(self._options.store, state_after(job, ended))
             except QuantmintError as error:
                 self._account.warn(f"{job.name}: how it ended could not be noted: {error.message}")
@@ -346,8 +353,16 @@ class Fleet:
         self._account.end(ended)
 
     def _free(self, job: Job) -> None:
-        locks = job.held if job.lock is None else (job.lock, *job.held)
-        job.lock, job.held, job.devices = None, (), ()
+        self._free_devices(job)
+        lock, job.lock = job.lock, None
+        if lock is not None:
+            self._give_back(job, (lock,))
+
+    def _free_devices(self, job: Job) -> None:
+        held, job.held, job.devices = job.held, (), ()
+        self._give_back(job, held)
+
+    def _give_back(self, job: Job, locks: Iterable[Lock]) -> None:
         try:
             with disk_errors(self._options.store):
                 give_back(locks)

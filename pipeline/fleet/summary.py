@@ -75,7 +75,8 @@ def write_round(root: Path, summary: Summary) -> Path:
     """Keep a summary in ``store/refresh/rounds/``, and the newest 50 of them. Raises `StoreError`."""
     folder = folder_of(root) / "rounds"
     name = f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ')}-{secrets.token_hex(2)}.json"
-    raw = (json.dumps(summary.to_json(), indent=1, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(summary.to_json(), indent=1, ensure_ascii=False) + "\n"
+    raw = text.encode(errors="backslashreplace")  # half a character of a file's name is JSON's own escape then
     path = folder / name
     with disk_errors(path, needed=len(raw)):
         folder.mkdir(parents=True, exist_ok=True)

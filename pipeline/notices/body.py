@@ -33,7 +33,8 @@ def body_of(event: Event, identity: str) -> bytes:
     fields = asdict(event)
     del fields["stage"]  # of events that are not told
     head = {"schema": SCHEMA, "id": identity, "event": fields.pop("kind"), "host": socket.gethostname()}
-    return json.dumps(head | {"quantmint": __version__} | fields, ensure_ascii=False, allow_nan=False).encode()
+    text = json.dumps(head | {"quantmint": __version__} | fields, ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="backslashreplace")  # half a character of a file's name is JSON's own escape then
 
 
 def signature_of(body: bytes, secret: bytes) -> str:

@@ -88,7 +88,8 @@ def _put_aside(root: Path, path: Path, name: str) -> str:
 def write_state(root: Path, state: RecipeState) -> None:
     """Write a state, whole or not at all; the caller holds the recipe's lock. Raises `StoreError`."""
     path = state_path(root, state.name)
-    raw = (json.dumps({"schema": SCHEMA, **asdict(state)}, indent=1, ensure_ascii=False) + "\n").encode()
+    text = json.dumps({"schema": SCHEMA, **asdict(state)}, indent=1, ensure_ascii=False) + "\n"
+    raw = text.encode(errors="backslashreplace")  # half a character of a file's name is JSON's own escape then
     with disk_errors(path, needed=len(raw)):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, raw, temporary=path.with_suffix(".json.tmp"))

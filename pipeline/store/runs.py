@@ -89,7 +89,8 @@ class RunLog:
         path = self.run.path
         data = {**asdict(self.run), "schema": RUN_SCHEMA}
         del data["path"]
-        raw = (json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        raw = text.encode(errors="backslashreplace")  # half a character of a file's name is JSON's own escape then
         with disk_errors(path, needed=len(raw)):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, raw, temporary=path.with_suffix(".tmp"))

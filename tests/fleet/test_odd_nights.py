@@ -1,0 +1,136 @@
+"""What hardly ever happens, and then at night: late requests, odd bytes, disks that stutter, machines that slept."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import signal
+import threading
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from pipeline.fleet.devices import free_of, give_back
+from pipeline.fleet.display import shown
+from pipeline.fleet.events import Event
+from pipeline.fleet.requests import Request
+from pipeline.fleet.summary import Summary
+from pipeline.locks import Lock
+from pipeline.notices.body import body_of
+from pipeline.store.runs import RunLog, list_runs
+from tests.fleet.staged import Stage, by_name
+
+HALF = "caf\udce9.yaml"
+"""A file's name in Latin-1, as Python hands it out where names are UTF-8."""
+
+
+def test_what_is_asked_for_after_the_order_to_stop_holds_up_no_end(stage: Stage) -> None:
+    """A schedule's time that comes while children are given their grace."""
+    stage.recipe("a")
+    fleet = stage.fleet()
+    fleet.stop(signal.SIGTERM)
+    fleet.add([Request("a", "schedule")])
+    found: list[Summary] = []
+    thread = threading.Thread(target=lambda: found.append(fleet.run()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert [ended.state for ended in found[0].ended] == ["interrupted"]
+    assert (found[0].exit_code, stage.looks) == (143, [])
+
+
+def test_a_name_that_is_no_unicode_ends_only_its_own_recipe(stage: Stage) -> None:
+    stage.recipe("a", f"broken {HALF} cannot be read")
+    stage.recipe("b")
+    stage.broken(HALF)
+    summary = stage.run("a", "b", HALF, jobs=1)
+    assert [by_name(summary)[name].exit_code for name in ("a", "b", HALF)] == [5, 0, 2]
+    assert stage.state("a").reason == "caf?.yaml cannot be read"
+    (kept,) = (stage.store / "refresh" / "rounds").iterdir()
+    assert HALF in {ended["recipe"] for ended in json.loads(kept.read_bytes())["ended"]}
+    assert json.loads(body_of(next(event for event in stage.events if event.recipe == HALF), "1"))["recipe"] == HALF
+
+
+def test_a_run_that_ends_at_such_a_name_says_so(tmp_path: Path) -> None:
+    RunLog.start(tmp_path, "a", "0" * 64, []).finish(None, 5, facts={"error": f"{HALF} cannot be read"})
+    assert [run.facts["error"] for run in list_runs(tmp_path)] == [f"{HALF} cannot be read"]
+
+
+def test_what_is_interrupted_with_new_inputs_does_not_rest_for_what_failed_with_the_old(stage: Stage) -> None:
+    stage.recipe("a", "hang", "pass")
+    failed, rests = (f"{datetime.now(UTC) + timedelta(hours=hours):%Y-%m-%dT%H:%M:%SZ}" for hours in (-1, 12))
+    stage.remember("a", attempts_failed=3, inputs="old", last_attempt=failed, not_before=rests, last_exit=5)
+
+    def hear(event: Event) -> None:
+        if event.kind == "stage":
+            fleet.stop(signal.SIGTERM)
+
+    fleet = stage.fleet(hear)
+    fleet.add([Request("a")])
+    assert by_name(fleet.run())["a"].state == "interrupted"
+    assert by_name(stage.run())["a"].verdict == "PASS"
+
+
+def test_a_store_that_cannot_be_read_for_a_moment(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object, **__: object) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.fleet.devices.is_held", away)
+        assert free_of(stage.store, (0, 1)) == ()
+    assert free_of(stage.store, (0, 1)) == (0, 1)
+
+
+def test_a_device_that_cannot_be_given_back_ends_no_round(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[bool] = []
+
+    def once(locks: Iterable[Lock]) -> None:
+        give_back(locks)
+        if not refused:
+            refused.append(True)
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("pipeline.fleet.round.give_back", once)
+    stage.recipe("a", "transient", "pass")
+    stage.recipe("b")
+    assert [ended.verdict for ended in stage.run(jobs=1).ended] == ["PASS", "PASS"]
+    assert refused
+    assert "Input/output error" in stage.warnings[0]
+
+
+def test_a_lock_that_was_lost_between_two_attempts_is_taken_anew(stage: Stage) -> None:
+    """A machine that slept: another one has the recipe now, and is not worked beside."""
+    stage.recipe("a", "transient", "pass")
+    other = Lock(stage.store / "refresh" / "a.lock")
+    held: list[int] = []
+
+    def hear(event: Event) -> None:
+        if event.kind == "retrying":
+            job = fleet._waiting["a"]
+            assert job.lock is not None
+            job.lock.release()
+            assert other.acquire(timeout=0)
+            with pytest.raises(Exception, match="taken over"):
+                Lock.check(job.lock)
+        elif event.kind == "waiting":
+            held.append(len(stage.seen("a")))
+            other.release()
+
+    fleet = stage.fleet(hear)
+    fleet.add([Request("a")])
+    fleet.close()
+    assert by_name(fleet.run())["a"].verdict == "PASS"
+    assert held == [1]
+    assert stage.locks() == []
+
+
+def test_a_display_that_cannot_write_ends_no_round() -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with shown(lines=True, stream=Full()) as (show, warn):
+        show(Event(kind="started", recipe="a", at="2026-11-21T18:00:00Z", trigger="asked", queued=0, running=1))
+        warn("the disk is full")
