@@ -199,8 +199,9 @@ def _show(result: dict[str, Any]) -> None:
         click.echo(f"  measured  {name:<28} {_seconds(found)} ({ratio})")
     for row in result["modelled"]["rows"]:
         click.echo(
-            f"  modelled  {row['nodes']} nodes of {row['cores']} cores{'':<13} quantize {row['quantize']:.1f} s "
-            f"({row['quantize_speedup']:.2f} x one node), calibrate {row['calibrate']:.1f} s"
+            f"  modelled  {row['model']}, {row['nodes']} nodes of {row['cores']} cores: "
+            f"quantize {row['quantize']:.1f} s ({row['quantize_speedup']:.2f} x one node; "
+            f"{row['quantize_one_disk']:.1f} s by one disk), calibrate {row['calibrate']:.1f} s"
         )
     click.echo(f"bytes are the same: {'yes' if result['same_bytes'] else 'NO'}")
 
