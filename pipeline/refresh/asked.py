@@ -62,17 +62,20 @@ class Answers:
             return answer
         raise UnaskedError(told(repo, answer))
 
-    def newest(self, loaded: LoadedRecipe) -> tuple[Released | None, tuple[str, ...]]:
-        """The newest release of a recipe in the places that answered, and a sentence for each that did not."""
+    def newest(self, loaded: LoadedRecipe) -> tuple[Released | None, tuple[str, ...], tuple[str, ...]]:
+        """The newest release of a recipe, the places that have none, and a sentence for each that did not answer."""
         there: list[Released] = []
+        empty: list[str] = []
         unasked: list[str] = []
         for place in places(loaded.recipe, self.home):
             answer = self.found[("release", place)]
             if isinstance(answer, Released):
                 there.append(answer)
-            elif answer is not None:
+            elif answer is None:
+                empty.append(place)
+            else:
                 unasked.append(told(place, answer))
-        return newest(there), tuple(unasked)
+        return newest(there), tuple(empty), tuple(unasked)
 
 
 def ask(recipes: Sequence[LoadedRecipe], tell: Callable[[str], None], home: Path) -> Answers:

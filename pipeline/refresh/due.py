@@ -94,7 +94,11 @@ def look(
     runs = list_runs(store.root)
     answers = ask(list(loaded.values()), tell, Path.cwd())
     for recipe, one in loaded.items():
-        found[recipe] = _found(recipe, one, answers, store, runs, vllm, device)
+        try:
+            found[recipe] = _found(recipe, one, answers, store, runs, vllm, device)
+        except Exception as error:  # a fault of ours, or of a disk, that one recipe meets: the others are looked at
+            reason = f"it cannot be looked at: {type(error).__name__}: {error}"
+            found[recipe] = Due(one.recipe.name, recipe, "broken", reason, loaded=one)
     return tuple(found[recipe] for recipe in recipes)
 
 
@@ -108,7 +112,7 @@ def _found(
     device: str,
 ) -> Due:
     name = loaded.recipe.name
-    release, unasked = answers.newest(loaded)
+    release, empty, unasked = answers.newest(loaded)
     if release is None and unasked:
         release = packaged(name, store, runs)
     try:
@@ -125,7 +129,7 @@ def _found(
     if tools:
         differing = without(differing, tools)
         unknown = (*unknown, f"not installed here, so that its version is not known: {', '.join(sorted(tools))}")
-    state, reason = _state(now, release, differing, unasked, unknown)
+    state, reason = _state(now, release, differing, empty, unasked, unknown)
     if release is None and state != "unknown":
         differing = (Change("recipe", RECIPE, "name", ABSENT, name),)
     if state == "due" and all(found == "cached" for _, found in now.stages):
@@ -156,6 +160,7 @@ def _state(
     now: Now,
     release: Released | None,
     differing: Sequence[Change],
+    empty: Sequence[str],
     unasked: Sequence[str],
     unknown: Sequence[str],
 ) -> tuple[State, str]:
@@ -172,6 +177,9 @@ def _state(
         return ("held", f"{held} ({words})") if held else ("due", words)
     if now.unpublished(release):
         return "due", f"{release.tag} is not in all places of the recipe"
+    if empty:  # a place that is new to the recipe, or that somebody emptied
+        lacks = f"nothing is in {', '.join(empty)}"
+        return ("held", f"{held} ({lacks})") if held else ("due", lacks)
     if differing:
         causes = ", ".join(dict.fromkeys(change.cause for change in differing))
         return "current", f"left out by refresh.triggers: {causes}: {'; '.join(what_changed(differing))}"
