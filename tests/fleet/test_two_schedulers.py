@@ -11,6 +11,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import pytest
 pytest.importorskip("huggingface_hub")
 
 from pipeline.locks import STALE_AFTER_S
+from pipeline.schedule.fires import Fires, read_fires, write_fires
 from tests.fleet.warm import programs, warm_python
 from tests.fleet.world import FLEET, World, build, environment, made
 from tests.hub.standin import HubStandIn
@@ -46,16 +49,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 class Scheduler:
-    """A `quantmint requantize --due` that goes on while we look."""
+    """A command that goes on while we look: `quantmint requantize --due` where nothing else is said."""
 
-    def __init__(self, world: World, name: str, *, elsewhere: bool = False) -> None:
+    def __init__(self, world: World, name: str, *arguments: str, elsewhere: bool = False) -> None:
         self._answer, self._said = world.home / f"{name}.json", world.home / f"{name}.log"
         command = [str(world.python), "-m", "pipeline"]
         if elsewhere:
             command = [*_APART, sys.executable, "-c", _ELSEWHERE]
         with self._answer.open("wb") as answer, self._said.open("wb") as said:
             self.process = subprocess.Popen(
-                [*command, "requantize", "--due", "--json"],
+                [*command, *(arguments or ("requantize", "--due", "--json"))],
                 cwd=world.home, env=world.environment, stdin=subprocess.DEVNULL, stdout=answer, stderr=said,
             )  # fmt: skip
 
@@ -159,3 +162,22 @@ def test_who_dies_on_another_machine_is_succeeded_when_its_heartbeat_is_old(worl
     assert {path: now[path] for path in finished} == finished
     assert world.run("due").code == 0
     assert not list(Path(world.store).rglob("*.lock"))
+
+
+def test_two_that_stay_do_what_was_missed_once(world: World) -> None:
+    now = datetime.now(UTC)
+    yearly = f"0 0 1 {now.month} *"
+    world.write(RECIPES[0], replace(FLEET[RECIPES[0]], seed=7, schedule=yearly))
+    write_fires(world.store, Fires(RECIPES[0], since=now - timedelta(days=400)))
+    runs = len(world.runs()[RECIPES[0]])
+
+    stay = ("schedule", "run", RECIPES[0], "--once-missed", "--json")
+    both = Scheduler(world, "first", *stay), Scheduler(world, "second", *stay)
+
+    assert [one.process.wait(_PATIENCE_S) for one in both] == [0, 0], "\n".join(one.said for one in both)
+    (run,) = world.runs()[RECIPES[0]][runs:]
+    assert (run["verdict"], "quantize" in made(run), "evaluate-candidate" in made(run)) == ("PASS", False, True)
+    fires = read_fires(world.store, RECIPES[0])
+    assert fires is not None
+    assert not fires.unsettled
+    assert not list(world.store.rglob("*.lock"))

@@ -51,6 +51,7 @@ class Planned:
     priority: int = 0
     seed: int = 1234
     keep: int | None = None
+    schedule: str | None = None
 
 
 FLEET: Mapping[str, Planned] = {
@@ -231,7 +232,7 @@ def recipe(name: str, planned: Planned) -> dict[str, Any]:
             "throughput": {"min_ratio": None},
         },
         "publish": {**publish, "keep": planned.keep},
-        "refresh": {"priority": planned.priority},
+        "refresh": {"priority": planned.priority, "schedule": planned.schedule},
     }
 
 
