@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -48,17 +49,25 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster(shutdown_at_exit=True)
+        with socket.socket() as free:
+            free.bind(("", 0))
+            self._port = int(free.getsockname()[1])
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
+
+    @property
+    def client(self) -> str:
+        """Where the head serves drivers that are on none of its nodes."""
+        return f"ray://127.0.0.1:{self._port}"
 
     def at_least(self, count: int) -> None:
         while len(self._cluster.list_all_nodes()) < count:
             self.add()
 
     def add(self, **options: Any) -> Any:
-        head = {} if self._cluster.head_node else {"include_dashboard": False}
+        head = {} if self._cluster.head_node else {"include_dashboard": False, "ray_client_server_port": self._port}
         with lean_nodes():
             return self._cluster.add_node(**{**_SMALL, **head, **options})
 

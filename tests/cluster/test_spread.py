@@ -255,10 +255,11 @@ def test_a_killed_driver_is_gone_on_with(
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.communicate()
+    # From elsewhere, which is another way to reach the same cluster.
     before = {path.name: path.stat().st_ino for path in tmp_path.rglob("model-*.safetensors")}
     assert 0 < len(before) < len(list(fat.glob("*.safetensors")))
     with pytest.raises(SystemExit) as ended:
-        main([*command, "--on", "ray"])
+        main([*command, "--on", nodes.client])
     assert ended.value.code == 0, capsys.readouterr()
     kept = {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
     assert {name: kept[name] for name in before} == before
