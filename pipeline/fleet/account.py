@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sized
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pipeline.errors import QuantmintError
 from pipeline.fleet.budgets import Budgets
 from pipeline.fleet.events import Event, Kind, now_utc
 from pipeline.fleet.job import Job
+from pipeline.fleet.quoting import without_secrets
 from pipeline.fleet.requests import Options
 from pipeline.fleet.summary import Ended, Summary, write_round
 
@@ -40,6 +42,7 @@ class Account:
 
     def warn(self, message: str) -> None:
         """Something went wrong that stops nothing."""
+        message = without_secrets(message, os.environ)  # of a proxy, a bucket or the Hub, in whatever words
         self._warnings.append(message)
         self._warn_aloud(message)
 
@@ -55,6 +58,7 @@ class Account:
 
     def end(self, ended: Ended) -> None:
         """A recipe left the round."""
+        ended = replace(ended, reason=without_secrets(ended.reason, os.environ))
         self.ended.append(ended)
         self._send(
             kind="held" if ended.state == "held" else "finished",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -10,6 +11,7 @@ from pipeline.errors import QuantmintError
 from pipeline.fleet.attempt import attempt, new_log
 from pipeline.fleet.job import Job
 from pipeline.fleet.messages import Done, Looked, LookedAgain, Message, Stage
+from pipeline.fleet.quoting import quotable
 from pipeline.fleet.requests import Look, Options, Request
 
 _T = TypeVar("_T")
@@ -78,4 +80,5 @@ class Errands:
 
 
 def _words(error: Exception) -> str:
-    return error.message if isinstance(error, QuantmintError) else f"{type(error).__name__}: {error}"
+    said = error.message if isinstance(error, QuantmintError) else f"{type(error).__name__}: {error}"
+    return quotable(said, os.environ)

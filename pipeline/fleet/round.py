@@ -165,7 +165,12 @@ class Fleet:
         for sentence in dict.fromkeys(sentence for due in message.found for sentence in due.unknown):
             self._account.warn(sentence)
         for request, due in zip(message.requests, message.found, strict=True):
-            if due.name in self._waiting or due.name in self._running:
+            known = self._waiting.get(due.name) or self._running.get(due.name)
+            if known is not None and _other_file(known.due, due):
+                reason = f"another file's recipe has the name {due.name} too, and would publish over it"
+                self._account.end(_unknown(request, "broken", 2, reason))
+                continue
+            if known is not None:
                 if due.state != "broken":
                     self._account.warn(f"{request.recipe}: {due.name} is queued or runs already")
                 continue
@@ -434,6 +439,12 @@ class Fleet:
         except QuantmintError as error:
             self._account.warn(error.message)
             return RecipeState(name=name)
+
+
+def _other_file(one: Due, other: Due) -> bool:
+    """Whether two recipes of one name are two recipes."""
+    files = [due.loaded.path.resolve() for due in (one, other) if due.loaded is not None]
+    return len(files) == 2 and files[0] != files[1]
 
 
 def _unknown(request: Request, state: State, code: int, reason: str) -> Ended:

@@ -7,7 +7,8 @@ import io
 import json
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pipeline.fleet.requests import Request
 from pipeline.fleet.summary import Summary
 from pipeline.locks import Lock
 from pipeline.notices.body import body_of
+from pipeline.refresh.due import Due
 from pipeline.store.runs import RunLog, list_runs
 from tests.fleet.staged import Stage, by_name
 
@@ -124,6 +126,46 @@ def test_a_lock_that_was_lost_between_two_attempts_is_taken_anew(stage: Stage) -
     assert by_name(fleet.run())["a"].verdict == "PASS"
     assert held == [1]
     assert stage.locks() == []
+
+
+def test_a_fault_of_the_look_tells_no_secret(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "not-for-a-webhook")
+
+    def look(_: Sequence[str]) -> tuple[Due, ...]:
+        raise RuntimeError("https://me:pw@proxy refused\nAuthorization: Bearer not-for-a-webhook")
+
+    fleet = stage.fleet(look=look)
+    fleet.add([Request("a")])
+    fleet.close()
+    (ended,) = fleet.run().ended
+    assert ended.reason == "RuntimeError: https://proxy refused Authorization: Bearer [secret]"
+
+
+def test_what_a_place_answers_tells_no_secret(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "not-for-a-webhook")
+    stage.recipe("a")
+    answer = "the proxy: no not-for-a-webhook here"
+    stage.states["a"] = Due("a", "a", "broken", answer, unknown=(answer,))
+    summary = stage.run()
+    assert "not-for-a-webhook" not in json.dumps(summary.to_json())
+    assert stage.warnings == ["the proxy: no [secret] here"]
+
+
+def test_two_files_with_one_name_are_not_taken_for_one(stage: Stage) -> None:
+    """What both publish would go over the other's, and which one ran would be a matter of order."""
+    stage.recipe("a")
+    ours = stage.recipes["a"]
+    stage.recipes["other/a.yaml"] = replace(ours, path=ours.path.with_name("other.yaml"))
+
+    def look(recipes: Sequence[str]) -> tuple[Due, ...]:
+        return tuple(replace(stage.look(["a"])[0], loaded=stage.recipes[recipe]) for recipe in recipes)
+
+    fleet = stage.fleet(look=look)
+    fleet.add([Request("a"), Request("other/a.yaml")])
+    fleet.close()
+    found = {name: (ended.state, ended.exit_code) for name, ended in by_name(fleet.run()).items()}
+    assert found == {"a": ("ran", 0), "other/a.yaml": ("broken", 2)}
+    assert len(stage.seen("a")) == 1
 
 
 def test_a_display_that_cannot_write_ends_no_round() -> None:
