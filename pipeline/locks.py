@@ -125,7 +125,7 @@ def is_held(path: Path, *, stale_after: float, now: float) -> bool:
     if seen is None:
         return False
     runs = seen.holder.runs() if seen.holder else None
-    return now - seen.mtime_ns / 1e9 <= stale_after if runs is None else runs
+    return abs(now - seen.mtime_ns / 1e9) <= stale_after if runs is None else runs
 
 
 class Lock:
@@ -284,11 +284,13 @@ class Lock:
         runs = seen.holder.runs() if seen.holder else None
         if runs is not None:
             return not runs
-        if now_ns - seen.mtime_ns <= self._stale_after * 1e9:
+        age_s = (now_ns - seen.mtime_ns) / 1e9
+        if abs(age_s) <= self._stale_after:
             return False
-        # A server that was away has aged every heartbeat at once: the holder gets the time of one more.
+        # A server that was away has aged every heartbeat at once: the holder gets the time of one more. So it does
+        # where the clock was put back, or no heartbeat of a clock that once was years ahead would ever grow old.
         first = self._suspects.setdefault(seen, time.monotonic())
-        return time.monotonic() - first >= self._heartbeat
+        return time.monotonic() - first >= (self._heartbeat if age_s > 0 else max(self._heartbeat, HEARTBEAT_S))
 
     def _beat(self) -> None:
         while not self._stop.wait(self._heartbeat):

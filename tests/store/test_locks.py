@@ -174,6 +174,25 @@ def test_a_stale_heartbeat_gets_the_time_of_one_more(path: Path) -> None:
     assert not Lock(path, heartbeat=60, stale_after=600).acquire(timeout=0.1)
 
 
+def test_a_heartbeat_from_the_future_is_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose clock was years ahead lost its power: its lock would hold for as many years."""
+    monkeypatch.setattr("pipeline.locks.HEARTBEAT_S", 0.05)
+    forge(path, age_s=-10 * 365 * 86400, host="elsewhere")
+    assert not is_held(path, stale_after=60, now=time.time())
+    assert not Lock(path, heartbeat=60, stale_after=600).acquire(timeout=0.1), "it gets the time of one more"
+    assert Lock(path, heartbeat=0.01, stale_after=60).acquire(timeout=10)
+
+
+def test_a_holder_whose_clock_was_put_back_keeps_the_lock(path: Path) -> None:
+    with Lock(path, heartbeat=0.02, stale_after=1) as lock:
+        ahead = time.time() + 86400
+        os.utime(path, (ahead, ahead))
+        while path.stat().st_mtime >= ahead - 1:
+            time.sleep(0.01)
+        lock.check()
+        assert is_held(path, stale_after=1, now=time.time())
+
+
 def test_a_reused_pid_is_another_process(path: Path) -> None:
     forge(path, age_s=0, pid=os.getpid(), born="1")
     with Lock(path, heartbeat=100, stale_after=1000) as lock:
