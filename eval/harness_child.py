@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import socket
+import struct
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +30,7 @@ from eval.harness_log import Asked, answer, digest, read_rows, write_asked
 from eval.samples import Sample
 from eval.suites import SuiteTask
 
+_CREDENTIALS = struct.calcsize("3i")
 Tell = Callable[[Mapping[str, Any]], None]
 
 
@@ -164,11 +167,14 @@ def _one(values: list[Any]) -> Any:
     return values[0] if len(set(values)) == 1 else values
 
 
-def main(path: str) -> None:
-    """Answer until the other end of the socket is closed."""
+def main(address: str) -> None:
+    """Answer until the other end of the socket is closed; ``address`` is a path, or @ and an abstract name."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
+        connection.connect(address.replace("@", "\0", 1) if address.startswith("@") else address)
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS))
+        if user != os.geteuid():  # of those who listen there, only ours may say what is loaded and run
+            raise PermissionError(f"{address} is another user's socket")
         with connection.makefile("rw", encoding="utf-8") as lines:
 
             def tell(message: Mapping[str, Any]) -> None:

@@ -1,15 +1,19 @@
 """A program of ours that is asked things while it runs, and ends when we do.
 
-It runs as `run_logged` runs others, and is handed the path of a Unix socket on which it finds us. JSON lines go both
-ways; its last words, should it end in between, are in its log.
+It runs as `run_logged` runs others, and is handed the name of a Unix socket on which it finds us. JSON lines go both
+ways; its last words, should it end in between, are in its log. The name is an abstract one of Linux: nothing lies on a
+disk, so nothing is left there when we are killed. Anybody on this machine could connect to it, so only our own user is
+listened to.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import secrets as random
 import socket
+import struct
 import subprocess
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from io import BufferedRWPair
@@ -58,18 +62,17 @@ class Conversation:
 def conversation(
     argv: Sequence[str], log: Path, *, what: str, env: Mapping[str, str], secrets: Collection[str] = ()
 ) -> Iterator[Conversation]:
-    """Start a program with the path of its socket as the last argument; it has ended at the exit.
+    """Start a program with the name of its socket, @ for the zero byte, as the last argument; it has ended at the exit.
 
     ``secrets`` names the variables with tokens that it may have, ``what`` is its name in errors.
     """
     with ExitStack() as stack:
-        # Not below the store: the path of a socket has room for some hundred characters. It is not needed for long.
-        with tempfile.TemporaryDirectory(prefix="quantmint-") as folder, socket.socket(socket.AF_UNIX) as listener:
-            path = str(Path(folder) / "socket")
-            listener.bind(path)
+        with socket.socket(socket.AF_UNIX) as listener:
+            name = f"quantmint-{random.token_hex(16)}"
+            listener.bind(f"\0{name}")
             listener.listen(1)
             listener.settimeout(_POLL_S)
-            process = stack.enter_context(supervised([*argv, path], log, env=env, secrets=secrets))
+            process = stack.enter_context(supervised([*argv, f"@{name}"], log, env=env, secrets=secrets))
             connection = stack.enter_context(_accepted(listener, process, what, log))
         yield Conversation(connection.makefile("rwb"), process, what, log)
 
@@ -81,6 +84,16 @@ def _accepted(listener: socket.socket, process: subprocess.Popen[bytes], what: s
         except TimeoutError:
             if process.poll() is not None:
                 raise failed(what, process.returncode, log) from None
-        else:
+            continue
+        if _user_of(connection) == os.geteuid():
             connection.settimeout(None)
             return connection
+        connection.close()
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user at the other end, as the kernel knows it."""
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    return int(user)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,14 +16,14 @@ import pytest
 
 from eval.errors import MeasurementError
 from pipeline.errors import StageError
-from pipeline.stages.conversation import conversation
+from pipeline.stages.conversation import _user_of, conversation
 from tests.processes import processes_naming
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, socket, sys
 connection = socket.socket(socket.AF_UNIX)
-connection.connect(sys.argv[-1])
+connection.connect(sys.argv[-1].replace("@", "\\0", 1))
 lines = connection.makefile("rw")
 def tell(**message):
     lines.write(json.dumps(message) + "\\n"); lines.flush()
@@ -69,6 +71,21 @@ def test_a_program_that_ends_before_it_answers_is_quoted(tmp_path: Path) -> None
     mute = conversation([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "other", what="it", env={})
     with pytest.raises(StageError, match=r"^it ended with exit code 3: it printed nothing"), mute:
         raise AssertionError("it never came")
+
+
+def test_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    users = iter([os.geteuid() + 1, os.geteuid()])
+    monkeypatch.setattr("pipeline.stages.conversation._user_of", lambda _: next(users))
+    first = PROGRAM.replace("lines =", "turned_away = connection.recv(1)\nconnection = socket.socket(socket.AF_UNIX)\n"
+                            'connection.connect(sys.argv[-1].replace("@", "\\0", 1))\nlines =')  # fmt: skip
+    with conversation([sys.executable, "-c", first], tmp_path / "log", what="it", env={}) as talk:
+        assert talk.ask({"what": "add", "numbers": [1]}) == {"sum": 1}
+
+
+def test_the_user_at_the_other_end_is_the_kernels_word() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        assert _user_of(ours) == os.geteuid()
 
 
 def test_an_error_of_ours_ends_it(tmp_path: Path) -> None:
