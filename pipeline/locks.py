@@ -43,6 +43,7 @@ HEARTBEAT_S = 5.0
 STALE_AFTER_S = 60.0
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,13 @@ class Lock:
                         self.path.unlink()
         except FileNotFoundError:
             pass  # taken over, then freed, by another
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            # No room for the claim's name. Kept, the file would bar everybody for as long as this process lives; and
+            # as its heartbeat went on until now, nobody else is about to replace it.
+            if not self.lost:
+                self.path.unlink(missing_ok=True)
         finally:
             self._withdraw()
 

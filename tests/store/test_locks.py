@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -191,6 +192,20 @@ def test_a_holder_whose_clock_was_put_back_keeps_the_lock(path: Path) -> None:
             time.sleep(0.01)
         lock.check()
         assert is_held(path, stale_after=1, now=time.time())
+
+
+def test_a_full_disk_keeps_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that stays would have it for weeks, and nobody else would."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    lock = Lock(path)
+    lock.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.locks.os.link", full)
+        lock.release()
+    assert list(path.parent.iterdir()) == []
 
 
 def test_a_reused_pid_is_another_process(path: Path) -> None:
