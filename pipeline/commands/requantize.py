@@ -174,7 +174,7 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
 
     looked = zip(named, options.look()(named), strict=True)
     found = [(Request(recipe), due, state_of(due)) for recipe, due in looked]
-    runs, left = foresee(found, options, devices, free_of(options.store, devices.numbers))
+    runs, left = foresee(found, options, devices, free_of(options.store, devices.numbers, devices.uuids))
     if as_json:
         emit({"runs": [run.to_json() for run in runs], "others": [_plain(ended) for ended in left]})
     else:

@@ -20,10 +20,14 @@ from pipeline.serving.host.visible import CUDA, HIP, ROCR, chosen, visible_amd, 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """``number`` is the machine's, and the lock's; ``value`` is what the variable of a child calls it."""
+    """``number`` is the machine's; ``value`` is what the variable of a child calls it.
+
+    ``uuid`` is what no other device has, None where its driver says none, or gives it to several.
+    """
 
     number: int
     value: str
+    uuid: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,11 @@ class Devices:
     def numbers(self) -> tuple[int, ...]:
         """The machine's numbers."""
         return tuple(device.number for device in self.devices)
+
+    @property
+    def uuids(self) -> Mapping[int, str]:
+        """UUIDs by the machine's numbers, of devices that have one."""
+        return {device.number: device.uuid for device in self.devices if device.uuid is not None}
 
     def environment(self, ours: Mapping[str, str], taken: Iterable[int]) -> dict[str, str]:
         """The variables of a child with these devices; without any, it sees none.
@@ -69,7 +78,9 @@ def devices_of(machine: Machine, wanted: tuple[int, ...] | None) -> Devices:
         before = machine.environ.get(CUDA)
         names = [str(place) for place in range(len(nvidia))]
     values = names if before is None else [entry.strip() for entry in before.split(",")]
-    found = tuple(Device(number, value) for number, value in zip(visible, values, strict=False))
+    uuids = instinct or nvidia
+    own = {number: uuid for number, uuid in enumerate(uuids) if uuids.count(uuid) == 1 and uuid.strip("GPU-0")}
+    found = tuple(Device(number, value, own.get(number)) for number, value in zip(visible, values, strict=False))
     if wanted is None:
         return Devices(variable, found)
     for place in wanted:
@@ -81,29 +92,30 @@ def devices_of(machine: Machine, wanted: tuple[int, ...] | None) -> Devices:
     return Devices(variable, tuple(found[place] for place in sorted(set(wanted))))
 
 
-def free_of(root: Path, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Those of these devices whose lock nobody seems to have; nothing is touched.
+def free_of(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tuple[int, ...]:
+    """Those of these devices whose lock nobody seems to have; nothing is touched. ``uuids`` are `Devices.uuids`.
 
     Where the store cannot be read for a moment, none is: what runs goes on, and what waits does so a little longer.
     """
     now = time.time()
     try:
         return tuple(
-            number for number in numbers if not is_held(_lock_path(root, number), stale_after=STALE_AFTER_S, now=now)
+            number
+            for number in numbers
+            if not is_held(_lock_path(root, number, uuids), stale_after=STALE_AFTER_S, now=now)
         )
     except OSError:
         return ()
 
 
-def take(root: Path, numbers: Iterable[int]) -> tuple[Lock, ...] | None:
-    """The locks of these devices, taken in the order of their numbers; None, and none of them, where one is taken.
+def take(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tuple[Lock, ...] | None:
+    """The locks of these devices, taken in the order of their names; None, and none of them, where one is taken.
 
-    Raises `OSError` or `StoreError` where the store cannot be written.
+    ``uuids`` are `Devices.uuids`. Raises `OSError` or `StoreError` where the store cannot be written.
     """
     held: list[Lock] = []
     try:
-        for number in sorted(numbers):
-            path = _lock_path(root, number)
+        for path in sorted(_lock_path(root, number, uuids) for number in numbers):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = Lock(path)
             if not try_lock(lock):
@@ -127,6 +139,7 @@ def _nvidia(machine: Machine) -> list[str]:
     return [line.strip() for line in (listed or "").splitlines() if line.strip()]
 
 
-def _lock_path(root: Path, number: int) -> Path:
-    host = re.sub(r"[^A-Za-z0-9._-]+", "-", socket.gethostname()) or "host"
-    return folder_of(root) / "devices" / f"{host}-{number}.lock"
+def _lock_path(root: Path, number: int, uuids: Mapping[int, str]) -> Path:
+    """By its UUID: containers on one machine have other host names, and count from 0 what each was given of it."""
+    name = uuids.get(number) or f"{socket.gethostname() or 'host'}-{number}"
+    return folder_of(root) / "devices" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.lock"

@@ -236,7 +236,7 @@ class Fleet:
                     self._elsewhere(job, now)
                     return
                 job.lock = lock
-            held = take(root, devices)
+            held = take(root, devices, self._devices.uuids)
         if held is None:  # another fleet was quicker since we looked
             if not job.attempts:
                 self._free(job)
@@ -415,7 +415,7 @@ class Fleet:
         return Room(
             now=now,
             slots=slots,
-            free=free_of(self._options.store, ours) if slots > 0 else (),
+            free=free_of(self._options.store, ours, self._devices.uuids) if slots > 0 else (),
             running=frozenset(self._running),
             left_s=self._account.budgets.left_s(now),
             left_bytes=self._account.budgets.left_bytes(),

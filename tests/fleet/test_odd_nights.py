@@ -81,8 +81,8 @@ def test_a_store_that_cannot_be_read_for_a_moment(stage: Stage, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr("pipeline.fleet.devices.is_held", away)
-        assert free_of(stage.store, (0, 1)) == ()
-    assert free_of(stage.store, (0, 1)) == (0, 1)
+        assert free_of(stage.store, (0, 1), {}) == ()
+    assert free_of(stage.store, (0, 1), {}) == (0, 1)
 
 
 def test_a_device_that_cannot_be_given_back_ends_no_round(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
