@@ -120,9 +120,10 @@ def _round(
     if moved == "model" and number:
         world.move_base("north")
     _write(world, FLEET[RECIPE], seed=number)
-    # As long as it takes when nobody disturbs it: a little more than that, and the kill comes too late.
-    whole = [one.seconds for one in known if one.whole and one.moved == moved] or [one.seconds for one in known]
-    after = None if fate == "whole" else die.uniform(0, statistics.median(whole[-5:]))
+    # At any moment of the time that it takes when nobody disturbs it.
+    whole = [one for one in known if one.whole]
+    alike = [one.seconds for one in whole if one.moved == moved] or [one.seconds for one in whole]
+    after = None if fate == "whole" else die.uniform(0, statistics.median(alike[-5:]))
     began = time.monotonic()
     state = _asked(resident, world, after, die) if after is None or fate == "program" else _killed_fleet(world, after)
     seconds = time.monotonic() - began
