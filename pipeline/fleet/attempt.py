@@ -20,6 +20,7 @@ from pipeline.store.disk import disk_errors
 
 _KEPT: Final = 5
 _POLL_S: Final = 0.1
+_LINE: Final = 4096  # bytes
 _STAGE: Final = re.compile(rb"^\[(\d+/\d+)\] ([^\s:]+): started$", re.MULTILINE)
 _FINISHED: Final = re.compile(rb"\[\d+/\d+\] ([!-~]+): done in ")
 _NOT_A_CHILDS: Final = re.compile(r"QUANTMINT_WEBHOOK\w*")
@@ -153,7 +154,8 @@ def _tell_stage(log: Path, seen: int, on_stage: Callable[[str], None]) -> int:
             grown = stream.read(size - seen)
     except OSError:
         return seen
-    whole = grown.rfind(b"\n") + 1
+    # A library's bar writes for hours without an end of line: only the last of that may become a line of ours.
+    whole = grown.rfind(b"\n") + 1 or max(0, len(grown) - _LINE)
     found = _STAGE.findall(grown[:whole])
     if found:
         on_stage(b" ".join(found[-1]).decode(errors="replace"))

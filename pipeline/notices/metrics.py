@@ -77,7 +77,7 @@ class Board(Collector):
                 self._due.pop(event.recipe, None)
             elif event.state in _DONE:
                 self._due[event.recipe] = False
-            elif event.kind != "stage":
+            elif event.kind != "stage" and not _unlooked(event):
                 self._due[event.recipe] = True
 
     def plan(self, fires: Mapping[str, float]) -> None:
@@ -116,6 +116,11 @@ class Board(Collector):
                 self._told = str(error)
                 self._warn(self._told)
             return {}
+
+
+def _unlooked(event: Event) -> bool:
+    """Whether nobody could look at it, so that all that is known of it is what somebody typed, perhaps a path."""
+    return event.state in {"failed", "interrupted"} and not event.attempt and not event.causes
 
 
 def _by_recipe(name: str, text: str, values: Mapping[str, float]) -> GaugeMetricFamily:

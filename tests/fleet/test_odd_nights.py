@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.fleet.attempt import _tell_stage
 from pipeline.fleet.devices import free_of, give_back
 from pipeline.fleet.display import shown
 from pipeline.fleet.events import Event
@@ -166,6 +167,24 @@ def test_two_files_with_one_name_are_not_taken_for_one(stage: Stage) -> None:
     found = {name: (ended.state, ended.exit_code) for name, ended in by_name(fleet.run()).items()}
     assert found == {"a": ("ran", 0), "other/a.yaml": ("broken", 2)}
     assert len(stage.seen("a")) == 1
+
+
+def test_a_log_without_ends_of_lines_is_not_read_again_and_again(tmp_path: Path) -> None:
+    log, told = tmp_path / "a.log", list[str]()
+    with log.open("wb") as stream:
+        stream.write(b"\r 50%|#####     |" * 100_000 + b"\n[2/3] eval")
+        stream.flush()
+        seen = _tell_stage(log, 0, told.append)
+        stream.write(b"uate: started\n" + b"\r 60%|######    |" * 100_000)
+        stream.flush()
+        seen = _tell_stage(log, seen, told.append)
+        assert log.stat().st_size - seen > 4096, "what follows an end of line is looked at once more"
+        seen = _tell_stage(log, seen, told.append)
+        stream.write(b"\n[3/3] gate: started\n")
+        stream.flush()
+        assert log.stat().st_size - seen < 8192
+        assert _tell_stage(log, seen, told.append) == log.stat().st_size
+    assert told == ["2/3 evaluate", "3/3 gate"]
 
 
 def test_a_display_that_cannot_write_ends_no_round() -> None:

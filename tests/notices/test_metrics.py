@@ -91,6 +91,15 @@ def test_what_a_round_tells_while_it_works(store: Path, event: Make) -> None:
     assert (found["queue_length",], found["running",]) == (4, 5)
 
 
+def test_what_nobody_could_look_at_is_not_due_for_ever(store: Path, event: Make) -> None:
+    """It has no name yet: what is told is what somebody typed, which nothing that comes later is told of."""
+    ours = board(store)
+    ours.hear(event("finished", "recipes/good.yaml", state="failed", exit_code=5))
+    ours.hear(event("finished", "recipes/bad.yaml", state="interrupted"))
+    ours.hear(event("finished", "large", state="failed", exit_code=2, causes=("recipe",)))
+    assert {key[1] for key in shown(ours) if key[0] == "due"} == {"large"}
+
+
 def test_the_next_fire_goes_with_its_recipe(store: Path) -> None:
     ours = board(store)
     ours.plan({"good": EPOCH + 5, "bad": EPOCH + 6})
