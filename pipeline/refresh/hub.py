@@ -7,12 +7,14 @@ something is due goes on with what is known. What goes wrong is told as there, w
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import StageError
 from pipeline.publish import manifest
 from pipeline.publish.hub.client import Client, MissingError, connect
+from pipeline.publish.manifest import Manifest
 from pipeline.publish.release import MANIFEST, TAG, identity_in
 from pipeline.refresh.release import Released, Silent
 
@@ -49,7 +51,7 @@ def newest_on_hub(repo: str) -> Released | None:
     """The newest release of a repository; None where it is not there, or has none.
 
     The day is in the tag, so of many releases only those of the last day are read: their manifests never change, and
-    the Hub's cache keeps them. Raises `QuantmintError`.
+    the Hub's cache keeps them. A tag that only looks like a release's hides none. Raises `QuantmintError`.
     """
     client = connect(repo, Silent(), tries=1)
     try:
@@ -58,18 +60,23 @@ def newest_on_hub(repo: str) -> Released | None:
         if not _has_token():  # then it may be there all the same: the Hub shows a private one to nobody else
             raise
         return None
-    last = max((tag[:9] for tag in tags), default="")
-    found = [
-        (manifest.decode(raw, what=f"{repo}@{tag}/{MANIFEST}"), tag)
-        for tag in sorted(tags)
-        if tag.startswith(last) and last
-        for raw in [_file(client, tags[tag], MANIFEST).read_bytes()]
-        if manifest.identity(raw).startswith(identity_in(tag))
-    ]
-    if not found:
+    for _, day in groupby(sorted(tags, reverse=True), key=lambda tag: tag[:9]):
+        found = [(made, tag) for tag in day if (made := _manifest(client, tag, tags[tag])) is not None]
+        if found:
+            newest, tag = max(found, key=lambda pair: (pair[0].created, pair[1]))
+            return Released(repo, tag, newest, _shown(client, heads.get("main"), tags))
+    return None
+
+
+def _manifest(client: Client, tag: str, commit: str) -> Manifest | None:
+    """What the release of a tag was made from; None for a tag that somebody else made."""
+    try:
+        raw = _file(client, commit, MANIFEST).read_bytes()
+    except MissingError:
         return None
-    newest, tag = max(found, key=lambda pair: (pair[0].created, pair[1]))
-    return Released(repo, tag, newest, _shown(client, heads.get("main"), tags))
+    if not manifest.identity(raw).startswith(identity_in(tag)):
+        return None
+    return manifest.decode(raw, what=f"{client.repo}@{tag}/{MANIFEST}")
 
 
 def _refs(client: Client) -> tuple[dict[str, str], dict[str, str]]:

@@ -48,6 +48,14 @@ def test_a_base_that_moved(online: World, hub: HubStandIn) -> None:
     assert online.due().state == "current"
 
 
+@pytest.mark.parametrize("name", ["README.md", MANIFEST])
+def test_a_tag_that_only_looks_like_a_releases_hides_none(online: World, hub: HubStandIn, name: str) -> None:
+    """Somebody's own, of a day that is to come: nothing would be found released, or the Hub not be understood."""
+    hub.repo(REPO).refs["refs/tags/v20991231-0a0b0c0d"] = hub.put(REPO, {name: b"{}"}, "of my own")
+    found = online.due()
+    assert (found.state, found.unknown) == ("current", ())
+
+
 def test_nothing_is_remembered_between_calls(online: World, hub: HubStandIn) -> None:
     """A scheduler that lives for weeks asks in one process."""
     assert online.due().state == "current"
