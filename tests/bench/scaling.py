@@ -95,6 +95,12 @@ def _into_page_cache(folder: Path) -> None:
                 pass
 
 
+def disturbed(result: dict[str, Any]) -> bool:
+    """Whether others were at work on the machine: then ratios of what was measured are no speed-ups."""
+    machine = result["machine"]
+    return bool(machine["load_before"] > machine["cores"] / 2)
+
+
 def _seconds(found: dict[str, Any]) -> str:
     return ", ".join(f"{name} {found[name]:.1f} s" for name in ("quantize", "calibrate") if name in found)
 
@@ -171,6 +177,7 @@ def main(
         if cores is not None and cores < len(everything):
             take("one process, cores of a node", None, share_of_cores(1, cores)[0])
         result["same_bytes"] = len(digests) == 1
+        result["disturbed"] = disturbed(result)
         parts = Parts.of(result, source)
         result["parts"] = asdict(parts)
         result["modelled"] = modelled(parts)
@@ -193,6 +200,8 @@ def _show(result: dict[str, Any]) -> None:
         f"{result['model_gb']:.2f} GB of bf16 in {result['shards']} files to {result['scheme']} on {machine['cores']} "
         f"cores of {machine['processor']}, load {machine['load_before']} before"
     )
+    if result["disturbed"]:
+        click.echo("  others were at work on this machine: the ratios below are no speed-ups")
     first = result["runs"]["one process"]
     for name, found in result["runs"].items():
         ratio = f"{first['quantize'] / found['quantize']:.2f} x one process"

@@ -28,7 +28,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     here.set_xlim(0, 1.2 * max(run["quantize"] for run in runs.values()))
     here.set_xlabel("seconds, quantizing", fontsize=9)
     machine = result["machine"]
-    here.set_title(f"measured: {machine['cores']} cores of one machine", loc="left", fontsize=10, fontweight="bold")
+    beside = ", others at work" if result["disturbed"] else ""
+    title = f"measured: {machine['cores']} cores of one machine{beside}"
+    here.set_title(title, loc="left", fontsize=10, fontweight="bold")
     models: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["modelled"]["rows"]:
         models.setdefault(row["model"], []).append(row)

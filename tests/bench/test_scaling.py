@@ -63,6 +63,7 @@ def test_the_picture_says_what_is_modelled(tmp_path: Path) -> None:
 
     result = {
         "machine": {"cores": 2},
+        "disturbed": False,
         "runs": {"one process": {"quantize": 4.0}, "2 nodes": {"quantize": 3.0}},
         "modelled": modelled(IDEAL),
     }
