@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from pipeline.engines.stream.plan import plan_shards
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.formats.layout import Choice
 from pipeline.model.structure import read_structure
+from pipeline.store.disk import sha256_of
+from tests.bench.model import SHAPES, write_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -81,3 +84,32 @@ def test_a_checkpoint_has_the_same_bytes_on_both(models: Callable[..., Path], sc
         )
         files.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "fp8", "mxfp4"])
+def test_weights_of_real_size_have_the_same_bytes_every_time(scheme: str, tmp_path: Path) -> None:
+    """Copies of 32 MiB take long enough to be read before they are there; those of a tiny model do not."""
+    write_model(tmp_path / "model", SHAPES["8b"], layers=3, shards=4)
+    source = open_checkpoint(tmp_path / "model")
+    structure = read_structure(source.folder, source.tensors)
+    choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, False)
+    plans = plan_shards(source, structure, choice, "compressed-tensors", shared_scales=True)
+    ranges = {f"{module}.input_scale": 3.0 for module in structure.linear} if scheme == "fp8" else {}
+    digests = []
+    for number, device in enumerate(("cpu", "cuda:0", "cuda:0", "cuda:0")):
+        folder = tmp_path / f"{number}"
+        written = write_checkpoint(
+            source,
+            plans,
+            choice,
+            ranges,
+            folder,
+            checkpoint_format="compressed-tensors",
+            manifest=tmp_path / f"{number}.jsonl",
+            devices=(device,),
+        )
+        digests.append({shard.name: shard.sha256 for shard in written.shards})
+        on_disk = {path.name: sha256_of(path) for path in folder.glob("*.safetensors")}
+        assert on_disk == digests[-1]  # what was hashed is what was written
+        shutil.rmtree(folder)
+    assert digests[1:] == digests[:1] * 3

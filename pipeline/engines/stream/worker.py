@@ -142,11 +142,13 @@ class Worker:
         """The bytes of a result on the host: uint8, valid until the same use comes again."""
         import torch
 
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
         if self._stream is None:
-            return flat
-        found = self.buffer(use, flat.numel())
-        with self.clock("compute"):
+            return tensor.contiguous().reshape(-1).view(torch.uint8)
+        # On the worker's own stream: PyTorch's streams do not wait for the default one, nor does waiting for one of
+        # them wait for a copy there, and the buffer would be read before it is filled.
+        with self.clock("compute"), self.computing():
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            found = self.buffer(use, flat.numel())
             found.copy_(flat, non_blocking=True)
             self._stream.synchronize()
         return found
