@@ -97,6 +97,8 @@ def calibrate(
     Raises:
         CalibrationError: the model cannot be measured; the message says why, and what to do instead.
     """
+    import torch
+
     with measuring(folder):
         replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices]
         need, obstacle = need_of(replicas[0], batches)
@@ -105,7 +107,8 @@ def calibrate(
         decision = decide(mode, need, places, free, obstacle)
         watcher.say(f"{decision.mode} mode on {', '.join(places)}: {decision.reason}")
         if elsewhere is not None:
-            order = Order(folder, work, observation, decision.mode, activation_bytes, trust_remote_code)
+            threads = torch.get_num_threads()
+            order = Order(folder, work, observation, decision.mode, activation_bytes, trust_remote_code, threads)
             found = _by_shares(elsewhere, order, batches, watcher)
             require_sound(replicas[0], found.magnitudes)
         elif decision.mode == "resident":

@@ -48,7 +48,10 @@ _BATCHES, _SHARES, _LAYERS, _WHOLE = "batches.safetensors", "shares.json", "laye
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What every share is measured with; ``folder`` of the model and ``work`` lie where every machine sees them."""
+    """What every share is measured with; ``folder`` of the model and ``work`` lie where every machine sees them.
+
+    ``threads`` are PyTorch's on a CPU: how a product is cut among them may decide its last bit.
+    """
 
     folder: Path
     work: Path
@@ -56,6 +59,7 @@ class Order:
     mode: Literal["resident", "layer"]
     activation_bytes: int | None
     trust_remote_code: bool
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)

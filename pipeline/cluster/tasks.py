@@ -6,7 +6,6 @@ writes under a name of its own, and whoever asked takes one of them.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -82,6 +81,5 @@ def measure(order: Order, share: Share, device: str, versions: Mapping[str, str]
     forget_secrets()
     require_versions(versions)
     if device == "cpu":
-        # As many threads as one process has on this machine: how a product is cut may decide its last bit.
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(order.threads)  # those of the process that asks, so that the bits are its own
     measure_share(order, share, device, secrets.token_hex(4))

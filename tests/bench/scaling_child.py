@@ -77,6 +77,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
     found["seconds"] = dict(written.seconds)
     for shard in written.shards:
         digest.update(shard.sha256.encode())
+    found["sha256"], digest = digest.hexdigest(), hashlib.sha256()
     if order["samples"]:
         with clock("calibrate"):
             ranges = _calibrate(checkpoint.folder, order, out, spread)
@@ -85,7 +86,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
                 digest.update(f"{name} {amax.tolist()}".encode())
     if spread is not None:
         spread.release()
-    return {**found, "sha256": digest.hexdigest()}
+    return {**found, "threads": len(os.sched_getaffinity(0)), "ranges": digest.hexdigest()}
 
 
 def _calibrate(folder: Path, order: dict[str, Any], out: Path, spread: Any) -> Any:

@@ -124,7 +124,8 @@ def test_a_share_by_layers_is_taken_over_at_its_layer(
     models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = list(blocks[:, :16].split(4))
-    order = Order(models("llama"), tmp_path / "work", Observation(cache="mse"), "layer", None, False)
+    observation, threads = Observation(cache="mse"), torch.get_num_threads()
+    order = Order(models("llama"), tmp_path / "work", observation, "layer", None, False, threads)
     (share,) = room.prepared(order, batches, 1)
     run_layers, kept = room.run_layers, []
 
@@ -153,7 +154,7 @@ def test_a_share_by_layers_is_taken_over_at_its_layer(
     assert not lost.exists()
     assert room.is_finished(order, share)
     found = room.joined(order, [share])
-    alone = Order(models("llama"), tmp_path / "alone", order.observation, "resident", None, False)
+    alone = Order(models("llama"), tmp_path / "alone", order.observation, "resident", None, False, order.threads)
     (whole,) = room.prepared(alone, [torch.cat(batches)], 1)
     measure_share(alone, whole, "cpu", "only")
     assert found.magnitudes.keys() == room.joined(alone, [whole]).magnitudes.keys()
@@ -162,7 +163,7 @@ def test_a_share_by_layers_is_taken_over_at_its_layer(
 def test_an_attempt_that_lost_its_folder_finishes_nothing(
     models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = Order(models("llama"), tmp_path / "work", Observation(), "layer", None, False)
+    order = Order(models("llama"), tmp_path / "work", Observation(), "layer", None, False, torch.get_num_threads())
     (share,) = room.prepared(order, [blocks[:2, :16]], 1)
     run_layers = room.run_layers
 
