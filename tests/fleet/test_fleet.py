@@ -39,13 +39,13 @@ class Round:
 
     @property
     def changes(self) -> dict[str, set[tuple[str, str]]]:
-        """Of what was due: each recipe's state, with the causes."""
+        """Each recipe's changes before the round: its state, with the cause."""
         found = {one["name"]: one for one in self.due.answer["recipes"]}
         return {name: {(one["state"], change["cause"]) for change in one["changes"]} for name, one in found.items()}
 
     @property
     def made(self) -> dict[str, set[str]]:
-        """The stages that were made for some recipe, by the model's name and what it becomes."""
+        """The stages that were made for each recipe that ran."""
         return {name: {key for run in runs for key in made(run)} for name, runs in self.runs.items()}
 
 
@@ -158,9 +158,8 @@ def test_the_good_ones_are_published_and_the_others_stay(world: World, moved: Ro
 
 
 def test_the_summary_has_a_verdict_each_and_the_worst_exit_code(moved: Round) -> None:
-    ended = moved.ran.ended
+    found = moved.ran.ended
     assert moved.ran.code == moved.ran.answer["exit_code"] == 2, moved.ran.said
-    found = {name.removeprefix("recipes/").removesuffix(".yaml"): one for name, one in ended.items()}
     assert found.keys() == FLEET.keys()
     assert {(found[name]["state"], found[name]["verdict"]) for name in SOUTH | SENTENCES} == {("ran", "PASS")}
     assert {(found[name]["state"], found[name]["attempts"]) for name in UNTOUCHED} == {("current", 0)}

@@ -1,4 +1,4 @@
-"""A Python whose programs start as forks of one process that has imported the large libraries already.
+"""A Python whose programs start as forks of one process that has imported the libraries, and ours, already.
 
     with warm_python(folder, environment) as python:
         subprocess.run([python, "-m", "pipeline", "requantize", "--due"])
@@ -14,9 +14,9 @@ where it was killed. ``-c``, and what is started with ``-I``, is left to the rea
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -32,13 +32,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_LIBRARIES = (
+_IMPORTED = (
     "torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama", "transformers.masking_utils", "transformers.core_model_loading",
     "transformers.conversion_mapping", "tokenizers", "safetensors.torch", "datasets", "lm_eval.tasks",
     "lm_eval.evaluator", "lm_eval.models.openai_completions", "scipy.stats", "matplotlib.pyplot",
     "matplotlib.backends.backend_svg", "huggingface_hub.hf_api", "jinja2", "pydantic", "cyclonedx.model.bom",
     "cyclonedx.output.json", "detect_secrets.core.scan", "tenacity", "rich.progress", "httpx",
+    # Ours take a second as well: models of pydantic, tables.
+    "pipeline.cli", "pipeline.commands.requantize", "pipeline.commands.run", "pipeline.runner", "pipeline.session",
+    "pipeline.planning", "pipeline.preflight", "pipeline.refresh.due", "pipeline.fleet.round", "pipeline.fleet.display",
+    "pipeline.notices.outlets", "pipeline.engines.stream.engine", "pipeline.inspection.inspect",
+    "pipeline.tracking.after_run", "pipeline.publish.opening", "pipeline.publish.hub.target",
+    "pipeline.publish.card.rendering",
+    "pipeline.publish.sbom", "pipeline.publish.secrets", "pipeline.reference.model", "pipeline.reference.service",
+    "pipeline.reference.greedy", "pipeline.reference.text", "calibration.calibrate", "eval.report.page",
+    "eval.report.views", "eval.harness_client",
 )  # fmt: skip
 _PROCESSES: dict[str, int] = {}
 """The process that forks, by its executable."""
@@ -110,9 +119,10 @@ def programs(python: str | Path) -> list[int]:
 
 def _serve(place: str, script: str) -> None:
     """Fork for each caller until our input ends."""
-    for name in _LIBRARIES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    sys.executable = script  # some of ours read it while they are imported
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # a fork that collects would write to, and so copy, all of it
     waiters: set[int] = set()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(place)
@@ -127,7 +137,7 @@ def _serve(place: str, script: str) -> None:
                 pid = os.fork()
                 if pid == 0:
                     listening.close()
-                    _wait_on(line, script)
+                    _wait_on(line)
                 waiters.add(pid)
                 line.close()
             waiters = {pid for pid in waiters if os.waitpid(pid, os.WNOHANG) == (0, 0)}
@@ -138,7 +148,7 @@ def _serve(place: str, script: str) -> None:
         os.waitpid(pid, 0)
 
 
-def _wait_on(line: socket.socket, script: str) -> None:
+def _wait_on(line: socket.socket) -> None:
     """Fork the program, pass signals on, and tell how it ended; never returns."""
     head, files, _, _ = socket.recv_fds(line, 4, 3)
     content = b""
@@ -148,7 +158,7 @@ def _wait_on(line: socket.socket, script: str) -> None:
     pid = os.fork()
     if pid == 0:
         line.close()
-        _become(asked, files, script)
+        _become(asked, files)
     for file in (0, 1, *files):
         os.close(file)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
@@ -167,7 +177,7 @@ def _wait_on(line: socket.socket, script: str) -> None:
     os._exit(0)
 
 
-def _become(asked: Mapping[str, Any], files: array.array[int] | list[int], script: str) -> None:
+def _become(asked: Mapping[str, Any], files: list[int]) -> None:
     """Be the program, from its first line to what it does at exit; never returns."""
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -177,7 +187,7 @@ def _become(asked: Mapping[str, Any], files: array.array[int] | list[int], scrip
     os.environ.update(asked["environment"])
 
     module, *arguments = asked["arguments"]
-    sys.executable, sys.argv = script, [module, *arguments]
+    sys.argv = [module, *arguments]
     sys.path[0] = asked["folder"]
     code: object = 1
     try:
