@@ -13,7 +13,8 @@ def draw(series: Sequence[Round], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "soak"
+    mpl.rcParams["svg.hashsalt"] = "soak"  # the same figures give the same file
+    mpl.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     panels = (
