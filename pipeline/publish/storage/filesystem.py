@@ -16,7 +16,7 @@ from pipeline.errors import StageError, UserError
 from pipeline.passing import passes
 from pipeline.publish.copying import Advance, changed, chunks
 from pipeline.publish.release import File
-from pipeline.publish.storage.objects import Content
+from pipeline.publish.storage.objects import Content, require_small
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -96,6 +96,7 @@ class FileSystemObjects:
         with self._told(f"read {name}"):
             filesystem, _ = self._opened
             try:
+                require_small(self._place, name, int(filesystem.size(self._path(name)) or 0))
                 data = bytes(filesystem.cat_file(self._path(name)))
             except FileNotFoundError:
                 return None

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-from pipeline.errors import UserError
+from pipeline.errors import StageError, UserError
 from pipeline.publish.copying import Advance
 from pipeline.publish.release import File
 
 _S3 = ("s3", "s3a")
+SMALL: Final = 1 << 26
+"""Bytes of the largest object that is read whole: a manifest of ten thousand files has two million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Objects(Protocol):
         ...
 
     def read(self, name: str) -> Content | None:
-        """A small object whole; None where there is none."""
+        """A small object whole; None where there is none. One that is not `SMALL` is a `StageError`, and not read."""
         ...
 
     def replace(self, name: str, data: bytes, seen: str | None) -> bool:
@@ -79,6 +81,12 @@ class Objects(Protocol):
     def tidy(self, folder: str) -> None:
         """Remove halves of uploads that nobody will go on with."""
         ...
+
+
+def require_small(place: str, name: str, size: int) -> None:
+    """Raise `StageError` for an object that nobody should hold in memory."""
+    if size > SMALL:
+        raise StageError(f"{place}: {name} has {size:,} bytes, expected at most {SMALL:,}", hint="Look who wrote it.")
 
 
 def open_objects(url: str, endpoint: str | None) -> Objects:

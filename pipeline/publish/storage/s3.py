@@ -16,7 +16,7 @@ from pipeline.publish.copying import Advance
 from pipeline.publish.release import File
 from pipeline.publish.storage import multipart
 from pipeline.publish.storage.calls import AnswerError, Calls
-from pipeline.publish.storage.objects import Content
+from pipeline.publish.storage.objects import Content, require_small
 
 if TYPE_CHECKING:
     from s3fs import S3FileSystem
@@ -140,6 +140,7 @@ class S3Objects:
             async def whole() -> tuple[bytes, str]:
                 answer = await self._filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._key(name))
                 async with answer["Body"] as body:
+                    require_small(self._place, name, int(answer["ContentLength"]))
                     return await body.read(), str(answer["ETag"])
 
             found: tuple[bytes, str] = sync(self._filesystem.loop, whole)

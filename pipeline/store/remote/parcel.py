@@ -23,7 +23,6 @@ from pipeline.store.entries import Entry
 from pipeline.store.records import FINGERPRINT, Record
 
 SCHEMA: Final = 1
-LARGEST: Final = 1 << 26  # bytes of a parcel; one that lists ten thousand files has two million
 _KEYS: Final = {"schema", "folder", "record", "inputs", "device"}
 _WEIGHTS: Final = "checkpoint/"
 _SERVED: Final = "serve"
@@ -70,8 +69,6 @@ def pack(entry: Entry, inputs: Mapping[str, Entry]) -> Parcel:
 
 def decode(raw: bytes, stage: str, wanted: str) -> Parcel:
     """Read a parcel of the entry ``stage``/``wanted``; raises `ParcelError` with the reason for anything else."""
-    if len(raw) > LARGEST:
-        raise ParcelError(f"it has {len(raw):,} bytes, expected at most {LARGEST:,}")
     try:
         data: Any = json.loads(raw)
         if not isinstance(data, dict) or data.keys() != _KEYS:
