@@ -35,6 +35,32 @@ def address_of(on: str, environment: Mapping[str, str]) -> str:
     return _client(on, "--on")
 
 
+def jobs_address_of(on: str, environment: Mapping[str, str]) -> str:
+    """What `quantmint submit --ray` takes: ``ray`` is the same cluster as for `address_of`, which Ray's client of jobs
+    finds by itself; else its dashboard, ``http://HEAD:8265``.
+
+    Raises `UserError` for anything else, also for the address of Ray's client: jobs go to the dashboard.
+    """
+    given, name = (environment.get(VARIABLE, ""), VARIABLE) if on == "ray" else (on, "--on")
+    if given.startswith("ray://"):
+        raise UserError(
+            f"{name}: found {given}, the address of Ray's client, and jobs go to the dashboard",
+            hint="--on http://HEAD:8265 where nothing else was set.",
+        )
+    if on == "ray":
+        return HERE
+    try:
+        parts = urlsplit(on)
+        sound = parts.scheme in {"http", "https"} and parts.hostname and "@" not in parts.netloc and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound:
+        raise UserError(
+            f"--on: found {on!r}, expected ray ({VARIABLE}'s cluster or this machine's) or http://HEAD:8265"
+        )
+    return on
+
+
 def endpoint_of(address: str) -> tuple[str, int] | None:
     """Host and port that must be open; None for the cluster of this machine, which Ray finds."""
     if address == HERE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,9 +38,17 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     help="Folder whose recipes are meant where none is named (default: ./recipes).",
 )
 @click.option(
-    "--jobs", type=click.IntRange(min=1), help="Recipes at a time (default: one for each device, one without any)."
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Recipes at a time (default: one for each device, one without any; --on: all).",
 )
 @devices_option
+@click.option(
+    "--on",
+    metavar="ray|http://HEAD:8265",
+    help="Run each recipe as a job of a Ray cluster whose nodes see these files, on a node with GPUs free for it: "
+    "ray is $RAY_ADDRESS or this machine's, else its dashboard.",
+)
 @click.option(
     "--retries",
     type=click.IntRange(min=0),
@@ -75,6 +84,7 @@ def command(
     folder: Path | None,
     jobs: int | None,
     devices: tuple[int, ...] | None,
+    on: str | None,
     retries: int,
     max_hours: float | None,
     max_disk: float | None,
@@ -94,9 +104,12 @@ def command(
     does not hold up the others; faults of networks and servers are tried again. Stopped at any moment, the same command
     goes on. Ends with the worst of the recipes' exit codes: 5, 2, 4, 1, 3, 0.
     """
+    from pipeline.cluster.address import jobs_address_of
     from pipeline.fleet.requests import Options
     from pipeline.refresh.naming import all_recipes
 
+    if on is not None and devices is not None:
+        raise click.UsageError("expected --devices, which are this machine's, or --on, not both")
     named = tuple(dict.fromkeys(recipes)) or all_recipes(folder)
     options = Options(
         store=store_path,
@@ -106,6 +119,7 @@ def command(
         max_hours=max_hours,
         max_disk=None if max_disk is None else int(max_disk * 1e9),
         everything=not only_due,
+        on=None if on is None else jobs_address_of(on, os.environ),
         redo=redo,
         wait=wait,
         vllm=vllm,
@@ -156,7 +170,7 @@ def stopping(fleet: Fleet) -> Iterator[None]:
 
 
 def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
-    from pipeline.fleet.devices import devices_of, free_of
+    from pipeline.fleet.devices import NONE, devices_of, free_of
     from pipeline.fleet.forecast import foresee
     from pipeline.fleet.requests import Request
     from pipeline.fleet.summary import worst
@@ -165,7 +179,7 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
     from pipeline.serving.host.machine import Machine
 
     reporter = reporter_for(json=as_json)
-    devices = devices_of(Machine(), options.devices)
+    devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
 
     def state_of(due: Due) -> RecipeState:
         if due.state == "broken":  # what was given need not be a name
@@ -202,7 +216,11 @@ def _print_forecast(runs: Sequence[Foreseen], left: Sequence[Ended]) -> None:
         made = table("", "recipe", "priority", "devices", "last took", "why", right=("", "priority", "last took"))
         for number, run in enumerate(runs, start=1):
             later = f"{run.needs}, when they are free" if run.needs else "when there is room"
-            has = later if run.devices is None else ",".join(map(str, run.devices)) or "none"
+            has = (
+                later
+                if run.devices is None
+                else ",".join(map(str, run.devices)) or (f"{run.needs} of the cluster" if run.needs else "none")
+            )
             took = "-" if run.expected_s is None else duration(run.expected_s)
             made.add_row(str(number), run.recipe, str(run.priority), has, took, escape(run.reason))
         console.print(made)

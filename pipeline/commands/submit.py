@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _FOR = {
     **dict.fromkeys(("partition", "account", "qos", "constraint", "gres", "sbatch", "setup", "container"), ("slurm",)),
     **dict.fromkeys(("namespace", "image", "pvc", "workdir", "secret", "node_selector"), ("kubernetes",)),
+    "attached": ("ray",),
     "venv": ("slurm", "ray"),
     "env": ("kubernetes", "ray"),
 }
@@ -52,6 +53,11 @@ _FOR = {
 @click.option("--secret", metavar="VAR=SECRET[:KEY]", multiple=True, help="Kubernetes: such as HF_TOKEN=hub:token.")
 @click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="Kubernetes.")
 @click.option("--follow", is_flag=True, help="Show the log, and end with the run's exit code.")
+@click.option(
+    "--attached",
+    is_flag=True,
+    help="Ray: as if it ran here: the log on standard error, the run's own JSON and exit code, and it ends with us.",
+)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; send nothing.")
 @click.option("--status", metavar="ID", help="Say how a job is, instead of submitting one; with --follow its log.")
 @click.option("--cancel", metavar="ID", help="End a job. What it finished stays in the store.")
@@ -78,6 +84,8 @@ def command(context: click.Context, /, **given: Any) -> int:
         click.echo(place.text(task), nl=False)
         return 0
     _remarks(place_name, given)
+    if given["attached"]:
+        return _attached(place, task, given)
     submitted = place.submit(task)
     told = {"id": submitted.identifier, "place": place_name, "log": submitted.log}
     if not given["follow"]:
@@ -194,6 +202,23 @@ def _follow(place: Place, identifier: str, told: dict[str, Any], given: dict[str
     else:
         click.echo(f"{identifier}  {state.word}", err=True)
     return 0 if state.exit_code is None else state.exit_code
+
+
+def _attached(place: Place, task: Task, given: dict[str, Any]) -> int:
+    from pipeline.recipe.load import load_recipe
+    from pipeline.submit.attached import key_of, run_attached
+    from pipeline.submit.ray import RayJobs
+    from pipeline.submit.task import program_here
+
+    assert isinstance(place, RayJobs)  # noqa: S101 - `_place_name` refuses --attached elsewhere
+    key = key_of(task, program_here(given["venv"]), Path.cwd(), load_recipe(given["recipe"]).text_resolved)
+
+    def show(piece: str) -> None:
+        click.echo(piece, nl=False, err=True)
+
+    code, printed = run_attached(place, task, key, store=given["store_path"], show=show)
+    click.echo(printed, nl=False)
+    return code
 
 
 def _plain(state: State) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from pipeline.fleet.devices import Devices
-from pipeline.fleet.job import Job, causes_of, impossible, not_run, unrun
+from pipeline.fleet.job import Job, causes_of, devices_needed, impossible, not_run, unrun
 from pipeline.fleet.order import Room, next_begin, ordered, unaffordable
 from pipeline.fleet.requests import Options, Request
 from pipeline.fleet.summary import Ended
@@ -19,8 +19,8 @@ from pipeline.refresh.state import RecipeState
 class Foreseen:
     """A recipe that would run. ``devices`` are numbers of those that it would have at once, None where it has to wait.
 
-    ``needs`` is how many; ``expected_s`` how long it took the last time, None where nobody knows; ``reruns`` are the
-    stages that would be made.
+    ``needs`` is how many, also of a cluster, where none here are taken; ``expected_s`` how long it took the last time,
+    None where nobody knows; ``reruns`` are the stages that would be made.
     """
 
     recipe: str
@@ -51,7 +51,7 @@ def foresee(
         else:
             left.append(ended)
     waiting = {name: job.waiting(any_devices=devices.variable is not None) for name, job in jobs.items()}
-    slots = options.jobs or len(devices.numbers) or 1
+    slots = options.slots(len(devices.numbers))
     seconds = None if options.max_hours is None else options.max_hours * 3600
     begun: dict[str, tuple[int, ...]] = {}
     while True:
@@ -75,7 +75,7 @@ def foresee(
                 reason=job.due.reason,
                 causes=causes_of(job.due),
                 priority=one.priority,
-                needs=one.devices,
+                needs=one.devices if options.on is None else devices_needed(job.due),
                 devices=begun.get(one.name),
                 expected_s=job.state.last_duration_s,
                 reruns=tuple(key for key, state in job.due.stages if state == "rerun"),

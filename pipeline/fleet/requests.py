@@ -33,9 +33,12 @@ class Options:
     visible). ``retries`` is how often an attempt is repeated after a fault that passes. ``max_hours`` limits a round's
     wall clock, ``max_disk`` the bytes by which the store and the folders of releases grow in it. ``everything`` also
     runs what is not due, is held or rests; ``redo`` are stages that run again, which means the same. ``wait`` is
-    whether a recipe that another fleet has is waited for. ``command`` is the start of a child's command line, which the
-    recipe and the options of `quantmint run` follow. ``grace_s`` is the time between SIGTERM and SIGKILL, and
-    ``first_wait_s`` the wait before the first repetition, which doubles from then on.
+    whether a recipe that another fleet has is waited for. ``on`` is what `quantmint submit --ray` takes, a cluster that
+    runs the recipes (None: this machine does): Ray places them by what their targets need, no device of this machine is
+    taken, and without ``jobs`` all that are due are submitted at once. ``command`` is the start of a child's command
+    line, which the recipe and the options of `quantmint run` follow, and ``submit_command`` of one with ``on``.
+    ``grace_s`` is the time between SIGTERM and SIGKILL, and ``first_wait_s`` the wait before the first repetition,
+    which doubles from then on.
     """
 
     store: Path
@@ -45,12 +48,14 @@ class Options:
     max_hours: float | None = None
     max_disk: int | None = None
     everything: bool = False
+    on: str | None = None
     redo: tuple[str, ...] = ()
     wait: bool = True
     vllm: str | None = None
     remote: str | None = None
     device: str = "auto"
     command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "run")
+    submit_command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "submit")
     grace_s: float = 30.0
     first_wait_s: float = 60.0
 
@@ -59,23 +64,20 @@ class Options:
         """Whether what is not due runs too."""
         return self.everything or bool(self.redo)
 
+    def slots(self, devices: int) -> int:
+        """How many recipes run at a time at the most where this machine has ``devices``."""
+        return self.jobs or (sys.maxsize if self.on is not None else devices or 1)
+
     def command_line(self, recipe: str, redo: Iterable[str]) -> list[str]:
         """A child's command line; ``redo`` are the stages of `redo` that are left to be made again."""
         again = [word for stage in redo for word in ("--redo", stage)]
         vllm = [] if self.vllm is None else ["--vllm", self.vllm]
         remote = [] if self.remote is None else ["--remote-store", self.remote]
-        return [
-            *self.command,
-            recipe,
-            "--json",
-            "--store",
-            str(self.store),
-            "--device",
-            self.device,
-            *vllm,
-            *remote,
-            *again,
-        ]
+        told = ["--json", "--store", str(self.store)]
+        what = ["--device", self.device, *vllm, *remote, *again]
+        if self.on is None:
+            return [*self.command, recipe, *told, *what]
+        return [*self.submit_command, recipe, "--ray", self.on, "--attached", *told, "--", *what]
 
     def look(self) -> Look:
         """`pipeline.refresh.due.look` as these options want it."""

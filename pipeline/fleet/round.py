@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from pipeline.errors import QuantmintError
 from pipeline.fleet.account import Account
 from pipeline.fleet.attempt import child_variables
-from pipeline.fleet.devices import devices_of, free_of, give_back, take
+from pipeline.fleet.devices import NONE, devices_of, free_of, give_back, take
 from pipeline.fleet.errands import Errands
 from pipeline.fleet.events import Event, State
 from pipeline.fleet.job import Job, impossible, not_run, ran, state_after, unrun
@@ -85,8 +85,8 @@ class Fleet:
         self._on_round = on_round
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._errands = Errands(look or options.look(), options, self._inbox.put)
-        self._devices = devices_of(Machine(), options.devices)
-        self._slots = options.jobs or len(self._devices.numbers) or 1
+        self._devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
+        self._slots = options.slots(len(self._devices.numbers))
         self._unlooked: list[Request] = []
         self._looked_at: tuple[Request, ...] = ()
         self._waiting: dict[str, Job] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import shlex
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -18,11 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import StageError, UserError
+from pipeline.passing import passes
+from pipeline.submit.attached import Mark, Now
 from pipeline.submit.place import BROKEN, State, Submitted
 from pipeline.submit.task import Task, program_here, require_no_secret, require_plain
 
-_THEIRS = re.compile(r"status code 5\d\d")
+_THEIRS = re.compile(r"status code 5\d\d|WebSocket")
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
+_UNPLACED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
+_LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE"}
+_KEY = "quantmint-run"
+_INSTEAD = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which the client takes, whatever address it is given
+# Ray kills 3 s after SIGTERM otherwise, and a server needs longer to let go of its GPUs.
+_GRACE = {"RAY_JOB_STOP_WAIT_TIME_S": "20"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +43,11 @@ class Options:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def description(task: Task, options: Options) -> dict[str, Any]:
+def description(task: Task, options: Options, mark: Mark | None = None) -> dict[str, Any]:
     """Arguments of `JobSubmissionClient.submit_job`.
 
-    On one node the run itself holds the GPUs. On several the run is spread by Ray, and holds none.
+    On one node the run itself holds the GPUs. On several the run is spread by Ray, and holds none. A job with a
+    ``mark`` that needs no GPU asks for a core where nothing else was said: Ray begins all others at once, on its head.
     """
     require_plain("the working folder", str(options.folder))
     for name in options.variables:
@@ -46,11 +56,20 @@ def description(task: Task, options: Options) -> dict[str, Any]:
         raise UserError("--time: Ray Jobs have no time limit", hint="Leave it out; --cancel ID ends a job.")
     line = shlex.join(task.words(*program_here(options.venv)))
     several = task.nodes > 1
+    begun = f"cd {shlex.quote(str(options.folder))} && exec {line}"
+    variables = dict(options.variables)
+    cpus = task.cpus
+    if mark is not None:
+        answer = shlex.quote(str(mark.answer))
+        begun = f"test -e {answer} && {begun} > {answer}"
+        variables = {**_GRACE, **variables}
+        cpus = 1 if cpus is None and not task.gpus and not several else cpus
     return {
-        "entrypoint": f"cd {shlex.quote(str(options.folder))} && exec {line}",
-        "metadata": {"quantmint": task.name},
-        **({"runtime_env": {"env_vars": dict(options.variables)}} if options.variables else {}),
-        **({} if task.cpus is None else {"entrypoint_num_cpus": task.cpus}),
+        "entrypoint": begun,
+        "metadata": {"quantmint": task.name, **({} if mark is None else {_KEY: mark.key})},
+        **({} if mark is None else {"submission_id": mark.identifier}),
+        **({"runtime_env": {"env_vars": variables}} if variables else {}),
+        **({} if cpus is None else {"entrypoint_num_cpus": cpus}),
         **({} if several or not task.gpus else {"entrypoint_num_gpus": task.gpus}),
         **({} if task.memory_gb is None else {"entrypoint_memory": task.memory_gb * 10**9}),
     }
@@ -81,25 +100,52 @@ class RayJobs:
         address = f"--address {shlex.quote(self._address)} " if self._address else ""
         return Submitted(identifier, f"ray job logs {address}--follow {identifier}")
 
-    def state(self, identifier: str) -> State:
-        """Ray's status, and the run's exit code once there is one."""
+    def begin(self, task: Task, mark: Mark) -> None:
+        """Send it, as one whose standard output goes to a file."""
+        require_plain("the store", str(mark.answer))
+        described = description(task, self._given, mark)
+        client = self._connect()
+        with _answers():
+            client.submit_job(**described)
+
+    def under_way(self, key: str) -> tuple[str, ...]:
+        """Of all jobs that the cluster remembers."""
+        client = self._connect()
+        with _answers():
+            jobs = client.list_jobs()
+        return tuple(
+            str(job.submission_id)
+            for job in jobs
+            if job.submission_id and (job.metadata or {}).get(_KEY) == key and _plain(job.status) not in _ENDED
+        )
+
+    def now(self, identifier: str) -> Now:
+        """What Ray knows of it."""
         client = self._connect()
         with _answers():
             job = client.get_job_info(identifier)
-        word = str(getattr(job.status, "value", job.status))
-        if word not in _ENDED:
-            return State(word)
-        code = job.driver_exit_code
-        if word == "SUCCEEDED":
-            return State(word, 0)
-        return State(word, BROKEN if not code else code if code > 0 else 128 - code)
+        word, why = _plain(job.status), _plain(job.error_type)
+        code = 0 if word == "SUCCEEDED" else job.driver_exit_code or None
+        return Now(
+            word,
+            word in _ENDED,
+            code if code is None or code >= 0 else 128 - code,
+            unplaced=why == _UNPLACED,
+            lost=why in _LOST,
+            message=" ".join(str(job.message or "").split()),
+        )
+
+    def state(self, identifier: str) -> State:
+        """Ray's status, and the run's exit code once there is one."""
+        now = self.now(identifier)
+        return State(now.word, None if not now.ended else BROKEN if now.exit_code is None else now.exit_code)
 
     def lines(self, identifier: str) -> Iterator[str]:
         """What the client tails."""
         client = self._connect()
         logging.getLogger(type(client).__module__).setLevel(logging.WARNING)  # it tells of its own connection
         with _answers():
-            yield from _stepwise(client.tail_job_logs(identifier))
+            yield from stepwise(client.tail_job_logs(identifier))
 
     def cancel(self, identifier: str) -> None:
         """SIGTERM, then SIGKILL, by Ray."""
@@ -115,11 +161,19 @@ class RayJobs:
     def _connect(self) -> Any:
         from ray.job_submission import JobSubmissionClient
 
-        with _answers():
-            return JobSubmissionClient(self._address)
+        hidden = {} if self._address is None else {name: os.environ.pop(name, None) for name in _INSTEAD}
+        try:
+            with _answers():
+                return JobSubmissionClient(self._address)
+        finally:
+            os.environ.update({name: value for name, value in hidden.items() if value is not None})
 
 
-def _stepwise(pieces: AsyncIterator[str]) -> Iterator[str]:
+def _plain(word: Any) -> str:
+    return str(getattr(word, "value", word))
+
+
+def stepwise(pieces: AsyncIterator[str]) -> Iterator[str]:
     """An asynchronous iterator's items, for readers that know of no loop."""
     loop = asyncio.new_event_loop()
     try:
@@ -129,6 +183,11 @@ def _stepwise(pieces: AsyncIterator[str]) -> Iterator[str]:
             except StopAsyncIteration:
                 return
     finally:
+        waiting = asyncio.all_tasks(loop)  # one, where a signal's exception came while it waited
+        for step in waiting:
+            step.cancel()
+        if waiting:
+            loop.run_until_complete(asyncio.wait(waiting))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 
@@ -145,3 +204,7 @@ def _answers() -> Iterator[None]:
         if _THEIRS.search(said):
             raise StageError(f"Ray's dashboard cannot do it now: {said}", transient=True) from error
         raise UserError(f"Ray refused: {said}") from error
+    except OSError as error:
+        if not passes(error):
+            raise
+        raise StageError(f"no Ray dashboard answers: {error}", transient=True) from error

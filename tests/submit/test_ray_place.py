@@ -108,6 +108,25 @@ def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(dashboard: str, 
         there.state("nothing")
 
 
+@pytest.mark.slow
+def test_a_run_there_as_if_it_were_here(
+    dashboard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "http://nowhere.invalid:8265")  # the address that is given counts
+    program = tmp_path / "env/bin/quantmint"
+    program.parent.mkdir(parents=True)
+    says = 'echo "[1/2] source: started" >&2; echo "{\\"verdict\\": \\"INCONCLUSIVE\\"}"; exit 3'
+    program.write_text(f"#!/bin/sh\n{says}\n", encoding="utf-8")
+    program.chmod(0o755)
+    words = ("tiny-ptpc-fp8kv", "--ray", dashboard, "--venv", str(tmp_path / "env"), "--attached", "--json")
+    assert ended(*words) == 3
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"verdict": "INCONCLUSIVE"}
+    assert "\n[1/2] source: started\n" in err
+    assert not list(tmp_path.rglob("*.answer"))
+
+
 def test_without_a_dashboard_it_says_so() -> None:
     (port,) = free_ports(1)
     with pytest.raises(StageError, match="no Ray dashboard answers") as failure:
