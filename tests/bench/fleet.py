@@ -20,9 +20,9 @@ from pathlib import Path
 import click
 
 from tests.bench.machine import describe
-from tests.fleet.warm import warm_python
 from tests.fleet.world import FLEET, build, environment
 from tests.hub.standin import HubStandIn
+from tests.warm.executable import warm_python
 
 COMMANDS = {"due": ("due",), "requantize --due": ("requantize", "--due")}
 

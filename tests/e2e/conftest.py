@@ -6,16 +6,18 @@ import json
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.serving.environment import find_vllm
+from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.hardware import local_cpu_flags, refusal
 from tests.e2e.project import RECIPE, Finished, Project
 from tests.processes import processes_naming
+from tests.warm import executable
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +30,16 @@ def vllm() -> Path:
     if reason is not None:
         pytest.skip(reason)
     return found
+
+
+@pytest.fixture(scope="module")
+def warm_vllm(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEnvironment]:
+    """The same vLLM, imported once for all starts of a file; `test_serve` and others start it as users do."""
+    folder = tmp_path_factory.mktemp("vllm")
+    with pytest.MonkeyPatch.context() as patch, executable.warm_vllm(folder, find_vllm(vllm)) as found:
+        # PyTorch sets it where a model was quantized in the process that then serves: all shall start with the same.
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving.environment import find_vllm
+from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.hardware import local_cpu_flags
 from tests.served.cases import PUBLISHED, Case, loaded, with_fp8_cache
 from tests.served.proof import prove
@@ -23,5 +23,5 @@ CASES = (*loaded("cpu", cpu_flags=FLAGS), *with_fp8_cache("cpu", ["ptpc_fp8"], c
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != PUBLISHED], ids=lambda case: case.name)
-def test_it_answers_as_its_bytes_mean(case: Case, vllm: Path, tmp_path: Path) -> None:
-    prove(case, tmp_path, find_vllm(vllm), "cpu")
+def test_it_answers_as_its_bytes_mean(case: Case, warm_vllm: VllmEnvironment, tmp_path: Path) -> None:
+    prove(case, tmp_path, warm_vllm, "cpu")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.recipe.load import load_recipe
+from pipeline.serving.environment import VllmEnvironment
 from tests.e2e.project import RECIPE, Project
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -35,9 +36,11 @@ def records(project: Project) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def tuned(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, dict[str, int], dict[str, Any]]:
+def tuned(
+    warm_vllm: VllmEnvironment, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Project, dict[str, int], dict[str, Any]]:
     """A project whose sweep was killed after its first trial, and then came to its end."""
-    project = Project(tmp_path_factory.mktemp("tune"), vllm)
+    project = Project(tmp_path_factory.mktemp("tune"), warm_vllm.executable)
     (project.home / "one-cell.yaml").write_text(WORKLOAD)
     log = project.home / "first.log"
     process = project.start(*COMMAND, log=log)

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("huggingface_hub")
 
-from tests.fleet.warm import warm_python
 from tests.fleet.world import FLEET, MXFP4, Ran, World, build, environment, made
 from tests.hub.standin import HubStandIn
 from tests.processes import processes_naming
+from tests.warm.executable import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

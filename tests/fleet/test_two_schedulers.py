@@ -21,10 +21,10 @@ pytest.importorskip("huggingface_hub")
 
 from pipeline.locks import STALE_AFTER_S
 from pipeline.schedule.fires import Fires, read_fires, write_fires
-from tests.fleet.warm import programs, warm_python
 from tests.fleet.world import FLEET, World, build, environment, made
 from tests.hub.standin import HubStandIn
 from tests.processes import processes_naming
+from tests.warm.executable import programs, warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
