@@ -21,6 +21,7 @@ from pipeline.errors import (
     UserError,
 )
 from pipeline.runner import find_entry
+from pipeline.serving.plan import LaunchPlan
 from pipeline.stage import Job
 
 PASSED = {"verdict": "PASS"}
@@ -271,7 +272,7 @@ class FakeLauncher:
         self.executable = executable
 
     def launch(self, plan: Any, log: Path, *, startup_timeout: float) -> FakeLauncher:
-        self.model = plan
+        self.model = plan.served_model_name
         return self
 
     def __enter__(self) -> Any:
@@ -296,7 +297,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def serving(side: str, model: str = "", then: BaseException | None = None) -> Callable[[Job], None]:
     def work(job: Job) -> None:
-        job.servers.get(side, model or side)  # type: ignore[arg-type]
+        job.servers.get(side, LaunchPlan({}, ("vllm", "serve"), model or side, 1, ()))
         assert FakeLauncher.running == [model or side]
         if then is not None:
             raise then

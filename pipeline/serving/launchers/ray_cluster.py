@@ -40,6 +40,7 @@ from pipeline.serving.running.child_environment import child_environment
 
 _NODES = Path(__file__).with_name("ray_nodes.py")
 _POLL_S = 0.2
+_HEAD_S = 60.0  # for Ray's own start, which a busy machine draws out
 #: How Ray is told to ask for a token; a path, never the token. The cluster is open to its network without.
 _AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
@@ -129,6 +130,7 @@ class RayLauncher:
                 line = shlex.join([f"VLLM_HOST_IP={own_address(process)}", *start_argv(process, ["ray"])])
                 say(f"on {own_address(process)}: this command with `--node-rank {process.node}`, or {line}")
         began, shown = time.monotonic(), ""
+        up: float | None = None  # since when the head answers: its own start is not the others' lateness
         probe: Member | None = None
         try:
             while True:
@@ -146,7 +148,9 @@ class RayLauncher:
                 if state != shown and alive:
                     say(state)
                     shown = state
-                if time.monotonic() - began > timeout:
+                if alive and up is None:
+                    up = time.monotonic()
+                if time.monotonic() > (began + max(timeout, _HEAD_S) if up is None else up + timeout):
                     raise ServingError(
                         f"after {timeout:g} s {state.removeprefix('Ray has ')}",
                         hint=f"its log: {cluster.child.log_path}",

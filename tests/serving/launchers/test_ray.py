@@ -184,9 +184,9 @@ def test_two_machines_serve_and_leave_nothing(
 
 @pytest.mark.slow
 def test_a_machine_that_does_not_come_is_named(cluster: Callable[..., Node], port: int) -> None:
-    head = cluster(0, seconds=20)
+    head = cluster(0, seconds=5)
     said = head.until("error")
-    assert said == f"error after 20 s 1 of 2 machines, waiting for {WORKER} ({GPUS} GPUs)"
+    assert said == f"error after 5 s 1 of 2 machines, waiting for {WORKER} ({GPUS} GPUs)"
     assert head.process.wait(timeout=60) == 5
     assert gone(port) == []
 
