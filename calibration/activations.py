@@ -8,7 +8,6 @@ A folder is committed by renaming it, when all that it holds has been synced. Wh
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import threading
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from calibration.durable import sync
 from calibration.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ class Activations:
                 _write(_file(partial, number), hidden)
             save_state(partial)
             for path in (*partial.iterdir(), partial):
-                _sync(path)
+                sync(path)
             partial.rename(committed)
-            _sync(self.folder)
+            sync(self.folder)
             self._there = {number: _file(committed, number) for number in self._there}
             for layer in committed_layers(self.folder):
                 if layer != self.layer:
@@ -141,14 +141,6 @@ def _write(path: Path, hidden: torch.Tensor) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"hidden": hidden.cpu().contiguous()}, path)
     return path
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

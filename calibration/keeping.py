@@ -13,12 +13,12 @@ those are written.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from calibration.durable import sync
 from calibration.errors import CalibrationError
 from calibration.measurement import Measurement
 from calibration.observers import Observation, Summary
@@ -57,12 +57,12 @@ def keep(measurement: Measurement, stem: Path) -> None:
     with _kept(stem):
         stem.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, stem.with_suffix(".safetensors"))
-        _sync(stem.with_suffix(".safetensors"))
+        sync(stem.with_suffix(".safetensors"))
         partial = stem.with_suffix(".partial")
         partial.write_text(json.dumps(facts), encoding="utf-8")
-        _sync(partial)
+        sync(partial)
         partial.replace(stem.with_suffix(".json"))
-        _sync(stem.parent)
+        sync(stem.parent)
 
 
 def recall(stem: Path, observation: Observation) -> Measurement:
@@ -109,14 +109,6 @@ def _unpacked(number: str, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
     whole = torch.zeros(stored[f"{number}.shape"].tolist(), dtype=torch.int64)
     whole.view(-1)[stored[f"{number}.at"]] = stored[f"{number}.count"]
     return whole
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

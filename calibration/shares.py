@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from calibration.activations import committed_layers
 from calibration.calls import layer_names
+from calibration.durable import sync
 from calibration.errors import CalibrationError
 from calibration.keeping import keep, recall
 from calibration.layers import Found, run_layers
@@ -111,9 +111,9 @@ def prepared(order: Order, batches: Sequence[torch.Tensor], places: int) -> tupl
             partial = order.work / f"{_SHARES}.partial"
             partial.write_text(json.dumps({"identity": identity, "shares": numbers}), encoding="utf-8")
             for path in (order.work / _BATCHES, partial):
-                _sync(path)
+                sync(path)
             partial.replace(order.work / _SHARES)
-            _sync(order.work)
+            sync(order.work)
     return tuple(
         Share(number, tuple(mine), sum(batches[each].shape[0] for each in mine)) for number, mine in enumerate(numbers)
     )
@@ -144,14 +144,14 @@ def measure_share(order: Order, share: Share, device: str, attempt: str) -> None
             keep(measurement, own / _WHOLE)
         else:
             _by_layers(order, batches, device, own)
-        _sync(own)
+        sync(own)
         try:
             own.rename(_final(order, share))
         except OSError:
             if not is_finished(order, share):
                 raise
             shutil.rmtree(own, ignore_errors=True)  # by one that had been taken for lost
-        _sync(order.work)
+        sync(order.work)
 
 
 def joined(order: Order, shares: Sequence[Share]) -> Found:
@@ -225,14 +225,6 @@ def _identity(order: Order, batches: Sequence[torch.Tensor]) -> str:
         digest.update(f"{list(batch.shape)}".encode())
         digest.update(batch.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

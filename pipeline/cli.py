@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 
 from pipeline import __version__
+from pipeline.commands.lazy import LazyGroup
 from pipeline.errors import QuantmintError
 
 # command: (module below pipeline.commands, one line for --help)
@@ -60,22 +60,10 @@ _EXTRAS = {
 }
 
 
-class _Lazy(click.Group):
-    """A group whose commands are modules that are imported on demand."""
+class _Commands(LazyGroup):
+    """Ours, with the nearest name for one that is none."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        command = importlib.import_module(f"pipeline.commands.{_COMMANDS[cmd_name][0]}").command
-        assert isinstance(command, click.Command)  # noqa: S101
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+    table = _COMMANDS
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -88,7 +76,7 @@ class _Lazy(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="quantmint")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.pass_context
