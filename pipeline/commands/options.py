@@ -20,6 +20,13 @@ def default_store() -> Path:
     return Path(os.environ.get(STORE_VARIABLE, "store"))
 
 
+def device_option(function: F) -> F:
+    """``--device``: what computes."""
+    return click.option(
+        "--device", default="auto", show_default=True, help="Where calibration and quantization compute."
+    )(function)
+
+
 def store_option(function: F) -> F:
     """``--store``: the folder of finished stages."""
     return click.option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import default_store, emit, json_option, on_option
+from pipeline.commands.options import default_store, device_option, emit, json_option, on_option
 
 if TYPE_CHECKING:
     from pipeline.quantization import Outlook, QuantizationJob
@@ -36,7 +36,7 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 @click.option("--seed", type=int, help="Seed of the choice of samples (default: the set's, else 0).")
 @click.option("--observer", help="amax (default), percentile or mse: from inputs to a scale.")
 @click.option("--experts", help="all (default) or routed: which tokens count for an expert.")
-@click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
+@device_option
 @on_option
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run the model's own Python code.")
 @click.option("--inspect/--no-inspect", default=True, show_default=True, help="Prove the result before it is whole.")

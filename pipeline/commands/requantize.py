@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import devices_option, emit, json_option, remote_option, store_option, vllm_option
+from pipeline.commands.options import (
+    device_option,
+    devices_option,
+    emit,
+    json_option,
+    remote_option,
+    store_option,
+    vllm_option,
+)
 
 if TYPE_CHECKING:
     from pipeline.fleet.forecast import Foreseen
@@ -73,7 +81,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     type=click.Path(path_type=Path, dir_okay=False),
     help="Keep metrics for Prometheus in this file, for the node exporter's textfile collector.",
 )
-@click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
+@device_option
 @vllm_option
 @store_option
 @remote_option

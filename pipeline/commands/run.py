@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.options import emit, json_option, on_option, remote_option, store_option, vllm_option
+from pipeline.commands.options import (
+    device_option,
+    emit,
+    json_option,
+    on_option,
+    remote_option,
+    store_option,
+    vllm_option,
+)
 
 if TYPE_CHECKING:
     from pipeline.store.entries import Entry
@@ -18,7 +26,7 @@ if TYPE_CHECKING:
 @click.argument("recipe")
 @click.option("--until", metavar="STAGE", help="Stop after this stage, such as quantize or inspect.")
 @click.option("--redo", metavar="STAGE", multiple=True, help="Run this stage again although it is cached.")
-@click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
+@device_option
 @on_option
 @vllm_option
 @store_option

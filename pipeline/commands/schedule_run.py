@@ -7,7 +7,14 @@ from pathlib import Path
 
 import click
 
-from pipeline.commands.options import devices_option, json_option, remote_option, store_option, vllm_option
+from pipeline.commands.options import (
+    device_option,
+    devices_option,
+    json_option,
+    remote_option,
+    store_option,
+    vllm_option,
+)
 
 
 @click.command(name="run")
@@ -23,7 +30,7 @@ from pipeline.commands.options import devices_option, json_option, remote_option
     help="Keep metrics in this file, NAME.prom, for the node exporter.",
 )
 @click.option("--once-missed", is_flag=True, help="Only see to what was missed since the last scheduler, then end.")
-@click.option("--device", default="auto", show_default=True, help="Where calibration and quantization compute.")
+@device_option
 @vllm_option
 @store_option
 @remote_option

@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from zoneinfo import ZoneInfo
 
 if TYPE_CHECKING:
     from cronsim import CronSim
 
+LATE_S: Final = 300
+"""Seconds after which a time counts as missed; a cluster's controller looks every ten."""
 _HORIZON = timedelta(days=5 * 366)
 """How far the changes of a zone's clock are looked at: rules of summer time do not reach further than their laws."""
 _STEP = timedelta(hours=6)

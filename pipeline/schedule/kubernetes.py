@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice, pairwise
 
 from pipeline.errors import UserError
-from pipeline.schedule.cron import parsed, times
+from pipeline.schedule.cron import LATE_S, parsed, times
 from pipeline.schedule.exported import PREFIX, Export, comment, refusal, refuse_clock_changes
 from pipeline.schedule.expression import DAYS, WEEK, InexpressibleError, classic
 from pipeline.schedule.recipes import Scheduled
@@ -22,8 +22,6 @@ from pipeline.serving.render.comments import dump
 from pipeline.serving.render.kubernetes import object_name
 from pipeline.submit.pod import Claim, Pod, Reference, job_spec
 
-LATE_S = 300
-"""Seconds after which a time counts as missed; the controller looks every ten."""
 _RETRIES = 1
 """Of a pod that was killed: `requantize` itself repeats what may succeed in a while."""
 _BEGIN = datetime(2000, 1, 1, tzinfo=UTC)

@@ -37,14 +37,13 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from pipeline.errors import QuantmintError
 from pipeline.fleet.events import Event
 from pipeline.fleet.requests import Request
+from pipeline.schedule.cron import LATE_S
 from pipeline.schedule.fires import CORRECTION, Fires, read_fires, sweep, write_fires
 from pipeline.schedule.journal import Journal, shown, span
 from pipeline.schedule.reading import Plan, Recipes
 from pipeline.schedule.trigger import CronTrigger
 
 TRIGGER: Final = "schedule"
-LATE_S: Final = 300
-"""A time that is later than this was missed."""
 _TICK_S: Final = 30.0
 _STEP: Final = timedelta(minutes=1)  # of the clock, which is worth telling
 

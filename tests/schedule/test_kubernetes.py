@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from pipeline.errors import UserError
-from pipeline.schedule.cron import times
+from pipeline.schedule.cron import LATE_S, times
 from pipeline.schedule.exported import Export
-from pipeline.schedule.kubernetes import LATE_S, Cluster, cron_jobs, deadline
+from pipeline.schedule.kubernetes import Cluster, cron_jobs, deadline
 from pipeline.submit.pod import Claim, Reference
 from tests.schedule.conftest import Written
 from tests.schedule.expressions import expressions
