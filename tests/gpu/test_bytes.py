@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.engines.stream.engine import write_checkpoint
+from pipeline.engines.stream.engine import Written, write_checkpoint
 from pipeline.engines.stream.kernels import KERNELS, amax, fp8_scale
 from pipeline.engines.stream.plan import plan_shards
-from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.formats.layout import Choice
 from pipeline.model.structure import read_structure
 from pipeline.store.disk import sha256_of
@@ -62,27 +62,29 @@ def test_the_library_rounds_otherwise_on_a_gpu_than_on_a_cpu_and_ours_does_not()
     assert differ[1] > 0
 
 
+def written(source: Checkpoint, scheme: str, folder: Path, device: str) -> Written:
+    """The checkpoint in this scheme, as this device computes it."""
+    structure = read_structure(source.folder, source.tensors)
+    choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, False)
+    return write_checkpoint(
+        source,
+        plan_shards(source, structure, choice, "compressed-tensors", shared_scales=True),
+        choice,
+        {f"{module}.input_scale": 3.0 for module in structure.linear} if scheme == "fp8" else {},
+        folder,
+        checkpoint_format="compressed-tensors",
+        manifest=folder.with_suffix(".jsonl"),
+        devices=(device,),
+    )
+
+
 @pytest.mark.parametrize("scheme", ["ptpc_fp8", "fp8", "fp8_block", "mxfp4"])
 def test_a_checkpoint_has_the_same_bytes_on_both(models: Callable[..., Path], scheme: str, tmp_path: Path) -> None:
     source = open_checkpoint(models("llama", sharded=True))
-    structure = read_structure(source.folder, source.tensors)
-    choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, False)
-    plans = plan_shards(source, structure, choice, "compressed-tensors", shared_scales=True)
-    ranges = {f"{module}.input_scale": 3.0 for module in structure.linear} if scheme == "fp8" else {}
     files = []
-    for device in ("cpu", "cuda:0"):
-        folder = tmp_path / device.partition(":")[0]
-        write_checkpoint(
-            source,
-            plans,
-            choice,
-            ranges,
-            folder,
-            checkpoint_format="compressed-tensors",
-            manifest=tmp_path / f"{folder.name}.jsonl",
-            devices=(device,),
-        )
-        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    for name, device in (("cpu", "cpu"), ("gpu", "cuda:0")):
+        written(source, scheme, tmp_path / name, device)
+        files.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
     assert files[0] == files[1]
 
 
@@ -91,24 +93,10 @@ def test_weights_of_real_size_have_the_same_bytes_every_time(scheme: str, tmp_pa
     """Copies of 32 MiB take long enough to be read before they are there; those of a tiny model do not."""
     write_model(tmp_path / "model", SHAPES["8b"], layers=3, shards=4)
     source = open_checkpoint(tmp_path / "model")
-    structure = read_structure(source.folder, source.tensors)
-    choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, False)
-    plans = plan_shards(source, structure, choice, "compressed-tensors", shared_scales=True)
-    ranges = {f"{module}.input_scale": 3.0 for module in structure.linear} if scheme == "fp8" else {}
     digests = []
     for number, device in enumerate(("cpu", "cuda:0", "cuda:0", "cuda:0")):
         folder = tmp_path / f"{number}"
-        written = write_checkpoint(
-            source,
-            plans,
-            choice,
-            ranges,
-            folder,
-            checkpoint_format="compressed-tensors",
-            manifest=tmp_path / f"{number}.jsonl",
-            devices=(device,),
-        )
-        digests.append({shard.name: shard.sha256 for shard in written.shards})
+        digests.append({shard.name: shard.sha256 for shard in written(source, scheme, folder, device).shards})
         on_disk = {path.name: sha256_of(path) for path in folder.glob("*.safetensors")}
         assert on_disk == digests[-1]  # what was hashed is what was written
         shutil.rmtree(folder)
