@@ -107,8 +107,15 @@ def calibrate(
         decision = decide(mode, need, places, free, obstacle)
         watcher.say(f"{decision.mode} mode on {', '.join(places)}: {decision.reason}")
         if elsewhere is not None:
-            threads = torch.get_num_threads()
-            order = Order(folder, work, observation, decision.mode, activation_bytes, trust_remote_code, threads)
+            order = Order(
+                folder.resolve(),  # a relative path is another one elsewhere
+                work.resolve(),
+                observation,
+                decision.mode,
+                activation_bytes,
+                trust_remote_code,
+                torch.get_num_threads() if elsewhere.device == "cpu" else 0,
+            )
             found = _by_shares(elsewhere, order, batches, watcher)
             require_sound(replicas[0], found.magnitudes)
         elif decision.mode == "resident":

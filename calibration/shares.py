@@ -50,7 +50,7 @@ _BATCHES, _SHARES, _LAYERS, _WHOLE = "batches.safetensors", "shares.json", "laye
 class Order:
     """What every share is measured with; ``folder`` of the model and ``work`` lie where every machine sees them.
 
-    ``threads`` are PyTorch's on a CPU: how a product is cut among them may decide its last bit.
+    ``threads`` are PyTorch's on a CPU, 0 where GPUs compute: how a product is cut among them may decide its last bit.
     """
 
     folder: Path
@@ -72,7 +72,10 @@ class Share:
 
 
 class Places(Protocol):
-    """Where shares are measured, several at a time."""
+    """Where shares are measured, several at a time. ``device`` is PyTorch's name of what computes there."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]: ...  # noqa: D102
 
     @property
     def free(self) -> Mapping[str, int]:
@@ -91,7 +94,8 @@ def split(count: int, places: int, mode: Literal["resident", "layer"]) -> tuple[
 
 
 def prepared(order: Order, batches: Sequence[torch.Tensor], places: int) -> tuple[Share, ...]:
-    """Write what the machines need. A split that an earlier run of this work began with is kept: so are its shares.
+    """Write what the machines need. A split that an earlier run of this work began with is kept: so are its shares,
+    where they were computed as these are to be.
 
     Raises `CalibrationError` where it cannot be written.
     """
@@ -120,8 +124,13 @@ def prepared(order: Order, batches: Sequence[torch.Tensor], places: int) -> tupl
 
 
 def is_finished(order: Order, share: Share) -> bool:
-    """Whether a share was measured, by this run or an earlier one."""
-    return _final(order, share).is_dir()
+    """Whether a share was measured, by this run or an earlier one.
+
+    The folder is listed: of a name that was asked for in vain, a network filesystem says for a while that there is
+    nothing. Raises `CalibrationError` where it cannot be.
+    """
+    with _work(order.work):
+        return _final(order, share) in order.work.iterdir()
 
 
 def measure_share(order: Order, share: Share, device: str, attempt: str) -> None:
@@ -155,8 +164,14 @@ def measure_share(order: Order, share: Share, device: str, attempt: str) -> None
 
 
 def joined(order: Order, shares: Sequence[Share]) -> Found:
-    """What the shares saw together. Of a run in layer mode only one layer's summaries are held at a time."""
+    """What the shares saw together. Of a run in layer mode only one layer's summaries are held at a time.
+
+    Raises `CalibrationError` where one of them cannot be seen or read.
+    """
     stems = [sorted(path.with_suffix("") for path in _final(order, share).glob("*.json")) for share in shares]
+    for share, own in zip(shares, stems, strict=True):
+        if not own:
+            raise CalibrationError(f"{_final(order, share)} was measured elsewhere, and cannot be seen here")
     # Shares of an earlier attempt may have been measured in the other mode: then all meet at once.
     alike = len({tuple(stem.name for stem in own) for own in stems}) == 1
     found = Found()
@@ -183,20 +198,28 @@ def _loaded(folder: Path, device: str, trust_remote_code: bool) -> Replica:
 
 
 def _taken_over(order: Order, share: Share, attempt: str) -> Path:
-    """A folder that is this attempt's alone, with what the furthest of the others had come to."""
+    """A folder that is this attempt's alone, with what the furthest of the others had come to in layer mode."""
     own = order.work / f"{_final(order, share).name}.{attempt}"
-    others = sorted(
-        order.work.glob(f"{_final(order, share).name}.*"),
-        key=lambda path: -max(committed_layers(path / _LAYERS), default=0),
-    )
-    for number, other in enumerate(others):
-        if number or own.exists():
-            shutil.rmtree(other, ignore_errors=True)
-        else:
+    others = {path: _come_to(path) for path in order.work.glob(f"{_final(order, share).name}.*")}
+    furthest = max(others, key=others.__getitem__, default=None) if order.mode == "layer" else None
+    for other, layer in others.items():
+        if other == furthest and layer:
             with suppress(OSError):
                 other.rename(own)
+        else:
+            shutil.rmtree(other, ignore_errors=True)
     own.mkdir(exist_ok=True)
     return own
+
+
+def _come_to(attempt: Path) -> int:
+    """The layer that an attempt can be gone on with at; 0 for none.
+
+    One that lost its folder and works on makes another, which lacks what it saw of the layers before.
+    """
+    kept = {path.stem for path in attempt.glob("*.json")}
+    committed = committed_layers(attempt / _LAYERS)
+    return next((layer for layer in committed if kept.issuperset(f"{each:05}" for each in range(layer))), 0)
 
 
 def _final(order: Order, share: Share) -> Path:
@@ -220,7 +243,7 @@ def _split_of(path: Path, identity: str) -> Sequence[Sequence[int]] | None:
 
 
 def _identity(order: Order, batches: Sequence[torch.Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps([str(order.folder), asdict(order.observation)]).encode())
+    digest = hashlib.sha256(json.dumps([str(order.folder), asdict(order.observation), order.threads]).encode())
     for batch in batches:
         digest.update(f"{list(batch.shape)}".encode())
         digest.update(batch.numpy().tobytes())

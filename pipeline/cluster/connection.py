@@ -38,6 +38,13 @@ def connect(address: str) -> None:
             f"{_named(address)} asks for a token: {_first_line(error)}",
             hint="Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token.",
         ) from None
+    except ConnectionAbortedError as error:  # a traceback of the head's, which gives each client a server of its own
+        raise UserError(
+            f"{_named(address)} is there, but serves nobody: {str(error).strip().splitlines()[-1]}",
+            hint="A busy head needs longer than 30 s: try again, or set RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S for "
+            "`ray start` there.",
+            transient=True,
+        ) from None
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise UserError(f"no Ray cluster answers at {_named(address)}: {_first_line(error)}", hint=_HINT) from None
 

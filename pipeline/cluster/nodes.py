@@ -83,10 +83,15 @@ def ask_for(nodes: Sequence[Node], device: str, *, most_cores: int | None = None
     return Ask("cpu", min(min(cores), most_cores or min(cores)), 0)
 
 
-def hardware(nodes: Sequence[Node], ask: Ask, processors: Mapping[str, str]) -> str:
-    """What computes, for people; ``processors`` are the CPUs' names by node."""
-    kinds: Counter[str] = Counter()
+def kinds(nodes: Sequence[Node], ask: Ask, processors: Mapping[str, str]) -> Counter[str]:
+    """How many there are of each kind of GPU, or of CPU, that computes; ``processors`` are the CPUs' names by node."""
+    found: Counter[str] = Counter()
     for node in nodes:
         if ask.slots(node):
-            kinds[(node.accelerator or "GPU") if ask.gpus else processors[node.id]] += node.gpus if ask.gpus else 1
+            found[(node.accelerator or "GPU") if ask.gpus else processors[node.id]] += node.gpus if ask.gpus else 1
+    return found
+
+
+def named(kinds: Mapping[str, int]) -> str:
+    """`kinds` for people."""
     return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in kinds.items())

@@ -18,15 +18,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from calibration.shares import Order, Share
 from pipeline.cluster import tasks
 from pipeline.cluster.address import address_of
 from pipeline.cluster.connection import connect, disconnect, warning_of
-from pipeline.cluster.nodes import CORES_A_SHARD, Ask, Node, ask_for, hardware, nodes_of
+from pipeline.cluster.nodes import CORES_A_SHARD, Ask, Node, ask_for, kinds, named, nodes_of
 from pipeline.cluster.sameness import Facts, Probe, facts_here, versions_here
 from pipeline.cluster.waiting import RETRIES, answers, results
 from pipeline.errors import StageError, UserError
@@ -66,6 +66,11 @@ def spread_over(on: str | None, setting: Setting, progress: Progress) -> Iterato
         with disk_errors(shared):
             spread.require_same([] if folder is None else [folder], [shared])
         progress.say(f"spread over {len(spread.nodes)} nodes: {spread.hardware}")
+        if len(spread.kinds) > 1 and setting.recipe.calibration is not None:
+            progress.warn(
+                f"the nodes are of {len(spread.kinds)} kinds, {spread.hardware}: the last bit of a range depends on "
+                "which of them measures it"
+            )
         yield spread
     finally:
         spread.release()
@@ -82,10 +87,15 @@ class RaySpread:
         self._look()
 
     @property
+    def kinds(self) -> Mapping[str, int]:
+        """How many there are of each kind of what computes."""
+        processors = {number: facts.processor for number, facts in self._facts.items()}
+        return kinds(self.nodes, self._ask(), processors)
+
+    @property
     def hardware(self) -> str:
         """What computes, for people."""
-        processors = {number: facts.processor for number, facts in self._facts.items()}
-        return hardware(self.nodes, ask_for(self.nodes, self._device), processors)
+        return named(self.kinds)
 
     def require_same(self, folders: Sequence[Path], written: Sequence[Path] = ()) -> None:
         """Raise `UserError` for a node that has other versions, or other files in ``folders``.
@@ -104,7 +114,7 @@ class RaySpread:
             asked = {
                 _on(node, tasks.facts, Ask("cpu", 0, 0)).remote(folders, probe.paths, node.id): node for node in new
             }
-            for node, there in answers(asked):
+            for node, there in answers(asked, self._progress.say):
                 probe.require_same(node.name, node.id, there, here)
                 gone.discard(node.id)
                 self._facts[node.id] = there
@@ -156,16 +166,18 @@ class RaySpread:
         ask = self._ask()
         if ask.gpus:
             asked = {_on(node, tasks.free, ask).remote(ask.device): node for node in self.nodes if node.gpus}
-            free = {node.id: found for node, found in answers(asked)}
+            free = {node.id: found for node, found in answers(asked, self._progress.say)}
         else:
             free = {node.id: self._facts[node.id].free for node in self.nodes}
-        named = {
+        each = {
             f"{node.name} {turn}" if ask.slots(node) > 1 else node.name: free[node.id] // (1 if ask.gpus else slots)
             for node in self.nodes
             if node.id in free and (slots := ask.slots(node))
             for turn in range(slots)
         }
-        return Places(named, ask, self._progress)
+        together = max((ask.slots(node) for node in self.nodes if node.id in free), default=1)
+        states = min((self._facts[number].free for number in free), default=0) // 4 // max(together, 1)
+        return Places(each, ask, self._progress, together, states)
 
     def release(self) -> None:
         """End the processes that hold GPUs and memory on the nodes; what comes next connects again."""
@@ -199,14 +211,32 @@ class RaySpread:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """See `calibration.shares.Places`."""
+    """See `calibration.shares.Places`.
+
+    ``together`` is how many shares a node measures at a time at the most, and ``states`` the bytes of host memory that
+    the hidden states of each may take where nobody says.
+    """
 
     free: Mapping[str, int]
     ask: Ask
     progress: Progress
+    together: int = 1
+    states: int = 0
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """See `calibration.shares.Places`."""
+        return self.ask.device
 
     def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
         """A task a share, and as many at a time as Ray finds room for."""
+        if shares and order.threads and not self.ask.cpus / 2 <= order.threads <= self.ask.cpus:
+            self.progress.warn(
+                f"each share computes with {order.threads} threads, as this process would, on {self.ask.cpus} cores; "
+                "OMP_NUM_THREADS sets another number"
+            )
+        asked = order.activation_bytes
+        order = replace(order, activation_bytes=self.states if asked is None else asked // self.together)
         task = _remote(tasks.measure, self.ask)
         left = {task.remote(order, share, self.ask.device, versions_here()): share for share in shares}
         for share, _ in results(left, self.ask, self.progress.warn):

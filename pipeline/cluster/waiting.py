@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from pipeline.cluster.nodes import Ask, Node, nodes_of
-from pipeline.errors import StageError
+from pipeline.cluster.sameness import HINT
+from pipeline.errors import QuantmintError, StageError, UserError
 
 T = TypeVar("T")
 RETRIES = 3
 """How often Ray does a task again whose process or node was lost: its own default."""
 _LOOK_S = 2.0
+_PATIENCE_S = 30.0
+_LOGS = "The logs of Ray on its nodes say why; the same command goes on with what is missing."
 
 
 def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Iterator[tuple[T, Any]]:
@@ -23,38 +27,92 @@ def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Ite
     import ray
 
     left = dict(tasks)
-    known = {node.id: node.name for node in nodes_of(ray.nodes())}
     try:
-        while left:
-            ready, _ = ray.wait(list(left), timeout=_LOOK_S)
-            for reference in ready:
-                yield left.pop(reference), _result(reference)
-            if not ready:
-                known = _told_of_losses(known, ask, say)
-    except (ConnectionError, ray.exceptions.RaySystemError) as error:
+        with connected():
+            known = {node.id: node.name for node in nodes_of(ray.nodes())}
+            while left:
+                ready = _ready(list(left), _LOOK_S)
+                for reference in ready:
+                    yield left.pop(reference), _result(reference)
+                if not ready:
+                    known = _told_of_losses(known, ask, say)
+    finally:
+        _end(left)
+
+
+def answers(questions: Mapping[Any, Node], say: Callable[[str], None]) -> Iterator[tuple[Node, Any]]:
+    """What each node answers to the question that went to it alone; one that is gone by then does not.
+
+    Raises what a node raised in answer, and `UserError` for one where nothing of ours can be asked.
+    """
+    import ray
+
+    gone = (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
+    with connected():
+        for reference, node in questions.items():
+            if not _ready([reference], _PATIENCE_S):
+                say(f"waiting for {node.name}, which is busy or starts slowly")
+            try:
+                answer = ray.get(reference)
+            except gone:
+                continue
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, QuantmintError):
+                    raise error.cause from None
+                raise UserError(
+                    f"{node.name}: quantmint does not run there: {_last_line(error.cause)}", hint=HINT
+                ) from None
+            yield node, answer
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Word as `StageError` that the cluster was lost in the block, or gave up."""
+    import ray
+
+    try:
+        yield
+    except _lost() as error:
         raise StageError(
             f"the connection to the Ray cluster broke: {_first_line(error)}",
             hint="The same command goes on with what is missing.",
             transient=True,
         ) from error
-    finally:
-        for reference in left:
-            ray.cancel(reference, force=True)
+    except ray.exceptions.RayError as error:
+        raise StageError(f"the Ray cluster gave up a part: {_first_line(error)}", hint=_LOGS) from error
 
 
-def answers(questions: Mapping[Any, Node]) -> Iterator[tuple[Node, Any]]:
-    """What each node answers to the question that went to it alone; one that is gone by then does not."""
+def _lost() -> tuple[type[Exception], ...]:
+    """What Ray raises where the head is gone, or the node that we are on; its client raises some of gRPC's as well."""
+    import grpc
+    from ray import exceptions
+
+    return (
+        ConnectionError,
+        grpc.RpcError,
+        exceptions.RpcError,
+        exceptions.RaySystemError,
+        exceptions.LocalRayletDiedError,
+    )
+
+
+def _ready(references: list[Any], timeout: float) -> list[Any]:
     import ray
 
-    gone = (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
-    for reference, node in questions.items():
-        try:
-            answer = ray.get(reference)
-        except gone:
-            continue
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        yield node, answer
+    if not ray.is_initialized():  # Ray would start a cluster here to ask it
+        raise ConnectionError("it was closed")
+    found: list[Any] = ray.wait(references, timeout=timeout)[0]
+    return found
+
+
+def _end(references: Iterable[Any]) -> None:
+    import ray
+
+    with suppress(*_lost()):
+        if not ray.is_initialized():  # likewise
+            return
+        for reference in references:
+            ray.cancel(reference, force=True)
 
 
 def _result(reference: Any) -> Any:
@@ -69,7 +127,7 @@ def _result(reference: Any) -> Any:
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError) as error:
         raise StageError(
             f"a part was lost with its process {RETRIES + 1} times: {_first_line(error)}",
-            hint="The logs of Ray on its nodes say why; the same command goes on with what is missing.",
+            hint=_LOGS,
         ) from None
 
 
@@ -95,3 +153,7 @@ def _told_of_losses(known: Mapping[str, str], ask: Ask, say: Callable[[str], Non
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import chdir
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ class Silent:
 class InTurn:
     """Places of this process: the last share first, each by an attempt of its own."""
 
+    device: Literal["cpu", "cuda"] = "cpu"
     free: Mapping[str, int] = field(default_factory=lambda: dict(HERE))
     measured: list[int] = field(default_factory=list)
     until: int | None = None
@@ -112,6 +114,44 @@ def test_a_finished_share_is_not_measured_again(
     assert same(joined, ranges(models("llama"), batches, observation, tmp_path / "alone"))
 
 
+def test_what_is_measured_elsewhere_has_no_relative_path(
+    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+
+    class Elsewhere(InTurn):
+        def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+            with chdir(tmp_path / "elsewhere"):
+                yield from super().measure(order, shares)
+
+    monkeypatch.chdir(tmp_path)
+    batches = blocks[:, :16].split(4)
+    found = ranges(models("llama"), batches, Observation(), Path("store/work"), elsewhere=Elsewhere())
+    assert same(found, ranges(models("llama"), batches, Observation(), tmp_path / "alone"))
+
+
+def test_a_share_that_cannot_be_seen_is_not_left_out(
+    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path
+) -> None:
+    class Unseen(InTurn):
+        def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
+            yield from super().measure(order, shares)
+            shutil.rmtree(order.work / "share-00001")
+
+    with pytest.raises(CalibrationError, match="share-00001 was measured elsewhere, and cannot be seen here"):
+        ranges(models("llama"), blocks[:, :16].split(4), Observation(), tmp_path / "work", elsewhere=Unseen())
+
+
+def test_shares_of_other_threads_are_measured_again(
+    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path
+) -> None:
+    batches, work, again = blocks[:, :16].split(2), tmp_path / "work", InTurn()
+    with pytest.raises(CalibrationError, match="lost"):
+        ranges(models("llama"), batches, Observation(), work, elsewhere=InTurn(device="cuda", until=3))
+    ranges(models("llama"), batches, Observation(), work, elsewhere=again)
+    assert len(again.measured) == 8
+
+
 def test_other_batches_begin_anew(models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path) -> None:
     work, first, again = tmp_path / "work", InTurn(until=3), InTurn()
     with pytest.raises(CalibrationError, match="lost"):
@@ -120,28 +160,42 @@ def test_other_batches_begin_anew(models: Callable[..., Path], blocks: torch.Ten
     assert len(again.measured) == 8
 
 
+@pytest.fixture
+def lost_at_layer_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[Order, Share], Path]:
+    """Measure the first of two layers of a share and lose the attempt; what it leaves."""
+
+    def call(order: Order, share: Share) -> Path:
+        run_layers = room.run_layers
+
+        def breaks(*given: Any, **options: Any) -> Any:
+            def store(layer: int, seen: Measurement) -> None:
+                if layer == 1:
+                    raise CalibrationError("lost")
+                options["kept"](layer, seen)
+
+            return run_layers(*given, **{**options, "kept": store, "commit_seconds": 0.0})
+
+        with monkeypatch.context() as patched:
+            patched.setattr(room, "run_layers", breaks)
+            with pytest.raises(CalibrationError, match="lost"):
+                measure_share(order, share, "cpu", "first")
+        return order.work / f"share-{share.number:05}.first"
+
+    return call
+
+
 def test_a_share_by_layers_is_taken_over_at_its_layer(
-    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Callable[..., Path],
+    blocks: torch.Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lost_at_layer_one: Callable[..., Path],
 ) -> None:
     batches = list(blocks[:, :16].split(4))
     observation, threads = Observation(cache="mse"), torch.get_num_threads()
     order = Order(models("llama"), tmp_path / "work", observation, "layer", None, False, threads)
     (share,) = room.prepared(order, batches, 1)
-    run_layers, kept = room.run_layers, []
-
-    def breaks(*given: Any, **options: Any) -> Any:
-        def store(layer: int, seen: Measurement) -> None:
-            if layer == 1:
-                raise CalibrationError("lost")
-            options_kept(layer, seen)
-
-        options_kept = options["kept"]
-        return run_layers(*given, **{**options, "kept": store, "commit_seconds": 0.0})
-
-    monkeypatch.setattr(room, "run_layers", breaks)
-    with pytest.raises(CalibrationError, match="lost"):
-        measure_share(order, share, "cpu", "first")
-    lost = order.work / "share-00000.first"
+    lost, run_layers, kept = lost_at_layer_one(order, share), room.run_layers, []
     assert (lost / "layers" / "layer-00001").is_dir()
 
     def counts(*given: Any, **options: Any) -> Any:
@@ -158,6 +212,32 @@ def test_a_share_by_layers_is_taken_over_at_its_layer(
     (whole,) = room.prepared(alone, [torch.cat(batches)], 1)
     measure_share(alone, whole, "cpu", "only")
     assert found.magnitudes.keys() == room.joined(alone, [whole]).magnitudes.keys()
+
+
+def test_layers_of_a_lost_attempt_do_not_count_beside_the_whole(
+    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, lost_at_layer_one: Callable[..., Path]
+) -> None:
+    observation = Observation(inputs="mse", experts="routed", min_expert_tokens=200)
+    order = Order(models("qwen3-moe"), tmp_path / "work", observation, "layer", None, False, torch.get_num_threads())
+    (share,) = room.prepared(order, [blocks[:2, :16]], 1)
+    lost = lost_at_layer_one(order, share)
+    assert (lost / "00000.json").is_file()
+    measure_share(replace(order, mode="resident"), share, "cpu", "second")  # there is more memory now
+    assert [path.name for path in (order.work / "share-00000").glob("*.json")] == ["whole.json"]
+
+
+def test_what_lacks_its_first_layers_is_not_gone_on_with(
+    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, lost_at_layer_one: Callable[..., Path]
+) -> None:
+    order = Order(models("llama"), tmp_path / "work", Observation(), "layer", None, False, torch.get_num_threads())
+    (share,) = room.prepared(order, [blocks[:2, :16]], 1)
+    lost = lost_at_layer_one(order, share)
+    # As of an attempt whose folder was taken over before, and which worked on.
+    for path in lost.glob("00000.*"):
+        path.unlink()
+    measure_share(order, share, "cpu", "second")
+    assert room.is_finished(order, share)
+    assert not lost.exists()
 
 
 def test_an_attempt_that_lost_its_folder_finishes_nothing(

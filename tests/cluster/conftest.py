@@ -22,7 +22,12 @@ from tests.cluster.lean import lean_nodes
 
 ROOT = Path(__file__).parents[2]
 SECRET = "QUANTMINT_TEST_API_KEY"
-_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", SECRET: "of the shell of Ray"}
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "180",  # likewise for the server of a client
+    SECRET: "of the shell of Ray",
+}
 _SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 
 from pipeline.cluster.address import address_of, endpoint_of
 from pipeline.cluster.connection import forget_secrets, warning_of
-from pipeline.cluster.nodes import Ask, Node, ask_for, hardware, nodes_of
+from pipeline.cluster.nodes import Ask, Node, ask_for, kinds, named, nodes_of
 from pipeline.cluster.sameness import Probe, facts_here, require_versions, versions_here
+from pipeline.engines.stream.shard import PARTIAL_SUFFIX
 from pipeline.errors import UserError
 
 SMALL, LARGE = Node("1", "small", 4, 0), Node("2", "large", 64, 0)
@@ -99,8 +101,9 @@ def test_only_nodes_that_can_be_given_work_count() -> None:
 
 def test_hardware_is_what_computes() -> None:
     names = {"1": "EPYC", "2": "EPYC", "3": "Xeon"}
-    assert hardware([SMALL, LARGE], Ask("cpu", 4, 0), names) == "2 x EPYC"
-    assert hardware([SMALL, WITH_GPUS], Ask("cuda", 0, 1), names) == "8 x AMD-Instinct-MI300X-OAM"
+    assert named(kinds([SMALL, LARGE], Ask("cpu", 4, 0), names)) == "2 x EPYC"
+    assert named(kinds([SMALL, WITH_GPUS], Ask("cpu", 4, 0), names)) == "EPYC, Xeon"
+    assert named(kinds([SMALL, WITH_GPUS], Ask("cuda", 0, 1), names)) == "8 x AMD-Instinct-MI300X-OAM"
 
 
 def test_a_node_with_another_version_is_named() -> None:
@@ -125,8 +128,21 @@ def test_folders_are_the_same_or_are_named(models: Callable[..., Path], tmp_path
     for digest, message in (("0", "holds other files there"), (None, "is not there")):
         with pytest.raises(UserError, match=message):
             probe.require_same("there", "x", replace(there, folders={str(model): digest}), here)
+    assert len(list(shared.glob(f"*{PARTIAL_SUFFIX}"))) == len(list(shared.iterdir())) == 2
     probe.close()
     assert list(shared.iterdir()) == []
+
+
+def test_other_weights_of_the_same_size_are_other_files(models: Callable[..., Path], tmp_path: Path) -> None:
+    model, other = models("llama"), tmp_path / "tuned"
+    shutil.copytree(model, other)
+    assert list(facts_here([model]).folders.values()) == list(facts_here([other]).folders.values())
+    weights = other / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    for place in range(len(data) // 2, len(data)):
+        data[place] ^= 1
+    weights.write_bytes(data)
+    assert list(facts_here([model]).folders.values()) != list(facts_here([other]).folders.values())
 
 
 def test_a_worker_forgets_what_the_shell_of_ray_had(monkeypatch: pytest.MonkeyPatch) -> None:
