@@ -72,13 +72,20 @@ def test_small_files_and_filesystems_without_direct_writes_go_through_the_cache(
     assert type(open_sink(tmp_path / "large", 10 * BLOCK, direct=True)) is Buffered
 
 
+def test_the_room_is_reserved(where_direct_writes_work: Path, small_blocks: None) -> None:
+    path = where_direct_writes_work / "file"
+    made = open_sink(path, 256 * BLOCK, direct=True)
+    assert path.stat().st_blocks * 512 >= 256 * BLOCK
+    made.close()
+
+
 def test_a_filesystem_that_cannot_reserve_is_written_all_the_same(
     where_direct_writes_work: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: int) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(sink, "_fallocate", refuse)
     path = where_direct_writes_work / "file"
     made = open_sink(path, 2 * BLOCK, direct=True)
     made.append(0, memoryview(bytes(range(256)) * 32))
@@ -94,7 +101,7 @@ def test_a_full_disk_is_noticed_when_the_room_is_reserved(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     opened = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(sink, "_fallocate", full)
     with pytest.raises(StageError, match="the disk is full"):
         run(small, where_direct_writes_work / "work")
     assert len(list(Path("/proc/self/fd").iterdir())) == opened
