@@ -75,7 +75,7 @@ _PROCESSES: dict[str, int] = {}
 # What it was called with goes to the socket, with its files; what comes back is how the fork ended.
 _FORKED = """
 content = json.dumps(asked).encode()
-socket.send_fds(line, [len(content).to_bytes(4, "big")], [0, 1, 2])
+socket.send_fds(line, [len(content).to_bytes(4, "big")], asked["numbers"])
 line.sendall(content)
 os.close(0)  # who waits for the end of a pipe waits for the fork's end of it alone
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -102,11 +102,10 @@ if arguments[:1] != ["-m"]:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 line = socket.socket(socket.AF_UNIX)
 line.connect({place!r})
-asked = {{"arguments": arguments[1:], "environment": dict(os.environ), "folder": os.getcwd()}}
+asked = {{"arguments": arguments[1:], "environment": dict(os.environ), "folder": os.getcwd(), "numbers": [0, 1, 2]}}
 """
 # First it asks where the process of its variables is.
-_VLLM_SCRIPT = """#!{python} -IS
-import json, os, signal, socket, sys
+_ASKING = """
 environment = dict(os.environ)
 with socket.socket(socket.AF_UNIX) as line:
     line.connect({place!r})
@@ -115,8 +114,19 @@ with socket.socket(socket.AF_UNIX) as line:
     place = line.recv(4096)
 line = socket.socket(socket.AF_UNIX)
 line.connect(place)
-arguments = ["vllm.entrypoints.cli.main", *sys.argv[1:]]
-asked = {{"arguments": arguments, "environment": environment, "folder": os.getcwd()}}
+asked = {{"arguments": arguments, "environment": environment, "folder": os.getcwd(), "numbers": numbers}}
+"""
+_VLLM_SCRIPT = """#!{python} -IS
+import json, os, signal, socket, sys
+arguments, numbers = ["vllm.entrypoints.cli.main", *sys.argv[1:]], [0, 1, 2]
+"""
+# What multiprocessing spawns is told its files by their numbers.
+_SPAWNED_SCRIPT = """#!{python} -IS
+import json, os, signal, socket, sys
+if sys.argv[-1] != "--multiprocessing-fork":
+    os.execv({vllm!r}, [{vllm!r}, *sys.argv[1:]])
+arguments = sys.argv[1:]
+numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{{number}}")]
 """
 
 
@@ -138,17 +148,18 @@ def warm_python(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def warm_vllm(folder: Path, vllm: VllmEnvironment) -> Iterator[VllmEnvironment]:
-    """An environment with a ``vllm`` of forks, and with the real ``python``, for as long as the block runs.
+    """An environment with a ``vllm`` of forks, for as long as the block runs; its ``python`` is the real one.
 
     There is one process that has imported vLLM for each set of variables that programs are started with, made for the
-    first of them: whatever is read while vLLM is imported is what it would be. A server's engine is not of these: vLLM
-    spawns it, with another OpenMP preloaded on a CPU.
+    first of them: whatever is read while vLLM is imported or loaded is what it would be. A server's engine has one of
+    its own therefore: vLLM spawns it, by `multiprocessing`, with another OpenMP preloaded on a CPU.
     """
     python = str(vllm.python)
     (folder / "bin").mkdir()
-    script, place = folder / "bin" / "vllm", folder / "warm.socket"
-    _executable(folder / "bin" / "python", f'#!/bin/sh\nexec "{python}" "$@"\n')
-    _executable(script, _VLLM_SCRIPT.format(python=sys.executable, place=str(place)) + _FORKED)
+    script, spawned, place = folder / "bin" / "vllm", folder / "bin" / "python", folder / "warm.socket"
+    names = {"python": sys.executable, "vllm": python, "place": str(place)}
+    _executable(spawned, (_SPAWNED_SCRIPT + _ASKING).format(**names) + _FORKED)
+    _executable(script, (_VLLM_SCRIPT + _ASKING).format(**names) + _FORKED)
     with contextlib.ExitStack() as stack, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(place))
         listening.listen(64)
@@ -162,7 +173,7 @@ def warm_vllm(folder: Path, vllm: VllmEnvironment) -> Iterator[VllmEnvironment]:
                         if content not in known:
                             made = folder / f"{len(known)}.socket"
                             variables = json.loads(content)
-                            stack.enter_context(_warm(python, made, python, _VLLM, variables, str(folder)))
+                            stack.enter_context(_warm(python, made, str(spawned), _VLLM, variables, str(folder)))
                             known[content] = made
                         with contextlib.suppress(OSError):  # it may be gone by now
                             line.sendall(str(known[content]).encode())

@@ -1,13 +1,15 @@
 """Imports modules, then forks a program for each caller: ``python forks.py SOCKET EXECUTABLE MODULE...``.
 
 Run by path, by the Python whose libraries they are: standard library only. It says ``warm`` when it takes callers, and
-stops when its input ends. A program is a module that is run, from its first line to what it does at exit.
+stops when its input ends. A program is a module that is run, from its first line to what it does at exit, or what
+`multiprocessing` spawns.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -75,7 +77,7 @@ def _require_no_thread() -> None:
 
 def _wait_on(line: socket.socket, before: Mapping[str, str], changed: Mapping[str, str]) -> None:
     """Fork the program, pass signals on, and tell how it ended; never returns."""
-    head, files, _, _ = socket.recv_fds(line, 4, 3)
+    head, files, _, _ = socket.recv_fds(line, 4, 253)
     content = b""
     while len(content) < int.from_bytes(head, "big"):
         content += line.recv(1 << 20)
@@ -85,7 +87,8 @@ def _wait_on(line: socket.socket, before: Mapping[str, str], changed: Mapping[st
         line.close()
         variables = asked["environment"]
         imported = {name: value for name, value in changed.items() if variables.get(name) == before.get(name)}
-        _become(asked["arguments"], {**variables, **imported}, asked["folder"], files)
+        _hold(files, asked["numbers"])
+        _become(asked["arguments"], {**variables, **imported}, asked["folder"])
     for file in (0, 1, *files):
         os.close(file)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
@@ -104,21 +107,32 @@ def _wait_on(line: socket.socket, before: Mapping[str, str], changed: Mapping[st
     os._exit(0)
 
 
-def _become(argv: Sequence[str], environment: Mapping[str, str], folder: str, files: Sequence[int]) -> None:
-    """Be the program, from its first line to what it does at exit; never returns."""
-    os.setsid()
-    for number, file in enumerate(files):
+def _hold(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give the files the numbers that they have where the program was started, none of which may be in use but 0..2."""
+    away = [fcntl.fcntl(file, fcntl.F_DUPFD, max(numbers) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(away, numbers, strict=True):
+        assert number <= 2 or not Path(f"/proc/self/fd/{number}").exists(), f"file {number} is in use"
         os.dup2(file, number)
         os.close(file)
+
+
+def _become(argv: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+    """Be the program, from its first line to what it does at exit; never returns."""
+    os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
 
-    sys.argv = list(argv)
     sys.path[0] = folder
     code: object = 1
     try:
-        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+        if argv[-1] == "--multiprocessing-fork":
+            _spawned(argv)
+        else:
+            sys.argv = list(argv)
+            runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:
         code = ended.code
@@ -133,6 +147,13 @@ def _become(argv: Sequence[str], environment: Mapping[str, str], folder: str, fi
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code or 0)
+
+
+def _spawned(argv: Sequence[str]) -> None:
+    """What multiprocessing has a new interpreter do; it then reads which module its parent's main one was."""
+    code = argv[argv.index("-c") + 1]
+    sys.argv = ["-c", *argv[argv.index("-c") + 2 :]]
+    exec(code, {"__name__": "__main__"})  # noqa: S102
 
 
 if __name__ == "__main__":
