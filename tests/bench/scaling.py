@@ -95,6 +95,12 @@ def _into_page_cache(folder: Path) -> None:
                 pass
 
 
+def unlike_values(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The ranges that are not the expected ones, [expected, found] by name, in the order of the forward."""
+    names = [*expected, *(name for name in found if name not in expected)]
+    return {name: [expected.get(name), found.get(name)] for name in names if expected.get(name) != found.get(name)}
+
+
 def disturbed(result: dict[str, Any]) -> bool:
     """Whether others were at work on the machine: then ratios of what was measured are no speed-ups."""
     machine = result["machine"]
@@ -150,7 +156,9 @@ def main(
             "runs": {},
         }
         order = {"source": str(source), "scheme": SCHEME, "samples": samples, "length": length}
-        digests, ranges = set(), set()
+        digests: set[str] = set()
+        first: dict[int, dict[str, Any]] = {}  # ranges by threads: on a CPU a product's last bit depends on them
+        differ: dict[str, dict[str, Any]] = {}
 
         def take(name: str, address: str | None, bound: Sequence[int] | None) -> None:
             for number in range(rounds):
@@ -159,8 +167,9 @@ def main(
                 shutil.rmtree(out, ignore_errors=True)
                 found = measured({**order, "out": str(out), "on": address}, bound, {})
                 digests.add(found["sha256"])
-                # On a CPU the last bit of a range depends on how many threads a product is cut among.
-                ranges.add((found["threads"], found["ranges"]))
+                values = found.pop("values", {})
+                if unlike := unlike_values(first.setdefault(found["threads"], values), values):
+                    differ[name] = {**unlike, **differ.get(name, {})}
                 known = result["runs"].get(name)
                 if known is None or found["quantize"] < known["quantize"]:
                     result["runs"][name] = {**found, "round": number, "load": round(os.getloadavg()[0], 1)}
@@ -177,7 +186,8 @@ def main(
                 result["runs"][f"{count} nodes"]["cluster_start"] = started
         if cores is not None and cores < len(os.sched_getaffinity(0)):
             take("one process, cores of a node", None, share_of_cores(1, cores)[0])
-        result["same_bytes"] = len(digests) == 1 and len(ranges) == len({threads for threads, _ in ranges})
+        result["ranges_that_differ"] = differ
+        result["same_bytes"] = len(digests) == 1 and not differ
         result["disturbed"] = disturbed(result)
         parts = Parts.of(result, source)
         result["parts"] = asdict(parts)
@@ -213,6 +223,9 @@ def _show(result: dict[str, Any]) -> None:
             f"quantize {row['quantize']:.1f} s ({row['quantize_speedup']:.2f} x one node; "
             f"{row['quantize_one_disk']:.1f} s by one disk), calibrate {row['calibrate']:.1f} s"
         )
+    for name, values in result["ranges_that_differ"].items():
+        shown = ", ".join(f"{each} {was} {now}" for each, (was, now) in list(values.items())[:3])
+        click.echo(f"  {name}: {len(values)} ranges are not those of the first run with so many threads: {shown} ...")
     click.echo(f"bytes are the same: {'yes' if result['same_bytes'] else 'NO'}")
 
 

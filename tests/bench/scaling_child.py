@@ -81,9 +81,11 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
     if order["samples"]:
         with clock("calibrate"):
             ranges = _calibrate(checkpoint.folder, order, out, spread)
-        for table in (ranges.inputs, ranges.keys, ranges.values):
-            for name, amax in sorted(table.items()):
-                digest.update(f"{name} {amax.tolist()}".encode())
+        tables = {"input": ranges.inputs, "key": ranges.keys, "value": ranges.values}
+        found["values"] = {
+            f"{kind} {name}": amax.tolist() for kind, own in tables.items() for name, amax in own.items()
+        }
+        digest.update(json.dumps(found["values"], sort_keys=True).encode())
     if spread is not None:
         spread.release()
     return {**found, "threads": len(os.sched_getaffinity(0)), "ranges": digest.hexdigest()}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.scaling import share_of_cores
+from tests.bench.repeated import Seen
+from tests.bench.scaling import share_of_cores, unlike_values
 from tests.bench.scaling_model import Parts, modelled
 
 IDEAL = Parts(
@@ -50,6 +51,29 @@ def test_what_one_process_does_stays() -> None:
 
 def test_one_disk_for_all_is_a_floor() -> None:
     assert speedups(replace(IDEAL, disk=1 / 16), "quantize_one_disk") == [1, 1, 1, 1]
+
+
+def test_a_range_that_differs_is_named_with_both_values() -> None:
+    expected = {"input a": 1.0, "input b": 2.0, "key a": [1.0, 2.0]}
+    assert unlike_values(expected, dict(expected)) == {}
+    found = {"input a": 1.0, "key a": [1.0, 2.5], "value a": 3.0}
+    assert unlike_values(expected, found) == {
+        "input b": [2.0, None],
+        "key a": [[1.0, 2.0], [1.0, 2.5]],
+        "value a": [None, 3.0],
+    }
+
+
+def test_a_measurement_is_held_against_the_first_of_its_sample() -> None:
+    seen = Seen()
+    rows = [["input a", 1.0, "x"], ["input b", 2.0, "y"], ["k a", 3.0, "z"]]
+    assert seen.add({"pid": 1}, {7: rows}) == []
+    (found,) = seen.add({"pid": 2}, {7: [rows[0], ["input b", 2.5, "w"], rows[2]], 8: rows})
+    assert found["sample"] == 7
+    assert (found["summaries"], found["of"]) == (1, 3)
+    assert found["begins"] == [["input b", 2.0, 2.5]]
+    assert (found["first"], found["process"]) == ({"pid": 1}, {"pid": 2})
+    assert (seen.taken, seen.different) == (3, [found])
 
 
 def test_cores_are_dealt_out() -> None:
