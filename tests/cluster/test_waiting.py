@@ -11,7 +11,7 @@ from ray.exceptions import LocalRayletDiedError, RayTaskError, RpcError
 
 from calibration.observers import Observation
 from calibration.shares import Order, Share
-from pipeline.cluster import spread, waiting
+from pipeline.cluster import connection, spread, waiting
 from pipeline.cluster.nodes import Ask, Node
 from pipeline.cluster.spread import Places
 from pipeline.errors import StageError, UserError
@@ -121,3 +121,12 @@ def test_shares_on_one_node_divide_its_memory(
     assert list(places.measure(order, [share])) == [share]
     assert [one.activation_bytes for one in given] == [expected]
     assert "2 threads, as this process would, on 8 cores" in told.lines[0]
+
+
+def test_a_head_that_is_busy_may_serve_us_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Initialization failure from server:\nTraceback\nRuntimeError: Proxy failed to Connect to backend!\n"
+    monkeypatch.setattr(connection, "_require_open", lambda address: None)
+    monkeypatch.setattr(ray, "init", fails(ConnectionAbortedError(said)))
+    with pytest.raises(UserError, match=r"^ray://head:1 is there, but .*: RuntimeError: Proxy failed to") as caught:
+        connection.connect("ray://head:1")
+    assert caught.value.transient
