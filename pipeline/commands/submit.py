@@ -43,7 +43,7 @@ _FOR = {
 @click.option("--qos", help="Slurm.")
 @click.option("--constraint", help="Slurm: features that the node must have.")
 @click.option("--gres", metavar="gpu[:TYPE]:N", help="Slurm: instead of --gpus-per-node.")
-@click.option("--sbatch", metavar="NAME=VALUE", multiple=True, help="Slurm: any other option of sbatch.")
+@click.option("--sbatch", metavar="NAME[=VALUE]", multiple=True, help="Slurm: any other option of sbatch.")
 @click.option("--setup", metavar="COMMAND", multiple=True, help="Slurm: comes first, such as 'module load rocm'.")
 @click.option("--container", metavar="IMAGE", help="Slurm: an image (pyxis), or a .sif file (Apptainer).")
 @click.option("--namespace", help="Kubernetes (default: the context's).")
@@ -67,8 +67,8 @@ _FOR = {
 def command(context: click.Context, /, **given: Any) -> int:
     """Run RECIPE on a cluster: the same `quantmint run`, working folder and store, on a filesystem that is shared.
 
-    What follows two dashes goes to `quantmint run`, such as `-- --until inspect`. A job that was preempted or evicted
-    is run again and goes on where it stopped; on Slurm also one that reached its time limit.
+    What follows two dashes goes to `quantmint run`, such as `-- --until inspect`. A job that Slurm preempted or
+    Kubernetes evicted is run again and goes on where it stopped; on Slurm also one that reached its time limit.
     """
     place_name = _place_name(context, given)
     place = _place(place_name, given)
@@ -80,12 +80,12 @@ def command(context: click.Context, /, **given: Any) -> int:
     if given["recipe"] is None:
         raise click.UsageError("missing RECIPE")
     task = _task(given)
+    if given["attached"]:
+        return _attached(place, task, given)
     if given["dry_run"]:
         click.echo(place.text(task), nl=False)
         return 0
     _remarks(place_name, given)
-    if given["attached"]:
-        return _attached(place, task, given)
     submitted = place.submit(task)
     told = {"id": submitted.identifier, "place": place_name, "log": submitted.log}
     if not given["follow"]:
@@ -116,7 +116,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
 
         options = sbatch.Options(
             **{key: given[key] for key in ("partition", "account", "qos", "constraint", "gres", "venv", "container")},
-            sbatch=parse_pairs("--sbatch", given["sbatch"]),
+            sbatch=sbatch.parse_options(given["sbatch"]),
             setup=given["setup"],
         )
         return Slurm(options, folder=Path.cwd(), logs=given["store_path"].absolute() / "logs" / "slurm")
@@ -190,28 +190,34 @@ def _status(place: Place, name: str, identifier: str, given: dict[str, Any]) -> 
 
 def _follow(place: Place, identifier: str, told: dict[str, Any], given: dict[str, Any]) -> int:
     """The log on standard output (with --json on standard error), then the run's own exit code."""
+    from pipeline.submit.following import followed
+
+    def show(piece: str) -> None:
+        click.echo(piece, nl=False, err=given["as_json"])
+
     try:
-        for piece in place.lines(identifier):
-            click.echo(piece, nl=False, err=given["as_json"])
+        state = followed(identifier, place.lines, place.state, show)
     except KeyboardInterrupt:
         click.echo(f"\nno longer followed; the job goes on. --status {identifier} --follow looks again.", err=True)
         return 130
-    state = place.state(identifier)
     if given["as_json"]:
         emit({**told, **_plain(state)})
     else:
         click.echo(f"{identifier}  {state.word}", err=True)
-    return 0 if state.exit_code is None else state.exit_code
+    return state.exit_code or 0
 
 
 def _attached(place: Place, task: Task, given: dict[str, Any]) -> int:
     from pipeline.recipe.load import load_recipe
-    from pipeline.submit.attached import key_of, run_attached
+    from pipeline.submit.attached import key_of, new_mark, run_attached
     from pipeline.submit.ray import RayJobs
     from pipeline.submit.task import program_here
 
     assert isinstance(place, RayJobs)  # noqa: S101 - `_place_name` refuses --attached elsewhere
     key = key_of(task, program_here(given["venv"]), Path.cwd(), load_recipe(given["recipe"]).text_resolved)
+    if given["dry_run"]:
+        click.echo(place.text(task, new_mark(task, key, given["store_path"])), nl=False)
+        return 0
 
     def show(piece: str) -> None:
         click.echo(piece, nl=False, err=True)

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from pipeline.errors import QuantmintError, StageError, UserError
+from pipeline.errors import QuantmintError, StageError
 from pipeline.refresh.state import folder_of
 from pipeline.store.disk import disk_errors
+from pipeline.submit.following import PATIENCE_S, followed
 from pipeline.submit.task import Task
 
-PATIENCE_S: Final = 600.0
-"""How long a dashboard may be away before a run that goes on is given up to whoever comes next."""
 _PAUSE_S: Final = 2.0
 _STOPPING_S: Final = 25.0  # a fleet ends us after 30
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -87,6 +86,12 @@ def key_of(task: Task, program: Sequence[str], folder: Path, text: str) -> str:
     return hashlib.sha256(json.dumps(same).encode()).hexdigest()[:32]
 
 
+def new_mark(task: Task, key: str, store: Path) -> Mark:
+    """That of a job which is not there yet."""
+    identifier = f"quantmint-{task.name}-{uuid.uuid4().hex[:12]}"
+    return Mark(identifier, key, _answer_of(store, task.name, identifier))
+
+
 def run_attached(
     jobs: Jobs,
     task: Task,
@@ -115,7 +120,7 @@ def run_attached(
                     with held_back():  # what was submitted must be known, to be ended
                         identifier = _begun(jobs, task, key, store)
                     show(f"{identifier} was submitted\n")
-                now = _followed(jobs, identifier, show, pause_s, patience_s)
+                now = followed(identifier, jobs.lines, jobs.now, show, pause_s=pause_s, patience_s=patience_s)
                 text = _take(_answer_of(store, task.name, identifier))
                 if not now.unplaced:
                     return _outcome(identifier, now, text)
@@ -129,43 +134,16 @@ def run_attached(
 
 
 def _begun(jobs: Jobs, task: Task, key: str, store: Path) -> str:
-    identifier = f"quantmint-{task.name}-{uuid.uuid4().hex[:12]}"
-    answer = _answer_of(store, task.name, identifier)
-    with disk_errors(answer):
-        answer.parent.mkdir(parents=True, exist_ok=True)
-        answer.touch(exist_ok=False)
+    mark = new_mark(task, key, store)
+    with disk_errors(mark.answer):
+        mark.answer.parent.mkdir(parents=True, exist_ok=True)
+        mark.answer.touch(exist_ok=False)
     try:
-        jobs.begin(task, Mark(identifier, key, answer))
+        jobs.begin(task, mark)
     except QuantmintError:
-        _take(answer)
+        _take(mark.answer)
         raise
-    return identifier
-
-
-def _followed(jobs: Jobs, identifier: str, show: Callable[[str], None], pause_s: float, patience_s: float) -> Now:
-    """Show the log until the job has ended, through whatever lies between us and it."""
-    shown, heard = 0, time.monotonic()
-    while True:
-        try:
-            seen = 0
-            for piece in jobs.lines(identifier):  # from the beginning, each time
-                fresh = piece[max(0, shown - seen) :]
-                seen += len(piece)
-                shown = max(shown, seen)
-                if fresh:
-                    show(fresh)
-                heard = time.monotonic()
-            now = jobs.now(identifier)
-            if now.ended:
-                return now
-            heard = time.monotonic()
-        except UserError as error:
-            said = f"{identifier}: the cluster does not know it any more: {error.message}"
-            raise StageError(said, transient=True) from error
-        except StageError as error:
-            if not error.transient or time.monotonic() - heard > patience_s:
-                raise
-        time.sleep(pause_s)
+    return mark.identifier
 
 
 def _stop(jobs: Jobs, identifier: str, pause_s: float) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Any
 
 from pipeline.errors import UserError
@@ -27,7 +29,7 @@ class Options:
 def manifest(task: Task, options: Options) -> dict[str, Any]:
     """The Job, with a name that the cluster completes: one recipe may be submitted again.
 
-    Raises UserError for several nodes, and without a claim: what a run makes must outlive its pod.
+    Raises UserError for several nodes, and for a store that is on no claim: what a run makes must outlive its pod.
     """
     if task.nodes > 1:
         raise UserError(
@@ -39,13 +41,20 @@ def manifest(task: Task, options: Options) -> dict[str, Any]:
             "--pvc is missing: the store and what is published must outlive the pod",
             hint="--pvc CLAIM[:/path] mounts a PersistentVolumeClaim that several nodes can write.",
         )
+    folder = options.folder or options.claims[0].path
+    store = PurePosixPath(normpath(PurePosixPath(folder) / task.store))
+    if not any(store.is_relative_to(claim.path) for claim in options.claims):
+        raise UserError(
+            f"--store: found {store}, which is on none of the volumes and would end with its pod",
+            hint=f"--store is a path in the pod, such as {options.claims[0].path}/store.",
+        )
     pod = Pod(
         name=task.name,
         image=options.image,
         command=task.words(CONTAINER),
         kind=task.kind,
         gpus=task.gpus,
-        folder=options.folder,
+        folder=folder,
         claims=options.claims,
         secrets=options.secrets,
         cpus=task.cpus,

@@ -5,19 +5,28 @@ from __future__ import annotations
 import codecs
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import yaml
+
 from pipeline.errors import StageError, UserError
+from pipeline.passing import passes
 from pipeline.serving.render.comments import dump
+from pipeline.submit.following import beyond
 from pipeline.submit.job import Options, manifest
 from pipeline.submit.place import BROKEN, State, Submitted
+from pipeline.submit.pod import SUBDOMAIN
 from pipeline.submit.task import Task
 
 _TIMEOUT_S = 60
+_QUIET_S = 300
+"""Seconds without a word after which a log is asked for again: a connection that is lost says nothing either."""
 _PAUSE_S = 3.0
-_STARTED = ("Running", "Succeeded", "Failed")
+_RUNNING = "Running"
+_STARTED = (_RUNNING, "Succeeded", "Failed")
 
 
 class Kubernetes:
@@ -46,6 +55,7 @@ class Kubernetes:
 
     def state(self, identifier: str) -> State:
         """The Job's condition; of one that ended, the exit code of the pod that decided it."""
+        _require_name(identifier)
         jobs, pods, namespace = self._connect()
         with _answers():
             job = jobs.read_namespaced_job(identifier, namespace, _request_timeout=_TIMEOUT_S)
@@ -61,23 +71,31 @@ class Kubernetes:
         return State("Running" if job.status.active and job.status.ready != 0 else "Pending")
 
     def lines(self, identifier: str) -> Iterator[str]:
-        """The logs of its pods, one after the other as they are tried."""
-        seen: set[str] = set()
-        _, pods, namespace = self._connect()
+        """The logs of its pods, one after the other as they are tried. One that breaks off is read again."""
+        shown: Counter[str] = Counter()  # characters
+        whole: set[str] = set()
         while True:
-            ended, before = self.state(identifier).ended, len(seen)
+            ended, fresh = self.state(identifier).ended, False
+            _, pods, namespace = self._connect()
             for pod in self._pods(pods, namespace, identifier):
-                if pod.metadata.uid not in seen and pod.status.phase in _STARTED:
-                    seen.add(pod.metadata.uid)
-                    yield from _log(pods, namespace, pod.metadata.name)
+                uid, phase = str(pod.metadata.uid), pod.status.phase
+                if uid in whole or phase not in _STARTED:
+                    continue
+                log = _log(pods, namespace, pod.metadata.name, grows=phase == _RUNNING)
+                for piece in filter(None, beyond(shown[uid], log)):
+                    shown[uid] += len(piece)
+                    fresh = True
+                    yield piece
+                if phase != _RUNNING:
+                    whole.add(uid)
             if ended:
                 return
-            if len(seen) > before:  # reading took as long as the pod ran: how is it now?
-                continue
-            time.sleep(self._pause_s)
+            if not fresh:  # else reading took as long as the pod ran: how is it now?
+                time.sleep(self._pause_s)
 
     def cancel(self, identifier: str) -> None:
         """Delete the Job with its pods, which get their time to end."""
+        _require_name(identifier)
         jobs, _, namespace = self._connect()
         with _answers():
             jobs.delete_namespaced_job(
@@ -99,14 +117,14 @@ class Kubernetes:
 
         settings = client.Configuration()
         try:
+            config.load_kube_config(client_configuration=settings)
+        except (ConfigException, OSError, yaml.YAMLError) as error:  # OSError: a program that it names for credentials
             try:
-                config.load_kube_config(client_configuration=settings)
-            except ConfigException:
                 config.load_incluster_config(client_configuration=settings)
-        except ConfigException as error:
-            raise UserError(
-                f"found no way to a cluster: {error}", hint="KUBECONFIG or ~/.kube/config says where one is."
-            ) from error
+            except ConfigException:
+                raise UserError(
+                    f"found no way to a cluster: {error}", hint="KUBECONFIG or ~/.kube/config says where one is."
+                ) from error
         api = client.ApiClient(settings)
         return client.BatchV1Api(api), client.CoreV1Api(api), self._namespace or _namespace()
 
@@ -143,16 +161,30 @@ def _exit_code(pod: Any | None) -> int:
     return BROKEN
 
 
-def _log(pods: Any, namespace: str, name: str) -> Iterator[str]:
+def _require_name(identifier: str) -> None:
+    """UserError for what is no name of a Job: the API takes none at all for every Job of the namespace."""
+    if not SUBDOMAIN.fullmatch(identifier):
+        raise UserError(f"found the job {identifier!r}, expected the name that Kubernetes gave it")
+
+
+def _log(pods: Any, namespace: str, name: str, *, grows: bool) -> Iterator[str]:
+    """A pod's log from its beginning. Of one that ``grows``, as much as comes before the connection breaks off."""
+    within = (_TIMEOUT_S, _QUIET_S)
     try:
         with _answers():
-            answer = pods.read_namespaced_pod_log(name, namespace, follow=True, _preload_content=False)
+            answer = pods.read_namespaced_pod_log(
+                name, namespace, follow=grows, _preload_content=False, _request_timeout=within
+            )
     except UserError:  # an evicted pod's log went with it
         return
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    with answer, _answers():
-        for piece in answer.stream(amt=None, decode_content=True):
-            yield text.decode(piece)
+    try:
+        with answer, _answers():
+            for piece in answer.stream(amt=None, decode_content=True):
+                yield text.decode(piece)
+    except StageError:
+        if not grows:
+            raise
 
 
 @contextmanager
@@ -169,7 +201,8 @@ def _answers() -> Iterator[None]:
             raise StageError(f"the Kubernetes API answered {error.status}: {said}", transient=True) from error
         raise UserError(f"the Kubernetes API refused ({error.status}): {said}") from error
     except HTTPError as error:
-        raise StageError(f"the Kubernetes API cannot be reached: {type(error).__name__}", transient=True) from error
+        why = getattr(error, "reason", None) or error
+        raise StageError(f"the Kubernetes API cannot be reached: {why}", transient=passes(error)) from error
 
 
 def _message(error: Any) -> str:

@@ -30,7 +30,8 @@ RETRIES = 3
 IMAGE_VARIABLE = "QUANTMINT_IMAGE"
 _NO_RETRY = (1, 2, 3, 4)
 """FAIL, a wrong recipe, INCONCLUSIVE, INVALID."""
-_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+"""What most objects may be called."""
 _KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")
@@ -186,21 +187,21 @@ def _variables(pod: Pod) -> list[dict[str, Any]]:
 
 
 def _literal(word: str) -> str:
-    """Kubernetes replaces $(NAME) in a command; a word of ours is meant as it stands."""
-    return word.replace("$(", "$$(")
+    """Kubernetes reads $(NAME) and $$ in a command; a word of ours is meant as it stands."""
+    return word.replace("$", "$$")
 
 
 def _check(pod: Pod) -> None:
     if not _IMAGE.fullmatch(pod.image):
         raise _wrong("--image", pod.image, "the name of an image, best with its digest: NAME@sha256:...")
     for claim in pod.claims:
-        if not _SUBDOMAIN.fullmatch(claim.name) or not claim.path.startswith("/") or ":" in claim.path:
+        if not SUBDOMAIN.fullmatch(claim.name) or not claim.path.startswith("/") or ":" in claim.path:
             raise _wrong("--pvc", f"{claim.name}:{claim.path}", "CLAIM or CLAIM:/path")
     paths = [claim.path for claim in pod.claims]
     if len(set(paths)) < len(paths):
         raise _wrong("--pvc", paths[0] + " twice", "another path for each claim")
     for item in pod.secrets:
-        if not (_VARIABLE.fullmatch(item.variable) and _SUBDOMAIN.fullmatch(item.secret) and _KEY.fullmatch(item.key)):
+        if not (_VARIABLE.fullmatch(item.variable) and SUBDOMAIN.fullmatch(item.secret) and _KEY.fullmatch(item.key)):
             raise _wrong("--secret", item.variable, "VARIABLE=SECRET or VARIABLE=SECRET:KEY, as in HF_TOKEN=hub:token")
     for name in pod.variables:
         if not _VARIABLE.fullmatch(name):

@@ -29,6 +29,8 @@ _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _UNPLACED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 _LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE"}
 _KEY = "quantmint-run"
+_QUIET_S = 300.0  # after which a log is asked for again: a connection that is lost says nothing either
+_CLIENTS = ("aiohttp", "ray", "requests")  # which the client's errors are of, besides
 _INSTEAD = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which the client takes, whatever address it is given
 # Ray kills 3 s after SIGTERM otherwise, and a server needs longer to let go of its GPUs.
 _GRACE = {"RAY_JOB_STOP_WAIT_TIME_S": "20"}
@@ -56,19 +58,18 @@ def description(task: Task, options: Options, mark: Mark | None = None) -> dict[
         raise UserError("--time: Ray Jobs have no time limit", hint="Leave it out; --cancel ID ends a job.")
     line = shlex.join(task.words(*program_here(options.venv)))
     several = task.nodes > 1
-    begun = f"cd {shlex.quote(str(options.folder))} && exec {line}"
-    variables = dict(options.variables)
+    there = f"cd {shlex.quote(str(options.folder))}"
+    variables = {**_GRACE, **options.variables}
     cpus = task.cpus
     if mark is not None:
         answer = shlex.quote(str(mark.answer))
-        begun = f"test -e {answer} && {begun} > {answer}"
-        variables = {**_GRACE, **variables}
+        there, line = f"test -e {answer} && {there}", f"{line} > {answer}"
         cpus = 1 if cpus is None and not task.gpus and not several else cpus
     return {
-        "entrypoint": begun,
+        "entrypoint": f"{there} || exit {BROKEN}; exec {line}",  # a shell would end as a run does that judged
         "metadata": {"quantmint": task.name, **({} if mark is None else {_KEY: mark.key})},
         **({} if mark is None else {"submission_id": mark.identifier}),
-        **({"runtime_env": {"env_vars": variables}} if variables else {}),
+        "runtime_env": {"env_vars": variables},
         **({} if cpus is None else {"entrypoint_num_cpus": cpus}),
         **({} if several or not task.gpus else {"entrypoint_num_gpus": task.gpus}),
         **({} if task.memory_gb is None else {"entrypoint_memory": task.memory_gb * 10**9}),
@@ -87,9 +88,9 @@ class RayJobs:
         self._address = None if address == "auto" else address if "://" in address else f"http://{address}"
         self._options = options
 
-    def text(self, task: Task) -> str:
+    def text(self, task: Task, mark: Mark | None = None) -> str:
         """What the client is called with, as JSON."""
-        return json.dumps(description(task, self._given), indent=1) + "\n"
+        return json.dumps(description(task, self._given, mark), indent=1) + "\n"
 
     def submit(self, task: Task) -> Submitted:
         """Send it."""
@@ -121,6 +122,7 @@ class RayJobs:
 
     def now(self, identifier: str) -> Now:
         """What Ray knows of it."""
+        _require_name(identifier)
         client = self._connect()
         with _answers():
             job = client.get_job_info(identifier)
@@ -141,14 +143,16 @@ class RayJobs:
         return State(now.word, None if not now.ended else BROKEN if now.exit_code is None else now.exit_code)
 
     def lines(self, identifier: str) -> Iterator[str]:
-        """What the client tails."""
+        """What the client tails, or as much as comes before it has been silent for long."""
+        _require_name(identifier)
         client = self._connect()
         logging.getLogger(type(client).__module__).setLevel(logging.WARNING)  # it tells of its own connection
         with _answers():
-            yield from stepwise(client.tail_job_logs(identifier))
+            yield from stepwise(client.tail_job_logs(identifier), _QUIET_S)
 
     def cancel(self, identifier: str) -> None:
         """SIGTERM, then SIGKILL, by Ray."""
+        _require_name(identifier)
         client = self._connect()
         with _answers():
             client.stop_job(identifier)
@@ -165,6 +169,10 @@ class RayJobs:
         try:
             with _answers():
                 return JobSubmissionClient(self._address)
+        except (KeyError, TypeError, ValueError) as error:  # of its answer, or of the address
+            raise UserError(
+                f"--ray: {self._address or 'what Ray finds here'} is not the address of a Ray dashboard"
+            ) from error
         finally:
             os.environ.update({name: value for name, value in hidden.items() if value is not None})
 
@@ -173,14 +181,20 @@ def _plain(word: Any) -> str:
     return str(getattr(word, "value", word))
 
 
-def stepwise(pieces: AsyncIterator[str]) -> Iterator[str]:
-    """An asynchronous iterator's items, for readers that know of no loop."""
+def _require_name(identifier: str) -> None:
+    """UserError for what would be another path of the dashboard."""
+    if not re.fullmatch(r"\w[\w.-]*", identifier):
+        raise UserError(f"found the job {identifier!r}, expected the identifier that Ray gave it")
+
+
+def stepwise(pieces: AsyncIterator[str], quiet_s: float | None = None) -> Iterator[str]:
+    """An asynchronous iterator's items, for readers that know of no loop; no more after ``quiet_s`` without one."""
     loop = asyncio.new_event_loop()
     try:
         while True:
             try:
-                yield loop.run_until_complete(anext(pieces))
-            except StopAsyncIteration:
+                yield loop.run_until_complete(asyncio.wait_for(anext(pieces), quiet_s))
+            except (StopAsyncIteration, TimeoutError):
                 return
     finally:
         waiting = asyncio.all_tasks(loop)  # one, where a signal's exception came while it waited
@@ -204,7 +218,9 @@ def _answers() -> Iterator[None]:
         if _THEIRS.search(said):
             raise StageError(f"Ray's dashboard cannot do it now: {said}", transient=True) from error
         raise UserError(f"Ray refused: {said}") from error
-    except OSError as error:
-        if not passes(error):
+    except Exception as error:
+        if passes(error) or getattr(error, "status", 0) >= 500:  # aiohttp's, of an answer
+            raise StageError(f"no Ray dashboard answers: {error}", transient=True) from error
+        if type(error).__module__.partition(".")[0] not in _CLIENTS or isinstance(error, ValueError):
             raise
-        raise StageError(f"no Ray dashboard answers: {error}", transient=True) from error
+        raise UserError(f"Ray refused: {error}") from error

@@ -10,6 +10,9 @@ replace would be executed. Its writer takes a command as well, and that is what 
 
 Before the time limit the job puts itself back into the queue, a few times; a preempted one is put there by Slurm. Both
 go on where they stopped. The processes of the run get Slurm's SIGTERM, the script's shell does not.
+
+srun, its plugins and `ray symmetric-run` end with 0 and 1 of their own where an image, a node or Ray did not start,
+which a run says of a checkpoint. So the run's code is noted beside its log, and without one the script ends with 5.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.errors import UserError
 from pipeline.serving.render.kubernetes import object_name
+from pipeline.submit.place import BROKEN
 from pipeline.submit.pod import IMAGE_VARIABLE, by_digest
 from pipeline.submit.task import Task, program_here, require_no_secret, require_plain
 
@@ -36,6 +41,8 @@ _AGAIN = (
     f'again() {{ [ "${{SLURM_RESTART_COUNT:-0}}" -ge {ROUNDS} ] || scontrol requeue "$SLURM_JOB_ID"; }}',
     "trap again USR1",
 )
+# It outlives the SIGTERM that the run gets as well.
+_NOTED = 'trap : TERM; "$@"; code=$?; echo "$code" > "$0"; exit "$code"'
 # A trapped signal ends the first wait, and not the run.
 _WAIT = "\n".join(
     (
@@ -43,17 +50,26 @@ _WAIT = "\n".join(
         'wait "$run"',
         "code=$?",
         'while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done',
-        'exit "$code"',
+        '[ -s "$ended" ] || echo "the run came to no end of its own: srun ended with $code"',
+        'code=$(cat "$ended" 2>/dev/null)',
+        f'exit "${{code:-{BROKEN}}}"',
     )
 )
 # Slurm numbers AMD's GPUs by ROCR_VISIBLE_DEVICES, which Ray refuses (ray/_private/accelerators/amd_gpu.py).
-_RENAMED = 'export HIP_VISIBLE_DEVICES="$ROCR_VISIBLE_DEVICES"; unset ROCR_VISIBLE_DEVICES; exec "$@"'
+_RENAMED = (
+    'if [ -n "$ROCR_VISIBLE_DEVICES" ]; then export HIP_VISIBLE_DEVICES="$ROCR_VISIBLE_DEVICES"; fi; '
+    'unset ROCR_VISIBLE_DEVICES; exec "$@"'
+)
+# Ray's own 30 s are short for an environment on a network's filesystem.
+_PATIENT = "export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600"
+_OPTION = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a cluster wants to know; None and empty leave it to the cluster.
 
+    ``sbatch`` are further options by their long names, True for one that has no value, and count before ours.
     ``setup`` are commands that come first, each read as words. ``venv`` is an environment on the shared filesystem,
     ``container`` an image for the cluster's container plugin (pyxis), or a ``.sif`` file for Apptainer.
     """
@@ -63,7 +79,7 @@ class Options:
     qos: str | None = None
     constraint: str | None = None
     gres: str | None = None
-    sbatch: Mapping[str, str] = field(default_factory=dict)
+    sbatch: Mapping[str, str | Literal[True]] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
     venv: str | None = None
     container: str | None = None
@@ -73,19 +89,34 @@ def script(task: Task, options: Options, *, folder: Path, logs: Path) -> str:
     """The file that sbatch gets. ``folder`` is where the run starts, ``logs`` where Slurm writes; both absolute."""
     from submitit.slurm import slurm
 
-    text: str = slurm._make_sbatch_string(command(task, options, folder), logs, **parameters(task, options, folder))
+    given = parameters(task, options, folder, logs)
+    text: str = slurm._make_sbatch_string(command(task, options, folder), logs, **given)
     return text
 
 
-def parameters(task: Task, options: Options, folder: Path) -> dict[str, Any]:
+def parse_options(given: tuple[str, ...]) -> dict[str, str | Literal[True]]:
+    """``NAME=VALUE``, or ``NAME`` alone for an option that has no value."""
+    options: dict[str, str | Literal[True]] = {}
+    for text in given:
+        name, found, value = text.partition("=")
+        if not _OPTION.fullmatch(name):
+            raise UserError(f"--sbatch: found {name!r}, expected NAME=VALUE or NAME, as in mail-type=END or exclusive")
+        options[name] = value if found else True
+    return options
+
+
+def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[str, Any]:
     """Arguments of submitit's `SlurmExecutor.update_parameters`."""
     given = {name: getattr(options, name) for name in ("partition", "account", "qos", "constraint", "gres")}
     for name, value in [*given.items(), *options.sbatch.items(), ("the working folder", str(folder))]:
-        if value is not None:
+        if isinstance(value, str):
             require_plain(name, value)
             _no_secret(name, value)
-    if "%" in str(folder):
-        raise UserError(f"the working folder is {folder}: Slurm reads % in a path as a pattern")
+    for name, path in (("the working folder", folder), ("the folder of logs", logs)):
+        if "%" in str(path):
+            raise UserError(f"{name} is {path}: Slurm reads % in a path as a pattern")
+    own = {name.replace("-", "_"): value for name, value in options.sbatch.items()}  # submitit's names, and so ours
+    warning = WARNING_S if task.seconds is None else max(1, min(WARNING_S, int(task.seconds / 4)))
     gpus = {} if not task.gpus or options.gres is not None else {"gpus_per_node": task.gpus}
     return {
         "job_name": object_name("quantmint-", task.name),
@@ -95,16 +126,21 @@ def parameters(task: Task, options: Options, folder: Path) -> dict[str, Any]:
         **gpus,
         **({} if task.cpus is None else {"cpus_per_task": task.cpus}),
         **({} if task.memory_gb is None else {"mem": f"{task.memory_gb}GB"}),
-        "time": None if task.seconds is None else max(1, round(task.seconds / 60)),
+        "time": None if task.seconds is None else ceil(task.seconds / 60),
         "wckey": None,
         "stderr_to_stdout": True,
-        "setup": [*(shlex.join(_words(line)) for line in options.setup), *_environment(task, options), *_AGAIN],
+        "setup": [
+            *(shlex.join(_words(line)) for line in options.setup),
+            *_environment(task, options),
+            *_AGAIN,
+            f'ended={shlex.quote(str(logs))}/"$SLURM_JOB_ID".code; rm -f "$ended"',
+        ],
         "srun_args": [*_steps(task), *_plugin(task, options, folder)],
         "additional_parameters": {
             "chdir": str(folder),
-            "requeue": True,
-            "signal": f"B:USR1@{WARNING_S}",
-            **options.sbatch,
+            **({} if "no_requeue" in own else {"requeue": True}),
+            "signal": f"B:USR1@{warning}",
+            **own,
         },
     }
 
@@ -116,14 +152,15 @@ def command(task: Task, options: Options, folder: Path) -> str:
     inside = options.container is not None
     words = task.words("quantmint") if inside else task.words(*program_here(options.venv))
     before = _apptainer(task, options.container, folder) if options.container is not None else ()
+    noted = f'{shlex.join(("sh", "-c", _NOTED))} "$ended" {shlex.join(words)}'
     if task.nodes == 1:
-        line = shlex.join((*before, *words))
+        line = f"{shlex.join(before)} {noted}".lstrip()
     else:
         renamed = ("bash", "-c", _RENAMED, "bash") if task.kind == "rocm" and task.gpus else ()
-        cluster = ("--min-nodes", str(task.nodes), "--num-gpus", str(task.gpus), "--", *words)
+        cluster = ("--min-nodes", str(task.nodes), "--num-gpus", str(task.gpus), "--")
         start = shlex.join((*renamed, *before, "ray", "symmetric-run", "--address"))
         head = f'"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{_PORT}"'
-        line = f"{start} {head} {shlex.join(cluster)}"
+        line = f"{start} {head} {shlex.join(cluster)} {noted}"
     return f"{line} &\n{_WAIT}"
 
 
@@ -145,13 +182,21 @@ def _no_secret(option: str, text: str) -> None:
 
 
 def _environment(task: Task, options: Options) -> list[str]:
+    patient = [] if task.nodes == 1 else [_PATIENT]
     if options.container is not None:
-        known = by_digest(options.container)
-        return [f"export {IMAGE_VARIABLE}={shlex.quote(options.container)}"] if known else []
+        return [_image(options.container), *patient]
     if task.nodes == 1:
-        return []
+        return [_image(None)]
     # Ray calls itself by its name.
-    return [f'export PATH={shlex.quote(str(Path(program_here(options.venv)[0]).parent))}:"$PATH"']
+    path = shlex.quote(str(Path(program_here(options.venv)[0]).parent))
+    return [_image(None), *patient, f'export PATH={path}:"$PATH"']
+
+
+def _image(container: str | None) -> str:
+    """sbatch takes the submitter's environment along, which may name an image that this job is not in."""
+    if container is None or not by_digest(container):
+        return f"unset {IMAGE_VARIABLE}"
+    return f"export {IMAGE_VARIABLE}={shlex.quote(container)}"
 
 
 def _mounts(task: Task, folder: Path) -> list[str]:

@@ -16,24 +16,29 @@ from io import StringIO
 from pathlib import Path
 
 from pipeline.errors import StageError, UserError
+from pipeline.store.disk import disk_errors
 from pipeline.submit.place import BROKEN, State, Submitted
 from pipeline.submit.sbatch import Options, command, parameters, script
 from pipeline.submit.task import Task
 
 _TIMEOUT_S = 60
 _PAUSE_S = 3.0
-_WAITING = (
-    "PENDING",
-    "CONFIGURING",
-    "RUNNING",
-    "SUSPENDED",
-    "STOPPED",
-    "COMPLETING",
-    "STAGE_OUT",
-    "SIGNALING",
-    "RESIZING",
+# https://slurm.schedmd.com/job_state_codes.html; all others wait, run, or are put into the queue again.
+_ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "LAUNCH_FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
 )
-_QUEUED_AGAIN = ("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_WRITES = re.compile(r" StdOut=(/.*?)(?= [A-Z][A-Za-z/:]*=|\n|$)")
+_SIGNALS = range(1, 32)
 _UNREACHABLE = re.compile(
     r"unable to contact|connection (refused|timed out)|socket timed out|communication", re.IGNORECASE
 )
@@ -59,40 +64,48 @@ class Slurm:
                 "found no sbatch on PATH", hint="Submit from a login node; --dry-run prints the script anywhere."
             )
         from submitit import SlurmExecutor
-        from submitit.core.utils import FailedJobError
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
 
         executor = SlurmExecutor(self._logs)
-        executor.update_parameters(**parameters(task, self._options, self._folder))
-        self._logs.mkdir(parents=True, exist_ok=True)
+        executor.update_parameters(**parameters(task, self._options, self._folder, self._logs))
         try:
-            with redirect_stderr(StringIO()):  # submitit prints what it raises
+            with disk_errors(self._logs), redirect_stderr(StringIO()):  # submitit prints what it raises
+                self._logs.mkdir(parents=True, exist_ok=True)
                 job = executor._submit_command(command(task, self._options, self._folder))
         except FailedJobError as error:
             raise _failure("sbatch", str(error)) from error
+        except FailedSubmissionError as error:
+            raise StageError(
+                f"sbatch took the job and told no number: {error}", hint="squeue --me tells it."
+            ) from error
         return Submitted(str(job.job_id), str(job.paths.stdout))
 
     def state(self, identifier: str) -> State:
         """What the controller knows; the accounting, where it has forgotten."""
         job = _number(identifier)
-        asked = _run("scontrol", "--oneliner", "show", "job", job)
+        asked = _shown(job)
         if asked.returncode == 0:
-            fields = dict(part.split("=", 1) for part in asked.stdout.split() if "=" in part)
+            # The first of a name: a comment comes later, and may read like anything.
+            fields = dict(part.split("=", 1) for part in reversed(asked.stdout.split()) if "=" in part)
             return _state(fields.get("JobState", "UNKNOWN"), fields.get("ExitCode", "0:0"))
         if _UNREACHABLE.search(asked.stderr):
             raise _failure("scontrol", asked.stderr)
         kept = _run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job)
+        if kept.returncode != 0 and _UNREACHABLE.search(kept.stderr):
+            raise _failure("sacct", kept.stderr)
         if kept.returncode != 0 or not kept.stdout.strip():
             raise UserError(
                 f"Slurm knows no job {job}: {asked.stderr.strip() or 'it has forgotten it'}",
                 hint="The controller forgets finished jobs after some minutes, and there is no accounting of it. "
-                f"Its log is {self._log(job)}.",
+                f"Its log is {self._log(job, asked.stdout)}.",
             )
         word, _, code = kept.stdout.strip().splitlines()[-1].partition("|")
         return _state(word, code)
 
     def lines(self, identifier: str) -> Iterator[str]:
         """The log file, as it grows."""
-        log, position = self._log(_number(identifier)), 0
+        job = _number(identifier)
+        log, position = self._log(job, _shown(job).stdout), 0
         while True:
             ended = self.state(identifier).ended  # before reading: what comes after the last look would be lost
             if log.is_file():
@@ -116,22 +129,32 @@ class Slurm:
         if done.returncode != 0:
             raise _failure("scancel", done.stderr)
 
-    def _log(self, job: str) -> Path:
+    def _log(self, job: str, shown: str) -> Path:
+        """Where Slurm says that it writes, wherever we were started; our folder's, once it has forgotten."""
+        if told := _WRITES.search(shown):
+            return Path(told[1])
         from submitit.core.utils import JobPaths
 
         return Path(JobPaths(self._logs, job_id=job, task_id=0).stdout)
 
 
+def _shown(job: str) -> subprocess.CompletedProcess[str]:
+    return _run("scontrol", "--oneliner", "show", "job", job)
+
+
 def _state(word: str, code: str) -> State:
     word = word.split()[0].rstrip("+")  # "CANCELLED by 1000"
-    if word in _WAITING or word in _QUEUED_AGAIN:
+    if word not in _ENDED:
         return State(word)
-    status, _, signal = code.partition(":")
     if word == "COMPLETED":
         return State(word, 0)
-    if int(status or 0):
+    status, _, signal = code.partition(":")
+    # Slurm has a status of its own for a node that failed, and 125 and 53 for memory and files where a signal stands.
+    if word == "FAILED" and int(status or 0):
         return State(word, int(status))
-    return State(word, 128 + int(signal) if int(signal or 0) else BROKEN)
+    if word in ("FAILED", "CANCELLED") and int(signal or 0) in _SIGNALS:
+        return State(word, 128 + int(signal))
+    return State(word, BROKEN)
 
 
 def _number(identifier: str) -> str:
@@ -142,7 +165,7 @@ def _number(identifier: str) -> str:
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False)
     except FileNotFoundError as error:
         raise UserError(f"found no {words[0]} on PATH", hint="Ask from a node of the cluster.") from error
     except subprocess.TimeoutExpired as error:

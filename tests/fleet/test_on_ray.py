@@ -202,7 +202,7 @@ def test_what_is_sent() -> None:
     assert sent["entrypoint_num_gpus"] == 8
     assert "entrypoint_num_cpus" not in sent
     assert sent["submission_id"] == "quantmint-x-1"
-    assert sent["entrypoint"].startswith("test -e '/a b/x.answer' && cd /work && exec /env/bin/quantmint run ")
+    assert sent["entrypoint"].startswith("test -e '/a b/x.answer' && cd /work || exit 5; exec /env/bin/quantmint run ")
     assert sent["entrypoint"].endswith(" > '/a b/x.answer'")
     small = description(task("tiny-ptpc-fp8kv"), place, mark)
     assert "entrypoint_num_gpus" not in small

@@ -65,13 +65,19 @@ class Job:
 
 
 class Api:
-    """``tries`` is what each pod of the next Job comes to: its exit code and its log."""
+    """``tries`` is what each pod of the next Job comes to: its exit code and its log.
+
+    ``cuts`` are numbers of bytes after which the next logs break off, with their pods running on; ``faults`` are what
+    the next requests are answered with, None for what they ask for, and ``fault`` is what all others are.
+    """
 
     def __init__(self) -> None:
         self.tries: list[tuple[int | None, bytes]] = [(0, b"")]
         self.jobs: dict[str, Job] = {}
         self.deleted: list[tuple[str, str | None]] = []
         self.fault: int | None = None
+        self.faults: list[int | None] = []
+        self.cuts: list[int] = []
 
     def create(self, namespace: str, manifest: dict[str, Any]) -> dict[str, Any]:
         name = manifest["metadata"]["generateName"] + "x7k2p"
@@ -130,12 +136,15 @@ def served(api: Api) -> Iterator[str]:
                 self._answer(200, api.shown(found["name"]))
             elif (found := _PODS.fullmatch(path)) and found["name"]:
                 job, pod = api.of_pod(found["name"])
+                cut = api.cuts.pop(0) if api.cuts else None
                 self.send_response(200)
+                if cut is not None and cut % 2:  # noticed by the client, or not
+                    self.send_header("Content-Length", str(len(pod.log)))
                 self.end_headers()
-                for start in range(0, len(pod.log), 3):  # cut where it comes, characters as well
-                    self.wfile.write(pod.log[start : start + 3])
+                for start in range(0, len(pod.log[:cut]), 3):  # cut where it comes, characters as well
+                    self.wfile.write(pod.log[:cut][start : start + 3])
                     self.wfile.flush()
-                if not pod.ended:
+                if not pod.ended and cut is None:
                     job.end(pod)
             elif found:
                 wanted = query["labelSelector"][0].removeprefix("job-name=")
@@ -150,9 +159,10 @@ def served(api: Api) -> Iterator[str]:
             self._answer(200, {"status": "Success"})
 
         def _refused(self) -> bool:
-            if api.fault is None:
+            fault = api.faults.pop(0) if api.faults else api.fault
+            if fault is None:
                 return False
-            self._answer(api.fault, {"message": "said by the API"})
+            self._answer(fault, {"message": "said by the API"})
             return True
 
         def _answer(self, status: int, body: dict[str, Any]) -> None:

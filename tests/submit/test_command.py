@@ -34,6 +34,9 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.startswith("apiVersion: batch/v1\n")
     assert ended("tiny-ptpc-fp8kv", "--ray", "head:8265", "--dry-run") == 0
     assert json.loads(capsys.readouterr().out)["metadata"] == {"quantmint": "tiny-ptpc-fp8kv"}
+    told = ended("tiny-ptpc-fp8kv", "--ray", "head:8265", "--attached", "--dry-run")
+    assert told == 0
+    assert f" > {tmp_path}/store/refresh/logs/" in json.loads(capsys.readouterr().out)["entrypoint"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -53,6 +56,8 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, capsys: pytest.Capt
         (("tiny-ptpc-fp8kv", "--slurm", "--dry-run", "--", "--untill", "x"), "No such option"),
         (("tiny-ptpc-fp8kv", "--slurm", "--time", "soon", "--dry-run"), "expected one like 90m"),
         (("--slurm", "--status", "one"), "the number that sbatch gave it"),
+        (("--ray", "head", "--cancel", ""), "the identifier that Ray gave it"),
+        (("tiny-ptpc-fp8kv", "--slurm", "--sbatch", "a b=c", "--dry-run"), "expected NAME=VALUE or NAME"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_sent(
@@ -66,6 +71,20 @@ def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("PATH", "/nowhere")
     assert ended("tiny-ptpc-fp8kv", "--slurm") == 2
     assert "found no sbatch on PATH" in capsys.readouterr().err
+
+
+def test_a_folder_of_logs_that_cannot_be_written_is_no_fault_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("submitit")
+    for name in ("sbatch", "srun"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "store").write_text("no folder", encoding="utf-8")
+    monkeypatch.setenv("QUANTMINT_STORE", str(tmp_path / "store/below"))
+    assert ended("tiny-ptpc-fp8kv", "--slurm") == 5
+    assert "unexpected" not in capsys.readouterr().err
 
 
 def test_without_a_cluster_it_says_so(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from pipeline.errors import QuantmintError, UserError
+from pipeline.errors import QuantmintError, StageError, UserError
 from pipeline.submit import job, ray, sbatch
+from pipeline.submit.attached import Mark
 from pipeline.submit.pod import Claim, Pod, Reference, job_spec, parse_claim, parse_pairs, parse_reference
-from pipeline.submit.task import program_here
+from pipeline.submit.task import Task, program_here
 from tests.serving.render.test_kubernetes import held_against_the_api
-from tests.submit.cases import FOLDER, GOLDEN, LOGS, VENV, script, task
+from tests.submit.cases import FOLDER, GOLDEN, IMAGE, LOGS, VENV, script, task
 
 _GOLDEN = Path(__file__).parent / "golden"
 
@@ -55,7 +58,7 @@ def test_the_script_is_the_one_that_submitit_submits(tmp_path: Path, monkeypatch
         sbatch.Options(partition="mi300x", venv=VENV, setup=("module load x",)),
     )
     executor = SlurmExecutor(LOGS)
-    executor.update_parameters(**sbatch.parameters(of, options, FOLDER))
+    executor.update_parameters(**sbatch.parameters(of, options, FOLDER, LOGS))
     sent = executor._make_submission_file_text(sbatch.command(of, options, FOLDER), "any")
     assert sent == sbatch.script(of, options, folder=FOLDER, logs=LOGS)
 
@@ -65,6 +68,40 @@ def test_the_script_ends_as_the_run_did(code: int, tmp_path: Path) -> None:
     """With a stand-in for srun that runs what follows its own arguments."""
     ended, _ = _executed(tmp_path, f"exit {code}")
     assert ended == code
+
+
+@pytest.mark.parametrize("srun", ["exit 1", "exit 0"])
+def test_what_srun_says_is_no_verdict(srun: str, tmp_path: Path) -> None:
+    """It ends with 1 where a container's image cannot be had or a step cannot be made."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/17.code").write_text("0\n", encoding="utf-8")  # of an earlier turn
+    ended, log = _executed(tmp_path, "exit 0", srun=srun)
+    assert ended == 5
+    assert log == f"the run came to no end of its own: srun ended with {srun[-1]}\n"
+
+
+@pytest.mark.parametrize(("ray", "code"), [("exit 0", 5), ("exit 1", 5), ('"$@"; exit 0', 3)])
+def test_what_ray_says_of_its_start_is_no_verdict(ray: str, code: int, tmp_path: Path) -> None:
+    """`ray symmetric-run` ends with 0 where its head did not start, and with 1 where a node did not come."""
+    ray = f'while [ "$1" != -- ]; do shift; done; shift; {ray}'
+    assert _executed(tmp_path, "exit 3", of=task("llama405b-fp8kv", gpus=16), ray=ray)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "4,5"}, "4,5 unset"),
+        ({"ROCR_VISIBLE_DEVICES": "4", "HIP_VISIBLE_DEVICES": "0"}, "4 unset"),
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, "2,3 unset"),
+        ({}, "unset unset"),
+    ],
+)
+def test_how_ray_is_told_of_devices(given: dict[str, str], found: str) -> None:
+    show = ("sh", "-c", 'echo "${HIP_VISIBLE_DEVICES-unset} ${ROCR_VISIBLE_DEVICES-unset}"')
+    told = subprocess.run(
+        ["bash", "-c", sbatch._RENAMED, "bash", *show], env=given, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() == found
 
 
 def test_before_the_time_limit_it_asks_for_another_turn_and_waits_on(tmp_path: Path) -> None:
@@ -78,24 +115,60 @@ def test_it_does_not_ask_for_ever(tmp_path: Path) -> None:
     assert (ended, log) == (4, "")
 
 
-def _executed(folder: Path, run: str, *, rounds: int = 0) -> tuple[int, str]:
+def test_it_asks_neither_at_once_nor_for_less_time_than_was_given() -> None:
+    lines = script(task("tiny-ptpc-fp8kv", seconds=150.0)).splitlines()
+    assert {"#SBATCH --time=3", "#SBATCH --signal=B:USR1@37"} <= set(lines)
+    assert "#SBATCH --signal=B:USR1@120" in script(task("tiny-ptpc-fp8kv", seconds=3600.0)).splitlines()
+
+
+def _executed(
+    folder: Path,
+    run: str,
+    *,
+    of: Task | None = None,
+    rounds: int = 0,
+    srun: str = 'while [ "$1" != sh ] && [ "$1" != bash ]; do shift; done; exec "$@"',
+    ray: str = "",
+) -> tuple[int, str]:
     """How the script ended and what it said, where `quantmint` is ``run``."""
-    commands = folder / "bin"
+    commands, logs = folder / "bin", folder / "logs"
     commands.mkdir()
-    skip = 'while [ "${1#/}" = "$1" ] || [ "${1%quantmint}" = "$1" ]; do shift; done; exec "$@"'
+    logs.mkdir(exist_ok=True)
     for name, text in {
-        "srun": f"export PPID_OF_SCRIPT=$PPID; {skip}",
+        "srun": f"export PPID_OF_SCRIPT=$PPID; {srun}",
         "quantmint": run,
         "scontrol": 'echo "scontrol $*"',
+        "ray": ray,
     }.items():
         (commands / name).write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
         (commands / name).chmod(0o755)
-    path = folder / "job.sh"
-    path.write_text(script(task("tiny-ptpc-fp8kv"), venv=str(folder)), encoding="utf-8")
+    path, options = folder / "job.sh", sbatch.Options(venv=str(folder))
+    path.write_text(sbatch.script(of or task("tiny-ptpc-fp8kv"), options, folder=folder, logs=logs), encoding="utf-8")
     env = {"PATH": f"{commands}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(rounds)}
     done = subprocess.run(["bash", str(path)], env=env, capture_output=True, text=True, check=False, timeout=30)
     assert done.stderr == ""
     return done.returncode, done.stdout
+
+
+def test_options_of_sbatch_count_before_ours() -> None:
+    given = sbatch.parse_options(
+        ("job-name=mine", "gpus-per-node=mi300x:4", "exclusive", "no-requeue", "mail-type=END")
+    )
+    lines = script(task("llama70b-fp8kv"), sbatch=given).splitlines()
+    for option in ("job-name=mine", "gpus-per-node=mi300x:4", "exclusive", "no-requeue", "mail-type=END"):
+        assert [line for line in lines if line.startswith(f"#SBATCH --{option.partition('=')[0]}")] == [
+            f"#SBATCH --{option}"
+        ]
+    assert "#SBATCH --requeue" not in lines
+    with pytest.raises(UserError, match="expected NAME=VALUE or NAME"):
+        sbatch.parse_options(("a\n#SBATCH --uid=0",))
+
+
+def test_an_image_that_a_job_is_not_in_is_not_taken_along() -> None:
+    of = task("tiny-ptpc-fp8kv")
+    for options in ({}, {"container": "image:tag"}, {"container": "/images/a.sif"}):
+        assert "unset QUANTMINT_IMAGE" in script(of, **options).splitlines()
+    assert f"export QUANTMINT_IMAGE={IMAGE}" in script(of, container=IMAGE).splitlines()
 
 
 def test_no_text_is_read_by_a_shell() -> None:
@@ -104,11 +177,15 @@ def test_no_text_is_read_by_a_shell() -> None:
     line = next(line for line in script(of, venv=VENV).splitlines() if line.startswith("srun"))
     assert shlex.split(line.removesuffix(" &"))[-4:] == ["--store", evil, "--until", evil]
     entry = ray.description(of, ray.Options(folder=Path(f"/{evil}"), venv=VENV))["entrypoint"]
-    assert shlex.split(entry)[:3] == ["cd", f"/{evil}", "&&"]
+    assert shlex.split(entry)[:3] == ["cd", f"/{evil}", "||"]
     assert shlex.split(entry)[-4:] == ["--store", evil, "--until", evil]
     made = job.manifest(of, job.Options(image="i", claims=(Claim("c"),)))
     command = made["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert command[-1] == evil.replace("$(", "$$(")
+    assert command[-1].replace("$$", "$") == evil
+    given = job.Options("i", (Claim("c"),), variables={"PRICE": "$$(HOME)"})
+    money = job.manifest(task("tiny-ptpc-fp8kv", arguments=("--until", "$$(HOME)")), given)
+    container = money["spec"]["template"]["spec"]["containers"][0]
+    assert container["command"][-1] == container["env"][0]["value"] == "$$$$(HOME)", "Kubernetes reads $$ as $"
 
 
 def test_this_quantmint_is_what_runs_there() -> None:
@@ -155,8 +232,9 @@ def test_a_script_that_is_not_written(options: dict[str, Any], message: str) -> 
 
 
 def test_slurm_would_read_a_per_cent_sign_in_a_path() -> None:
-    with pytest.raises(UserError, match="as a pattern"):
-        sbatch.script(task("tiny-ptpc-fp8kv"), sbatch.Options(), folder=Path("/a%j"), logs=LOGS)
+    for folder, logs in ((Path("/a%j"), LOGS), (FOLDER, Path("/100%/store/logs/slurm"))):
+        with pytest.raises(UserError, match="as a pattern"):
+            sbatch.script(task("tiny-ptpc-fp8kv"), sbatch.Options(), folder=folder, logs=logs)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +258,26 @@ def test_a_pod_that_kubernetes_or_we_would_not_take(changes: dict[str, Any], mes
 def test_what_a_run_makes_must_outlive_its_pod() -> None:
     with pytest.raises(UserError, match="--pvc is missing"):
         job.manifest(task("tiny-ptpc-fp8kv"), job.Options(image="i", claims=()))
+
+
+@pytest.mark.parametrize(
+    ("store", "folder", "kept"),
+    [
+        ("store", None, True),
+        ("/cache/store", None, True),
+        ("../team/store", "/work/mine", True),
+        ("/home/me/store", None, False),
+        ("../store", None, False),
+        ("store", "/app", False),
+    ],
+)
+def test_a_store_must_be_on_a_volume(store: str, folder: str | None, kept: bool) -> None:
+    options = job.Options(image="i", claims=(Claim("c"), Claim("d", "/cache")), folder=folder)
+    if kept:
+        assert job.manifest(task("tiny-ptpc-fp8kv", store=store), options)
+    else:
+        with pytest.raises(UserError, match=r"(?s)on none of the volumes.*such as /work/store"):
+            job.manifest(task("tiny-ptpc-fp8kv", store=store), options)
 
 
 def test_a_job_is_on_one_node() -> None:
@@ -222,3 +320,46 @@ def test_what_ray_cannot_do_now_and_what_it_refuses(said: str, transient: bool) 
     with pytest.raises(QuantmintError, match=said) as failure, ray._answers():
         raise RuntimeError(f"Request failed with {said}")
     assert failure.value.transient is transient
+
+
+def test_a_folder_that_a_node_does_not_see_is_no_verdict(tmp_path: Path) -> None:
+    of = task("tiny-ptpc-fp8kv")
+    there = ray.description(of, ray.Options(folder=tmp_path / "away", venv=VENV))["entrypoint"]
+    given_up = ray.description(of, ray.Options(folder=tmp_path), Mark("a", "k", tmp_path / "a.answer"))["entrypoint"]
+    for entry in (there, given_up):
+        assert subprocess.run(["sh", "-c", entry], capture_output=True, check=False).returncode == 5
+
+
+def _of_a_library(module: str, name: str, base: type[Exception], **values: Any) -> Exception:
+    return type(name, (base,), {"__module__": module, **values})("said by it")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "transient"),
+    [
+        (_of_a_library("ray.exceptions", "AuthenticationError", Exception), UserError, False),
+        (_of_a_library("requests.exceptions", "HTTPError", OSError), UserError, False),
+        (_of_a_library("aiohttp.client_exceptions", "WSServerHandshakeError", Exception, status=404), UserError, False),
+        (_of_a_library("aiohttp.client_exceptions", "WSServerHandshakeError", Exception, status=503), StageError, True),
+        (_of_a_library("aiohttp.client_exceptions", "ClientConnectionError", Exception), StageError, True),
+    ],
+)
+def test_what_rays_libraries_raise_is_told_as_ours(error: Exception, kind: type[Exception], transient: bool) -> None:
+    with pytest.raises(QuantmintError, match="said by it") as failure, ray._answers():
+        raise error
+    assert type(failure.value) is kind
+    assert failure.value.transient is transient
+
+
+def test_a_log_that_stays_silent_is_left() -> None:
+    async def pieces() -> AsyncIterator[str]:
+        yield "a line\n"
+        await asyncio.sleep(60)
+
+    assert list(ray.stepwise(pieces(), 0.05)) == ["a line\n"]
+
+
+@pytest.mark.parametrize("identifier", ["", ".", "..", "a/../b", "a?b", "-a"])
+def test_what_no_job_is_called_is_not_asked_for(identifier: str) -> None:
+    with pytest.raises(UserError, match="expected the identifier that Ray gave it"):
+        ray.RayJobs("http://nowhere.invalid", None).cancel(identifier)

@@ -16,6 +16,7 @@ from pipeline.submit.pod import Claim
 from tests.serving.render.test_kubernetes import held_against_the_api
 from tests.submit.cases import IMAGE, task
 from tests.submit.kubernetes_api import Api, served
+from tests.submit.slurm import free_ports
 from tests.submit.test_command import ended
 
 pytest.importorskip("kubernetes", reason="the client that it is made with")
@@ -25,19 +26,24 @@ pytest.importorskip("kubernetes", reason="the client that it is made with")
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     state = Api()
     with served(state) as address:
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "here",
-            "clusters": [{"name": "here", "cluster": {"server": address}}],
-            "users": [{"name": "me", "user": {}}],
-            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "team"}}],
-        }
-        path = tmp_path / "kubeconfig"
-        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        path = kubeconfig(tmp_path, address)
         monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
         monkeypatch.chdir(tmp_path)
         yield state
+
+
+def kubeconfig(folder: Path, address: str) -> Path:
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "clusters": [{"name": "here", "cluster": {"server": address}}],
+        "users": [{"name": "me", "user": {}}],
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "team"}}],
+    }
+    path = folder / "kubeconfig"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
 
 
 def place(namespace: str | None = None) -> Kubernetes:
@@ -79,6 +85,32 @@ def test_tries_end_and_evictions_are_none(api: Api) -> None:
     assert followed(api, *tries) == (5, "abcdef")
 
 
+def test_a_log_that_breaks_off_is_read_to_its_end(api: Api) -> None:
+    api.cuts = [0, 5, 12, 9]
+    assert followed(api, (0, b"one\ntwo\nthree\nfour\n")) == (0, "one\ntwo\nthree\nfour\n")
+
+
+def test_an_api_that_is_away_for_a_while_ends_nothing(
+    api: Api, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.submit.following._PAUSE_S", 0.0)
+    api.tries = [(1, b"judged\n")]
+    api.faults = [None, 503, 429]
+    assert ended("tiny-ptpc-fp8kv", "--kubernetes", "--image", IMAGE, "--pvc", "shared", "--follow") == 1
+    assert capsys.readouterr().out == "judged\n"
+    assert api.faults == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "A"])
+def test_what_no_job_is_called_is_not_asked_for(api: Api, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The API takes no name at all for every Job of the namespace."""
+    place().submit(task("tiny-ptpc-fp8kv"))
+    for option in ("--cancel", "--status"):
+        assert ended("--kubernetes", option, name) == 2
+        assert "expected the name that Kubernetes gave it" in capsys.readouterr().err
+    assert api.deleted == []
+
+
 def test_the_command_follows_to_the_runs_own_end(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     api.tries = [(3, b"some line\n")]
     words = ("tiny-ptpc-fp8kv", "--kubernetes", "--image", IMAGE, "--pvc", "shared", "--follow", "--json")
@@ -115,3 +147,30 @@ def test_how_the_api_fails(api: Api) -> None:
     with pytest.raises(StageError, match="503: said by the API") as broken:
         place().submit(task("tiny-ptpc-fp8kv"))
     assert broken.value.transient
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"clusters": [], "users": [], "contexts": []}, "current-context"),
+        ("{", "while parsing"),
+    ],
+)
+def test_what_is_wrong_with_a_configuration_is_said(
+    config: object, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(config if isinstance(config, str) else yaml.safe_dump(config), encoding="utf-8")
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(UserError, match=message):
+        place().state("a")
+
+
+def test_why_the_api_cannot_be_reached_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    config = kubeconfig(tmp_path, f"http://127.0.0.1:{port}")
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(config))
+    with pytest.raises(StageError, match=r"127\.0\.0\.1.*refused") as failure:
+        place().state("a")
+    assert failure.value.transient

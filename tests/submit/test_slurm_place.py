@@ -120,8 +120,28 @@ def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.Capt
         ("CANCELLED by 1000", "0:15", 143),
         ("CANCELLED+", "0:0", 5),
         ("TIMEOUT", "0:0", 5),
-        ("NODE_FAIL", "1:0", 1),
+        ("TIMEOUT", "0:15", 5),
+        ("NODE_FAIL", "1:0", 5),  # Slurm's own 1, and no verdict
+        ("OUT_OF_MEMORY", "0:125", 5),
+        ("FAILED", "0:53", 5),
+        ("FAILED", "0:9", 137),
+        ("A_STATE_OF_NEXT_YEAR", "0:0", None),
     ],
 )
 def test_what_a_state_means(word: str, code: str, found: int | None) -> None:
     assert _state(word, code).exit_code == found
+
+
+def test_the_log_is_where_slurm_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another folder than the job was submitted from, and beside what a comment says."""
+    log = tmp_path / "a team/store/logs/slurm/4711_0_log.out"
+    log.parent.mkdir(parents=True)
+    log.write_text("a line\n", encoding="utf-8")
+    told = "JobId=4711 JobName=x JobState=FAILED Reason=NonZeroExitCode ExitCode=3:0 Comment=JobState=RUNNING "
+    told += f"StdErr={log} StdIn=/dev/null StdOut={log} Power="
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{told}'\n", encoding="utf-8")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    there = Slurm(Options(), folder=tmp_path, logs=tmp_path / "elsewhere")
+    assert list(there.lines("4711")) == ["a line\n"]
+    assert there.state("4711").exit_code == 3

@@ -175,8 +175,8 @@ def _env(values: Mapping[str, str], *, several: bool) -> list[dict[str, Any]]:
 
 
 def plain_variables(values: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Variables of a container with their values as they stand: $(NAME) is not replaced."""
-    return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
+    """Variables of a container with their values as they stand: neither $(NAME) nor $$ is replaced."""
+    return [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
 
 
 def shared_memory() -> tuple[dict[str, Any], dict[str, Any]]:

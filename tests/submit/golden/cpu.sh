@@ -11,14 +11,18 @@
 #SBATCH --signal=B:USR1@120
 
 # setup
+unset QUANTMINT_IMAGE
 again() { [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"; }
 trap again USR1
+ended=/shared/models/store/logs/slurm/"$SLURM_JOB_ID".code; rm -f "$ended"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 '/shared/quantmint env/bin/quantmint' run tiny-ptpc-fp8kv --json --store store --until inspect &
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0"; exit "$code"' "$ended" '/shared/quantmint env/bin/quantmint' run tiny-ptpc-fp8kv --json --store store --until inspect &
 run=$!
 wait "$run"
 code=$?
 while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done
-exit "$code"
+[ -s "$ended" ] || echo "the run came to no end of its own: srun ended with $code"
+code=$(cat "$ended" 2>/dev/null)
+exit "${code:-5}"

@@ -12,15 +12,20 @@
 #SBATCH --signal=B:USR1@120
 
 # setup
+unset QUANTMINT_IMAGE
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 export PATH='/shared/quantmint env/bin':"$PATH"
 again() { [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"; }
 trap again USR1
+ended=/shared/models/store/logs/slurm/"$SLURM_JOB_ID".code; rm -f "$ended"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 bash -c 'export HIP_VISIBLE_DEVICES="$ROCR_VISIBLE_DEVICES"; unset ROCR_VISIBLE_DEVICES; exec "$@"' bash ray symmetric-run --address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):6379" --min-nodes 2 --num-gpus 8 -- '/shared/quantmint env/bin/quantmint' run llama405b-fp8kv --json --store /big/store --on ray &
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 bash -c 'if [ -n "$ROCR_VISIBLE_DEVICES" ]; then export HIP_VISIBLE_DEVICES="$ROCR_VISIBLE_DEVICES"; fi; unset ROCR_VISIBLE_DEVICES; exec "$@"' bash ray symmetric-run --address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):6379" --min-nodes 2 --num-gpus 8 -- sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0"; exit "$code"' "$ended" '/shared/quantmint env/bin/quantmint' run llama405b-fp8kv --json --store /big/store --on ray &
 run=$!
 wait "$run"
 code=$?
 while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done
-exit "$code"
+[ -s "$ended" ] || echo "the run came to no end of its own: srun ended with $code"
+code=$(cat "$ended" 2>/dev/null)
+exit "${code:-5}"
