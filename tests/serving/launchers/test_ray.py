@@ -25,6 +25,15 @@ ROOT = Path(__file__).resolve().parents[3]
 SERVING = Path(__file__).resolve().parents[1]
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"
 GPUS = 8
+# A command `ray` of an installation without what serves its dashboard and clients of other machines.
+LEAN = """
+from unittest import mock
+from ray.scripts import scripts
+from tests.cluster.lean import lean_nodes
+with lean_nodes(), mock.patch.object(scripts, "get_ray_client_dependency_error", return_value=ImportError("left out")):
+    scripts.main()
+"""
+WITHOUT = ("--no-monitor", "--include-log-monitor=false")
 IMPATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}  # a minute, else, until a worker believes its head is gone
 
 NODE = """
@@ -49,7 +58,7 @@ except KeyboardInterrupt:
 """
 
 
-def launch(model: Path, port: int) -> tuple[LaunchPlan, tuple[Process, ...]]:
+def launch(model: Path, port: int, *, lean: bool = False) -> tuple[LaunchPlan, tuple[Process, ...]]:
     plan = LaunchPlan(
         env={"VLLM_ROCM_USE_AITER": "1"},
         argv=("vllm", "serve", str(model), "--served-model-name", "m", "--distributed-executor-backend", "ray"),
@@ -58,7 +67,8 @@ def launch(model: Path, port: int) -> tuple[LaunchPlan, tuple[Process, ...]]:
         reasons=(),
     )
     gpus = tuple(range(GPUS))
-    small = ("--num-cpus=2", "--object-store-memory=100000000")
+    # An interpreter is started for each CPU, whether it is used or not.
+    small = ("--num-cpus=1", "--object-store-memory=100000000", *(WITHOUT if lean else ()))
     start = ("ray", "start", "--head", f"--node-ip-address={HEAD}", f"--port={port}", *small)
     join = ("ray", "start", f"--address={HEAD}:{port}", f"--node-ip-address={WORKER}", *small)
     return plan, (
@@ -122,10 +132,19 @@ def port() -> int:
 
 
 @pytest.fixture
+def lean() -> bool:
+    """Whether Ray does without what takes most of its start."""
+    return True
+
+
+@pytest.fixture
 def cluster(
-    tmp_path: Path, port: int, fake_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, port: int, lean: bool, fake_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Node]]:
-    """Starts the machines of a launch; none is left when the test ends."""
+    """Starts the machines of a launch; none is left when the test ends.
+
+    A lean Ray is a command beside `vllm`; another is as it is installed, and found as a module of vLLM's interpreter.
+    """
     import pickle
 
     commands = tmp_path / "bin"
@@ -133,10 +152,14 @@ def cluster(
     vllm = commands / "vllm"
     vllm.write_text(f"#!{sys.executable}\n{(SERVING / 'ray_vllm.py').read_text()}")
     vllm.chmod(0o755)
+    if lean:
+        (commands / "ray").write_text(f"#!{sys.executable}\n{LEAN}")
+        (commands / "ray").chmod(0o755)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (commands / "fake_vllm.py").write_text((SERVING / "fake_vllm.py").read_text())
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     model = fake_model(nodes=2, gpus=GPUS)
-    (tmp_path / "launch.pickle").write_bytes(pickle.dumps(launch(model, port)))
+    (tmp_path / "launch.pickle").write_bytes(pickle.dumps(launch(model, port, lean=lean)))
     nodes: list[Node] = []
 
     def start(rank: int, seconds: float = 90) -> Node:
@@ -157,7 +180,7 @@ def gone(port: int, *, within: float = 20.0) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(("number", "lean"), [(signal.SIGINT, True), (signal.SIGKILL, False)])
 def test_two_machines_serve_and_leave_nothing(
     cluster: Callable[..., Node], port: int, tmp_path: Path, number: signal.Signals
 ) -> None:
