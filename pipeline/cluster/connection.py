@@ -20,6 +20,7 @@ from pipeline.cluster.address import HERE, endpoint_of
 from pipeline.errors import UserError
 
 _PROBE_S = 5.0
+_TRIES = 3  # a head starts a server for each client, and both give up where that takes longer than half a minute
 _HINT = "On the head: `ray start --head`; on the others: `ray start --address=HEAD:6379`. Then the same command."
 
 
@@ -32,17 +33,16 @@ def connect(address: str) -> None:
     _require_open(address)
     try:
         with _own_signals():
-            ray.init(address=address, logging_level="ERROR", log_to_driver=False, configure_logging=False)
+            _join(address)
     except ray.exceptions.AuthenticationError as error:
         raise UserError(
             f"{_named(address)} asks for a token: {_first_line(error)}",
             hint="Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token.",
         ) from None
-    except ConnectionAbortedError as error:  # a traceback of the head's, which gives each client a server of its own
+    except ConnectionAbortedError as error:  # with a traceback of the head's
         raise UserError(
             f"{_named(address)} is there, but serves nobody: {str(error).strip().splitlines()[-1]}",
-            hint="A busy head needs longer than 30 s: try again, or set RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S for "
-            "`ray start` there.",
+            hint="A busy head may do so later.",
             transient=True,
         ) from None
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -65,6 +65,18 @@ def warning_of(address: str, environment: Mapping[str, str]) -> str | None:
         f"whoever reaches {endpoint[0]} over the network can run code through Ray; keep it private, or set "
         "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH on every machine"
     )
+
+
+def _join(address: str) -> None:
+    import ray
+
+    for left in reversed(range(_TRIES)):
+        try:
+            ray.init(address=address, logging_level="ERROR", log_to_driver=False, configure_logging=False)
+            return
+        except ConnectionAbortedError:
+            if not left:
+                raise
 
 
 def _require_open(address: str) -> None:

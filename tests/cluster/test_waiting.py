@@ -123,10 +123,19 @@ def test_shares_on_one_node_divide_its_memory(
     assert "2 threads, as this process would, on 8 cores" in told.lines[0]
 
 
-def test_a_head_that_is_busy_may_serve_us_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "Initialization failure from server:\nTraceback\nRuntimeError: Proxy failed to Connect to backend!\n"
+    asked: list[str] = []
+
+    def init(address: str, **_: Any) -> None:
+        asked.append(address)
+        if len(asked) != 3:
+            raise ConnectionAbortedError(said)
+
     monkeypatch.setattr(connection, "_require_open", lambda address: None)
-    monkeypatch.setattr(ray, "init", fails(ConnectionAbortedError(said)))
+    monkeypatch.setattr(ray, "init", init)
+    connection.connect("ray://head:1")
     with pytest.raises(UserError, match=r"^ray://head:1 is there, but .*: RuntimeError: Proxy failed to") as caught:
         connection.connect("ray://head:1")
+    assert asked == ["ray://head:1"] * 6
     assert caught.value.transient
