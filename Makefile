@@ -2,8 +2,8 @@
 
 RECIPE  ?= tiny-ptpc-fp8kv
 ARGS    ?=
-# Test files that run at a time.
-JOBS    ?= 2
+# Test files that run at a time: one more than cores, since they wait for a third of theirs; each takes a gigabyte or two.
+JOBS    ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTHON  ?= python3
 # A machine with a GPU wants its own build: TORCH="torch --index-url ..." or an environment that has it, VENV=...
 TORCH   ?= torch==2.13.0
