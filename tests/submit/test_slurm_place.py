@@ -82,9 +82,10 @@ def test_before_its_time_is_up_it_goes_back_to_the_queue(folder: Path) -> None:
     slurm.until(begun.exists, folder)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
     slurm.until(lambda: there.state(job).word == "PENDING", folder)
-    # Slurm waits two minutes before a second turn, so that nothing of the first is left.
+    # Slurm waits two minutes before a second turn, so that nothing of the first is left; what begins within the second
+    # in which the first was killed is not launched ("already killed, do not launch batch job").
     slurm.until(lambda: slurm.idle(dict(os.environ)), folder)
-    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], check=True)
     lines = "".join(there.lines(job)).splitlines()
     assert [line for line in lines if line.startswith(("turn", "ended"))] == ["turn ", "ended by SIGTERM", "turn 1"]
     assert there.state(job).exit_code == 4
