@@ -74,7 +74,7 @@ _PROCESSES: dict[str, int] = {}
 """The process that forks, by its executable."""
 # What it was called with goes to the socket, with its files; what comes back is how the fork ended.
 _FORKED = """
-content = json.dumps(asked).encode()
+content = json.dumps({**asked, "parent": os.getppid()}).encode()
 socket.send_fds(line, [len(content).to_bytes(4, "big")], asked["numbers"])
 line.sendall(content)
 os.close(0)  # who waits for the end of a pipe waits for the fork's end of it alone

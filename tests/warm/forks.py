@@ -20,9 +20,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+_SPAWNED = "--multiprocessing-fork"
+"""The last argument of what `multiprocessing` spawns."""
 
 
 def _serve(place: str, executable: str, *modules: str) -> None:
@@ -49,7 +53,7 @@ def _serve(place: str, executable: str, *modules: str) -> None:
                 pid = os.fork()
                 if pid == 0:
                     listening.close()
-                    _wait_on(line, before, changed)
+                    _wait_on(line, before, changed, Path(place).parent)
                 waiters.add(pid)
                 line.close()
             waiters = {pid for pid in waiters if os.waitpid(pid, os.WNOHANG) == (0, 0)}
@@ -75,13 +79,20 @@ def _require_no_thread() -> None:
     assert not missing, f"these threads would be missing in forks: {missing}"
 
 
-def _wait_on(line: socket.socket, before: Mapping[str, str], changed: Mapping[str, str]) -> None:
-    """Fork the program, pass signals on, and tell how it ended; never returns."""
+def _wait_on(line: socket.socket, before: Mapping[str, str], changed: Mapping[str, str], running: Path) -> None:
+    """Fork the program, pass signals on, and tell how it ended; never returns.
+
+    What it spawned may be killed and outlive, for a moment, what the program takes for it. The program has not ended
+    before that has: each that is spawned is a file in ``running`` for as long as there is a process of it.
+    """
     head, files, _, _ = socket.recv_fds(line, 4, 253)
     content = b""
     while len(content) < int.from_bytes(head, "big"):
         content += line.recv(1 << 20)
     asked = json.loads(content)
+    mark = running / f"{asked['parent']}-{os.getpid()}.running"
+    if asked["arguments"][-1] == _SPAWNED:
+        mark.touch()
     pid = os.fork()
     if pid == 0:
         line.close()
@@ -102,6 +113,9 @@ def _wait_on(line: socket.socket, before: Mapping[str, str], changed: Mapping[st
         if not told:
             break
     _, status = os.waitpid(pid, 0)
+    mark.unlink(missing_ok=True)
+    while any(running.glob(f"{pid}-*.running")):
+        time.sleep(0.01)
     with contextlib.suppress(OSError):
         line.sendall(status.to_bytes(4, "big"))
     os._exit(0)
@@ -128,8 +142,8 @@ def _become(argv: Sequence[str], environment: Mapping[str, str], folder: str) ->
     sys.path[0] = folder
     code: object = 1
     try:
-        if argv[-1] == "--multiprocessing-fork":
-            _spawned(argv)
+        if argv[-1] == _SPAWNED:
+            _be_spawned(argv)
         else:
             sys.argv = list(argv)
             runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
@@ -149,7 +163,7 @@ def _become(argv: Sequence[str], environment: Mapping[str, str], folder: str) ->
     os._exit(code or 0)
 
 
-def _spawned(argv: Sequence[str]) -> None:
+def _be_spawned(argv: Sequence[str]) -> None:
     """What multiprocessing has a new interpreter do; it then reads which module its parent's main one was."""
     code = argv[argv.index("-c") + 1]
     sys.argv = ["-c", *argv[argv.index("-c") + 2 :]]
