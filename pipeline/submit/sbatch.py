@@ -94,6 +94,11 @@ def script(task: Task, options: Options, *, folder: Path, logs: Path) -> str:
     return text
 
 
+def code_file(logs: Path, job: str) -> Path:
+    """Where a job's script notes the exit code of its run."""
+    return logs / f"{job}.code"
+
+
 def parse_options(given: tuple[str, ...]) -> dict[str, str | Literal[True]]:
     """``NAME=VALUE``, or ``NAME`` alone for an option that has no value."""
     options: dict[str, str | Literal[True]] = {}
@@ -133,7 +138,7 @@ def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[s
             *(shlex.join(_words(line)) for line in options.setup),
             *_environment(task, options),
             *_AGAIN,
-            f'ended={shlex.quote(str(logs))}/"$SLURM_JOB_ID".code; rm -f "$ended"',
+            f'ended={shlex.quote(str(logs))}/"$SLURM_JOB_ID".code; rm -f "$ended"',  # see `code_file`
         ],
         "srun_args": [*_steps(task), *_plugin(task, options, folder)],
         "additional_parameters": {

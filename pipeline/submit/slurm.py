@@ -18,7 +18,7 @@ from pathlib import Path
 from pipeline.errors import StageError, UserError
 from pipeline.store.disk import disk_errors
 from pipeline.submit.place import BROKEN, State, Submitted
-from pipeline.submit.sbatch import Options, command, parameters, script
+from pipeline.submit.sbatch import Options, code_file, command, parameters, script
 from pipeline.submit.task import Task
 
 _TIMEOUT_S = 60
@@ -87,7 +87,7 @@ class Slurm:
         if asked.returncode == 0:
             # The first of a name: a comment comes later, and may read like anything.
             fields = dict(part.split("=", 1) for part in reversed(asked.stdout.split()) if "=" in part)
-            return _state(fields.get("JobState", "UNKNOWN"), fields.get("ExitCode", "0:0"))
+            return self._said(job, asked.stdout, fields.get("JobState", "UNKNOWN"), fields.get("ExitCode", "0:0"))
         if _UNREACHABLE.search(asked.stderr):
             raise _failure("scontrol", asked.stderr)
         kept = _run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job)
@@ -100,7 +100,7 @@ class Slurm:
                 f"Its log is {self._log(job, asked.stdout)}.",
             )
         word, _, code = kept.stdout.strip().splitlines()[-1].partition("|")
-        return _state(word, code)
+        return self._said(job, asked.stdout, word, code)
 
     def lines(self, identifier: str) -> Iterator[str]:
         """The log file, as it grows."""
@@ -128,6 +128,14 @@ class Slurm:
         done = _run("scancel", job)
         if done.returncode != 0:
             raise _failure("scancel", done.stderr)
+
+    def _said(self, job: str, shown: str, word: str, code: str) -> State:
+        """The state; a job that ended with a status before its run did has said nothing of a checkpoint."""
+        state = _state(word, code)
+        logs = self._log(job, shown).parent
+        if state.word == "FAILED" and logs.is_dir() and not code_file(logs, job).is_file():
+            return State(state.word, BROKEN)
+        return state
 
     def _log(self, job: str, shown: str) -> Path:
         """Where Slurm says that it writes, wherever we were started; our folder's, once it has forgotten."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.submit.sbatch import Options
+from pipeline.submit.sbatch import Options, code_file
 from pipeline.submit.slurm import Slurm, _state
 from tests.submit import slurm
 from tests.submit.cases import task
@@ -145,4 +145,6 @@ def test_the_log_is_where_slurm_writes(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     there = Slurm(Options(), folder=tmp_path, logs=tmp_path / "elsewhere")
     assert list(there.lines("4711")) == ["a line\n"]
+    assert there.state("4711").exit_code == 5  # slurmd ends so what it could not start
+    code_file(log.parent, "4711").write_text("3\n", encoding="utf-8")
     assert there.state("4711").exit_code == 3
