@@ -297,7 +297,7 @@ def _run_jobs(script: str, jobs: list[dict[str, Any]], root: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     finished = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "reference" / script), str(root / "jobs.json")],
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(Path(__file__).parents[1])},
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
