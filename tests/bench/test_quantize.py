@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tests.bench import figures
 from tests.bench.contenders import CASES, CONTENDERS, how
 from tests.bench.model import SHAPES, write_model
 from tests.bench.plot import draw
+from tests.warm.executable import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,13 +25,14 @@ ROOT = Path(__file__).parents[2]
 def test_end_to_end(tmp_path: Path) -> None:
     options = ["--shape", "tiny", "--rounds", "1", "--contenders", "cp,quantmint", "--only", "mxfp4,fp8_kv", "--double"]
     places = ["--folder", str(tmp_path), "--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.svg")]
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.bench.quantize", *options, *places],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with warm_python(tmp_path, os.environ) as python:  # and so are the processes that it measures
+        ended = subprocess.run(
+            [python, "-m", "tests.bench.quantize", *options, *places],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert ended.returncode == 0, ended.stderr
     for words in ("cp -r", "quantmint", "written, s", "durable, s", "twice the layers", "predicted as by"):
         assert words in ended.stdout
