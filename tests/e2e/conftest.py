@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,25 @@ def warm_vllm(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield found
 
 
+@pytest.fixture(scope="module")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Python whose programs, lm-eval's and the reference runtime's among them, are forks with one thread each."""
+    folder = tmp_path_factory.mktemp("python")
+    with executable.warm_python(folder, {**os.environ, "OMP_NUM_THREADS": "1"}) as found:
+        yield found
+
+
 @pytest.fixture(scope="session")
 def project(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Project:
     return Project(tmp_path_factory.mktemp("project"), vllm)
 
 
-@pytest.fixture(scope="session")
-def finished(project: Project) -> Finished:
+@pytest.fixture(scope="module")
+def finished(project: Project, warm_vllm: VllmEnvironment, warm_python: Path) -> Finished:
+    """The run that is killed, and all that it starts, is as users have it; the same command that completes it is warm.
+
+    What the kill left is looked at before the warm processes have started anything.
+    """
     log = project.home / "first.log"
     process = project.start("run", RECIPE, log=log)
     try:
@@ -58,6 +72,7 @@ def finished(project: Project) -> Finished:
         process.wait()
     survivors = _gone_within(project, seconds=60)
     before = {str(path.parent.relative_to(project.store)): path.stat().st_mtime_ns for path in _records(project)}
+    project = replace(project, vllm=warm_vllm.executable, python=warm_python)
     done = project.run("run", RECIPE, "--json")
     assert done.stdout, done.stderr
     return Finished(project, log.read_text(), before, survivors, json.loads(done.stdout), done.returncode, done.stderr)

@@ -14,10 +14,11 @@ RECIPE = "tiny-ptpc-fp8kv"
 
 @dataclass(frozen=True)
 class Project:
-    """A working folder of a user: where the store is, and where things are published."""
+    """A working folder of a user: where the store is, and where things are published; ``python`` runs ours."""
 
     home: Path
     vllm: Path
+    python: str | Path = sys.executable
 
     @property
     def store(self) -> Path:
@@ -33,7 +34,7 @@ class Project:
     def start(self, *arguments: str, log: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as stream:
             return subprocess.Popen(
-                [sys.executable, "-m", "pipeline", *arguments],
+                [self.python, "-m", "pipeline", *arguments],
                 cwd=self.home,
                 env={**self.environment(), "PYTHONPATH": str(Path(__file__).parents[2])},
                 stdin=subprocess.DEVNULL,
@@ -43,7 +44,7 @@ class Project:
 
     def run(self, *arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "pipeline", *arguments],
+            [self.python, "-m", "pipeline", *arguments],
             cwd=self.home,
             env={**self.environment(), "PYTHONPATH": str(Path(__file__).parents[2])},
             stdin=subprocess.DEVNULL,

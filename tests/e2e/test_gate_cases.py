@@ -6,6 +6,7 @@ The reference runtime answers, because no vLLM for a CPU loads all of the format
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 @pytest.fixture
-def run(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(store: Store, tmp_path: Path, warm_python: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(sys, "executable", str(warm_python))  # what answers, and who asks
+
     def through(name: str, quantization: dict[str, Any], remade: Remade | None = None) -> Outcome:
         if remade is not None:
             plan_with(remade, monkeypatch)
