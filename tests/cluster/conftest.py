@@ -8,7 +8,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -83,17 +83,32 @@ class Nodes:
     def lose_one(self) -> None:
         self.remove(next(iter(self._cluster.worker_nodes)))
 
-    def lose_what_runs(self, process: int) -> bool:
-        """Lose the node that a process is of; False where that is the head."""
-        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-        for node in self._cluster.worker_nodes:
-            if parent in {each.process.pid for each in node.all_processes["raylet"]}:
-                self.remove(node)
-                return True
+    def lose_what_runs(self, process: int, works: Callable[[], bool]) -> bool:
+        """Lose the node that a process is of, and the process; False where that is the head, or it has done its work.
+
+        It is stopped first: a worker notices late that its node is gone, and may be ready before.
+        """
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parent = int(_state_of(process)[1])
+            for node in self._cluster.worker_nodes:
+                if parent in {each.process.pid for each in node.all_processes["raylet"]}:
+                    os.kill(process, signal.SIGSTOP)
+                    while _state_of(process)[0] == "R":
+                        pass
+                    if works():
+                        self.remove(node)
+                        os.kill(process, signal.SIGKILL)
+                        return True
+                    os.kill(process, signal.SIGCONT)
         return False
 
     def close(self) -> None:
         self._cluster.shutdown()
+
+
+def _state_of(process: int) -> list[str]:
+    """The fields of proc(5)'s stat from the state on: "R" runs, "T" is stopped; then the parent."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 @contextmanager

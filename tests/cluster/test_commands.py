@@ -18,9 +18,12 @@ from pipeline.cli import main
 def refused(models: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Quantize with these options, which is refused; what is said of it."""
 
+    source = models("llama")
+    capsys.readouterr()  # where it has just been built
+
     def call(*options: str) -> str:
         with pytest.raises(SystemExit) as ended:
-            main(["quantize", str(models("llama")), str(tmp_path / "out"), "--scheme", "ptpc_fp8", *options])
+            main(["quantize", str(source), str(tmp_path / "out"), "--scheme", "ptpc_fp8", *options])
         assert ended.value.code == 2
         assert not (tmp_path / "out").exists()
         said = capsys.readouterr().err

@@ -206,12 +206,15 @@ def test_a_node_is_lost_while_it_writes(nodes: Nodes, spread: RaySpread, fat: Pa
     committed: list[str] = []
     orphans: set[str] = set()
 
+    def lost(process: int, destination: Path) -> bool:
+        return nodes.lose_what_runs(process, lambda: process in writing(destination))
+
     def losing(plans: Any, source: Path, destination: Path, scalars: Any, advance: Any, commit: Any) -> Any:
         def at_first(shard: Any, path: Path) -> None:
             commit(shard, path)
             committed.append(shard.name)
             if len(committed) == 1:
-                while not any(map(nodes.lose_what_runs, writing(destination))):
+                while not any(lost(process, destination) for process in writing(destination)):
                     pass
             if len(committed) == len(plans):
                 orphans.update(path.name for path in destination.glob(f"*{PARTIAL_SUFFIX}"))
