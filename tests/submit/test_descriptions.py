@@ -83,7 +83,7 @@ def test_what_srun_says_is_no_verdict(srun: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ray", "code"), [("exit 0", 5), ("exit 1", 5), ('"$@"; exit 0', 3)])
 def test_what_ray_says_of_its_start_is_no_verdict(ray: str, code: int, tmp_path: Path) -> None:
     """`ray symmetric-run` ends with 0 where its head did not start, and with 1 where a node did not come."""
-    ray = f'while [ "$1" != -- ]; do shift; done; shift; {ray}'
+    ray = f'while [ $# -gt 0 ] && [ "$1" != -- ]; do shift; done; shift; {ray}'
     assert _executed(tmp_path, "exit 3", of=task("llama405b-fp8kv", gpus=16), ray=ray)[0] == code
 
 
@@ -127,7 +127,7 @@ def _executed(
     *,
     of: Task | None = None,
     rounds: int = 0,
-    srun: str = 'while [ "$1" != sh ] && [ "$1" != bash ]; do shift; done; exec "$@"',
+    srun: str = 'while [ $# -gt 0 ] && [ "$1" != sh ] && [ "$1" != bash ]; do shift; done; exec "$@"',
     ray: str = "",
 ) -> tuple[int, str]:
     """How the script ended and what it said, where `quantmint` is ``run``."""
