@@ -86,6 +86,27 @@ def devices_option(function: F) -> F:
     )(function)
 
 
+def jobs_option(function: F) -> F:
+    """``--on``: where a fleet's recipes run, as a person names it; `jobs_address` makes an address of it."""
+    return click.option(
+        "--on",
+        metavar="ray|http://HEAD:8265",
+        help="Run each recipe as a job of a Ray cluster whose nodes see these files, on a node with GPUs free for it: "
+        "ray is $RAY_ADDRESS or this machine's, else its dashboard.",
+    )(function)
+
+
+def jobs_address(on: str | None, devices: tuple[int, ...] | None) -> str | None:
+    """The address of the Ray dashboard that ``--on`` names, or None; refuses ``--devices`` beside it."""
+    from pipeline.cluster.address import jobs_address_of
+
+    if on is None:
+        return None
+    if devices is not None:
+        raise click.UsageError("expected --devices, which are this machine's, or --on, not both")
+    return jobs_address_of(on, os.environ)
+
+
 def _numbers(context: click.Context, parameter: click.Parameter, given: str) -> tuple[int, ...] | None:
     if given == "auto":
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from pipeline.commands.options import (
     device_option,
     devices_option,
     emit,
+    jobs_address,
+    jobs_option,
     json_option,
     remote_option,
     store_option,
@@ -51,12 +52,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     help="Recipes at a time (default: one for each device, one without any; --on: all).",
 )
 @devices_option
-@click.option(
-    "--on",
-    metavar="ray|http://HEAD:8265",
-    help="Run each recipe as a job of a Ray cluster whose nodes see these files, on a node with GPUs free for it: "
-    "ray is $RAY_ADDRESS or this machine's, else its dashboard.",
-)
+@jobs_option
 @click.option(
     "--retries",
     type=click.IntRange(min=0),
@@ -112,12 +108,9 @@ def command(
     does not hold up the others; faults of networks and servers are tried again. Stopped at any moment, the same command
     goes on. Ends with the worst of the recipes' exit codes: 5, 2, 4, 1, 3, 0.
     """
-    from pipeline.cluster.address import jobs_address_of
     from pipeline.fleet.requests import Options
     from pipeline.refresh.naming import all_recipes
 
-    if on is not None and devices is not None:
-        raise click.UsageError("expected --devices, which are this machine's, or --on, not both")
     named = tuple(dict.fromkeys(recipes)) or all_recipes(folder)
     options = Options(
         store=store_path,
@@ -127,7 +120,7 @@ def command(
         max_hours=max_hours,
         max_disk=None if max_disk is None else int(max_disk * 1e9),
         everything=not only_due,
-        on=None if on is None else jobs_address_of(on, os.environ),
+        on=jobs_address(on, devices),
         redo=redo,
         wait=wait,
         vllm=vllm,

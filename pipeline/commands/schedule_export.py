@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from pipeline.commands.options import jobs_option
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 _FORMS = ("systemd", "cron", "kubernetes", "github_actions")
 # option: the forms that it belongs to, where that is not all
 _BELONGS = {
+    "on": ("systemd", "cron"),
     "environment_file": ("systemd", "cron"),
     "system": ("systemd", "cron"),
     "run_as": ("systemd", "cron"),
@@ -44,6 +47,7 @@ _HERE = ("systemd", "cron")
 @click.option("--command", "program", metavar="WORDS", help="What starts quantmint (default: this one; `quantmint`).")
 @click.option("--directory", help="Where it starts (default: here; the volume; a checkout of the repository).")
 @click.option("--store", help="Folder of finished stages there (default: ./store of that directory).")
+@jobs_option
 @click.option("--env", "variables", metavar="NAME=VALUE", multiple=True, help="A variable that is no secret.")
 @click.option("--environment-file", metavar="PATH", help="File with NAME=VALUE lines there, such as tokens.")
 @click.option("--system", is_flag=True, help="For the machine (/etc/systemd/system, /etc/cron.d), not for one user.")
@@ -104,6 +108,7 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     """What all forms have in common, checked."""
     from datetime import UTC, datetime
 
+    from pipeline.cluster.address import jobs_address_of
     from pipeline.errors import UserError
     from pipeline.schedule.exported import Export
     from pipeline.serving.running.child_environment import SECRET
@@ -125,12 +130,15 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     for name in ("directory", "store", "environment_file"):
         if form in _HERE and given[name] and not Path(given[name]).is_absolute():
             raise UserError(f"{_flag(ctx, name)}: found {given[name]!r}, expected an absolute path")
+    if given["on"] is not None:
+        jobs_address_of(given["on"], {})  # a fault is told now, and not at three in the morning
     return Export(
         program=tuple(shlex.split(given["program"])) if given["program"] else _program(form),
         made_by=_made_by(ctx),
         now=datetime.now(UTC),
         directory=given["directory"] or (str(Path.cwd()) if form in _HERE else None),
         store=given["store"],
+        on=given["on"],
         variables=variables,
         environment_file=given["environment_file"],
         accepted=frozenset(given["accept"]),

@@ -10,6 +10,8 @@ import click
 from pipeline.commands.options import (
     device_option,
     devices_option,
+    jobs_address,
+    jobs_option,
     json_option,
     remote_option,
     store_option,
@@ -19,8 +21,9 @@ from pipeline.commands.options import (
 
 @click.command(name="run")
 @click.argument("recipes", nargs=-1)
-@click.option("--jobs", type=click.IntRange(min=1), help="Recipes that run at a time (default: one for each device).")
+@click.option("--jobs", type=click.IntRange(min=1), help="Recipes at a time (default: one for each device; --on: all).")
 @devices_option
+@jobs_option
 @click.option("--retries", type=click.IntRange(min=0), default=3, show_default=True, help="After faults that pass.")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Answer Prometheus here, at /metrics.")
 @click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address that the port is opened at.")
@@ -39,6 +42,7 @@ def command(
     recipes: tuple[str, ...],
     jobs: int | None,
     devices: tuple[int, ...] | None,
+    on: str | None,
     retries: int,
     metrics_port: int | None,
     metrics_host: str,
@@ -67,7 +71,14 @@ def command(
 
     journal = Journal(write, as_json)
     options = Options(
-        store=store_path, jobs=jobs, devices=devices, retries=retries, vllm=vllm, remote=remote, device=device
+        store=store_path,
+        jobs=jobs,
+        devices=devices,
+        retries=retries,
+        on=jobs_address(on, devices),
+        vllm=vllm,
+        remote=remote,
+        device=device,
     )
     with outlets(
         store_path,

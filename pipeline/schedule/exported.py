@@ -37,6 +37,7 @@ class Export:
     now: datetime
     directory: str | None = None
     store: str | None = None
+    on: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     environment_file: str | None = None
     accepted: frozenset[str] = frozenset()
@@ -44,7 +45,8 @@ class Export:
     def command(self, item: Scheduled, *more: str) -> tuple[str, ...]:
         """The whole command, word by word."""
         store = () if self.store is None else ("--store", self.store)
-        return (*self.program, "requantize", item.given, "--due", *store, *more)
+        on = () if self.on is None else ("--on", self.on)
+        return (*self.program, "requantize", item.given, "--due", *store, *on, *more)
 
     def made(self, *items: Scheduled) -> str:
         """The line of a comment that says how a file is made again."""

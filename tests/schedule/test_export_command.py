@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.fleet.requests import Options
 from tests.schedule.conftest import Written
 
 _IMAGE = "quantmint@sha256:" + "0a" * 32
@@ -47,6 +48,10 @@ def test_the_recipe_is_named_as_it_is_found_there(
     here = schedule("export", "--systemd", "recipes/mine.yaml", "--command", "/opt/q/quantmint --debug").out
     assert f"ExecStart=/opt/q/quantmint --debug requantize {tmp_path}/recipes/mine.yaml --due\n" in here
     assert f"WorkingDirectory={tmp_path}\n" in here
+    assert (
+        "/mine.yaml --due --on http://head:8265\n"
+        in schedule("export", "--systemd", "recipes/mine.yaml", "--on", "http://head:8265").out
+    )
     there = schedule("export", "--kubernetes", "--image", _IMAGE, "recipes/mine.yaml").out
     (container,) = yaml.safe_load(there)["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["quantmint", "requantize", "recipes/mine.yaml", "--due"]
@@ -70,6 +75,8 @@ def test_no_secret_goes_into_a_file(written: Written, schedule: Callable[..., An
         ("--systemd --cron", "found --systemd and --cron"),
         ("--cron --image x", "--image belongs to --kubernetes"),
         ("--kubernetes --environment-file /x --image x", "--environment-file belongs to --systemd and --cron"),
+        ("--kubernetes --on ray --image x", "--on belongs to --systemd and --cron"),
+        ("--systemd --on head:8265", "expected ray (RAY_ADDRESS's cluster"),
         ("--kubernetes", "--image NAME@sha256"),
         ("--systemd --directory here", "expected an absolute path"),
         ("--systemd --env a-b=c", "expected NAME=VALUE"),
@@ -96,3 +103,26 @@ def test_without_schedules_there_is_nothing_to_export(
     assert done.code == 2
     assert "no recipe of ./recipes has a schedule" in done.err
     assert "no recipe" in schedule("list").out
+
+
+def test_what_runs_on_a_cluster(
+    written: Written, schedule: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`schedule run --on`: the resident fleet submits what is due, as `requantize --on` does."""
+    written("0 3 * * 6")
+    asked = []
+
+    class Service:
+        def __init__(self, options: Options, *_: object) -> None:
+            asked.append((options.on, options.devices, options.jobs))
+
+        def run(self, *, once: bool) -> int:
+            return 0
+
+    monkeypatch.setattr("pipeline.schedule.service.Service", Service)
+    store = ("--store", tmp_path / "store")
+    assert schedule("run", *store, "--on", "http://head:8265", "--jobs", "2").code == 0
+    assert schedule("run", *store).code == 0
+    assert asked == [("http://head:8265", None, 2), (None, None, None)]
+    for words in (["--on", "head:8265"], ["--on", "ray://head"], ["--on", "ray", "--devices", "0"]):
+        assert schedule("run", *store, *words).code == 2
