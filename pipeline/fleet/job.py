@@ -105,7 +105,7 @@ def not_run(request: Request, due: Due, state: RecipeState, *, everything: bool)
         verdict = None if due.verdict is None else due.verdict.value
         return replace(_left(request, due, "held", code, due.reason), verdict=verdict)
     if due.state != "due":
-        return _left(request, due, "current", 0, due.reason)
+        return _left(request, due, due.state, 0, due.reason)
     until = resting_until(state, due.inputs, datetime.now(UTC))
     if until is not None:
         when = f"{until:%Y-%m-%d %H:%M} UTC"

@@ -73,7 +73,7 @@ class Board(Collector):
         """Take over what an event says of the queue and of its recipe."""
         with self._lock:
             self._queued, self._running = event.queued, event.running
-            if event.state == "broken":
+            if event.state in ("broken", "unknown"):
                 self._due.pop(event.recipe, None)
             elif event.state in _DONE:
                 self._due[event.recipe] = False

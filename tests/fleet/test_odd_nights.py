@@ -142,6 +142,17 @@ def test_a_fault_of_the_look_tells_no_secret(stage: Stage, monkeypatch: pytest.M
     assert ended.reason == "RuntimeError: https://proxy refused Authorization: Bearer [secret]"
 
 
+def test_what_could_not_be_asked_is_not_said_to_be_current(stage: Stage) -> None:
+    stage.recipe("a")
+    answer = "org/base: cannot resolve main to a commit"
+    stage.states["a"] = Due("a", "a", "unknown", answer, unknown=(answer,))
+    summary = stage.run()
+    (ended,) = summary.ended
+    assert (ended.state, ended.exit_code, ended.reason, ended.attempts) == ("unknown", 0, answer, 0)
+    assert summary.exit_code == 0
+    assert [event.state for event in stage.events if event.kind == "finished"] == ["unknown"]
+
+
 def test_what_a_place_answers_tells_no_secret(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "not-for-a-webhook")
     stage.recipe("a")

@@ -83,6 +83,8 @@ def test_what_a_round_tells_while_it_works(store: Path, event: Make) -> None:
         event("started", "bad", running=1),
         event("stage", "bad", running=1, stage="1/9 source"),
         event("finished", "bad", state="failed"),
+        event("finished", "unasked", state="failed"),
+        event("finished", "unasked", state="unknown"),
         event("finished", "fresh", state="current", queued=4, running=5),
     ):
         ours.hear(told)
