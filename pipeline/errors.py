@@ -82,3 +82,17 @@ class InvalidMeasurementError(QuantmintError):
     """A measurement that must not be judged."""
 
     exit_code = 4
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says first; its type where it says nothing."""
+    return _said(error)[0]
+
+
+def last_line(error: BaseException) -> str:
+    """What another library's error says last, which of a traceback is the reason; its type where it says nothing."""
+    return _said(error)[-1]
+
+
+def _said(error: BaseException) -> list[str]:
+    return (str(error).strip() or type(error).__name__).splitlines()

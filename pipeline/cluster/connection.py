@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipeline.cluster.address import HERE, endpoint_of
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line, last_line
 
 _PROBE_S = 5.0
 _TRIES = 3  # a head starts a server for each client, and both give up where that takes longer than half a minute
@@ -36,17 +36,17 @@ def connect(address: str) -> None:
             _join(address)
     except ray.exceptions.AuthenticationError as error:
         raise UserError(
-            f"{_named(address)} asks for a token: {_first_line(error)}",
+            f"{_named(address)} asks for a token: {first_line(error)}",
             hint="Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token.",
         ) from None
     except ConnectionAbortedError as error:  # with a traceback of the head's
         raise UserError(
-            f"{_named(address)} is there, but serves nobody: {str(error).strip().splitlines()[-1]}",
+            f"{_named(address)} is there, but serves nobody: {last_line(error)}",
             hint="A busy head may do so later.",
             transient=True,
         ) from None
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise UserError(f"no Ray cluster answers at {_named(address)}: {_first_line(error)}", hint=_HINT) from None
+        raise UserError(f"no Ray cluster answers at {_named(address)}: {first_line(error)}", hint=_HINT) from None
 
 
 def disconnect() -> None:
@@ -98,10 +98,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pipeline.cluster.nodes import Ask, Node, nodes_of
 from pipeline.cluster.sameness import HINT
-from pipeline.errors import QuantmintError, StageError, UserError
+from pipeline.errors import QuantmintError, StageError, UserError, first_line, last_line
 
 T = TypeVar("T")
 RETRIES = 3
@@ -60,7 +60,7 @@ def answers(questions: Mapping[Any, Node], say: Callable[[str], None]) -> Iterat
                 if isinstance(error.cause, QuantmintError):
                     raise error.cause from None
                 raise UserError(
-                    f"{node.name}: quantmint does not run there: {_last_line(error.cause)}", hint=HINT
+                    f"{node.name}: quantmint does not run there: {last_line(error.cause)}", hint=HINT
                 ) from None
             yield node, answer
 
@@ -74,12 +74,12 @@ def connected() -> Iterator[None]:
         yield
     except _lost() as error:
         raise StageError(
-            f"the connection to the Ray cluster broke: {_first_line(error)}",
+            f"the connection to the Ray cluster broke: {first_line(error)}",
             hint="The same command goes on with what is missing.",
             transient=True,
         ) from error
     except ray.exceptions.RayError as error:
-        raise StageError(f"the Ray cluster gave up a part: {_first_line(error)}", hint=_LOGS) from error
+        raise StageError(f"the Ray cluster gave up a part: {first_line(error)}", hint=_LOGS) from error
 
 
 def _lost() -> tuple[type[Exception], ...]:
@@ -123,10 +123,10 @@ def _result(reference: Any) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.OutOfMemoryError as error:
-        raise StageError(f"a node of the Ray cluster ran out of memory: {_first_line(error)}") from None
+        raise StageError(f"a node of the Ray cluster ran out of memory: {first_line(error)}") from None
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError) as error:
         raise StageError(
-            f"a part was lost with its process {RETRIES + 1} times: {_first_line(error)}",
+            f"a part was lost with its process {RETRIES + 1} times: {first_line(error)}",
             hint=_LOGS,
         ) from None
 
@@ -149,11 +149,3 @@ def _told_of_losses(known: Mapping[str, str], ask: Ask, say: Callable[[str], Non
             transient=True,
         )
     return alive
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]

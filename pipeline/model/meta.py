@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 
 
 def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -25,8 +25,9 @@ def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
         with torch.device("meta"):
             return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{folder}: transformers cannot build this model from its config.json: {reason}") from None
+        raise UserError(
+            f"{folder}: transformers cannot build this model from its config.json: {first_line(error)}"
+        ) from None
 
 
 def _auto_class(config: Any) -> Any:

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 
 _CONTEXT = 8  # tokens before a text that decide how it begins: a space, half a character
 
@@ -29,8 +29,7 @@ class Text:
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except (OSError, ValueError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"{folder}: its tokenizer cannot be loaded: {reason}") from None
+            raise UserError(f"{folder}: its tokenizer cannot be loaded: {first_line(error)}") from None
         found: list[Any] = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
         if (folder / "generation_config.json").is_file():
             found.append(GenerationConfig.from_pretrained(folder).eos_token_id)
