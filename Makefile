@@ -16,6 +16,8 @@ QUANTMINT := $(BIN)/quantmint
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Modules are compiled when they are imported first, which few of them ever are; of this switch, 0 is pip's "yes".
 export PIP_NO_COMPILE ?= 0
+# Some images forbid Python to keep what it compiled: hundreds of processes would compile the same libraries again.
+unexport PYTHONDONTWRITEBYTECODE
 TORCH_ENV := $(VENV)/.quantmint-torch
 RUN_ENV   := $(VENV)/.quantmint-run
 TEST_ENV  := $(VENV)/.quantmint-test
