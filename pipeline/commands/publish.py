@@ -125,6 +125,8 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     for target in targets_of(setting):
         target.preflight(release)
         todo = target.operations(release, candidate=section.to == "candidate")
+        if section.to == "release":
+            todo = (*todo, *target.bring_back(release.tag, dry_run=True, progress=reporter))
         signing = (Operation("sign", "all of it, in Sigstore's public log"),) if logged else ()
         found.append((target.place, (*signing, *todo)))
     if as_json:

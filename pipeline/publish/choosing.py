@@ -2,6 +2,7 @@
 
 named(releases, "v20261121-3f1c0a52", "my-org/name")    to roll back to
 waiting(releases, None, "my-org/name")                  to promote
+earlier(releases, "v20261121-3f1c0a52")                 to bring back
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ def waiting(releases: Sequence[Listed], tag: str | None, place: str) -> Listed:
         tags = ", ".join(release.tag for release in candidates)
         raise UserError(f"{place} has {len(candidates)} candidates, expected the tag of one: {tags}")
     return candidates[0]
+
+
+def earlier(releases: Sequence[Listed], tag: str) -> Listed | None:
+    """The release of that tag if readers had it before; None where it is current, a candidate, or not there."""
+    return next((one for one in releases if one.tag == tag and not (one.current or one.candidate)), None)
 
 
 def removable(releases: Sequence[Listed], tags: Collection[str], place: str) -> tuple[Listed, ...]:

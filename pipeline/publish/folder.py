@@ -8,6 +8,7 @@ A release is copied under a temporary name, checked against its digests on the w
 one rename of a symbolic link makes it the current one, as it does in a promotion and in a rollback. A crash leaves at
 most folders with a temporary name, which the next publication removes, and the link ``pending``: it names the release
 whose publication was not finished, so that the same command finishes it and a release that was rolled back stays so.
+The link ``chosen`` names the release that a run made the current one; a promotion and a rollback remove it.
 
 Folders with other names, as earlier versions of quantmint made, are releases as well.
 """
@@ -26,7 +27,7 @@ from typing import Final
 from pipeline.errors import StageError, UserError
 from pipeline.locks import Lock
 from pipeline.publish import manifest
-from pipeline.publish.choosing import named, removable, waiting
+from pipeline.publish.choosing import earlier, named, removable, waiting
 from pipeline.publish.copying import Advance, chunks, copy, digest_of
 from pipeline.publish.fetching import fetch
 from pipeline.publish.listing import described, newest_first
@@ -39,6 +40,7 @@ from pipeline.store.disk import FULL, folders, free_bytes, fsync, regular_files
 RELEASES: Final = ".releases"
 _CANDIDATE: Final = "candidate"
 _PENDING: Final = "pending"
+_CHOSEN: Final = "chosen"
 _PARTIAL: Final = ".partial"
 
 
@@ -89,11 +91,15 @@ class FolderTarget:
                     self._write(release, advance)
             if again and self._signature(release.tag) != _digest(release, SIGNATURE):
                 progress.warn(f"{release.tag} is there with another signature, which stays: a release never changes.")
+            unfinished = not known or self._pending() == release.tag
             if self._pointing(release.tag, candidate=candidate, again=known):
+                unfinished = True
                 if candidate:
                     self._point(self._home / _CANDIDATE, Path(release.tag))
                 else:
                     self._show(release.tag)
+            if unfinished and not candidate:
+                self._point(self._home / _CHOSEN, Path(release.tag))
             self._settle()
         current = self._current()
         return Published(self.place, release.tag, release.identity, current == release.tag, again=again)
@@ -116,6 +122,19 @@ class FolderTarget:
         """Point to an earlier release: one rename."""
         with nullcontext() if dry_run else self._changing(progress):
             return self._switch(named(self.releases(), tag, self.place), dry_run)
+
+    def chosen_by_run(self) -> bool:
+        """Whether the link ``chosen`` names the current release."""
+        current = self._current()
+        return current is not None and self._target(self._home / _CHOSEN, ()) == current
+
+    def bring_back(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Point to an earlier release; what is cut off here, the publication of that release finishes."""
+        with nullcontext() if dry_run else self._changing(progress):
+            release = earlier(self.releases(), tag)
+            if release is None or not self.chosen_by_run():
+                return ()
+            return self._switch(release, dry_run, by_run=True)
 
     def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Take releases away: out of sight first, then off the disk."""
@@ -150,7 +169,7 @@ class FolderTarget:
 
         return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress, wanted=wanted)
 
-    def _switch(self, release: Listed, dry_run: bool) -> Sequence[Operation]:
+    def _switch(self, release: Listed, dry_run: bool, *, by_run: bool = False) -> Sequence[Operation]:
         """Make a release the current one, if its files are there; the size of each is looked at, and the manifest."""
         if release.current:
             return ()
@@ -160,7 +179,13 @@ class FolderTarget:
             require_whole(raw, release.tag, _sizes(folder), str(folder))
         done = self._pointing(release.tag, candidate=False, again=False)
         if not dry_run:
+            if by_run:
+                self._point(self._home / _PENDING, Path(release.tag))
+            else:
+                (self._home / _CHOSEN).unlink(missing_ok=True)
             self._show(release.tag)
+            if by_run:
+                self._point(self._home / _CHOSEN, Path(release.tag))
             self._settle()
         return done
 
@@ -171,8 +196,7 @@ class FolderTarget:
         is current, or the publication that copied it was cut off here.
         """
         current, waiting_there = self._current(), self._waiting()
-        unfinished = self._target(self._home / _PENDING, ()) == tag
-        if again and not unfinished and (candidate or current is not None):
+        if again and self._pending() != tag and (candidate or current is not None):
             return ()
         if candidate:
             at = self._home / _CANDIDATE
@@ -215,6 +239,9 @@ class FolderTarget:
 
     def _current(self) -> str | None:
         return self._target(self._link, (RELEASES, self._name))
+
+    def _pending(self) -> str | None:
+        return self._target(self._home / _PENDING, ())
 
     def _waiting(self) -> str | None:
         return self._target(self._home / _CANDIDATE, ())

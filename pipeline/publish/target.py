@@ -6,6 +6,9 @@
     target.promote(None, progress=progress)
     target.rollback("v20261121-3f1c0a52", progress=progress)
 
+What a run made the current release, another run may replace by an earlier one (`Target.bring_back`): its inputs moved
+there and back. What a person promoted or rolled back to stays: each place records which of the two it was.
+
 Three kinds: a repository of the Hub (`pipeline.publish.hub`), a folder (`pipeline.publish.folder`), a bucket
 (`pipeline.publish.storage`). In each of them readers get one release at a time, the current one, and it changes from
 one to another in a single step; a tagged release never changes.
@@ -89,6 +92,21 @@ class Target(Protocol):
 
     def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Make an earlier release the current one again, byte by byte; returns what was done."""
+        ...
+
+    def chosen_by_run(self) -> bool:
+        """Whether a run made the current release that, and nobody promoted or rolled back to one since.
+
+        False where that is not recorded, as before this was: then nobody knows, and the current release stays.
+        """
+        ...
+
+    def bring_back(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """A run makes an earlier release the current one again; returns what was done.
+
+        Nothing unless `chosen_by_run`, nor where the release is not there, or waits as a candidate, which is for a
+        person to promote.
+        """
         ...
 
     def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:

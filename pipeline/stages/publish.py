@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,12 @@ class PublishStage:
         published: list[Published] = []
         for target in targets:
             progress.say(f"{_shown(target)}: {release.tag}")
-            published.append(target.publish(release, candidate=section.to == "candidate", progress=progress))
+            one = target.publish(release, candidate=section.to == "candidate", progress=progress)
+            if section.to == "release" and not one.current:
+                # Its inputs moved there and back: what a run put in its place, a run replaces; a person's choice stays.
+                done = target.bring_back(release.tag, dry_run=False, progress=progress)
+                one = replace(one, current=bool(done))
+            published.append(one)
         if section.keep is not None:
             for target in targets:
                 _retain(target, section.keep, progress)

@@ -111,7 +111,7 @@ def test_remove(target: FolderTarget, three: tuple[Release, Release, Release]) -
     target.remove([first.tag], dry_run=False, progress=TOLD)
     assert [release.tag for release in target.releases()] == [third.tag, second.tag]
     home = Path(target.place).parent / ".releases" / "r"
-    assert sorted(path.name for path in home.iterdir()) == sorted(["candidate", second.tag, third.tag])
+    assert sorted(path.name for path in home.iterdir()) == sorted(["candidate", "chosen", second.tag, third.tag])
 
 
 def test_fetch(target: FolderTarget, three: tuple[Release, Release, Release], tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_what_is_published(bucket: Any, make_release: MakeRelease) -> None:
     found = target.publish(release, candidate=False, progress=PlainReporter(lines))
     assert found == Published(f"{bucket.url}/r", release.tag, release.identity, current=True, again=False)
     assert bucket.objects() == sorted(
-        [*(f"{release.tag}/{name}" for name in release.files), f"{release.tag}.json", "current.json"]
+        [*(f"{release.tag}/{name}" for name in release.files), f"{release.tag}.json", "current.json", "chosen.json"]
     )
     assert pointer(bucket, "current.json") == {
         "schema": 1,
@@ -72,9 +72,10 @@ def test_what_is_published(bucket: Any, make_release: MakeRelease) -> None:
 def test_files_come_first_then_the_manifest_then_what_points_to_them(bucket: Any, make_release: MakeRelease) -> None:
     release = make_release("one")
     bucket.target().publish(release, candidate=False, progress=TOLD)
-    assert [write.removeprefix("PUT models/r/") for write in bucket.server.writes()][-3:] == [
+    assert [write.removeprefix("PUT models/r/") for write in bucket.server.writes()][-4:] == [
         f"{release.tag}/quantmint.json",
         "current.json",
+        "chosen.json",
         f"{release.tag}.json",
     ]
 
@@ -138,7 +139,11 @@ def test_promote(bucket: Any, three: tuple[Release, Release, Release]) -> None:
     assert target.promote(None, dry_run=False, progress=TOLD) == planned
     assert states(target)[:2] == [("the model three", True, False), ("the model two", False, False)]
     assert pointer(bucket, "candidate.json") is None
-    assert bucket.server.writes() == ["PUT models/r/current.json", "DELETE models/r/candidate.json"]
+    assert bucket.server.writes() == [
+        "DELETE models/r/chosen.json",
+        "PUT models/r/current.json",
+        "DELETE models/r/candidate.json",
+    ]
     assert target.promote(three[2].tag, dry_run=False, progress=TOLD) == ()
     with pytest.raises(UserError, match="has no candidate"):
         target.promote(None, dry_run=False, progress=TOLD)
@@ -153,7 +158,7 @@ def test_rollback_stays_when_the_same_release_is_published_again(
     assert pointer(bucket, "current.json")["tag"] == first.tag
     again = target.publish(second, candidate=False, progress=TOLD)
     assert (again.again, again.current) == (True, False)
-    assert bucket.server.writes() == ["PUT models/r/current.json"]
+    assert bucket.server.writes() == ["DELETE models/r/chosen.json", "PUT models/r/current.json"]
     with pytest.raises(UserError, match="has no release"):
         target.rollback("../r", dry_run=False, progress=TOLD)
 

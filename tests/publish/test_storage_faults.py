@@ -118,7 +118,7 @@ def test_two_publishers(bucket: Any, make_release: MakeRelease) -> None:
     assert current(bucket) == "the model theirs"
     bucket.server.forget()
     assert bucket.target().publish(mine, candidate=False, progress=TOLD).current
-    assert bucket.server.writes() == ["PUT models/r/current.json", f"PUT models/r/{mine.tag}.json"]
+    assert bucket.server.writes() == [f"PUT models/r/{name}.json" for name in ("current", "chosen", mine.tag)]
 
 
 @pytest.mark.parametrize("first", ["one", None])

@@ -15,7 +15,8 @@ from contextlib import suppress
 from typing import Final
 
 from pipeline.errors import StageError, UserError
-from pipeline.publish.choosing import named, removable, waiting
+from pipeline.publish.choosing import earlier, named, removable, waiting
+from pipeline.publish.hub.choice import BROUGHT_BACK, BY_HAND, chosen_by_run
 from pipeline.publish.hub.client import Client, MissingError, MovedError, RefusedError
 from pipeline.publish.hub.download import read
 from pipeline.publish.hub.history import History, Tree, commits_of, differing, look
@@ -47,7 +48,7 @@ def promote(client: Client, tag: str | None, *, dry_run: bool) -> tuple[Operatio
                 _merge(client, number, chosen.tag, known.trees[chosen.tag])
             number = None
         else:
-            done += _give(client, known, chosen, f"Promote {chosen.tag}", dry_run=dry_run)
+            done += _give(client, known, chosen, f"{BY_HAND[0]} {chosen.tag}", dry_run=dry_run)
     if number is not None:
         done.append(Operation("close", f"pull request {number}, whose files {MAIN} has"))
         if not dry_run:
@@ -71,7 +72,26 @@ def rollback(client: Client, tag: str, *, dry_run: bool) -> tuple[Operation, ...
             f"{tag} of {client.repo} is a candidate that was never a release",
             hint=f"`quantmint promote {client.repo} {tag}` makes it one.",
         )
-    return tuple(_give(client, known, chosen, f"Roll back to {tag}", dry_run=dry_run))
+    return tuple(_give(client, known, chosen, f"{BY_HAND[1]} {tag}", dry_run=dry_run))
+
+
+def is_chosen_by_run(client: Client, known: History | None = None) -> bool:
+    """Whether a run made the current release that; see `Target.chosen_by_run`."""
+    known = known or look(client)
+    shown = next((release.tag for release in known.releases if release.current), None)
+    return shown is not None and chosen_by_run((one.title for one in commits_of(client, known.refs.main)), shown)
+
+
+def bring_back(client: Client, tag: str, *, dry_run: bool) -> tuple[Operation, ...]:
+    """Give `main` the files of an earlier release by one commit, if a run chose what it has."""
+    try:
+        known = look(client)
+    except MissingError:
+        return ()
+    chosen = earlier(known.releases, tag)
+    if chosen is None or not is_chosen_by_run(client, known):
+        return ()
+    return tuple(_give(client, known, chosen, f"{BROUGHT_BACK} {tag}", dry_run=dry_run))
 
 
 def remove(client: Client, tags: Collection[str], *, dry_run: bool) -> tuple[Operation, ...]:

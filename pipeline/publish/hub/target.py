@@ -18,7 +18,7 @@ from pipeline.publish.hub import releases
 from pipeline.publish.hub.carrying_out import publish
 from pipeline.publish.hub.client import Client, connect
 from pipeline.publish.hub.download import download, revision_of
-from pipeline.publish.hub.plan import operations, plan
+from pipeline.publish.hub.plan import by_request, operations, plan
 from pipeline.publish.hub.preflight import preflight, require_access
 from pipeline.publish.release import Release
 from pipeline.publish.target import Listed, Operation, Published
@@ -68,6 +68,14 @@ class HubTarget:
     def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """See `pipeline.publish.hub.releases`."""
         return releases.rollback(self._client(progress), tag, dry_run=dry_run)
+
+    def chosen_by_run(self) -> bool:
+        """By the commits of `main`. Never where the recipe goes by way of pull requests, which people merge too."""
+        return not by_request(self.section) and releases.is_chosen_by_run(self._client())
+
+    def bring_back(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """See `pipeline.publish.hub.releases`."""
+        return () if by_request(self.section) else releases.bring_back(self._client(progress), tag, dry_run=dry_run)
 
     def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """See `pipeline.publish.hub.releases`."""

@@ -1,10 +1,11 @@
 """The small objects beside the releases of a bucket: which is current, which waits, and which are complete.
 
-    current.json, candidate.json, v20261121-3f1c0a52.json
+    current.json, candidate.json, chosen.json, v20261121-3f1c0a52.json
 
     {"schema": 1, "tag": "v20261121-3f1c0a52", "identity": "3f1c0a52...", "title": "...", "created": "...", "size": 1}
 
-One of a release's own name is written when its publication is over: what has none was not finished.
+One of a release's own name is written when its publication is over: what has none was not finished. ``chosen.json``
+names the release that a run made the current one; a promotion and a rollback remove it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipeline.errors import StageError
 
 CURRENT: Final = "current.json"
 CANDIDATE: Final = "candidate.json"
+CHOSEN: Final = "chosen.json"
 _SCHEMA: Final = 1
 
 

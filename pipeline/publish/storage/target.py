@@ -23,12 +23,12 @@ from typing import Final
 from pipeline.errors import StageError, UserError
 from pipeline.locks import Lock
 from pipeline.publish import manifest
-from pipeline.publish.choosing import named, removable, waiting
+from pipeline.publish.choosing import earlier, named, removable, waiting
 from pipeline.publish.fetching import OtherBytesError, fetch
 from pipeline.publish.listing import described, newest_first
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, File, Release
 from pipeline.publish.storage.objects import Objects, open_objects
-from pipeline.publish.storage.pointers import CANDIDATE, CURRENT, Pointer, decode, encode
+from pipeline.publish.storage.pointers import CANDIDATE, CHOSEN, CURRENT, Pointer, decode, encode
 from pipeline.publish.target import Listed, Operation, Published
 from pipeline.publish.wholeness import require_whole
 from pipeline.stage import Progress
@@ -109,12 +109,14 @@ class StorageTarget:
             progress.warn(f"{release.tag} is there with another signature, which stays: a release never changes.")
         pointer = _pointer(release)
         shown = current.tag
-        if self._pointing(release.tag, current, waits, candidate=candidate, again=known):
-            if candidate:
-                self._write(CANDIDATE, pointer, waits)
-            else:
-                self._show(pointer, current, waits)
-                shown = release.tag
+        todo = self._pointing(release.tag, current, waits, candidate=candidate, again=known)
+        if todo and candidate:
+            self._write(CANDIDATE, pointer, waits)
+        elif todo:
+            self._show(pointer, current, waits)
+            shown = release.tag
+        if not candidate and (todo or not known):
+            self._write(CHOSEN, pointer, self._look(CHOSEN))
         if not known:
             self._write(f"{release.tag}{_JSON}", pointer, _Seen(None, None))
         return Published(self._place, release.tag, release.identity, shown == release.tag, again=known and not missing)
@@ -144,12 +146,29 @@ class StorageTarget:
     def promote(self, tag: str | None, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Point to a candidate: one object is written."""
         current = self._look(CURRENT)
-        return self._switch(waiting(self.releases(), tag, self._place), current, dry_run)
+        return self._by_hand(waiting(self.releases(), tag, self._place), current, dry_run)
 
     def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Point to an earlier release: one object is written."""
         current = self._look(CURRENT)
-        return self._switch(named(self.releases(), tag, self._place), current, dry_run)
+        return self._by_hand(named(self.releases(), tag, self._place), current, dry_run)
+
+    def chosen_by_run(self) -> bool:
+        """Whether ``chosen.json`` names the current release."""
+        current = self._look(CURRENT).tag
+        return current is not None and self._look(CHOSEN).tag == current
+
+    def bring_back(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Point to an earlier release, then note that a run did; one that was cut off between goes by a person's."""
+        current, chosen = self._look(CURRENT), self._look(CHOSEN)
+        release = earlier(self.releases(), tag)
+        if release is None or current.tag is None or chosen.tag != current.tag:
+            return ()
+        done = self._switch(release, current, dry_run)
+        shown = self._look(f"{tag}{_JSON}").pointer
+        if not dry_run and shown is not None:
+            self._write(CHOSEN, shown, chosen)
+        return done
 
     def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Remove the files, and the record last: what was cut off is still listed, and removed by the same command."""
@@ -191,6 +210,12 @@ class StorageTarget:
             folder.parent.mkdir(parents=True, exist_ok=True)
         with Lock(folder.parent / f".{folder.name}.lock"):
             return fetch(folder, sizes, digests, pieces, place=self._place, progress=progress, wanted=wanted)
+
+    def _by_hand(self, release: Listed, current: _Seen, dry_run: bool) -> Sequence[Operation]:
+        """What a person chose: no run replaces it by an earlier one."""
+        if not (dry_run or release.current) and self._objects.read(CHOSEN) is not None:
+            self._objects.drop(CHOSEN)
+        return self._switch(release, current, dry_run)
 
     def _switch(self, release: Listed, current: _Seen, dry_run: bool) -> Sequence[Operation]:
         """Make a release the current one, if its files are there by name and size, and its manifest by its digest."""
