@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FORMS = ("systemd", "cron", "kubernetes", "github_actions")
 # option: the forms that it belongs to, where that is not all
 _BELONGS = {
-    "on": ("systemd", "cron"),
+    "on": ("systemd", "cron", "kubernetes"),
     "environment_file": ("systemd", "cron"),
     "system": ("systemd", "cron"),
     "run_as": ("systemd", "cron"),
@@ -30,6 +30,9 @@ _BELONGS = {
     "namespace": ("kubernetes",),
     "claims": ("kubernetes",),
     "node_selector": ("kubernetes",),
+    "cpus": ("kubernetes",),
+    "memory": ("kubernetes",),
+    "pod_template": ("kubernetes",),
     "secrets": ("kubernetes", "github_actions"),
     "runner": ("github_actions",),
 }
@@ -59,6 +62,13 @@ _HERE = ("systemd", "cron")
 @click.option("--namespace", help="Namespace of the CronJob.")
 @click.option("--pvc", "claims", metavar="CLAIM[:PATH]", multiple=True, help="Volume; the first one's is /work.")
 @click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="A label that the node must have.")
+@click.option("--cpus", type=click.IntRange(min=1), help="CPU cores that are kept free for a pod.")
+@click.option("--memory", type=click.IntRange(min=1), metavar="GB", help="Host memory that is kept free for a pod.")
+@click.option(
+    "--pod-template",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="YAML file with what the cluster wants of every pod: tolerations, service account, sidecars.",
+)
 @click.option(
     "--secret",
     "secrets",
@@ -131,7 +141,10 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
         if form in _HERE and given[name] and not Path(given[name]).is_absolute():
             raise UserError(f"{_flag(ctx, name)}: found {given[name]!r}, expected an absolute path")
     if given["on"] is not None:
-        jobs_address_of(given["on"], {})  # a fault is told now, and not at three in the morning
+        known = variables if form == "kubernetes" else {}
+        jobs_address_of(given["on"], known)  # a fault is told now, and not at three in the morning
+        if form == "kubernetes" and given["on"] == "ray" and "RAY_ADDRESS" not in variables:
+            raise UserError("--on: found ray, and a pod is no node of a Ray cluster", hint="--on http://HEAD:8265")
     return Export(
         program=tuple(shlex.split(given["program"])) if given["program"] else _program(form),
         made_by=_made_by(ctx),
@@ -163,6 +176,7 @@ def _kubernetes(items: Sequence[Scheduled], export: Export, given: Mapping[str, 
     from pipeline.errors import UserError
     from pipeline.schedule.kubernetes import Cluster, cron_jobs
     from pipeline.submit.pod import parse_claim, parse_pairs, parse_reference
+    from pipeline.submit.pod_template import read_template
 
     if given["image"] is None:
         raise UserError("found no image", hint="Name one that has quantmint and vLLM: --image NAME@sha256:...")
@@ -172,6 +186,9 @@ def _kubernetes(items: Sequence[Scheduled], export: Export, given: Mapping[str, 
         claims=tuple(map(parse_claim, given["claims"])),
         secrets=tuple(map(parse_reference, given["secrets"])),
         selector=parse_pairs("--node-selector", given["node_selector"]),
+        cpus=given["cpus"],
+        memory_gb=given["memory"],
+        template=None if given["pod_template"] is None else read_template(given["pod_template"]),
     )
     return cron_jobs(items, export, cluster)
 
@@ -208,7 +225,8 @@ def _notes(form: str, items: Sequence[Scheduled], given: Mapping[str, Any]) -> l
     if form in _HERE and wanted and given["environment_file"] is None:
         notes.append(f"{' and '.join(wanted)} come from --environment-file PATH; a login of the Hub's client does too")
     named = {text.partition("=")[0] for text in given["secrets"]}
-    if form == "kubernetes" and (missing := [name for name in wanted if name not in named]):
+    in_file = given["pod_template"] is not None  # where a variable may come from in many ways
+    if form == "kubernetes" and not in_file and (missing := [name for name in wanted if name not in named]):
         notes.append(f"no Secret gives {' and '.join(missing)}: --secret {missing[0]}=SECRET:KEY")
     here = os.environ.get("QUANTMINT_VLLM")
     if form in _HERE and here and not any(text.startswith("QUANTMINT_VLLM=") for text in given["variables"]):

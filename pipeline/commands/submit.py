@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 _FOR = {
     **dict.fromkeys(("partition", "account", "qos", "constraint", "gres", "sbatch", "setup", "container"), ("slurm",)),
-    **dict.fromkeys(("namespace", "image", "pvc", "workdir", "secret", "node_selector"), ("kubernetes",)),
+    **dict.fromkeys(
+        ("namespace", "image", "pvc", "workdir", "secret", "node_selector", "pod_template"), ("kubernetes",)
+    ),
     "attached": ("ray",),
     "venv": ("slurm", "ray"),
     "env": ("kubernetes", "ray"),
@@ -52,6 +54,11 @@ _FOR = {
 @click.option("--workdir", metavar="/path", help="Kubernetes: where the run starts (default: the first volume).")
 @click.option("--secret", metavar="VAR=SECRET[:KEY]", multiple=True, help="Kubernetes: such as HF_TOKEN=hub:token.")
 @click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="Kubernetes.")
+@click.option(
+    "--pod-template",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Kubernetes: YAML file with what the cluster wants of every pod: tolerations, service account, sidecars.",
+)
 @click.option("--follow", is_flag=True, help="Show the log, and end with the run's exit code.")
 @click.option(
     "--attached",
@@ -123,6 +130,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
     if name == "kubernetes":
         from pipeline.submit import job
         from pipeline.submit.kubernetes import Kubernetes
+        from pipeline.submit.pod_template import read_template
 
         asked = job.Options(
             image=given["image"],
@@ -131,6 +139,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
             secrets=tuple(map(parse_reference, given["secret"])),
             variables=parse_pairs("--env", given["env"]),
             selector=parse_pairs("--node-selector", given["node_selector"]),
+            template=None if given["pod_template"] is None else read_template(given["pod_template"]),
         )
         return Kubernetes(asked if given["image"] else None, namespace=given["namespace"])
     from pipeline.submit import ray

@@ -21,6 +21,7 @@ from pipeline.serving.hardware import hardware
 from pipeline.serving.render.comments import dump
 from pipeline.serving.render.kubernetes import object_name
 from pipeline.submit.pod import Claim, Pod, Reference, job_spec
+from pipeline.submit.pod_template import PodTemplate
 
 _RETRIES = 1
 """Of a pod that was killed: `requantize` itself repeats what may succeed in a while."""
@@ -37,6 +38,9 @@ class Cluster:
     claims: tuple[Claim, ...] = ()
     secrets: tuple[Reference, ...] = ()
     selector: Mapping[str, str] = field(default_factory=dict)
+    cpus: int | None = None
+    memory_gb: int | None = None
+    template: PodTemplate | None = None
 
 
 def cron_jobs(items: Sequence[Scheduled], export: Export, cluster: Cluster) -> dict[str, str]:
@@ -59,19 +63,24 @@ def _cron_job(item: Scheduled, export: Export, cluster: Cluster, file: str) -> s
     refuse_clock_changes(item, export, "Kubernetes")
     target = item.recipe.target
     machine = hardware(target.hardware)
-    if target.gpus > machine.gpus_per_node and machine.kind != "cpu":
-        raise refusal(item, f"a pod has the GPUs of one node, and {target.gpus} are of several", "Run it on Ray.")
+    gpus = 0 if machine.kind == "cpu" or export.on is not None else target.gpus  # jobs of a Ray cluster hold their own
+    if gpus > machine.gpus_per_node:
+        hint = "Run it on a Ray cluster: --on http://HEAD:8265"
+        raise refusal(item, f"a pod has the GPUs of one node, and {gpus} are of several", hint)
     pod = Pod(
         name=item.name,
         image=cluster.image,
         command=export.command(item),
         kind=machine.kind,
-        gpus=0 if machine.kind == "cpu" else target.gpus,
+        gpus=gpus,
         folder=export.directory,
         claims=cluster.claims,
         secrets=cluster.secrets,
+        cpus=cluster.cpus,
+        memory_gb=cluster.memory_gb,
         variables=export.variables,
         selector=cluster.selector,
+        given=cluster.template,
     )
     name = object_name(PREFIX, item.name)
     within = {"namespace": cluster.namespace} if cluster.namespace else {}

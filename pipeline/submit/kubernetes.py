@@ -18,7 +18,7 @@ from pipeline.serving.render.comments import dump
 from pipeline.submit.following import beyond
 from pipeline.submit.job import Options, manifest
 from pipeline.submit.place import BROKEN, State, Submitted
-from pipeline.submit.pod import SUBDOMAIN
+from pipeline.submit.pod import CONTAINER, SUBDOMAIN
 from pipeline.submit.task import Task
 
 _TIMEOUT_S = 60
@@ -153,10 +153,10 @@ def _namespace() -> str:
 
 
 def _exit_code(pod: Any | None) -> int:
-    """Of its only container; one that was ended from outside, or is gone, has none."""
+    """Of the container that runs; one that was ended from outside, or is gone, has none."""
     for status in (pod.status.container_statuses or ()) if pod is not None else ():
         ended = status.state.terminated
-        if ended is not None and ended.exit_code:
+        if status.name == CONTAINER and ended is not None and ended.exit_code:
             return int(ended.exit_code)
     return BROKEN
 
@@ -173,7 +173,12 @@ def _log(pods: Any, namespace: str, name: str, *, grows: bool) -> Iterator[str]:
     try:
         with _answers():
             answer = pods.read_namespaced_pod_log(
-                name, namespace, follow=grows, _preload_content=False, _request_timeout=within
+                name,
+                namespace,
+                container=CONTAINER,
+                follow=grows,
+                _preload_content=False,
+                _request_timeout=within,
             )
     except UserError:  # an evicted pod's log went with it
         return

@@ -19,6 +19,8 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.serving.render.kubernetes import RESOURCES, object_name, plain_variables, shared_memory
+from pipeline.submit.joining import joined
+from pipeline.submit.pod_template import PodTemplate
 from pipeline.submit.task import Kind, require_no_secret
 
 CONTAINER = "quantmint"
@@ -60,7 +62,8 @@ class Pod:
     """``command`` in ``image``, word by word, started in ``folder`` with ``gpus`` accelerators of ``kind``.
 
     ``selector`` are labels that the node must have, ``variables`` plain ones of the environment: nothing secret.
-    ``cpus`` and ``memory_gb`` are what is kept free for it; it may use more where the node has more.
+    ``cpus`` and ``memory_gb`` are what is kept free for it; it may use more where the node has more. ``given`` is what
+    the cluster wants of every pod.
     """
 
     name: str
@@ -75,11 +78,18 @@ class Pod:
     memory_gb: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     selector: Mapping[str, str] = field(default_factory=dict)
+    given: PodTemplate | None = None
 
     @property
     def labels(self) -> dict[str, str]:
         """What finds the pods of one recipe, and those of all."""
         return {"app.kubernetes.io/name": CONTAINER, "app.kubernetes.io/instance": object_name("", self.name)}
+
+    @property
+    def starts_in(self) -> str | None:
+        """Its working folder; None is the image's own."""
+        named = None if self.given is None else self.given.working_folder(CONTAINER)
+        return self.folder or named or (self.claims[0].path if self.claims else None)
 
     @property
     def by_digest(self) -> bool:
@@ -113,7 +123,7 @@ def job_spec(
 
 
 def template(pod: Pod) -> dict[str, Any]:
-    """The pod's template. UserError for what Kubernetes or we would not take."""
+    """The pod's template. UserError for what Kubernetes or we would not take, and for what contradicts the file."""
     _check(pod)
     memory, mount = shared_memory()
     volumes, mounts = [memory], [mount]
@@ -121,7 +131,7 @@ def template(pod: Pod) -> dict[str, Any]:
         name = f"work-{number}" if number else "work"
         volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
         mounts.append({"name": name, "mountPath": claim.path})
-    folder = pod.folder or (pod.claims[0].path if pod.claims else None)
+    folder = pod.starts_in
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": pod.image,
@@ -137,7 +147,7 @@ def template(pod: Pod) -> dict[str, Any]:
     requests = {**{name: str(value) for name, value in asked.items() if value is not None}, **gpus}
     if requests:
         container["resources"] = {"requests": requests, **({"limits": dict(gpus)} if gpus else {})}
-    return {
+    ours = {
         "metadata": {"labels": pod.labels},
         "spec": {
             "restartPolicy": "Never",
@@ -149,6 +159,7 @@ def template(pod: Pod) -> dict[str, Any]:
             "volumes": volumes,
         },
     }
+    return ours if pod.given is None else joined(ours, pod.given)
 
 
 def parse_claim(text: str) -> Claim:

@@ -12,12 +12,16 @@ import yaml
 
 from pipeline.fleet.requests import Options
 from tests.schedule.conftest import Written
+from tests.submit.cases import TEMPLATE
 
 _IMAGE = "quantmint@sha256:" + "0a" * 32
 _FORMS = {
     "--systemd": ["quantmint-mine.service", "quantmint-mine.timer", "quantmint-two.service", "quantmint-two.timer"],
     "--cron --accept missed --machine-timezone UTC": ["quantmint.crontab"],
-    f"--kubernetes --image {_IMAGE} --pvc work": ["quantmint-mine.yaml", "quantmint-two.yaml"],
+    f"--kubernetes --image {_IMAGE} --pvc work --cpus 16 --pod-template {TEMPLATE}": [
+        "quantmint-mine.yaml",
+        "quantmint-two.yaml",
+    ],
     "--github-actions --runner self-hosted --accept missed": ["quantmint-mine.yml", "quantmint-two.yml"],
 }
 
@@ -53,6 +57,8 @@ def test_the_recipe_is_named_as_it_is_found_there(
         in schedule("export", "--systemd", "recipes/mine.yaml", "--on", "http://head:8265").out
     )
     there = schedule("export", "--kubernetes", "--image", _IMAGE, "recipes/mine.yaml").out
+    on = ("--on", "ray", "--env", "RAY_ADDRESS=http://head:8265")
+    assert "- --on\n" in schedule("export", "--kubernetes", "--image", _IMAGE, "recipes/mine.yaml", *on).out
     (container,) = yaml.safe_load(there)["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["quantmint", "requantize", "recipes/mine.yaml", "--due"]
 
@@ -75,7 +81,11 @@ def test_no_secret_goes_into_a_file(written: Written, schedule: Callable[..., An
         ("--systemd --cron", "found --systemd and --cron"),
         ("--cron --image x", "--image belongs to --kubernetes"),
         ("--kubernetes --environment-file /x --image x", "--environment-file belongs to --systemd and --cron"),
-        ("--kubernetes --on ray --image x", "--on belongs to --systemd and --cron"),
+        ("--kubernetes --on ray --image x", "a pod is no node of a Ray cluster"),
+        ("--kubernetes --on ray --image x --env RAY_ADDRESS=ray://head", "jobs go to the dashboard"),
+        ("--github-actions --on ray --runner x", "--on belongs to --systemd and --cron and --kubernetes"),
+        ("--kubernetes --image x --pod-template none.yaml", "none.yaml: cannot be read"),
+        ("--systemd --cpus 8", "--cpus belongs to --kubernetes"),
         ("--systemd --on head:8265", "expected ray (RAY_ADDRESS's cluster"),
         ("--kubernetes", "--image NAME@sha256"),
         ("--systemd --directory here", "expected an absolute path"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice, pairwise
 from typing import Any
@@ -14,8 +15,10 @@ from pipeline.schedule.cron import LATE_S, times
 from pipeline.schedule.exported import Export
 from pipeline.schedule.kubernetes import Cluster, cron_jobs, deadline
 from pipeline.submit.pod import Claim, Reference
+from pipeline.submit.pod_template import read_template
 from tests.schedule.conftest import Written
 from tests.schedule.expressions import expressions
+from tests.submit.cases import TEMPLATE
 
 DIGEST = "registry.example.com/quantmint@sha256:" + "0a" * 32
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -30,6 +33,10 @@ def export(**more: Any) -> Export:
 
 def manifest(text: str) -> dict[str, Any]:
     return dict(yaml.safe_load(text))
+
+
+def pod_of(text: str) -> dict[str, Any]:
+    return dict(manifest(text)["spec"]["jobTemplate"]["spec"]["template"]["spec"])
 
 
 def test_the_api_takes_it(written: Written) -> None:
@@ -62,6 +69,32 @@ def test_a_cron_job(written: Written) -> None:
     (tagged,) = cron_jobs([item], export(), Cluster(image="quantmint:1")).values()
     assert "QUANTMINT_IMAGE" not in tagged
     assert "# the image is named by a tag" in tagged
+
+
+def test_what_a_pod_asks_for(written: Written) -> None:
+    """As `quantmint submit` has it: kept free, not a limit; and a cluster's own template."""
+    pytest.importorskip("kubernetes.client", reason="the API's own models hold the template")
+    from tests.serving.render.test_kubernetes import held_against_the_api
+
+    item = written("0 3 * * 6")
+    (text,) = cron_jobs([item], export(), replace(CLUSTER, cpus=32, memory_gb=200)).values()
+    (container,) = pod_of(text)["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "32", "memory": "200G", "amd.com/gpu": "2"},
+        "limits": {"amd.com/gpu": "2"},
+    }
+    (text,) = cron_jobs([item], export(), replace(CLUSTER, template=read_template(TEMPLATE))).values()
+    held_against_the_api(manifest(text), "V1CronJob")
+    assert pod_of(text)["priorityClassName"] == "batch"
+    assert [container["name"] for container in pod_of(text)["containers"]] == ["quantmint", "watch"]
+
+
+def test_on_a_ray_cluster_the_pod_itself_holds_no_gpu(written: Written) -> None:
+    item = written("0 3 * * 6", target={"hardware": "mi300x", "gpus": 16})
+    (text,) = cron_jobs([item], export(on="http://head:8265"), CLUSTER).values()
+    (container,) = pod_of(text)["containers"]
+    assert container["command"][-2:] == ["--on", "http://head:8265"]
+    assert "resources" not in container
 
 
 def test_missed_times(written: Written) -> None:

@@ -12,11 +12,13 @@ from pipeline.recipe.load import load_recipe
 from pipeline.serving.render.comments import dump
 from pipeline.submit import job, ray, sbatch
 from pipeline.submit.pod import Claim, Reference
+from pipeline.submit.pod_template import read_template
 from pipeline.submit.task import Task, task_for
 
 FOLDER = Path("/shared/models")
 LOGS = FOLDER / "store/logs/slurm"
 VENV = "/shared/quantmint env"
+TEMPLATE = Path(__file__).parent / "templates/pod.yaml"
 IMAGE = "registry.example/quantmint@sha256:" + "5" * 64
 
 
@@ -64,6 +66,7 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
             selector={"amd.com/gpu.product-name": "MI300X"},
         ),
         "tag.yaml": lambda: _manifest(task("llama70b-ptpc", gpus=0), image="quantmint:latest"),
+        "template.yaml": lambda: _manifest(task("llama70b-fp8kv"), template=read_template(TEMPLATE)),
         "node.json": lambda: _entry(task("llama70b-fp8kv", cpus=32, memory_gb=200), variables={"HF_HOME": "/cache"}),
         "several.json": lambda: _entry(task("llama405b-fp8kv", gpus=16)),
     }

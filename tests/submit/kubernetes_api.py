@@ -92,29 +92,31 @@ class Api:
         return {**job.manifest, "metadata": {"name": name, "namespace": job.namespace}, "status": status}
 
     def pods(self, job: str) -> list[dict[str, Any]]:
-        return [self._pod(number, pod) for number, pod in enumerate(self.jobs[job].pods)]
+        beside = [name for name in names_of(self.jobs[job].manifest) if name != "quantmint"]
+        return [self._pod(number, pod, beside) for number, pod in enumerate(self.jobs[job].pods)]
 
-    def _pod(self, number: int, pod: Pod) -> dict[str, Any]:
+    def _pod(self, number: int, pod: Pod, beside: list[str]) -> dict[str, Any]:
         state: dict[str, Any] = {"running": {}}
         if pod.ended:
             state = {"terminated": {"exitCode": 137 if pod.code is None else pod.code}}
-        container = {
-            "name": "quantmint",
-            "image": "i",
-            "imageID": "i",
-            "ready": True,
-            "restartCount": 0,
-            "state": state,
-        }
+        common = {"image": "i", "imageID": "i", "ready": True, "restartCount": 0}
+        told_to_stop = {"terminated": {"exitCode": 143}} if pod.ended else {"running": {}}
+        containers = [{"name": name, "state": told_to_stop, **common} for name in beside]
+        containers.append({"name": "quantmint", "state": state, **common})
         made = f"2026-01-01T00:00:{number:02d}Z"
         phase = "Running" if not pod.ended else "Succeeded" if pod.code == 0 else "Failed"
         return {
             "metadata": {"name": pod.name, "uid": pod.name, "creationTimestamp": made},
-            "status": {"phase": phase, "containerStatuses": [container]},
+            "status": {"phase": phase, "containerStatuses": containers},
         }
 
     def of_pod(self, name: str) -> tuple[Job, Pod]:
         return next((job, pod) for job in reversed(self.jobs.values()) for pod in job.pods if pod.name == name)
+
+
+def names_of(manifest: dict[str, Any]) -> list[str]:
+    """The containers of a pod."""
+    return [container["name"] for container in manifest["spec"]["template"]["spec"]["containers"]]
 
 
 @contextmanager
@@ -136,6 +138,10 @@ def served(api: Api) -> Iterator[str]:
                 self._answer(200, api.shown(found["name"]))
             elif (found := _PODS.fullmatch(path)) and found["name"]:
                 job, pod = api.of_pod(found["name"])
+                names = names_of(job.manifest)
+                if query.get("container", names) != ["quantmint"]:
+                    self._answer(400, {"message": f"a container name must be specified, choose one of: {names}"})
+                    return
                 cut = api.cuts.pop(0) if api.cuts else None
                 self.send_response(200)
                 if cut is not None and cut % 2:  # noticed by the client, or not

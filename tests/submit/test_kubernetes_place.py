@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,13 +15,15 @@ from pipeline.errors import StageError, UserError
 from pipeline.submit.job import Options
 from pipeline.submit.kubernetes import Kubernetes
 from pipeline.submit.pod import Claim
+from pipeline.submit.pod_template import read_template
 from tests.serving.render.test_kubernetes import held_against_the_api
-from tests.submit.cases import IMAGE, task
+from tests.submit.cases import IMAGE, TEMPLATE, task
 from tests.submit.kubernetes_api import Api, served
 from tests.submit.slurm import free_ports
 from tests.submit.test_command import ended
 
-pytest.importorskip("kubernetes", reason="the client that it is made with")
+if find_spec("kubernetes") is None:
+    pytest.skip("kubernetes is not installed", allow_module_level=True)
 
 
 @pytest.fixture
@@ -46,13 +50,14 @@ def kubeconfig(folder: Path, address: str) -> Path:
     return path
 
 
-def place(namespace: str | None = None) -> Kubernetes:
-    return Kubernetes(Options(image=IMAGE, claims=(Claim("shared"),)), namespace=namespace, pause_s=0.01)
+def place(namespace: str | None = None, **options: Any) -> Kubernetes:
+    asked = Options(image=IMAGE, claims=(Claim("shared"),), **options)
+    return Kubernetes(asked, namespace=namespace, pause_s=0.01)
 
 
-def followed(api: Api, *tries: tuple[int | None, bytes]) -> tuple[int | None, str]:
+def followed(api: Api, *tries: tuple[int | None, bytes], **options: Any) -> tuple[int | None, str]:
     api.tries = list(tries)
-    here = place()
+    here = place(**options)
     job = here.submit(task("tiny-ptpc-fp8kv")).identifier
     log = "".join(here.lines(job))
     return here.state(job).exit_code, log
@@ -83,6 +88,10 @@ def test_what_broke_or_was_driven_away_is_tried_again(api: Api) -> None:
 def test_tries_end_and_evictions_are_none(api: Api) -> None:
     tries = [(5, b"a"), (None, b"b"), (None, b"c"), (5, b"d"), (5, b"e"), (5, b"f"), (0, b"never")]
     assert followed(api, *tries) == (5, "abcdef")
+
+
+def test_a_container_beside_it_has_another_log_and_another_end(api: Api) -> None:
+    assert followed(api, (3, b"judged\n"), template=read_template(TEMPLATE)) == (3, "judged\n")
 
 
 def test_a_log_that_breaks_off_is_read_to_its_end(api: Api) -> None:

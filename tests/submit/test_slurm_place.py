@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tests.submit import slurm
 from tests.submit.cases import task
 from tests.submit.test_command import ended
 
-pytest.importorskip("submitit", reason="what it is submitted with")
+if find_spec("submitit") is None:
+    pytest.skip("submitit is not installed", allow_module_level=True)
 needs_slurm = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
 
 
