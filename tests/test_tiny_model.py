@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+if find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "recipes" / "tiny" / "model"
@@ -67,18 +69,21 @@ class Cache:
 
 def watch_cache(model: Any, cache: Cache) -> None:
     """Send every key after RoPE, and every value, through ``cache``."""
+    from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         key, value = cache(module.layer_idx, "k", key), cache(module.layer_idx, "v", value)
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
-    transformers.AttentionInterface.register("watched", attention)
+    AttentionInterface.register("watched", attention)
     model.set_attn_implementation("watched")
 
 
 def load(folder: Path) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return model.eval()
 
 
@@ -179,7 +184,9 @@ class Instrument:
 
 @pytest.fixture(scope="module")
 def instrument() -> Instrument:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     asked = questions(tokenizer, read(TASKS / "tiny_facts.jsonl"))
     return Instrument(tokenizer, asked, correct(load(MODEL), asked))
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
-import grpc
 import pytest
-import ray
-from ray.exceptions import LocalRayletDiedError, RayTaskError, RpcError
 
 from calibration.observers import Observation
 from calibration.shares import Order, Share
@@ -25,15 +23,17 @@ ASK = Ask("cpu", 8, 0)
 def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A cluster that answers with nothing; what was cancelled there."""
     found: list[Any] = []
-    monkeypatch.setattr(ray, "nodes", list)
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray, "wait", lambda references, timeout: (references[:1], references[1:]))
-    monkeypatch.setattr(ray, "cancel", lambda reference, force: found.append(reference))
+    monkeypatch.setattr("ray.nodes", list)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.wait", lambda references, timeout: (references[:1], references[1:]))
+    monkeypatch.setattr("ray.cancel", lambda reference, force: found.append(reference))
     return found
 
 
 def task_error(cause: Exception) -> Exception:
     """As `ray.get` raises what a task raised."""
+    from ray.exceptions import RayTaskError
+
     found: Exception = RayTaskError("f", "", cause, pid=1, ip="10.0.0.1").as_instanceof_cause()
     return found
 
@@ -46,15 +46,21 @@ def fails(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize(
-    "error",
-    [ConnectionError("Client is shutting down."), grpc.RpcError("gone"), RpcError("gone"), LocalRayletDiedError()],
+    ("kind", "said"),
+    [
+        ("builtins:ConnectionError", "Client is shutting down."),
+        ("grpc:RpcError", "gone"),
+        ("ray.exceptions:RpcError", "gone"),
+        ("ray.exceptions:LocalRayletDiedError", ""),
+    ],
 )
 def test_a_broken_connection_is_told_as_one_that_passes(
-    cancelled: list[Any], monkeypatch: pytest.MonkeyPatch, error: Exception
+    cancelled: list[Any], monkeypatch: pytest.MonkeyPatch, kind: str, said: str
 ) -> None:
+    error = resolve_name(kind)(*filter(None, [said]))
     there = iter([True, False])
-    monkeypatch.setattr(ray, "is_initialized", lambda: next(there))
-    monkeypatch.setattr(ray, "wait", fails(error))
+    monkeypatch.setattr("ray.is_initialized", lambda: next(there))
+    monkeypatch.setattr("ray.wait", fails(error))
     with pytest.raises(StageError, match="the connection to the Ray cluster broke") as caught:
         list(waiting.results({"a": 1, "b": 2}, ASK, print))
     assert caught.value.transient
@@ -62,8 +68,8 @@ def test_a_broken_connection_is_told_as_one_that_passes(
 
 
 def test_nothing_is_asked_of_a_cluster_that_is_gone(cancelled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever is asked now would start a cluster here
-    monkeypatch.setattr(ray, "wait", fails(AssertionError("asked")))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # whatever is asked now would start a cluster here
+    monkeypatch.setattr("ray.wait", fails(AssertionError("asked")))
     with pytest.raises(StageError, match="the connection to the Ray cluster broke: it was closed"):
         list(waiting.results({"a": 1}, ASK, print))
     with pytest.raises(StageError, match="the connection to the Ray cluster broke: it was closed"):
@@ -72,14 +78,14 @@ def test_nothing_is_asked_of_a_cluster_that_is_gone(cancelled: list[Any], monkey
 
 
 def test_a_fault_of_one_ends_the_others(cancelled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get", fails(task_error(StageError("full"))))
+    monkeypatch.setattr("ray.get", fails(task_error(StageError("full"))))
     with pytest.raises(StageError, match=r"^full$"):
         list(waiting.results({"a": 1, "b": 2}, ASK, print))
     assert cancelled == ["b"]
 
 
 def test_whoever_stops_listening_ends_them(cancelled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get", lambda reference: reference)
+    monkeypatch.setattr("ray.get", lambda reference: reference)
     for found in waiting.results({"a": 1, "b": 2}, ASK, print):
         assert found == (1, "a")
         break
@@ -88,7 +94,7 @@ def test_whoever_stops_listening_ends_them(cancelled: list[Any], monkeypatch: py
 
 def test_a_node_without_quantmint_is_named(cancelled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     said = "The remote function failed to import:\n\nTraceback\nModuleNotFoundError: No module named 'pipeline'"
-    monkeypatch.setattr(ray, "get", fails(task_error(RuntimeError(said))))
+    monkeypatch.setattr("ray.get", fails(task_error(RuntimeError(said))))
     with pytest.raises(UserError, match=r"^node one: quantmint does not run there: ModuleNotFoundError") as caught:
         list(waiting.answers({"a": NODE}, print))
     assert "same installation" in str(caught.value.hint)
@@ -96,8 +102,8 @@ def test_a_node_without_quantmint_is_named(cancelled: list[Any], monkeypatch: py
 
 def test_whoever_waits_for_a_busy_node_knows(cancelled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
-    monkeypatch.setattr(ray, "wait", lambda references, timeout: ([], references))
-    monkeypatch.setattr(ray, "get", lambda reference: 7)
+    monkeypatch.setattr("ray.wait", lambda references, timeout: ([], references))
+    monkeypatch.setattr("ray.get", lambda reference: 7)
     assert list(waiting.answers({"a": NODE}, told.say)) == [(NODE, 7)]
     assert told.lines == ["waiting for node one, which is busy or starts slowly"]
 
@@ -133,7 +139,7 @@ def test_a_head_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
             raise ConnectionAbortedError(said)
 
     monkeypatch.setattr(connection, "_require_open", lambda address: None)
-    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr("ray.init", init)
     connection.connect("ray://head:1")
     with pytest.raises(UserError, match=r"^ray://head:1 is there, but .*: RuntimeError: Proxy failed to") as caught:
         connection.connect("ray://head:1")

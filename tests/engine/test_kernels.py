@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
-from compressed_tensors.quantization.lifecycle.forward import quantize as reference_quantize
-from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.engines.stream.kernels import FP8_MAX, fp8_scale, ptpc_fp8
 from pipeline.inspection.dequantize import dequantize
 
-CHANNEL = QuantizationArgs(
-    num_bits=8, type=QuantizationType.FLOAT, strategy=QuantizationStrategy.CHANNEL, symmetric=True
-)
 DTYPES = [torch.bfloat16, torch.float16]
 SIXTEEN_BITS = st.integers(0, 0xFFFF)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _reference() -> None:
+    """Import it here: while tests are collected every worker would, and within one, the first example is timed."""
+    import compressed_tensors.quantization.lifecycle.forward  # noqa: F401
 
 
 def reference(weight: Any) -> tuple[Any, Any]:
@@ -27,8 +27,13 @@ def reference(weight: Any) -> tuple[Any, Any]:
 
     It keeps no zero points for a symmetric format; adding one of 0 would turn -0 into +0.
     """
-    scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), CHANNEL)
-    return reference_quantize(weight, scale, None, CHANNEL, dtype=torch.float8_e4m3fn), scale
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    channel = QuantizationArgs(num_bits=8, type="float", strategy="channel", symmetric=True)
+    scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), channel)
+    return quantize(weight, scale, None, channel, dtype=torch.float8_e4m3fn), scale
 
 
 def assert_same(weight: Any) -> dict[str, Any]:
@@ -132,10 +137,13 @@ def test_the_largest_of_a_row_reaches_the_top_of_the_format() -> None:
 
 @given(bits=SIXTEEN_BITS)
 def test_a_kv_scale_is_what_the_reference_computes(bits: int) -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.utils import calculate_qparams
+
     amax = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).abs()
     if not amax.isfinite():
         return
-    scale, _ = calculate_qparams(-amax, amax, QuantizationArgs(num_bits=8, type=QuantizationType.FLOAT))
+    scale, _ = calculate_qparams(-amax, amax, QuantizationArgs(num_bits=8, type="float"))
     assert torch.equal(fp8_scale(amax).reshape(1), scale)
 
 

@@ -6,31 +6,31 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors.mx_utils import compress_mx_scale
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
-from compressed_tensors.quantization.lifecycle.forward import quantize as reference_quantize
-from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.engines.stream.kernels import MX_GROUP, mxfp4, mxfp4_unsigned_zero
 from pipeline.inspection.dequantize import dequantize
 
-MX = QuantizationArgs(
-    num_bits=4,
-    type=QuantizationType.FLOAT,
-    strategy=QuantizationStrategy.GROUP,
-    group_size=MX_GROUP,
-    symmetric=True,
-    scale_dtype=torch.uint8,
-)
+
+@pytest.fixture(scope="module", autouse=True)
+def _reference() -> None:
+    """Import it here: while tests are collected every worker would, and within one, the first example is timed."""
+    import compressed_tensors.quantization.lifecycle.forward  # noqa: F401
 
 
 def reference(weight: Any) -> tuple[Any, Any]:
     """The values of E2M1 that llm-compressor rounds to, and its stored exponents."""
+    from compressed_tensors.compressors.mx_utils import compress_mx_scale
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    form = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": MX_GROUP}
+    mx = QuantizationArgs(**form, symmetric=True, scale_dtype=torch.uint8)
     groups = weight.reshape(weight.shape[0], -1, MX_GROUP)
-    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), MX)
-    return reference_quantize(weight, scale, None, MX), compress_mx_scale(scale, torch.uint8)
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), mx)
+    return quantize(weight, scale, None, mx), compress_mx_scale(scale, torch.uint8)
 
 
 def codes(packed: Any) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from pipeline.recipe.load import load_recipe, recipe_names
@@ -143,6 +142,8 @@ def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("_no_network", "large_disk")
 def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
+    import jsonschema  # takes two seconds, of everybody who collects tests
+
     recipe = load_recipe(name).recipe
     config = CONFIGS / str(recipe.source.repo).rpartition("/")[2]
     ended = quantmint("plan", name, "--config", config, "--json")

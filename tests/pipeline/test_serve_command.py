@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -71,6 +70,8 @@ def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json(quantmint: Quantmint) -> None:
+    import jsonschema  # takes two seconds, of everybody who collects tests
+
     ended = quantmint(
         "serve", MIXTRAL, "--target", "mi300x:8", "--workload", "throughput", "--vllm", "0.24.0", "--json"
     )

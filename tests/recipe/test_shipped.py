@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 import recipes
@@ -63,17 +62,24 @@ def test_the_schema_is_current() -> None:
     assert (RECIPES / "recipe.schema.json").read_text(encoding="utf-8") == schema_text()
 
 
-def test_the_schema_is_a_schema() -> None:
-    jsonschema.Draft202012Validator.check_schema(schema())
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    from jsonschema import Draft202012Validator  # takes two seconds, of everybody who collects tests
+
+    return Draft202012Validator(schema())
+
+
+def test_the_schema_is_a_schema(validator: Any) -> None:
+    validator.check_schema(schema())
     for section in (schema(), *schema()["$defs"].values()):
         assert section["description"]
         assert all(field.get("description") for field in section["properties"].values())
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_files_follow_the_schema(path: Path) -> None:
+def test_files_follow_the_schema(validator: Any, path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=recipe.schema.json\n")
-    jsonschema.Draft202012Validator(schema()).validate(read(path).data)
+    validator.validate(read(path).data)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +95,8 @@ def test_files_follow_the_schema(path: Path) -> None:
         "name: R\nextends: a",
     ],
 )
-def test_the_schema_refuses(text: str) -> None:
-    assert not jsonschema.Draft202012Validator(schema()).is_valid(parse(text, "f").data)
+def test_the_schema_refuses(validator: Any, text: str) -> None:
+    assert not validator.is_valid(parse(text, "f").data)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +107,8 @@ def test_the_schema_refuses(text: str) -> None:
         "quantization: {format: quark}",
     ],
 )
-def test_the_schema_accepts(text: str) -> None:
-    jsonschema.Draft202012Validator(schema()).validate(parse(text, "f").data)
+def test_the_schema_accepts(validator: Any, text: str) -> None:
+    validator.validate(parse(text, "f").data)
 
 
 def test_every_configuration_is_counted() -> None:

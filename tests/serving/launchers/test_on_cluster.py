@@ -6,6 +6,8 @@ import json
 import platform
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,10 @@ from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.launchers.on_cluster import Cluster, ClusterLauncher
 from pipeline.serving.plan import LaunchPlan, Layout
 
-ray = pytest.importorskip("ray")
-HERE = Cluster("10.1.2.3:6379", "10.1.2.4", ray.__version__, platform.python_version())
+if find_spec("ray") is None:
+    pytest.skip("ray is not installed", allow_module_level=True)
+RAY = version("ray")
+HERE = Cluster("10.1.2.3:6379", "10.1.2.4", RAY, platform.python_version())
 
 
 def plan_of(model: Path) -> LaunchPlan:
@@ -63,7 +67,7 @@ def test_another_ray_is_refused_before_anything_starts(
     model = fake_model()
     launcher.cluster = replace(HERE, ray="2.9.3")
     with (
-        pytest.raises(UserError, match=rf"has Ray {ray.__version__} with .*the cluster is Ray 2\.9\.3 with Python"),
+        pytest.raises(UserError, match=rf"has Ray {RAY} with .*the cluster is Ray 2\.9\.3 with Python"),
         launcher.launch(plan_of(model), tmp_path / "server.log"),
     ):
         pass

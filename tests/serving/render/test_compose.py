@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -79,6 +78,8 @@ SCHEMA = {
 
 
 def services(text: str) -> dict[str, Any]:
+    import jsonschema  # takes two seconds, of everybody who collects tests
+
     document = yaml.safe_load(text)
     jsonschema.validate(document, SCHEMA)
     found: dict[str, Any] = document["services"]
