@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ import click
 from pipeline.commands.options import emit, json_option, store_option
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pipeline.submit.place import Place, State
     from pipeline.submit.task import Task
 
@@ -59,7 +62,7 @@ _FOR = {
     type=click.Path(path_type=Path, dir_okay=False),
     help="Kubernetes: YAML file with what the cluster wants of every pod: tolerations, service account, sidecars.",
 )
-@click.option("--follow", is_flag=True, help="Show the log, and end with the run's exit code.")
+@click.option("--follow", is_flag=True, help="Show why it waits, then the log; end with the run's exit code.")
 @click.option(
     "--attached",
     is_flag=True,
@@ -190,22 +193,33 @@ def _remarks(place: str, given: dict[str, Any]) -> None:
 
 
 def _status(place: Place, name: str, identifier: str, given: dict[str, Any]) -> int:
+    from pipeline.submit.waiting import Telling
+
     state = place.state(identifier)
     told = {"id": identifier, "place": name}
     if given["follow"]:
         return _follow(place, identifier, told, given)
-    return _tell(given, {**told, **_plain(state)})
+    code = _tell(given, {**told, **_plain(state)})
+    if state.waits is not None and not given["as_json"]:
+        Telling(click.echo)(state.waits)
+    return code
 
 
 def _follow(place: Place, identifier: str, told: dict[str, Any], given: dict[str, Any]) -> int:
     """The log on standard output (with --json on standard error), then the run's own exit code."""
     from pipeline.submit.following import followed
+    from pipeline.submit.waiting import Telling
 
     def show(piece: str) -> None:
         click.echo(piece, nl=False, err=given["as_json"])
 
+    telling = Telling(lambda text: click.echo(text, err=True))
+
+    def lines(job: str) -> Iterator[str]:
+        return place.lines(job, lambda look: telling(look.waits))
+
     try:
-        state = followed(identifier, place.lines, place.state, show)
+        state = followed(identifier, lines, place.state, show)
     except KeyboardInterrupt:
         click.echo(f"\nno longer followed; the job goes on. --status {identifier} --follow looks again.", err=True)
         return 130
@@ -237,12 +251,15 @@ def _attached(place: Place, task: Task, given: dict[str, Any]) -> int:
 
 
 def _plain(state: State) -> dict[str, Any]:
-    return {"state": state.word, "exit_code": state.exit_code}
+    waits = None if state.waits is None else asdict(state.waits)
+    return {"state": state.word, "exit_code": state.exit_code, "waits": waits}
 
 
 def _tell(given: dict[str, Any], told: dict[str, Any]) -> int:
     if given["as_json"]:
         emit(told)
     else:
-        click.echo("  ".join(str(value) for key, value in told.items() if key != "place" and value is not None))
+        click.echo(
+            "  ".join(str(value) for key, value in told.items() if key not in ("place", "waits") and value is not None)
+        )
     return 0

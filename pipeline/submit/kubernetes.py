@@ -6,8 +6,9 @@ import codecs
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import yaml
@@ -20,11 +21,13 @@ from pipeline.submit.job import Options, manifest
 from pipeline.submit.place import BROKEN, State, Submitted
 from pipeline.submit.pod import CONTAINER, SUBDOMAIN
 from pipeline.submit.task import Task
+from pipeline.submit.waiting import Waiting, in_kubernetes
 
 _TIMEOUT_S = 60
 _QUIET_S = 300
 """Seconds without a word after which a log is asked for again: a connection that is lost says nothing either."""
 _PAUSE_S = 3.0
+_MAKING = timedelta(minutes=1)  # which a Job has until its first pod, by clocks that may differ
 _RUNNING = "Running"
 _STARTED = (_RUNNING, "Succeeded", "Failed")
 
@@ -35,10 +38,10 @@ class Kubernetes:
     ``options`` None is enough to ask for jobs that are there.
     """
 
-    def __init__(self, options: Options | None, *, namespace: str | None = None, pause_s: float = _PAUSE_S) -> None:
+    def __init__(self, options: Options | None, *, namespace: str | None = None, pause_s: float | None = None) -> None:
         self._options = options
         self._namespace = namespace
-        self._pause_s = pause_s
+        self._pause_s = _PAUSE_S if pause_s is None else pause_s
 
     def text(self, task: Task) -> str:
         """The manifest, for `kubectl create -f -` as well."""
@@ -67,15 +70,19 @@ class Kubernetes:
                 code = _exit_code(self._newest(pods, namespace, identifier))
                 return State(f"Failed ({condition.reason})" if condition.reason else "Failed", code)
         if job.spec.suspend:
-            return State("Suspended")
-        return State("Running" if job.status.active and job.status.ready != 0 else "Pending")
+            return State("Suspended", waits=Waiting("the Job is suspended until what manages its queue resumes it"))
+        if job.status.active and job.status.ready != 0:
+            return State("Running")
+        return State("Pending", waits=self._waits(pods, namespace, identifier, job.status.start_time))
 
-    def lines(self, identifier: str) -> Iterator[str]:
+    def lines(self, identifier: str, seen: Callable[[State], None] | None = None) -> Iterator[str]:
         """The logs of its pods, one after the other as they are tried. One that breaks off is read again."""
         shown: Counter[str] = Counter()  # characters
         whole: set[str] = set()
         while True:
-            ended, fresh = self.state(identifier).ended, False
+            state, fresh = self.state(identifier), False
+            if seen is not None:
+                seen(state)
             _, pods, namespace = self._connect()
             for pod in self._pods(pods, namespace, identifier):
                 uid, phase = str(pod.metadata.uid), pod.status.phase
@@ -88,7 +95,7 @@ class Kubernetes:
                     yield piece
                 if phase != _RUNNING:
                     whole.add(uid)
-            if ended:
+            if state.ended:
                 return
             if not fresh:  # else reading took as long as the pod ran: how is it now?
                 time.sleep(self._pause_s)
@@ -132,6 +139,16 @@ class Kubernetes:
         with _answers():
             found = pods.list_namespaced_pod(namespace, label_selector=f"job-name={job}", _request_timeout=_TIMEOUT_S)
         return sorted(found.items, key=lambda pod: pod.metadata.creation_timestamp)
+
+    def _waits(self, pods: Any, namespace: str, job: str, begun: datetime | None) -> Waiting | None:
+        pod = self._newest(pods, namespace, job)
+        if pod is not None:
+            return in_kubernetes(job, pod) if pod.status.phase == "Pending" else None
+        if begun is None or datetime.now(UTC) - begun < _MAKING:
+            return None
+        return Waiting(
+            "no pod was made for it", f"A quota or a rule refuses it: kubectl describe job/{job} says which."
+        )
 
     def _newest(self, pods: Any, namespace: str, job: str) -> Any | None:
         found = self._pods(pods, namespace, job)

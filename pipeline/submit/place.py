@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from pipeline.submit.task import Task
+from pipeline.submit.waiting import Waiting
 
 BROKEN: Final = 5
 """What a job counts as that ended without an exit code of its own: another submission goes on where it stopped."""
@@ -22,10 +23,11 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """``word`` is the place's own. ``exit_code`` is the run's, once it has ended."""
+    """``word`` is the place's own. ``exit_code`` is the run's, once it has ended, ``waits`` why it does not run yet."""
 
     word: str
     exit_code: int | None = None
+    waits: Waiting | None = None
 
     @property
     def ended(self) -> bool:
@@ -49,8 +51,8 @@ class Place(Protocol):
     def state(self, identifier: str) -> State:
         """How the job is now."""
 
-    def lines(self, identifier: str) -> Iterator[str]:
-        """The job's log from its beginning, piece by piece, until it has ended."""
+    def lines(self, identifier: str, seen: Callable[[State], None] | None = None) -> Iterator[str]:
+        """The job's log from its beginning, piece by piece, until it has ended; ``seen`` is told of looks meanwhile."""
 
     def cancel(self, identifier: str) -> None:
         """End it. What it finished stays in the store."""

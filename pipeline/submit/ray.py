@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from pipeline.passing import passes
 from pipeline.submit.attached import Mark, Now
 from pipeline.submit.place import BROKEN, State, Submitted
 from pipeline.submit.task import Task, program_here, require_no_secret, require_plain
+from pipeline.submit.waiting import Waiting
 
 _THEIRS = re.compile(r"status code 5\d\d|WebSocket")
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
@@ -140,11 +141,14 @@ class RayJobs:
     def state(self, identifier: str) -> State:
         """Ray's status, and the run's exit code once there is one."""
         now = self.now(identifier)
-        return State(now.word, None if not now.ended else BROKEN if now.exit_code is None else now.exit_code)
+        waits = Waiting(now.message) if now.word == "PENDING" and now.message else None
+        return State(now.word, None if not now.ended else BROKEN if now.exit_code is None else now.exit_code, waits)
 
-    def lines(self, identifier: str) -> Iterator[str]:
+    def lines(self, identifier: str, seen: Callable[[State], None] | None = None) -> Iterator[str]:
         """What the client tails, or as much as comes before it has been silent for long."""
         _require_name(identifier)
+        if seen is not None:
+            seen(self.state(identifier))
         client = self._connect()
         logging.getLogger(type(client).__module__).setLevel(logging.WARNING)  # it tells of its own connection
         with _answers():

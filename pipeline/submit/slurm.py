@@ -10,8 +10,9 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pipeline.store.disk import disk_errors
 from pipeline.submit.place import BROKEN, State, Submitted
 from pipeline.submit.sbatch import Options, code_file, command, parameters, script
 from pipeline.submit.task import Task
+from pipeline.submit.waiting import in_slurm
 
 _TIMEOUT_S = 60
 _PAUSE_S = 3.0
@@ -37,6 +39,7 @@ _ENDED = (
     "REVOKED",
     "TIMEOUT",
 )
+_WAITS = ("PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT")
 _WRITES = re.compile(r" StdOut=(/.*?)(?= [A-Z][A-Za-z/:]*=|\n|$)")
 _SIGNALS = range(1, 32)
 _UNREACHABLE = re.compile(
@@ -87,7 +90,8 @@ class Slurm:
         if asked.returncode == 0:
             # The first of a name: a comment comes later, and may read like anything.
             fields = dict(part.split("=", 1) for part in reversed(asked.stdout.split()) if "=" in part)
-            return self._said(job, asked.stdout, fields.get("JobState", "UNKNOWN"), fields.get("ExitCode", "0:0"))
+            state = self._said(job, asked.stdout, fields.get("JobState", "UNKNOWN"), fields.get("ExitCode", "0:0"))
+            return replace(state, waits=in_slurm(job, fields.get("Reason", ""))) if state.word in _WAITS else state
         if _UNREACHABLE.search(asked.stderr):
             raise _failure("scontrol", asked.stderr)
         kept = _run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job)
@@ -102,12 +106,15 @@ class Slurm:
         word, _, code = kept.stdout.strip().splitlines()[-1].partition("|")
         return self._said(job, asked.stdout, word, code)
 
-    def lines(self, identifier: str) -> Iterator[str]:
+    def lines(self, identifier: str, seen: Callable[[State], None] | None = None) -> Iterator[str]:
         """The log file, as it grows."""
         job = _number(identifier)
         log, position = self._log(job, _shown(job).stdout), 0
         while True:
-            ended = self.state(identifier).ended  # before reading: what comes after the last look would be lost
+            state = self.state(identifier)  # before reading: what comes after the last look would be lost
+            ended = state.ended
+            if seen is not None:
+                seen(state)
             if log.is_file():
                 with log.open("rb") as file:
                     file.seek(position)

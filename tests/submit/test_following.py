@@ -22,7 +22,7 @@ class Job:
     def __init__(self, looks: list[State | Exception], logs: list[int] | None = None) -> None:
         self.looks, self.logs, self.text = looks, logs or [], ""
 
-    def lines(self, _: str) -> Iterator[str]:
+    def lines(self, _: str, __: object = None) -> Iterator[str]:
         end = self.logs.pop(0) if self.logs else len(LOG)
         for begin, until in pairwise([*range(0, end, 4), end]):
             yield LOG[begin:until]

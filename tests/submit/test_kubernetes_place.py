@@ -21,6 +21,7 @@ from tests.submit.cases import IMAGE, TEMPLATE, task
 from tests.submit.kubernetes_api import Api, served
 from tests.submit.slurm import free_ports
 from tests.submit.test_command import ended
+from tests.submit.test_waiting import container, placed
 
 if find_spec("kubernetes") is None:
     pytest.skip("kubernetes is not installed", allow_module_level=True)
@@ -132,6 +133,52 @@ def test_the_command_follows_to_the_runs_own_end(api: Api, capsys: pytest.Captur
     assert capsys.readouterr().out == f"{told['id']}  Failed (PodFailurePolicy)  3\n"
     assert ended("--kubernetes", "--cancel", told["id"]) == 0
     assert api.deleted == [(told["id"], "Background")]
+
+
+def test_why_it_waits_is_said_once(
+    api: Api, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.submit.kubernetes._PAUSE_S", 0.0)
+    full, pulled = (
+        placed("0/5 nodes are available: 5 Insufficient amd.com/gpu."),
+        container("quantmint", "ErrImagePull"),
+    )
+    api.tries = [(0, b"ran\n")]
+    api.waits = [full] * 4 + [{"containerStatuses": [pulled]}] * 4
+    assert ended("tiny-ptpc-fp8kv", "--kubernetes", "--image", IMAGE, "--pvc", "shared", "--follow") == 0
+    out, err = capsys.readouterr()
+    assert out == "ran\n"
+    waits = [line for line in err.splitlines() if line.startswith("waits: ")]
+    assert waits == [
+        "waits: Unschedulable: 0/5 nodes are available: 5 Insufficient amd.com/gpu.",
+        "waits: quantmint: ImagePullBackOff",
+    ]
+    assert "  Look at the image's name, and whether the pod may read its registry" in err
+
+
+def test_why_it_waits_is_part_of_its_status(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    job = place().submit(task("tiny-ptpc-fp8kv")).identifier
+    api.waits = [placed("0/1 nodes are available: 1 node(s) had untolerated taint {gpu: }.")] * 2
+    assert ended("--kubernetes", "--status", job) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == f"{job}  Pending"
+    assert second.startswith("waits: Unschedulable: 0/1 nodes")
+    assert "tolerations of --pod-template" in third
+    assert ended("--kubernetes", "--status", job, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["waits"]) == {"reason", "remedy"}
+    assert ended("--kubernetes", "--status", job, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["waits"] is None
+
+
+def test_a_job_that_gets_no_pod(api: Api) -> None:
+    job = place().submit(task("tiny-ptpc-fp8kv")).identifier
+    api.made = "2026-01-01T00:00:00Z"
+    waits = place().state(job).waits
+    assert waits is not None
+    assert f"kubectl describe job/{job}" in str(waits.remedy)
+    api.made = "2999-01-01T00:00:00Z"  # it was made a moment ago
+    assert place().state(job).waits is None
 
 
 def test_a_tag_and_a_recipe_of_ones_own_are_remarked(

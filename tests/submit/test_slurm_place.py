@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.submit.place import State
 from pipeline.submit.sbatch import Options, code_file
 from pipeline.submit.slurm import Slurm, _state
 from tests.submit import slurm
@@ -111,6 +113,36 @@ def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.Capt
     with pytest.raises(UserError, match=r"sbatch refused: .*invalid partition"):
         wrong.submit(task("tiny-ptpc-fp8kv"))
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_why_it_waits_is_what_slurm_says(folder: Path) -> None:
+    end = folder / "end"
+    there = place(folder, f"until [ -e {end} ]; do sleep 0.05; done", gres="gpu:2")
+    there.submit(task("tiny-ptpc-fp8kv"))
+    behind = there.submit(task("tiny-ptpc-fp8kv")).identifier
+    seen: list[str] = []
+
+    def look(state: State) -> None:
+        if state.waits is not None:
+            assert state.waits.remedy is None
+            seen.append(state.waits.reason)
+            end.touch()
+
+    assert "".join(there.lines(behind, look)) == ""
+    assert set(seen) <= {"Resources", "Priority"}
+    assert seen
+    held = Slurm(replace(there._options, sbatch={"hold": True}), folder=folder, logs=folder / "logs")
+    job = held.submit(task("tiny-ptpc-fp8kv")).identifier
+    waits = held.state(job).waits
+    assert waits is not None
+    assert waits.reason == "JobHeldUser"
+    remedy = str(waits.remedy)
+    command = remedy[remedy.index("scontrol") : remedy.index(",")]
+    assert subprocess.run(command.split(), check=False).returncode == 0, "what is told can be typed"
+    slurm.until(lambda: held.state(job).ended, folder)
+    assert held.state(job).exit_code == 0
 
 
 @pytest.mark.parametrize(
