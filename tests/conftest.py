@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from tests.warm.shared import for_all_workers
+
 if TYPE_CHECKING:
     import torch
 
@@ -34,7 +36,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-pytest_plugins = ["tests.hub.plugin"]
+pytest_plugins = ["tests.hub.plugin", "tests.warm.plugin"]
 VOCABULARY = 512
 _ASSETS = Path(__file__).parent / "assets"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -213,7 +215,7 @@ def by_llmcompressor(
     models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """Checkpoints that llm-compressor made, all in one process at the first use by any worker."""
-    root, ids = _for_all_workers(tmp_path_factory, "by-llmcompressor"), blocks.tolist()
+    root, ids = for_all_workers(tmp_path_factory, "by-llmcompressor"), blocks.tolist()
 
     def job(out: str, model: str, scheme: str, rows: list[list[int]], batch_size: int) -> dict[str, Any]:
         return {
@@ -246,7 +248,7 @@ def by_llmcompressor(
 @pytest.fixture(scope="session")
 def by_quark(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Checkpoints that amd-quark made, all in one process at the first use by any worker."""
-    root = _for_all_workers(tmp_path_factory, "by-quark")
+    root = for_all_workers(tmp_path_factory, "by-quark")
 
     def job(out: str, scheme: str, *, model: str = "llama", kv_cache: bool = False, file: bool = False) -> Any:
         return {
@@ -271,14 +273,6 @@ def by_quark(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.Temp
         return root / name
 
     return get
-
-
-def _for_all_workers(factory: pytest.TempPathFactory, name: str) -> Path:
-    """A folder that the workers of pytest-xdist share: their temporary folders are beside each other."""
-    base = factory.getbasetemp()
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    root.mkdir(exist_ok=True)
-    return root
 
 
 def _by_library(module: str, script: str, jobs: list[dict[str, Any]], root: Path) -> None:

@@ -16,7 +16,7 @@ from pipeline.serving.hardware import local_cpu_flags
 from tests.served.cases import PUBLISHED, Case, loaded, with_fp8_cache
 from tests.served.proof import prove
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("vllm")]
 
 FLAGS = local_cpu_flags() or frozenset()
 CASES = (*loaded("cpu", cpu_flags=FLAGS), *with_fp8_cache("cpu", ["ptpc_fp8"], cpu_flags=FLAGS))

@@ -17,13 +17,13 @@ from tests.e2e.project import RECIPE, Project
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 BUDGET_S = 1200
-# The second cell of the embedded workload: where requests wait is all that is asked.
+# Like the second cell of the embedded workload, with less to say: where requests wait is all that is asked.
 WORKLOAD = """\
 name: one-cell
-description: 64 tokens in, 32 out, at 16 requests in flight.
+description: 64 tokens in, 16 out, at 16 requests in flight.
 profile: latency
 cells:
-  - {name: in64-out32-c16, input_len: 64, output_len: 32, concurrency: 16, num_prompts: 64, warmups: 16}
+  - {name: in64-out16-c16, input_len: 64, output_len: 16, concurrency: 16, num_prompts: 32, warmups: 4}
 """
 COMMAND = (
     "tune", RECIPE, "--target", "cpu", "--workload", "one-cell.yaml", "--budget", f"{BUDGET_S}s",
@@ -37,7 +37,7 @@ def records(project: Project) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def tuned(
-    warm_vllm: VllmEnvironment, tmp_path_factory: pytest.TempPathFactory
+    vllm: Path, warm_vllm: VllmEnvironment, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Project, dict[str, int], dict[str, Any]]:
     """A project whose sweep was killed after its first trial, and then came to its end."""
     project = Project(tmp_path_factory.mktemp("tune"), warm_vllm.executable)

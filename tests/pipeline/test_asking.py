@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,7 +141,14 @@ def answers(outcome: Outcome, key: str, task: SuiteTask) -> list[dict[str, Any]]
         return [json.loads(line) for line in stream]
 
 
+@pytest.fixture
+def warm(warm_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval has been imported; who kills it as it is runs what users run."""
+    monkeypatch.setattr(sys, "executable", str(warm_python))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_lossless_candidate_is_asked_until_it_passes(world: Callable[..., Any]) -> None:
     with world(FACTS, SUMS, TEXTS) as w:
         outcome = w.run(BASELINE, CONTROL, CANDIDATE)
@@ -194,6 +202,7 @@ def test_kill_9_costs_the_look_that_was_being_asked(
     forked: Callable[[Callable[[], None]], int],
     code_of: Callable[[int], int],
     monkeypatch: pytest.MonkeyPatch,
+    warm_python: Path,
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -213,6 +222,7 @@ def test_kill_9_costs_the_look_that_was_being_asked(
         assert left == ()
         assert list(tmp_path.glob("*quantmint*")) == []  # nothing is left there either
         monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setattr(sys, "executable", str(warm_python))
         w.counts()
         outcome = w.run(BASELINE)
         asked = w.counts()["baseline"]
@@ -223,6 +233,7 @@ def test_kill_9_costs_the_look_that_was_being_asked(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_server_that_breaks_is_told_with_the_log(world: Callable[..., Any]) -> None:
     with world(SUMS) as w:
         w.servers["baseline"].fail_after = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,11 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.serving.model.facts import model_facts
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.profiles import profile
+from pipeline.serving.planning.target import parse_target
+from pipeline.serving.running.child_environment import child_environment
 
 VOCABULARY = 256
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS = 128, 4, 2, 64, 256, 2
@@ -110,6 +116,22 @@ def vllm() -> VllmEnvironment:
     if "cpu" not in found.version:
         pytest.skip(f"{found.executable} is vLLM {found.version}, not the CPU build")
     return found
+
+
+@pytest.fixture(scope="module")
+def warm_environment(warm_vllm: VllmEnvironment, tiny_llama: Path) -> dict[str, str]:
+    """The variables of a server on this machine: a script that is run with them is a fork of what forks servers."""
+    plan = plan_serving(
+        tiny_llama,
+        model_facts(tiny_llama),
+        target=parse_target("cpu"),
+        profile=profile("latency", concurrency=4, max_model_len=256),
+        vllm_version=warm_vllm.version,
+        purpose="measure",
+        kv_cache_dtype="auto",
+        cpu_threads=2,
+    )
+    return child_environment(os.environ, plan.env)
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ def plan_for(model: Path, version: str) -> LaunchPlan:
         vllm_version=version,
         purpose="measure",
         kv_cache_dtype="auto",
-        cpu_threads=1,
+        cpu_threads=2,
     )
 
 
@@ -76,21 +76,21 @@ def test_it_answers_then_leaves_nothing(vllm: VllmEnvironment, tiny_llama: Path,
     assert processes_naming(tiny_llama) == []
 
 
-def test_a_flag_that_this_version_does_not_know(vllm: VllmEnvironment, tiny_llama: Path, tmp_path: Path):
-    plan = plan_for(tiny_llama, vllm.version)
+def test_a_flag_that_this_version_does_not_know(warm_vllm: VllmEnvironment, tiny_llama: Path, tmp_path: Path):
+    plan = plan_for(tiny_llama, warm_vllm.version)
     wrong = LaunchPlan(plan.env, (*plan.argv, "--swap-space-gb", "4"), plan.served_model_name, 1, ())
     with (
         pytest.raises(ServingError, match="does not know --swap-space-gb"),
-        LocalLauncher(vllm.executable).launch(wrong, tmp_path / "vllm.log", startup_timeout=400),
+        LocalLauncher(warm_vllm.executable).launch(wrong, tmp_path / "vllm.log", startup_timeout=400),
     ):
         pass
 
 
-def test_a_length_that_the_model_does_not_have(vllm: VllmEnvironment, tiny_llama: Path, tmp_path: Path):
-    plan = plan_for(tiny_llama, vllm.version)
+def test_a_length_that_the_model_does_not_have(warm_vllm: VllmEnvironment, tiny_llama: Path, tmp_path: Path):
+    plan = plan_for(tiny_llama, warm_vllm.version)
     longer = replace(plan, argv=tuple("4096" if word == "256" else word for word in plan.argv))
     with (
         pytest.raises(ServingError, match=r"target\.max_model_len is 4096, but the model ends at 512"),
-        LocalLauncher(vllm.executable).launch(longer, tmp_path / "vllm.log", startup_timeout=400),
+        LocalLauncher(warm_vllm.executable).launch(longer, tmp_path / "vllm.log", startup_timeout=400),
     ):
         pass

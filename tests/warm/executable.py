@@ -106,10 +106,10 @@ asked = {{"arguments": arguments[1:], "environment": dict(os.environ), "folder":
 """
 # First it asks where the process of its variables is.
 _ASKING = """
-environment = dict(os.environ)
+environment = {{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}}
 with socket.socket(socket.AF_UNIX) as line:
     line.connect({place!r})
-    line.sendall(json.dumps(environment).encode())
+    line.sendall(json.dumps(environment, sort_keys=True).encode())
     line.shutdown(socket.SHUT_WR)
     place = line.recv(4096)
 line = socket.socket(socket.AF_UNIX)
@@ -123,9 +123,9 @@ arguments, numbers = ["vllm.entrypoints.cli.main", *sys.argv[1:]], [0, 1, 2]
 # What multiprocessing spawns is told its files by their numbers.
 _SPAWNED_SCRIPT = """#!{python} -IS
 import json, os, signal, socket, sys
-if sys.argv[-1] != "--multiprocessing-fork":
-    os.execv({vllm!r}, [{vllm!r}, *sys.argv[1:]])
 arguments = sys.argv[1:]
+if arguments[-1:] != ["--multiprocessing-fork"] and not (arguments and arguments[0].endswith(".py")):
+    os.execv({vllm!r}, [{vllm!r}, *arguments])
 numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{{number}}")]
 """
 
@@ -148,14 +148,17 @@ def warm_python(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def warm_vllm(folder: Path, vllm: VllmEnvironment) -> Iterator[VllmEnvironment]:
-    """An environment with a ``vllm`` of forks, for as long as the block runs; its ``python`` is the real one.
+    """An environment with a ``vllm`` of forks, for as long as the block runs.
+
+    Scripts that its ``python`` runs by their path are forks as well; else it is the real one.
 
     There is one process that has imported vLLM for each set of variables that programs are started with, made for the
-    first of them: whatever is read while vLLM is imported or loaded is what it would be. A server's engine has one of
-    its own therefore: vLLM spawns it, by `multiprocessing`, with another OpenMP preloaded on a CPU.
+    first of them: whatever is read while vLLM is imported or loaded is what it would be. Only which test runs, as
+    pytest says in variables, is kept from them. A server's engine has one of its own therefore: vLLM spawns it, by
+    `multiprocessing`, with another OpenMP preloaded on a CPU.
     """
     python = str(vllm.python)
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(exist_ok=True)
     script, spawned, place = folder / "bin" / "vllm", folder / "bin" / "python", folder / "warm.socket"
     names = {"python": sys.executable, "vllm": python, "place": str(place)}
     _executable(spawned, (_SPAWNED_SCRIPT + _ASKING).format(**names) + _FORKED)

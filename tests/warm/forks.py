@@ -1,8 +1,8 @@
 """Imports modules, then forks a program for each caller: ``python forks.py SOCKET EXECUTABLE MODULE...``.
 
 Run by path, by the Python whose libraries they are: standard library only. It says ``warm`` when it takes callers, and
-stops when its input ends. A program is a module that is run, from its first line to what it does at exit, or what
-`multiprocessing` spawns.
+stops when its input ends. A program is a module or a script that is run, from its first line to what it does at exit,
+or what `multiprocessing` spawns.
 """
 
 from __future__ import annotations
@@ -144,6 +144,9 @@ def _become(argv: Sequence[str], environment: Mapping[str, str], folder: str) ->
     try:
         if argv[-1] == _SPAWNED:
             _be_spawned(argv)
+        elif argv[0].endswith(".py"):
+            sys.argv, sys.path[0] = list(argv), str(Path(argv[0]).parent)
+            runpy.run_path(argv[0], run_name="__main__")
         else:
             sys.argv = list(argv)
             runpy.run_module(argv[0], run_name="__main__", alter_sys=True)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pipeline.errors import UserError
-from pipeline.serving.environment import find_vllm
+from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.knobs.files import read_knobs
 from pipeline.serving.knobs.table import (
     FACTS,
@@ -207,29 +207,16 @@ def test_a_name_stands_in_one_file_only() -> None:
         read_knobs({"a.yaml": GOOD, "b.yaml": GOOD})
 
 
-PARSER = """
-import json, sys
-sys.argv = ["vllm", "serve"]
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-print(json.dumps(sorted(make_arg_parser(FlexibleArgumentParser())._option_string_actions)))
-from vllm import envs
-print(json.dumps(sorted(name for name in envs.environment_variables if name.startswith("VLLM_"))))
-"""
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_interface_read_from_the_source_is_the_parsers_own() -> None:
-    try:
-        vllm = find_vllm()
-    except UserError as error:
-        pytest.skip(error.message)
-    kept = ROOT / "tests/assets/vllm" / f"{vllm.version.partition('+')[0]}.json"
+def test_the_interface_read_from_the_source_is_the_parsers_own(
+    warm_vllm: VllmEnvironment, warm_environment: dict[str, str]
+) -> None:
+    kept = ROOT / "tests/assets/vllm" / f"{warm_vllm.version.partition('+')[0]}.json"
     if not kept.exists():
-        pytest.skip(f"no interface of vLLM {vllm.version} is kept")
-    python = Path(vllm.executable).parent / "python"
-    run = subprocess.run([python, "-c", PARSER], capture_output=True, text=True, check=True)
+        pytest.skip(f"no interface of vLLM {warm_vllm.version} is kept")
+    command = [warm_vllm.python, Path(__file__).with_name("vllm_interface.py")]
+    run = subprocess.run(command, env=warm_environment, capture_output=True, text=True, check=True)
     flags, variables = (json.loads(line) for line in run.stdout.splitlines()[-2:])
     assert set(flags) - {"-h", "--help"} == set(interface(kept)["flags"])
     assert variables == interface(kept)["env"]

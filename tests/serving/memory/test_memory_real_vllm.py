@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -14,22 +13,12 @@ from pipeline.serving.hardware import hardware
 from pipeline.serving.memory.fit import fit
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import Layout
-from pipeline.serving.running.child_environment import child_environment
 from pipeline.serving.running.logscan import scan_log
 from tests.serving.shapes import small
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH, BATCHED, SEQUENCES = 2048, 2048, 4
-VARIABLES = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-
-
 SCRIPT = Path(__file__).with_name("vllm_engines.py")
 # What differs is the kind of layers, which decides how the cache is cut into groups.
 CASES = (
@@ -44,15 +33,17 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def logs(vllm: VllmEnvironment, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+def logs(
+    warm_vllm: VllmEnvironment, warm_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Path]:
     """What the engine of each case says when it is made, all by one process; a whole server is `test_real_vllm`'s."""
     place = tmp_path_factory.mktemp("engines")
     found = {case: place / f"{'-'.join(case)}.log" for case in CASES}
     launches = [{"argv": arguments(small(name, place), dtype), "log": str(log)} for (name, dtype), log in found.items()]
     done = subprocess.run(
-        [str(vllm.python), str(SCRIPT)],
+        [str(warm_vllm.python), str(SCRIPT)],
         input=json.dumps(launches),
-        env=child_environment(os.environ, VARIABLES),
+        env=warm_environment,
         capture_output=True,
         text=True,
         check=False,

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.planning.planner import plan_serving
@@ -22,17 +21,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("vllm_parses.py")
 
 
-@pytest.fixture(scope="module")
-def vllm() -> VllmEnvironment:
-    try:
-        return find_vllm()
-    except UserError as error:
-        pytest.skip(error.message)
-
-
-def complaints(vllm: VllmEnvironment, launches: list[dict[str, object]]) -> list[list[str]]:
+def complaints(
+    vllm: VllmEnvironment, environment: dict[str, str], launches: list[dict[str, object]]
+) -> list[list[str]]:
     done = subprocess.run(
-        [str(vllm.python), str(SCRIPT)], input=json.dumps(launches), capture_output=True, text=True, check=False
+        [str(vllm.python), str(SCRIPT)],
+        input=json.dumps(launches),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -47,7 +45,9 @@ def launches_of(plan: LaunchPlan, model: Path) -> list[dict[str, object]]:
     ]
 
 
-def test_plans_for_this_machine_and_for_an_instinct_are_parsed(vllm: VllmEnvironment, tiny_llama: Path):
+def test_plans_for_this_machine_and_for_an_instinct_are_parsed(
+    warm_vllm: VllmEnvironment, warm_environment: dict[str, str], tiny_llama: Path
+) -> None:
     launches: list[dict[str, object]] = []
     facts = model_facts(tiny_llama)
     for name in table():
@@ -58,19 +58,19 @@ def test_plans_for_this_machine_and_for_an_instinct_are_parsed(vllm: VllmEnviron
                     facts,
                     target=parse_target("cpu"),
                     profile=profile(name, concurrency=4, max_model_len=256),
-                    vllm_version=vllm.version,
+                    vllm_version=warm_vllm.version,
                     purpose=purpose,
                     kv_cache_dtype=dtype,
                 )
                 launches += launches_of(plan, tiny_llama)
-    version = vllm.version.split("+")[0]
+    version = warm_vllm.version.split("+")[0]
     refused = {case["name"] for case in cases() if case.get("refused")}
     for case in cases():
         if case["name"] not in refused:
             launches += launches_of(plan_of({**case, "vllm": version}), tiny_llama)
     assert len(launches) > 60
     wrong = {"argv": ["vllm", "serve", str(tiny_llama), "--swap-space", "4"], "env": {"VLLM_ALL2ALL_BACKEND": "naive"}}
-    *found, of_wrong = complaints(vllm, [*launches, wrong])
+    *found, of_wrong = complaints(warm_vllm, warm_environment, [*launches, wrong])
     assert [said for said in found if said] == []
     assert of_wrong[0] == "VLLM_ALL2ALL_BACKEND"
     assert "--swap-space" in of_wrong[1]
