@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from pipeline.submit.task import Task
 
 _FOR = {
-    **dict.fromkeys(("partition", "account", "qos", "constraint", "gres", "sbatch", "setup", "container"), ("slurm",)),
+    **dict.fromkeys(
+        ("partition", "account", "qos", "constraint", "gres", "sbatch", "setup", "container", "mount"), ("slurm",)
+    ),
     **dict.fromkeys(
         ("namespace", "image", "pvc", "workdir", "secret", "node_selector", "pod_template"), ("kubernetes",)
     ),
@@ -51,6 +53,12 @@ _FOR = {
 @click.option("--sbatch", metavar="NAME[=VALUE]", multiple=True, help="Slurm: any other option of sbatch.")
 @click.option("--setup", metavar="COMMAND", multiple=True, help="Slurm: comes first, such as 'module load rocm'.")
 @click.option("--container", metavar="IMAGE", help="Slurm: an image (pyxis), or a .sif file (Apptainer).")
+@click.option(
+    "--mount",
+    metavar="/PATH[:/PATH]",
+    multiple=True,
+    help="Slurm: what else the container sees, besides what the recipe names.",
+)
 @click.option("--namespace", help="Kubernetes (default: the context's).")
 @click.option("--image", default=lambda: os.environ.get("QUANTMINT_IMAGE"), help="Kubernetes: best NAME@sha256:...")
 @click.option("--pvc", metavar="CLAIM[:/path]", multiple=True, help="Kubernetes: the shared volume (default: /work).")
@@ -121,13 +129,18 @@ def _place(name: str, given: dict[str, Any]) -> Place:
     from pipeline.submit.pod import parse_claim, parse_pairs, parse_reference
 
     if name == "slurm":
+        from pipeline.recipe.load import load_recipe
         from pipeline.submit import sbatch
+        from pipeline.submit.mounts import Needs, needs_of, parse_mount
         from pipeline.submit.slurm import Slurm
 
+        inside = given["container"] is not None and given["recipe"] is not None
         options = sbatch.Options(
             **{key: given[key] for key in ("partition", "account", "qos", "constraint", "gres", "venv", "container")},
             sbatch=sbatch.parse_options(given["sbatch"]),
             setup=given["setup"],
+            mounts=tuple(map(parse_mount, given["mount"])),
+            needs=needs_of(load_recipe(given["recipe"]), Path.cwd(), os.environ) if inside else Needs(),
         )
         return Slurm(options, folder=Path.cwd(), logs=given["store_path"].absolute() / "logs" / "slurm")
     if name == "kubernetes":

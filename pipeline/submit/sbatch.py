@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from pipeline.errors import UserError
 from pipeline.serving.render.kubernetes import object_name
+from pipeline.submit.mounts import Mount, Needs, mounts_of
 from pipeline.submit.place import BROKEN
 from pipeline.submit.pod import IMAGE_VARIABLE, by_digest
 from pipeline.submit.task import Task, program_here, require_no_secret, require_plain
@@ -71,7 +72,8 @@ class Options:
 
     ``sbatch`` are further options by their long names, True for one that has no value, and count before ours.
     ``setup`` are commands that come first, each read as words. ``venv`` is an environment on the shared filesystem,
-    ``container`` an image for the cluster's container plugin (pyxis), or a ``.sif`` file for Apptainer.
+    ``container`` an image for the cluster's container plugin (pyxis), or a ``.sif`` file for Apptainer, with ``mounts``
+    besides what the run ``needs`` at its own paths.
     """
 
     partition: str | None = None
@@ -83,6 +85,8 @@ class Options:
     setup: tuple[str, ...] = ()
     venv: str | None = None
     container: str | None = None
+    mounts: tuple[Mount, ...] = ()
+    needs: Needs = field(default_factory=Needs)
 
 
 def script(task: Task, options: Options, *, folder: Path, logs: Path) -> str:
@@ -156,7 +160,11 @@ def command(task: Task, options: Options, folder: Path) -> str:
         raise UserError("found --venv and --container, expected one of them: an image has its own environment")
     inside = options.container is not None
     words = task.words("quantmint") if inside else task.words(*program_here(options.venv))
-    before = _apptainer(task, options.container, folder) if options.container is not None else ()
+    if options.mounts and not inside:
+        raise UserError("found --mount without --container: a run outside of an image sees what its node sees")
+    if inside and options.needs.variables:
+        words = ("env", *(f"{name}={value}" for name, value in options.needs.variables.items()), *words)
+    before = _apptainer(task, options, folder) if inside else ()
     noted = f'{shlex.join(("sh", "-c", _NOTED))} "$ended" {shlex.join(words)}'
     if task.nodes == 1:
         line = f"{shlex.join(before)} {noted}".lstrip()
@@ -204,12 +212,9 @@ def _image(container: str | None) -> str:
     return f"export {IMAGE_VARIABLE}={shlex.quote(container)}"
 
 
-def _mounts(task: Task, folder: Path) -> list[str]:
-    store = Path(task.store)
-    paths = [str(folder)] + ([str(store)] if store.is_absolute() and not store.is_relative_to(folder) else [])
-    if wrong := next((path for path in paths if set(path) & set(",:")), None):
-        raise UserError(f"--container: found the folder {wrong}, expected none with a comma or colon to mount")
-    return paths
+def _mounts(task: Task, options: Options, folder: Path) -> str:
+    paths = (folder, folder / task.store, *options.needs.read, *options.needs.written)
+    return ",".join(f"{mount.source}:{mount.target}" for mount in mounts_of(paths, options.mounts))
 
 
 def _steps(task: Task) -> list[str]:
@@ -222,17 +227,17 @@ def _plugin(task: Task, options: Options, folder: Path) -> list[str]:
     if options.container is None or options.container.endswith(".sif"):
         return []
     require_plain("--container", options.container)
-    mounts = ",".join(f"{path}:{path}" for path in _mounts(task, folder))
     return [
         f"--container-image={options.container}",
-        f"--container-mounts={mounts}",
+        f"--container-mounts={_mounts(task, options, folder)}",
         f"--container-workdir={folder}",
     ]
 
 
-def _apptainer(task: Task, image: str, folder: Path) -> tuple[str, ...]:
-    if not image.endswith(".sif"):
+def _apptainer(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
+    image = options.container
+    if image is None or not image.endswith(".sif"):
         return ()
     require_plain("--container", image)
     device = {"rocm": ("--rocm",), "cuda": ("--nv",), "cpu": ()}[task.kind]
-    return ("apptainer", "exec", *device, "--bind", ",".join(_mounts(task, folder)), "--pwd", str(folder), image)
+    return ("apptainer", "exec", *device, "--bind", _mounts(task, options, folder), "--pwd", str(folder), image)

@@ -71,6 +71,9 @@ class Slurm:
 
         executor = SlurmExecutor(self._logs)
         executor.update_parameters(**parameters(task, self._options, self._folder, self._logs))
+        for path in self._options.needs.written:  # what is not there cannot be mounted
+            with disk_errors(path):
+                path.mkdir(parents=True, exist_ok=True)
         try:
             with disk_errors(self._logs), redirect_stderr(StringIO()):  # submitit prints what it raises
                 self._logs.mkdir(parents=True, exist_ok=True)

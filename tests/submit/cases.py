@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.recipe.load import load_recipe
 from pipeline.serving.render.comments import dump
 from pipeline.submit import job, ray, sbatch
+from pipeline.submit.mounts import Mount, Needs
 from pipeline.submit.pod import Claim, Reference
 from pipeline.submit.pod_template import read_template
 from pipeline.submit.task import Task, task_for
@@ -56,6 +57,12 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
             task("llama70b-fp8kv", store="/big/store"), container=IMAGE, gres="gpu:mi300x:8", setup=()
         ),
         "apptainer.sh": lambda: script(task("llama70b-ptpc", gpus=1), container="/images/quantmint.sif"),
+        "mounts.sh": lambda: script(
+            task("llama70b-fp8kv"),
+            container=IMAGE,
+            mounts=(Mount("/nvme", "/shared/models/scratch"),),
+            needs=Needs((Path("/data/llama"),), (Path("/out"), Path("/hf")), {"HF_HOME": "/hf"}),
+        ),
         "cpu.yaml": lambda: _manifest(task("tiny-ptpc-fp8kv", cpus=8, memory_gb=16)),
         "node.yaml": lambda: _manifest(
             task("llama70b-fp8kv", seconds=8 * 3600.0),

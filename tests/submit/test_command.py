@@ -48,6 +48,7 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, capsys: pytest.Capt
         (("--slurm",), "missing RECIPE"),
         (("--slurm", "--status", "1", "--cancel", "1"), "--status or --cancel"),
         (("tiny-ptpc-fp8kv", "--slurm", "--pvc", "x"), "--pvc is for kubernetes, not for slurm"),
+        (("tiny-ptpc-fp8kv", "--ray", "x", "--mount", "/a"), "--mount is for slurm, not for ray"),
         (("tiny-ptpc-fp8kv", "--slurm", "--attached"), "--attached is for ray, not for slurm"),
         (("tiny-ptpc-fp8kv", "--kubernetes", "--venv", "/x"), "--venv is for slurm and ray, not for kubernetes"),
         (("tiny-ptpc-fp8kv", "--kubernetes", "--dry-run"), "--image is missing"),
@@ -85,6 +86,10 @@ def test_a_folder_of_logs_that_cannot_be_written_is_no_fault_of_ours(
     monkeypatch.setenv("QUANTMINT_STORE", str(tmp_path / "store/below"))
     assert ended("tiny-ptpc-fp8kv", "--slurm") == 5
     assert "unexpected" not in capsys.readouterr().err
+    (tmp_path / "hub").write_text("no folder", encoding="utf-8")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    assert ended("tiny-ptpc-fp8kv", "--slurm", "--container", "image") == 5
+    assert str(tmp_path / "hub") in capsys.readouterr().err
 
 
 def test_without_a_cluster_it_says_so(

@@ -1,0 +1,129 @@
+"""What of this machine's filesystem a run must find in its container, at the same paths.
+
+The working folder and the store are not all: a recipe names a base model's folder, files of calibration and workload,
+a key, a folder to publish to, which may lie anywhere on the shared filesystem. A link is a second name of what it leads
+to, and in the container both must be there. Hub snapshots are links into the cache beside them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pipeline.errors import UserError
+from pipeline.recipe.load import LoadedRecipe
+from pipeline.submit.task import require_plain
+
+_CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE")
+"""Where parts of HF_HOME are, if not there."""
+_TOKEN = "HF_TOKEN_PATH"  # noqa: S105 - the name of a variable
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """``source`` of the host at ``target`` in the container; both absolute."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Paths of a run. ``read`` are there, ``written`` are folders that a run makes where they are missing.
+
+    ``variables`` say where the Hub's client keeps what it loaded: an image may have values of its own.
+    """
+
+    read: tuple[Path, ...] = ()
+    written: tuple[Path, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_mount(text: str) -> Mount:
+    """``/path``, or ``/path:/path-in-the-container``."""
+    source, _, target = text.partition(":")
+    mount = Mount(source, target or source)
+    for path in (mount.source, mount.target):
+        require_plain("--mount", path)
+        if not path.startswith("/") or set(path) & set(",:"):
+            raise UserError(f"--mount: found {text!r}, expected /path or /path:/path, without commas")
+    return mount
+
+
+def needs_of(loaded: LoadedRecipe, folder: Path, environment: Mapping[str, str]) -> Needs:
+    """The paths of a recipe that runs in ``folder``, and of the Hub's cache. What comes with quantmint is left out."""
+    recipe = loaded.recipe
+    written = [] if recipe.publish.folder is None else [folder / recipe.publish.folder]
+    if recipe.publish.storage is not None and urlsplit(recipe.publish.storage.url).scheme in {"file", "local"}:
+        written.append(Path(urlsplit(recipe.publish.storage.url).path))
+    hub = _hub_folders(environment)
+    shipped = [Path(str(resources.files(package))).resolve() for package in ("recipes", "calibration", "eval")]
+    named = [*_named(loaded, folder), *([Path(environment[_TOKEN])] if environment.get(_TOKEN) else [])]
+    own = (path for path in named if not any(path.resolve().is_relative_to(one) for one in shipped))
+    variables = {name: str(path) for name, path in hub.items()}
+    return Needs(tuple(dict.fromkeys(path for path in own if path.exists())), (*written, *hub.values()), variables)
+
+
+def mounts_of(paths: Iterable[Path], asked: Iterable[Mount]) -> tuple[Mount, ...]:
+    """Each path, and what it leads to, once, outer ones first; what lies within another, or within ``asked``, is not.
+
+    Raises UserError for the root, which would hide the image, and for what a list of mounts cannot hold.
+    """
+    names: dict[Path, None] = {}
+    for path in paths:
+        names |= {Path(os.path.abspath(path)): None, path.resolve(): None}  # noqa: PTH100 - as written, links and all
+    mounts = list(asked)
+    taken = [Path(mount.target) for mount in mounts]
+    for name in names:
+        if name == Path("/") or set(str(name)) & set(",:"):
+            expected = "expected none with a comma or colon to mount, and not the root"
+            raise UserError(f"--container: found the folder {name}, {expected}")
+        others = (other for other in (*names, *taken) if other != name or other in taken)
+        if not any(name.is_relative_to(other) for other in others):
+            mounts.append(Mount(str(name), str(name)))
+    return tuple(sorted(mounts, key=lambda mount: len(Path(mount.target).parts)))
+
+
+def _named(loaded: LoadedRecipe, folder: Path) -> Iterator[Path]:
+    """What a recipe names, and what that names."""
+    from calibration.errors import CalibrationError
+    from calibration.sets import load_set
+    from eval import workloads
+    from eval.errors import DefinitionError
+
+    recipe = loaded.recipe
+    yield from (folder / file for file in dict.fromkeys(place.file for place in loaded.positions.values.values()))
+    beside = {
+        ("source", "folder"): recipe.source.folder,
+        ("publish", "sign", "key"): None if recipe.publish.sign is None else recipe.publish.sign.key,
+        ("serve", "tunableop"): recipe.serve.tunableop,
+    }
+    for path, value in beside.items():
+        if value is not None:
+            yield Path(loaded.place(*path).file).absolute().parent / value
+    if loaded.source_folder is not None and loaded.source_folder.is_dir():
+        links = (file for file in loaded.source_folder.iterdir() if file.is_symlink())
+        yield from dict.fromkeys(file.resolve().parent for file in links)
+    try:
+        if recipe.calibration is not None:
+            texts = load_set(recipe.calibration.set)
+            yield from (folder / path for path in (recipe.calibration.set, texts.file) if path is not None)
+        yield folder / recipe.target.workload
+        cells = workloads.load(recipe.target.workload).cells
+        yield from (cell.file.path for cell in cells if cell.file is not None)
+    except (CalibrationError, DefinitionError):
+        return  # the checks of the recipe say it
+    speculative = recipe.serve.speculative
+    words = [*recipe.serve.knobs.values(), *recipe.serve.arguments, speculative.model if speculative else None]
+    yield from (Path(word) for word in words if isinstance(word, str) and word.startswith("/"))
+
+
+def _hub_folders(environment: Mapping[str, str]) -> dict[str, Path]:
+    """Where the Hub's client keeps what it loaded, by the variables that say so."""
+    home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    said = {"HF_HOME": home, **{name: environment[name] for name in _CACHES if environment.get(name)}}
+    return {name: Path(path).expanduser().absolute() for name, path in said.items()}

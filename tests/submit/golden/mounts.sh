@@ -1,0 +1,29 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --chdir=/shared/models
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=quantmint-llama70b-fp8kv
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/models/store/logs/slurm/%j_0_log.out
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+
+# setup
+export QUANTMINT_IMAGE=registry.example/quantmint@sha256:5555555555555555555555555555555555555555555555555555555555555555
+again() { [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"; }
+trap again USR1
+ended=/shared/models/store/logs/slurm/"$SLURM_JOB_ID".code; rm -f "$ended"
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /shared/models/store/logs/slurm/%j_%t_log.out --open-mode=append --kill-on-bad-exit=1 --container-image=registry.example/quantmint@sha256:5555555555555555555555555555555555555555555555555555555555555555 --container-mounts=/out:/out,/hf:/hf,/shared/models:/shared/models,/data/llama:/data/llama,/nvme:/shared/models/scratch --container-workdir=/shared/models sh -c 'trap : TERM; "$@"; code=$?; echo "$code" > "$0"; exit "$code"' "$ended" env HF_HOME=/hf quantmint run llama70b-fp8kv --json --store store &
+run=$!
+wait "$run"
+code=$?
+while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done
+[ -s "$ended" ] || echo "the run came to no end of its own: srun ended with $code"
+code=$(cat "$ended" 2>/dev/null)
+exit "${code:-5}"
