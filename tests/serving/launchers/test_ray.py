@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SERVING = Path(__file__).resolve().parents[1]
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"
 GPUS = 8
-# A command `ray` of an installation without what serves its dashboard and clients of other machines.
+# A command `ray` whose nodes are lean, and whose head serves no clients of other machines.
 LEAN = """
 from unittest import mock
 from ray.scripts import scripts
@@ -35,7 +35,6 @@ from tests.cluster.lean import lean_nodes
 with lean_nodes(), mock.patch.object(scripts, "get_ray_client_dependency_error", return_value=ImportError("left out")):
     scripts.main()
 """
-WITHOUT = ("--no-monitor", "--include-log-monitor=false")
 IMPATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}  # a minute, else, until a worker believes its head is gone
 
 NODE = """
@@ -60,7 +59,7 @@ except KeyboardInterrupt:
 """
 
 
-def launch(model: Path, port: int, *, lean: bool = False) -> tuple[LaunchPlan, tuple[Process, ...]]:
+def launch(model: Path, port: int) -> tuple[LaunchPlan, tuple[Process, ...]]:
     plan = LaunchPlan(
         env={"VLLM_ROCM_USE_AITER": "1"},
         argv=("vllm", "serve", str(model), "--served-model-name", "m", "--distributed-executor-backend", "ray"),
@@ -70,7 +69,7 @@ def launch(model: Path, port: int, *, lean: bool = False) -> tuple[LaunchPlan, t
     )
     gpus = tuple(range(GPUS))
     # An interpreter is started for each CPU, whether it is used or not.
-    small = ("--num-cpus=1", "--object-store-memory=100000000", *(WITHOUT if lean else ()))
+    small = ("--num-cpus=1", "--object-store-memory=100000000")
     start = ("ray", "start", "--head", f"--node-ip-address={HEAD}", f"--port={port}", *small)
     join = ("ray", "start", f"--address={HEAD}:{port}", f"--node-ip-address={WORKER}", *small)
     return plan, (
@@ -161,7 +160,7 @@ def cluster(
     (commands / "fake_vllm.py").write_text((SERVING / "fake_vllm.py").read_text())
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     model = fake_model(nodes=2, gpus=GPUS)
-    (tmp_path / "launch.pickle").write_bytes(pickle.dumps(launch(model, port, lean=lean)))
+    (tmp_path / "launch.pickle").write_bytes(pickle.dumps(launch(model, port)))
     nodes: list[Node] = []
 
     def start(rank: int, seconds: float = 90) -> Node:
