@@ -10,6 +10,7 @@
     │   ├── ServingError            5  vLLM did not start, died or answered nonsense
     │   │   └── RefusalError        5  ... it is there, and answered a request with an error
     │   ├── StoreError              5  the store cannot be read or written
+    │   ├── DamagedError            5  a release is not what was published (`pipeline.publish.wholeness`)
     │   ├── UnstableValueError      5  a value in a fingerprint has no stable form (`pipeline.canonical`)
     │   └── InspectionError         1  the checkpoint is structurally wrong: it must not be served
     └── InvalidMeasurementError     4  the numbers do not mean what they should

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 SOMETHING_DUE: Final = 10
 """Exit code where at least one recipe is due: 1 to 5 are verdicts and errors."""
 _BROKEN: Final = 2
+_DAMAGED: Final = 5
 _SHOWN: Final = 3  # phrases of a table's cell
 
 
@@ -45,7 +46,8 @@ def command(
 
     Held against the newest release are the model's commit, the data sets', the recipe, the tools and what serves.
     Nothing is run and nothing large is fetched; what cannot be asked is told, and makes nothing due. Without RECIPES
-    all of ./recipes are looked at. Ends with 10 where something is due, else 2 where a recipe is broken, else 0.
+    all of ./recipes are looked at. Ends with 10 where something is due, else 5 where a release cannot be read, else 2
+    where a recipe is broken, else 0.
     """
     from pipeline.progress import reporter_for
     from pipeline.refresh.due import look
@@ -67,6 +69,8 @@ def command(
         _print(found, explain)
     if due:
         return SOMETHING_DUE
+    if any(one.state == "damaged" for one in found):
+        return _DAMAGED
     return _BROKEN if any(one.state == "broken" for one in found) else 0
 
 
@@ -119,6 +123,8 @@ def _release(one: Due) -> str:
 
 
 def _age(seconds: float) -> str:
+    if seconds < -86400:  # by a clock that was wrong
+        return f"dated {int(-seconds // 86400)} d ahead"
     hours = int(seconds // 3600)
     return f"{hours // 24} d" if hours >= 48 else f"{hours} h" if hours else f"{max(0, int(seconds // 60))} min"
 

@@ -12,12 +12,14 @@ Kind = Literal["queued", "waiting", "started", "stage", "retrying", "finished", 
 attempt came to another stage. retrying: the attempt ended, and another one follows after ``wait_s``. finished: nothing
 more is done for it now, ``state`` says why. held: as finished, because these very inputs were judged already."""
 
-State = Literal["ran", "current", "unknown", "held", "broken", "failed", "resting", "elsewhere", "left", "interrupted"]
+State = Literal[
+    "ran", "current", "unknown", "damaged", "held", "broken", "failed", "resting", "elsewhere", "left", "interrupted"
+]
 """How a recipe left a round. ran: to a verdict, or to its end without one. current: nothing was due. unknown: a place
-that did not answer decides whether it was. held: these inputs were judged before. broken: the recipe cannot be loaded
-or planned. failed: its last attempt broke, hung or was killed. resting: it failed before, and the time of its next
-attempt has not come. elsewhere: another fleet has it. left: the time or the disk of the round was used up. interrupted:
-the fleet was told to stop."""
+that did not answer decides whether it was. damaged: a place answers, and its release cannot be read. held: these inputs
+were judged before. broken: the recipe cannot be loaded or planned. failed: its last attempt broke, hung or was killed.
+resting: it failed before, and the time of its next attempt has not come. elsewhere: another fleet has it. left: the
+time or the disk of the round was used up. interrupted: the fleet was told to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

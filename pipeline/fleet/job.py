@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from pipeline.fleet.attempt import Attempted
 from pipeline.fleet.devices import Devices
@@ -20,6 +20,9 @@ from pipeline.refresh.state import RecipeState
 
 if TYPE_CHECKING:
     from pipeline.refresh.due import Due
+
+
+_DAMAGED: Final = 5  # nobody made it so by a wrong word, and readers may get it
 
 
 @dataclass
@@ -63,10 +66,11 @@ class Job:
 
     def left_of(self, redo: Iterable[str]) -> list[str]:
         """The stages, of those that are to be made again, that no attempt of this round has made: ``evaluate`` stands
-        for ``evaluate-baseline`` and ``evaluate-candidate``.
+        for ``evaluate-baseline`` and ``evaluate-candidate``. Of a release that is to be brought back, publish is one.
         """
         left: list[str] = []
-        for name in redo:
+        back = () if self.due.brings_back is None else ("publish",)
+        for name in dict.fromkeys((*redo, *back)):
             keys = [key for key, _ in self.due.stages if key == name or key.startswith(f"{name}-")] or [name]
             left += [name] if self.made.isdisjoint(keys) else [key for key in keys if key not in self.made]
         return left
@@ -100,6 +104,8 @@ def not_run(request: Request, due: Due, state: RecipeState, *, everything: bool)
         return _left(request, due, "broken", 2, due.reason)
     if everything:
         return None
+    if due.state == "damaged":
+        return _left(request, due, "damaged", _DAMAGED, due.reason)
     if due.state == "held":
         code = 0 if due.verdict is None else due.verdict.exit_code
         verdict = None if due.verdict is None else due.verdict.value

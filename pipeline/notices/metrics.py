@@ -64,6 +64,7 @@ class Board(Collector):
         self._lock = threading.Lock()
         self._queued = self._running = 0
         self._due: dict[str, bool] = {}
+        self._damaged: dict[str, bool] = {}
         self._next: dict[str, float] = {}
         self._told = ""
         self.registry = CollectorRegistry()
@@ -73,7 +74,9 @@ class Board(Collector):
         """Take over what an event says of the queue and of its recipe."""
         with self._lock:
             self._queued, self._running = event.queued, event.running
-            if event.state in ("broken", "unknown"):
+            if event.state == "damaged" or event.state in _DONE:
+                self._damaged[event.recipe] = event.state == "damaged"
+            if event.state in ("broken", "unknown", "damaged"):
                 self._due.pop(event.recipe, None)
             elif event.state in _DONE:
                 self._due[event.recipe] = False
@@ -102,7 +105,11 @@ class Board(Collector):
         yield verdicts
         with self._lock:
             due, fires, queued, running = dict(self._due), dict(self._next), self._queued, self._running
+            damaged = dict(self._damaged)
         yield _by_recipe("due", "1 for a recipe that was due when it was last looked at and is not done.", due)
+        yield _by_recipe(
+            "release_damaged", "1 for a recipe whose release could not be read when it was last looked at.", damaged
+        )
         if fires:
             yield _by_recipe("next_fire_timestamp_seconds", "When the recipe's schedule comes next.", fires)
         yield GaugeMetricFamily("quantmint_queue_length", "Recipes that wait to be run.", value=queued)

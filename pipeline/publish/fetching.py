@@ -12,6 +12,7 @@ from pipeline.errors import StageError, UserError
 from pipeline.publish.copying import Advance, chunks, digest_of
 from pipeline.publish.names import require_safe
 from pipeline.publish.release import MANIFEST
+from pipeline.publish.wholeness import DamagedError
 from pipeline.stage import Progress
 from pipeline.store.disk import disk_errors, fsync
 
@@ -21,7 +22,7 @@ PARTIAL: Final = ".partial"
 """What is put behind a file's name while it comes in."""
 
 
-class OtherBytesError(StageError):
+class OtherBytesError(DamagedError):
     """A place holds other bytes under a file's name than its release has."""
 
 

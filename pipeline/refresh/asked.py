@@ -20,6 +20,8 @@ from eval.suites import located
 from pipeline.commits import COMMIT
 from pipeline.errors import QuantmintError
 from pipeline.publish.hub.client import MissingError
+from pipeline.publish.manifest import ManifestError
+from pipeline.publish.wholeness import DamagedError
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.refresh.questions import ask_all
 from pipeline.refresh.release import Released, newest, places
@@ -39,6 +41,21 @@ class Base:
 
     commit: str
     folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What the places of a recipe hold. ``newest`` is the release that it is held against, ``there`` one of each place.
+
+    ``empty`` are the places that have none; ``unasked`` and ``damaged`` hold a sentence for each place that did not
+    answer, and for each whose release cannot be read.
+    """
+
+    newest: Released | None
+    there: tuple[Released, ...] = ()
+    empty: tuple[str, ...] = ()
+    unasked: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +79,24 @@ class Answers:
             return answer
         raise UnaskedError(told(repo, answer))
 
-    def newest(self, loaded: LoadedRecipe) -> tuple[Released | None, tuple[str, ...], tuple[str, ...]]:
-        """The newest release of a recipe, the places that have none, and a sentence for each that did not answer."""
+    def releases(self, loaded: LoadedRecipe) -> Places:
+        """What was answered of a recipe's releases."""
         there: list[Released] = []
         empty: list[str] = []
         unasked: list[str] = []
+        damaged: list[str] = []
         for place in places(loaded.recipe, self.home):
             answer = self.found[("release", place)]
             if isinstance(answer, Released):
                 there.append(answer)
             elif answer is None:
                 empty.append(place)
+            elif isinstance(answer, DamagedError | ManifestError):
+                words = told(place, answer)
+                damaged.append(f"a release cannot be read: {words}" if isinstance(answer, ManifestError) else words)
             else:
                 unasked.append(told(place, answer))
-        return newest(there), tuple(empty), tuple(unasked)
+        return Places(newest(there), tuple(there), tuple(empty), tuple(unasked), tuple(damaged))
 
 
 def ask(recipes: Sequence[LoadedRecipe], tell: Callable[[str], None], home: Path) -> Answers:

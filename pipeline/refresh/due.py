@@ -20,7 +20,8 @@ from pipeline import __version__
 from pipeline.canonical import ABSENT, Json, fingerprint
 from pipeline.errors import QuantmintError
 from pipeline.recipe.load import LoadedRecipe, load_recipe
-from pipeline.refresh.asked import Answers, UnaskedError, ask
+from pipeline.refresh.asked import Answers, Places, UnaskedError, ask
+from pipeline.refresh.back import made_before
 from pipeline.refresh.causes import RECIPE, Change, changes, unknown_tools, without
 from pipeline.refresh.now import Now, plan_now
 from pipeline.refresh.release import Released, packaged
@@ -28,7 +29,7 @@ from pipeline.refresh.words import what_changed
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import Store
 
-State = Literal["current", "due", "held", "broken", "unknown"]
+State = Literal["current", "due", "held", "broken", "damaged", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,13 @@ class Due:
     """What was found of a recipe. ``recipe`` is what the person gave, ``name`` its name (what was given, if broken).
 
     State "held": these very inputs were judged, with ``verdict``, by a run of this store; running again would find the
-    same. "broken": it cannot be loaded or planned. "unknown": what was asked did not answer, and what is known says
-    nothing is to do. ``reason`` is one line for people. ``changes`` hold also what the recipe's triggers leave out.
-    ``stages`` says of each stage's key whether a run would find it ("cached") or make it ("rerun"). ``unknown`` are the
-    sentences of what could not be asked, whatever the state. ``loaded`` is None where the file cannot be loaded.
-    ``inputs`` is a digest of everything that a run would start from, "" where there is no plan.
+    same. "broken": it cannot be loaded or planned. "damaged": a place answers, its release cannot be read, and nothing
+    else is to do. "unknown": what was asked did not answer, and what is known says nothing is to do. ``reason`` is one
+    line for people. ``changes`` hold also what the recipe's triggers leave out. ``stages`` says of each stage's key
+    whether a run would find it ("cached") or make it ("rerun"). ``unknown`` are the sentences of what could not be
+    asked, whatever the state. ``loaded`` is None where the file cannot be loaded. ``inputs`` is a digest of everything
+    that a run would start from, "" where there is no plan. ``brings_back`` is the tag of an earlier release that a run
+    would make the current one again, by its stage publish alone.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Due:
     verdict: Verdict | None = None
     loaded: LoadedRecipe | None = None
     inputs: str = ""
+    brings_back: str | None = None
 
     def to_json(self) -> dict[str, Json]:
         """A plain mapping for programs."""
@@ -68,6 +72,7 @@ class Due:
             "release": None if self.release is None else self.release.to_json(),
             "unknown": list(self.unknown),
             "inputs": self.inputs,
+            "brings_back": self.brings_back,
         }
 
 
@@ -111,43 +116,68 @@ def _found(
     vllm: str | None,
     device: str,
 ) -> Due:
-    name = loaded.recipe.name
-    release, empty, unasked = answers.newest(loaded)
-    if release is None and unasked:
+    name, said = loaded.recipe.name, answers.releases(loaded)
+    release, silent = said.newest, (*said.unasked, *said.damaged)
+    if release is None and silent:
         release = packaged(name, store, runs)
     try:
         now = plan_now(loaded, answers, release, store=store, runs=runs, vllm=vllm, device=device)
     except UnaskedError as error:
-        unknown = tuple(dict.fromkeys((error.message, *unasked)))
-        return Due(name, recipe, "unknown", error.message, release=release, unknown=unknown, loaded=loaded)
+        unknown = tuple(dict.fromkeys((error.message, *silent)))
+        state, reason = _at_fault("unknown", error.message, said)
+        return Due(name, recipe, state, reason, release=release, unknown=unknown, loaded=loaded)
     except QuantmintError as error:
         return Due(name, recipe, "broken", str(error), release=release, loaded=loaded)
-    unknown = (*unasked, *now.unknown)
-    differing = () if release is None else _changes(release, now)
-    unknown = tuple(dict.fromkeys(unknown))
-    tools = unknown_tools(differing)
-    if tools:
-        differing = without(differing, tools)
-        unknown = (*unknown, f"not installed here, so that its version is not known: {', '.join(sorted(tools))}")
-    state, reason = _state(now, release, differing, empty, unasked, unknown)
-    if release is None and state != "unknown":
+    unknown, differing, counted = _compared(release, now, silent)
+    state, reason = _state(now, release, differing, counted, said, unknown)
+    other = None if release is None else release.as_shown()
+    if state == "due" and other is not None and not _compared(other, now, silent)[2]:
+        release = other  # somebody went back to it, and now the inputs have too
+        unknown, differing, counted = _compared(other, now, silent)
+        state, reason = _state(now, other, differing, counted, said, unknown)
+    if release is None and state not in ("unknown", "damaged"):
         differing = (Change("recipe", RECIPE, "name", ABSENT, name),)
-    if state == "due" and all(found == "cached" for _, found in now.stages):
-        state = "current"
-        reason = f"this store has made it: `quantmint publish {name}` publishes it ({reason})"
+    stages, back = now.stages, None
+    if state == "due" and all(found == "cached" for _, found in stages):
+        causes, waits = {change.cause for change in counted}, loaded.recipe.publish.to == "candidate"
+        ours = now.packaged()
+        state, reason, back = made_before(name, ours, said.there, said.empty, causes, reason, candidate=waits)
+    if back is not None:
+        stages = tuple((key, "rerun" if key == "publish" else found) for key, found in stages)
+    state, reason = _at_fault(state, reason, said)
     return Due(
         name,
         recipe,
         state,
         reason,
         changes=differing,
-        stages=now.stages,
+        stages=stages,
         release=release,
         unknown=unknown,
         verdict=None if now.judged is None or state != "held" else now.judged,
         loaded=loaded,
         inputs=fingerprint([[planned.key, planned.fingerprint] for planned in now.plan]),
+        brings_back=back,
     )
+
+
+def _at_fault(state: State, reason: str, said: Places) -> tuple[State, str]:
+    """A run that is due makes another release; what else is found of a damaged one is less than that it is."""
+    return ("damaged", said.damaged[0]) if said.damaged and state != "due" else (state, reason)
+
+
+def _compared(
+    release: Released | None, now: Now, silent: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[Change, ...], tuple[Change, ...]]:
+    """What is not known, what differs from a release, and of that what the recipe's triggers count."""
+    differing = () if release is None else _changes(release, now)
+    unknown = tuple(dict.fromkeys((*silent, *now.unknown)))
+    tools = unknown_tools(differing)
+    if tools:
+        differing = without(differing, tools)
+        unknown = (*unknown, f"not installed here, so that its version is not known: {', '.join(sorted(tools))}")
+    triggers = now.setting.recipe.refresh.triggers
+    return unknown, differing, tuple(change for change in differing if change.cause in triggers)
 
 
 def _changes(release: Released, now: Now) -> tuple[Change, ...]:
@@ -160,25 +190,23 @@ def _state(
     now: Now,
     release: Released | None,
     differing: Sequence[Change],
-    empty: Sequence[str],
-    unasked: Sequence[str],
+    counted: Sequence[Change],
+    said: Places,
     unknown: Sequence[str],
 ) -> tuple[State, str]:
     """The state, and why in one line."""
     held = None if now.judged is None else f"these inputs were judged {now.judged.value}"
     if release is None:
-        if unasked:
+        if said.unasked or said.damaged:
             return "unknown", "whether it was ever released is not known"
         return ("held", f"never released: {held}") if held else ("due", "never released")
-    triggers = now.setting.recipe.refresh.triggers
-    counted = [change for change in differing if change.cause in triggers]
     if counted:
         words = "; ".join(what_changed(counted))
         return ("held", f"{held} ({words})") if held else ("due", words)
     if now.unpublished(release):
         return "due", f"{release.tag} is not in all places of the recipe"
-    if empty:  # a place that is new to the recipe, or that somebody emptied
-        lacks = f"nothing is in {', '.join(empty)}"
+    if said.empty:  # a place that is new to the recipe, or that somebody emptied
+        lacks = f"nothing is in {', '.join(said.empty)}"
         return ("held", f"{held} ({lacks})") if held else ("due", lacks)
     if differing:
         causes = ", ".join(dict.fromkeys(change.cause for change in differing))

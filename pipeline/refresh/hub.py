@@ -6,17 +6,21 @@ something is due goes on with what is known. What goes wrong is told as there, w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import StageError
 from pipeline.publish import manifest
+from pipeline.publish.hub.choice import chosen_by_run
 from pipeline.publish.hub.client import Client, MissingError, connect
+from pipeline.publish.hub.repository import CANDIDATE, MAIN
 from pipeline.publish.manifest import Manifest
 from pipeline.publish.release import MANIFEST, TAG, identity_in
-from pipeline.refresh.release import Released, Silent
+from pipeline.publish.wholeness import DamagedError
+from pipeline.refresh.release import Released, Silent, is_ahead
 
 TIMEOUT_S: Final = 5.0
 """Of one request."""
@@ -47,11 +51,13 @@ def model_config(repo: str, commit: str) -> Path:
     return _file(connect(repo, Silent(), tries=1), commit, "config.json")
 
 
-def newest_on_hub(repo: str) -> Released | None:
-    """The newest release of a repository; None where it is not there, or has none.
+def newest_on_hub(repo: str, *, by_request: bool = False) -> Released | None:
+    """The release of a repository; None where it is not there, or has none; see `pipeline.refresh.release`.
 
     The day is in the tag, so of many releases only those of the last day are read: their manifests never change, and
-    the Hub's cache keeps them. A tag that only looks like a release's hides none. Raises `QuantmintError`.
+    the Hub's cache keeps them. A tag that only looks like a release's hides none. ``by_request``: the recipe goes by
+    way of pull requests, and who merged one is not known. Raises `QuantmintError`, of it `DamagedError` where every tag
+    holds another manifest than its own.
     """
     client = connect(repo, Silent(), tries=1)
     try:
@@ -60,23 +66,59 @@ def newest_on_hub(repo: str) -> Released | None:
         if not _has_token():  # then it may be there all the same: the Hub shows a private one to nobody else
             raise
         return None
-    for _, day in groupby(sorted(tags, reverse=True), key=lambda tag: tag[:9]):
+    main, candidates = heads.get(MAIN), frozenset(tag for tag in tags if tags[tag] == heads.get(CANDIDATE))
+    shown = None if main is None else _shown(client, main, tags)
+    readers = None if shown is None else _manifest(client, shown, tags[shown])
+    by_run = readers is not None and not by_request and _by_run(client, str(main), str(shown), tags)
+    if shown is not None and readers is not None and by_run and not any(_day(tag) >= _day(shown) for tag in candidates):
+        return Released(repo, shown, readers, shown, by_run, candidates=candidates)
+    for _, day in groupby(_latest_first(tags), key=_day):
         found = [(made, tag) for tag in day if (made := _manifest(client, tag, tags[tag])) is not None]
         if found:
             newest, tag = max(found, key=lambda pair: (pair[0].created, pair[1]))
-            return Released(repo, tag, newest, _shown(client, heads.get("main"), tags))
+            return Released(repo, tag, newest, shown, by_run, None if shown == tag else readers, candidates)
+    _refuse_damaged(client, tags)
     return None
+
+
+def _day(tag: str) -> str:
+    return tag[1:9]
+
+
+def _latest_first(tags: Iterable[str]) -> list[str]:
+    """Tags by their days; those of days that are to come are last, for they were made by a clock that was wrong."""
+    now = datetime.now(UTC)
+    return sorted(tags, key=lambda tag: (not _is_to_come(tag, now), tag), reverse=True)
+
+
+def _is_to_come(tag: str, now: datetime) -> bool:
+    day = _day(tag)
+    try:
+        return is_ahead(f"{day[:4]}-{day[4:6]}-{day[6:]}T00:00:00Z", now)
+    except ValueError:  # no day at all
+        return True
 
 
 def _manifest(client: Client, tag: str, commit: str) -> Manifest | None:
     """What the release of a tag was made from; None for a tag that somebody else made."""
-    try:
-        raw = _file(client, commit, MANIFEST).read_bytes()
-    except MissingError:
-        return None
-    if not manifest.identity(raw).startswith(identity_in(tag)):
+    raw = _raw(client, commit)
+    if raw is None or not manifest.identity(raw).startswith(identity_in(tag)):
         return None
     return manifest.decode(raw, what=f"{client.repo}@{tag}/{MANIFEST}")
+
+
+def _raw(client: Client, commit: str) -> bytes | None:
+    try:
+        return _file(client, commit, MANIFEST).read_bytes()
+    except MissingError:
+        return None
+
+
+def _refuse_damaged(client: Client, tags: Mapping[str, str]) -> None:
+    """Of tags none of which is a release: raise for one that was."""
+    for tag in _latest_first(tags):
+        if _raw(client, tags[tag]) is not None:
+            raise DamagedError(f"{client.repo} is damaged: the {MANIFEST} under {tag} is not that of {tag}")
 
 
 def _refs(client: Client) -> tuple[dict[str, str], dict[str, str]]:
@@ -95,18 +137,27 @@ def _refs(client: Client) -> tuple[dict[str, str], dict[str, str]]:
     return heads, tags
 
 
-def _shown(client: Client, head: str | None, tags: dict[str, str]) -> str | None:
+def _shown(client: Client, head: str, tags: Mapping[str, str]) -> str | None:
     """The tag whose manifest `main` has: a release that was promoted or rolled back to is there by another commit."""
-    if head is None:
-        return None
-    tagged = next((tag for tag, commit in tags.items() if commit == head), None)
-    if tagged is not None:
-        return tagged
-    try:
-        mark = manifest.identity(_file(client, head, MANIFEST).read_bytes())
-    except MissingError:
-        return None
+    raw = _raw(client, head)
+    mark = "" if raw is None else manifest.identity(raw)
     return next((tag for tag in tags if mark.startswith(identity_in(tag))), None)
+
+
+def _by_run(client: Client, head: str, shown: str, tags: Mapping[str, str]) -> bool:
+    """Whether a run gave `main` the release that it has. Of its commits the last fifty are asked for, if any."""
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    if tags[shown] == head:  # the commit that the publication made
+        return True
+
+    def ask() -> Any:
+        url = f"{client.api.endpoint}/api/models/{client.repo}/commits/{head}"
+        response = get_session().get(url, headers=build_hf_headers(library_name="quantmint"), timeout=TIMEOUT_S)
+        hf_raise_for_status(response)
+        return response.json()
+
+    return chosen_by_run((str(commit["title"]) for commit in client.call(f"read its history of {MAIN}", ask)), shown)
 
 
 def _file(client: Client, commit: str, name: str) -> Path:

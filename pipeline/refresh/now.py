@@ -46,12 +46,16 @@ class Now:
     judged: Verdict | None
     unknown: tuple[str, ...]
 
-    def unpublished(self, release: Released) -> bool:
-        """Whether a release lies in this store and is not yet in all places that the recipe names now."""
+    def packaged(self) -> str | None:
+        """The tag of the release that this store has made from these very inputs; None where it has none."""
         package = next((planned for planned in self.plan if planned.key == "package"), None)
         entry = None if package is None else find_entry(package, self.setting)
-        same = entry is not None and entry.record.result.get("tag") == release.tag
-        return same and dict(self.stages).get("publish") == "rerun"
+        found = None if entry is None else entry.record.result.get("tag")
+        return found if isinstance(found, str) else None
+
+    def unpublished(self, release: Released) -> bool:
+        """Whether a release lies in this store and is not yet in all places that the recipe names now."""
+        return self.packaged() == release.tag and dict(self.stages).get("publish") == "rerun"
 
 
 def plan_now(

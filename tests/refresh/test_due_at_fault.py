@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from pipeline.publish import manifest as manifests
+from pipeline.publish.manifest import Digest
 from pipeline.publish.release import MANIFEST
 from pipeline.publish.storage import StorageTarget
+from pipeline.recipe.load import LoadedRecipe
+from pipeline.refresh.now import plan_now
+from tests.hub.standin import HubStandIn
 from tests.publish.conftest import Bucket
 from tests.refresh.world import World
 
@@ -21,8 +29,129 @@ def test_a_release_that_somebody_edited_stops_no_other_recipe(world: World) -> N
     path.write_text(json.dumps(said))
     world.recipe("good")
     edited, good = world.look("r.yaml", "good.yaml")
-    assert (edited.name, edited.state, good.state) == ("r", "broken", "due")
-    assert "cannot be looked at: KeyError: 'settings'" in edited.reason
+    assert (edited.name, edited.state, good.state) == ("r", "damaged", "due")
+    assert edited.reason.endswith(f"is damaged: its {MANIFEST} is not that of {tag}")
+
+
+def test_a_fault_of_ours_stops_no_other_recipe(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(loaded: LoadedRecipe, *arguments: object, **options: object) -> object:
+        if loaded.recipe.name == "r":
+            raise KeyError("settings")
+        return plan_now(loaded, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("pipeline.refresh.due.plan_now", faulty)
+    world.recipe("good")
+    broken, good = world.look("r.yaml", "good.yaml")
+    assert (broken.name, broken.state, good.state) == ("r", "broken", "due")
+    assert "cannot be looked at: KeyError: 'settings'" in broken.reason
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no JSON": lambda release: (release / MANIFEST).write_text("{"),
+    "other bytes": lambda release: (release / MANIFEST).write_bytes((release / MANIFEST).read_bytes() + b" "),
+    "no manifest": lambda release: (release / MANIFEST).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_release_is_found(world: World, damage: str) -> None:
+    """Its place answers: that is something else than a network that is away, and hides behind no other release."""
+    world.release()
+    world.recipe(gate={"accuracy": {"margin": 0.03}})
+    tag = world.release(hour=13)
+    DAMAGES[damage](world.folder / "published" / ".releases" / "r" / tag)
+    found = world.due()
+    assert (found.state, found.release, found.verdict) == ("damaged", None, None)
+    assert tag in found.reason
+    assert found.unknown == (found.reason,)
+    world.recipe(gate={"accuracy": {"margin": 0.02}})  # nobody can say whether that is another thing
+    assert world.due().state == "damaged"
+
+
+def test_a_shard_that_is_not_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = replace(world.manifest(), files={"model.safetensors": Digest(5, "a" * 64)})
+    monkeypatch.setattr(World, "manifest", lambda *_, **__: made)
+    tag = world.release()
+    assert world.due().reason.endswith(f"{tag} is damaged: model.safetensors: it is missing, expected 5 bytes")
+    path = world.folder / "published" / ".releases" / "r" / tag / "model.safetensors"
+    path.write_bytes(b"1234")
+    assert world.due().reason.endswith("model.safetensors: found 4 bytes, expected 5 bytes")
+    path.write_bytes(b"12345")
+    assert world.due().state == "current"
+
+
+def test_a_damaged_release_that_this_store_can_send_again_is_due(world: World) -> None:
+    tag = world.release()
+    world.published(tag)
+    world.finished()
+    (world.folder / "published" / ".releases" / "r" / tag / MANIFEST).unlink()
+    found = world.due()
+    assert (found.state, dict(found.stages)["publish"]) == ("due", "rerun")
+    assert found.reason == f"{tag} is not in all places of the recipe"
+
+
+@pytest.mark.parametrize("pointer", [False, True])
+def test_a_damaged_release_in_a_bucket(world: World, bucket: Bucket, pointer: bool) -> None:
+    world.recipe(publish={"folder": None, "storage": {"url": bucket.url, "endpoint": bucket.server.url}})
+    tag = world.release(to=StorageTarget(bucket.url, "r", bucket.server.url))
+    name = "current.json" if pointer else f"{tag}/{MANIFEST}"
+    bucket.client("put_object", Key=f"models/r/{name}", Body=b"{}")
+    found = world.due()
+    assert found.state == "damaged"
+    assert name in found.reason if pointer else f"{tag} is damaged" in found.reason
+
+
+def test_a_damaged_release_on_the_hub(world: World, hub: HubStandIn) -> None:
+    """A tag that was moved, the only one; and one of a later version, which this one cannot read."""
+    world.recipe(publish={"folder": None, "hub": {"repo": "my-org/r"}})
+    tag = world.on_hub(hub, "my-org/r")
+    repo = hub.repo("my-org/r")
+    own = repo.refs[f"refs/tags/{tag}"]
+    repo.refs[f"refs/tags/{tag}"] = hub.put("my-org/r", {MANIFEST: b"{}"}, "edited")
+    assert (world.due().state, world.due().reason) == (
+        "damaged", f"my-org/r is damaged: the {MANIFEST} under {tag} is not that of {tag}",
+    )  # fmt: skip
+    repo.refs[f"refs/tags/{tag}"] = own
+    later = b'{"schema": 2}'
+    mark = manifests.identity(later)[:8]
+    repo.refs[f"refs/tags/v20261121-{mark}"] = hub.put("my-org/r", {MANIFEST: later}, f"v20261121-{mark}: later")
+    assert world.due().state == "damaged"
+    assert "found schema 2, this version of quantmint reads 1" in world.due().reason
+
+
+def test_what_is_due_is_due_beside_a_damaged_release(world: World, hub: HubStandIn) -> None:
+    world.recipe(publish={"folder": "published", "hub": {"repo": "my-org/r"}})
+    tag = world.release()
+    world.on_hub(hub, "my-org/r")
+    (world.folder / "published" / ".releases" / "r" / tag / MANIFEST).write_text("{")
+    assert world.due().state == "damaged"
+    world.recipe(publish={"folder": "published", "hub": {"repo": "my-org/r"}}, gate={"accuracy": {"margin": 0.03}})
+    found = world.due()
+    assert (found.state, found.reason) == ("due", "recipe: gate.accuracy.margin 0.02 -> 0.03")
+    assert any("is damaged" in sentence for sentence in found.unknown)
+
+
+@pytest.mark.parametrize("where", ["folder", "hub"])
+def test_a_release_of_a_clock_that_was_wrong_hides_none(world: World, hub: HubStandIn, where: str) -> None:
+    """It is years ahead, and what comes after it is older by its date for as long."""
+    world.recipe(
+        publish={"folder": "published"} if where == "folder" else {"folder": None, "hub": {"repo": "my-org/r"}}
+    )
+    publish = world.release if where == "folder" else partial(world.on_hub, hub, "my-org/r")
+    ahead = publish(year=2099)
+    found = world.due()
+    assert found.release is not None
+    assert (found.state, found.release.tag) == ("current", ahead)
+    data = world.folder / "words.jsonl"
+    data.write_text('{"text": "four"}\n')
+    assert world.due().state == "due"
+    tag = publish()
+    found = world.due()
+    assert found.release is not None
+    assert (found.state, found.release.tag) == ("current", tag)
+    if where == "folder":
+        (world.folder / "published/.releases/r/chosen").unlink()  # where nobody noted it, the date is left
+        assert world.due().state == "current"
 
 
 @pytest.mark.parametrize("where", ["folder", "storage"])

@@ -76,10 +76,12 @@ class World:
         setting = open_setting(f"{name}.yaml", store=self.store)
         return setting, build_plan(setting)
 
-    def manifest(self, name: str = "r", *, hour: int = 12, data: tuple[Dataset, ...] = ()) -> Manifest:
+    def manifest(
+        self, name: str = "r", *, year: int = 2026, hour: int = 12, data: tuple[Dataset, ...] = ()
+    ) -> Manifest:
         """What a release of the recipe as it is now says of itself; ``data`` is recorded beside the payloads."""
         setting, plan = self.plan(name)
-        when = f"2026-11-20T{hour:02}:00:00.000Z"
+        when = f"{year}-11-20T{hour:02}:00:00.000Z"
         kept = [planned for planned in plan if planned.key not in _AFTER]
         source, recipe = setting.source, yaml.safe_load(setting.loaded.text_proven)
         commit = source.digest if source.repo is not None else None
@@ -127,11 +129,16 @@ class World:
         hub.repo(repo).refs[f"refs/tags/{tag}"] = commit
         return tag
 
-    def finished(self, name: str = "r", verdict: str = "PASS", until: str = "publish") -> None:
-        """Leave in the store what a run leaves, up to a stage; what is kept in a file here is not looked into."""
+    def finished(self, name: str = "r", verdict: str = "PASS", until: str = "publish", tag: str = "") -> None:
+        """Leave in the store what a run leaves, up to a stage; what is kept in a file here is not looked into.
+
+        ``tag`` is of the release that it made ("": the newest in the folder).
+        """
         setting, plan = self.plan(name)
-        published = FolderTarget(self.folder / "published", name).releases()
+        found = FolderTarget(self.folder / "published", name).releases()
+        published = [one for one in found if tag in ("", one.tag)]
         result = {"verdict": verdict, "tag": published[0].tag, "identity": published[0].revision} if published else {}
+        result |= {"tag": tag} if tag else {}
         for planned in plan:
             with self.store.working(planned.stage.family, planned.fingerprint) as work:
                 if work.existing is None:
@@ -147,11 +154,12 @@ class World:
     def published(self, tag: str, name: str = "r") -> None:
         """Leave a run that published, and of its stages the last two."""
         _, plan = self.plan(name)
+        made = {"tag": tag, "identity": manifests.identity(manifests.encode(self.manifest(name)))}
         for planned in plan:
             if planned.key in ("package", "publish"):
                 with self.store.working(planned.key, planned.fingerprint) as work:
                     (work.path / MANIFEST).write_bytes(manifests.encode(self.manifest(name)))
-                    work.commit(payload=planned.payload, result={"tag": tag}, started=datetime.now(UTC), tools={})
+                    work.commit(payload=planned.payload, result=made, started=datetime.now(UTC), tools={})
         self.ran(name, exit_code=0, verdict="PASS")
 
     def ran(self, name: str = "r", *, exit_code: int, verdict: str | None = None) -> None:

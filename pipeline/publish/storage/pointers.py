@@ -16,7 +16,7 @@ from typing import Annotated, Final
 
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from pipeline.errors import StageError
+from pipeline.publish.wholeness import DamagedError
 
 CURRENT: Final = "current.json"
 CANDIDATE: Final = "candidate.json"
@@ -46,13 +46,13 @@ def encode(pointer: Pointer) -> bytes:
 
 
 def decode(data: bytes, what: str) -> Pointer:
-    """Read a pointer; ``what`` is what an error calls it. Raises `StageError`."""
+    """Read a pointer; ``what`` is what an error calls it. Raises `DamagedError`."""
     try:
         return _ADAPTER.validate_json(data)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         place = ".".join(map(str, fault["loc"])) or "the whole"
-        raise StageError(
+        raise DamagedError(
             f"{what} is no pointer to a release: {place}: {fault['msg']}",
             hint="Was it written by something else than quantmint, or by a newer one?",
         ) from None

@@ -30,7 +30,7 @@ from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, File, Release
 from pipeline.publish.storage.objects import Objects, open_objects
 from pipeline.publish.storage.pointers import CANDIDATE, CHOSEN, CURRENT, Pointer, decode, encode
 from pipeline.publish.target import Listed, Operation, Published
-from pipeline.publish.wholeness import require_whole
+from pipeline.publish.wholeness import DamagedError, require_whole
 from pipeline.stage import Progress
 from pipeline.store.disk import disk_errors
 
@@ -323,7 +323,7 @@ class StorageTarget:
         )
         if found is None or manifest.identity(found.data) != release.revision:
             state = "missing" if found is None else "not the one that was published"
-            raise StageError(
+            raise DamagedError(
                 f"{self._place}/{release.tag} is damaged: its {MANIFEST} is {state}",
                 hint="What readers get stays as it is. Publish the release again, or choose another one.",
             )
