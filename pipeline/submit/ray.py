@@ -16,11 +16,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.errors import StageError, UserError
 from pipeline.passing import passes
 from pipeline.submit.attached import Mark, Now
+from pipeline.submit.deadline import within
 from pipeline.submit.place import BROKEN, State, Submitted
 from pipeline.submit.task import Task, program_here, require_no_secret, require_plain
 from pipeline.submit.waiting import Waiting
@@ -30,10 +31,12 @@ _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _UNPLACED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 _LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE"}
 _KEY = "quantmint-run"
+_TIMEOUT_S = 60.0  # of everything but a log
 _QUIET_S = 300.0  # after which a log is asked for again: a connection that is lost says nothing either
 _CLIENTS = ("aiohttp", "ray", "requests")  # which the client's errors are of, besides
 _INSTEAD = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which the client takes, whatever address it is given
 # Ray kills 3 s after SIGTERM otherwise, and a server needs longer to let go of its GPUs.
+R = TypeVar("R")
 _GRACE = {"RAY_JOB_STOP_WAIT_TIME_S": "20"}
 
 
@@ -97,24 +100,22 @@ class RayJobs:
         """Send it."""
         described = description(task, self._given)
         client = self._connect()
-        with _answers():
-            identifier = str(client.submit_job(**described))
-        address = f"--address {shlex.quote(self._address)} " if self._address else ""
-        return Submitted(identifier, f"ray job logs {address}--follow {identifier}")
+        hint = f"The job may run there all the same: ray job list {self._at}shows one with the metadata quantmint: "
+        identifier = str(self._asked(lambda: client.submit_job(**described), f"{hint}{task.name}, if it does."))
+        return Submitted(identifier, f"ray job logs {self._at}--follow {identifier}")
 
     def begin(self, task: Task, mark: Mark) -> None:
         """Send it, as one whose standard output goes to a file."""
         require_plain("the store", str(mark.answer))
         described = description(task, self._given, mark)
         client = self._connect()
-        with _answers():
-            client.submit_job(**described)
+        # One whose answer is lost does nothing there: its mark is gone.
+        self._asked(lambda: client.submit_job(**described), "The same command asks for it again.")
 
     def under_way(self, key: str) -> tuple[str, ...]:
         """Of all jobs that the cluster remembers."""
         client = self._connect()
-        with _answers():
-            jobs = client.list_jobs()
+        jobs = self._asked(client.list_jobs)
         return tuple(
             str(job.submission_id)
             for job in jobs
@@ -125,8 +126,7 @@ class RayJobs:
         """What Ray knows of it."""
         _require_name(identifier)
         client = self._connect()
-        with _answers():
-            job = client.get_job_info(identifier)
+        job = self._asked(lambda: client.get_job_info(identifier), self._later(identifier))
         word, why = _plain(job.status), _plain(job.error_type)
         code = 0 if word == "SUCCEEDED" else job.driver_exit_code or None
         return Now(
@@ -158,21 +158,40 @@ class RayJobs:
         """SIGTERM, then SIGKILL, by Ray."""
         _require_name(identifier)
         client = self._connect()
-        with _answers():
-            client.stop_job(identifier)
+        self._asked(lambda: client.stop_job(identifier), self._later(identifier))
 
     @property
     def _given(self) -> Options:
         assert self._options is not None  # noqa: S101 - only who asks for jobs that are there leaves it out
         return self._options
 
+    @property
+    def _at(self) -> str:
+        return f"--address {shlex.quote(self._address)} " if self._address else ""
+
+    def _later(self, identifier: str) -> str:
+        address = shlex.quote(self._address or "auto")
+        return f"The job may run on: quantmint submit --ray {address} --status {identifier} looks again."
+
+    def _asked(self, call: Callable[[], R], hint: str | None = None) -> R:
+        """What the client answers; it waits for ever for a head behind a connection that was dropped."""
+
+        def answered() -> R:
+            with _answers():
+                return call()
+
+        try:
+            return within(_TIMEOUT_S, answered)
+        except TimeoutError as error:
+            said = f"the Ray dashboard at {self._address or 'the address that Ray found'} gave no answer "
+            raise StageError(f"{said}within {_TIMEOUT_S:g} s", hint=hint, transient=True) from error
+
     def _connect(self) -> Any:
         from ray.job_submission import JobSubmissionClient
 
         hidden = {} if self._address is None else {name: os.environ.pop(name, None) for name in _INSTEAD}
         try:
-            with _answers():
-                return JobSubmissionClient(self._address)
+            return self._asked(lambda: JobSubmissionClient(self._address))
         except (KeyError, TypeError, ValueError) as error:  # of its answer, or of the address
             raise UserError(
                 f"--ray: {self._address or 'what Ray finds here'} is not the address of a Ray dashboard"
