@@ -17,11 +17,13 @@ from pipeline.fleet.quoting import last_line, quotable
 from pipeline.refresh.state import folder_of
 from pipeline.serving.launchers.child import Child
 from pipeline.store.disk import disk_errors
+from pipeline.submit.attached import RUNS
 
 _KEPT: Final = 5
 _POLL_S: Final = 0.1
 _LINE: Final = 4096  # bytes
 _STAGE: Final = re.compile(rb"^\[(\d+/\d+)\] ([^\s:]+): started$", re.MULTILINE)
+_ROOM: Final = re.compile(rb"\S+ " + RUNS.encode() + rb"$", re.MULTILINE)
 _FINISHED: Final = re.compile(rb"\[\d+/\d+\] ([!-~]+): done in ")
 _NOT_A_CHILDS: Final = re.compile(r"QUANTMINT_WEBHOOK\w*")
 
@@ -31,8 +33,8 @@ class Attempted:
     """How a child ended.
 
     ``exit_code`` is its own, 128 + N after signal N. ``answer`` is the JSON object that it printed, {} for none.
-    ``cut_short``: we ended it. ``error`` is one line, "" where there is none to tell. ``finished`` are keys of stages
-    that it made to their end.
+    ``seconds`` are those in which it ran: none of a wait for room in a cluster. ``cut_short``: we ended it. ``error``
+    is one line, "" where there is none to tell. ``finished`` are keys of stages that it made to their end.
     """
 
     exit_code: int
@@ -86,13 +88,16 @@ def attempt(
     limit_s: float | None,
     stop: threading.Event,
     on_stage: Callable[[str], None],
+    queues: bool = False,
 ) -> Attempted:
     """Run a child to its end, or until ``stop`` is set, or for ``limit_s`` seconds.
 
-    What it starts ends with it, and with us. ``on_stage`` hears ``3/12 calibrate``. Raises `StoreError` where the log
+    ``queues``: it asks a cluster for room first, and its time begins when it says that it has found it. What it starts
+    ends with it, and with us. ``on_stage`` hears ``3/12 calibrate``. Raises `StoreError` where the log
     cannot be written.
     """
-    began = time.monotonic()
+    first = time.monotonic()
+    began = None if queues else first
     printed = log.with_suffix(".out")
     with disk_errors(log):
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -100,15 +105,23 @@ def attempt(
     seen, late = 0, False
     try:
         while child.exit_code is None and not stop.wait(_POLL_S):
-            late = limit_s is not None and time.monotonic() - began > limit_s
+            late = limit_s is not None and began is not None and time.monotonic() - began > limit_s
             if late:
                 break
-            seen = _tell_stage(log, seen, on_stage)
+            grown = _grown(log, seen)
+            seen += len(grown)
+            if began is None and _ROOM.search(grown):
+                began = time.monotonic()
+            found = _STAGE.findall(grown)
+            if found:
+                on_stage(b" ".join(found[-1]).decode(errors="replace"))
         cut = child.exit_code is None
     finally:
         child.let_go()
         child.wait()
-    seconds = time.monotonic() - began
+    if began is None and not cut:  # too short for anybody to see it run
+        began = first
+    seconds = 0.0 if began is None else time.monotonic() - began
     code = child.exit_code
     answer = _answer(printed)
     printed.unlink(missing_ok=True)
@@ -143,23 +156,20 @@ def new_log(root: Path, name: str) -> Path:
     return folder / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ')}.log"
 
 
-def _tell_stage(log: Path, seen: int, on_stage: Callable[[str], None]) -> int:
-    """Tell the newest stage of what the log has grown since ``seen`` bytes; returns where to go on."""
+def _grown(log: Path, seen: int) -> bytes:
+    """The whole lines that the log has grown by since ``seen`` bytes."""
     try:
         size = os.stat(log).st_size  # noqa: PTH116 - ten times a second
         if size == seen:
-            return seen
+            return b""
         with log.open("rb") as stream:
             stream.seek(seen)
             grown = stream.read(size - seen)
     except OSError:
-        return seen
+        return b""
     # A library's bar writes for hours without an end of line: only the last of that may become a line of ours.
     whole = grown.rfind(b"\n") + 1 or max(0, len(grown) - _LINE)
-    found = _STAGE.findall(grown[:whole])
-    if found:
-        on_stage(b" ".join(found[-1]).decode(errors="replace"))
-    return seen + whole
+    return grown[:whole]
 
 
 def _finished(log: Path) -> frozenset[str]:

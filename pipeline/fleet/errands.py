@@ -73,6 +73,7 @@ class Errands:
                 limit_s=job.limit_s,
                 stop=job.stop,
                 on_stage=lambda stage: self._send(Stage(job, stage)),
+                queues=options.on is not None,
             )
             self._send(Done(job, attempted))
         except Exception as error:

@@ -32,6 +32,8 @@ _PAUSE_S: Final = 2.0
 _STOPPING_S: Final = 25.0  # a fleet ends us after 30
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _RUNNING: Final = "RUNNING"
+RUNS: Final = "has found room"
+"""What is shown of a job, after its identifier, once it runs: who limits its time counts from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,8 @@ def run_attached(
                     with held_back():  # what was submitted must be known, to be ended
                         identifier = _begun(jobs, task, key, store)
                     show(f"{identifier} was submitted\n")
-                now = followed(identifier, jobs.lines, jobs.now, show, pause_s=pause_s, patience_s=patience_s)
+                watch = _Watch(jobs, show)
+                now = followed(identifier, watch.lines, watch.now, show, pause_s=pause_s, patience_s=patience_s)
                 text = _take(_answer_of(store, task.name, identifier))
                 if not now.unplaced:
                     return _outcome(identifier, now, text)
@@ -131,6 +134,27 @@ def run_attached(
                 _take(_answer_of(store, task.name, identifier))
                 _stop(jobs, identifier, pause_s)
             return 128 + told.number, ""
+
+
+class _Watch:
+    """Tells once that a job runs. The cluster is asked, for Ray writes into its log before it has found room."""
+
+    def __init__(self, jobs: Jobs, show: Callable[[str], None]) -> None:
+        self._jobs, self._show, self._runs = jobs, show, False
+
+    def now(self, identifier: str) -> Now:
+        found = self._jobs.now(identifier)
+        if found.word == _RUNNING and not self._runs:
+            self._runs = True
+            self._show(f"{identifier} {RUNS}\n")
+        return found
+
+    def lines(self, identifier: str) -> Iterator[str]:
+        for piece in self._jobs.lines(identifier):
+            if not self._runs:
+                with suppress(QuantmintError):
+                    self.now(identifier)
+            yield piece
 
 
 def _begun(jobs: Jobs, task: Task, key: str, store: Path) -> str:

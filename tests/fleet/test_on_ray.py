@@ -95,7 +95,7 @@ def test_its_own_words_and_its_own_code(shown: Shown) -> None:
     cluster = Cluster([Now("FAILED", True, 3)], says='{"verdict": "INCONCLUSIVE"}\n')
     assert shown.run(cluster) == (3, '{"verdict": "INCONCLUSIVE"}\n')
     (name,) = cluster.marks
-    assert shown.text == f"{name} was submitted\n{cluster.log}"
+    assert shown.text == f"{name} was submitted\n{name} has found room\n{cluster.log}"
     assert shown.answers == []
 
 
