@@ -41,6 +41,11 @@ def joined(ours: Mapping[str, Any], given: PodTemplate) -> dict[str, Any]:
     for other, item in enumerate(theirs.get("initContainers", [])):
         if item["name"] in {own["name"], *(one["name"] for one in listed)}:
             raise given.fault(("initContainers", other, "name"), f"found {item['name']} twice, expected it once")
+    for kind in ("initContainers", "containers"):
+        for other, item in enumerate(given.spec.get(kind, [])):
+            if "image" not in item and item["name"] != own["name"]:
+                said = f'found "{item["name"]}" without an image; the container of the run is called {own["name"]}'
+                raise given.fault((kind, other, "name"), said)
     container = _container(own, asked, given, ("containers", number or 0))
     kept = _volumes(volumes, theirs.pop("volumes", []), container, given)
     _mounted(theirs.get("initContainers", []), "initContainers", kept, given)

@@ -33,7 +33,8 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Paths of a run. ``read`` are there, ``written`` are folders that a run makes where they are missing.
+    """Paths of a run. ``read`` are there, ``written`` are folders that a run makes where they are missing, outside
+    of its own.
 
     ``variables`` say where the Hub's client keeps what it loaded: an image may have values of its own.
     """
@@ -65,7 +66,8 @@ def needs_of(loaded: LoadedRecipe, folder: Path, environment: Mapping[str, str])
     named = [*_named(loaded, folder), *([Path(environment[_TOKEN])] if environment.get(_TOKEN) else [])]
     own = (path for path in named if not any(path.resolve().is_relative_to(one) for one in shipped))
     variables = {name: str(path) for name, path in hub.items()}
-    return Needs(tuple(dict.fromkeys(path for path in own if path.exists())), (*written, *hub.values()), variables)
+    made = (path for path in (*written, *hub.values()) if not path.resolve().is_relative_to(folder.resolve()))
+    return Needs(tuple(dict.fromkeys(path for path in own if path.exists())), tuple(made), variables)
 
 
 def mounts_of(paths: Iterable[Path], asked: Iterable[Mount]) -> tuple[Mount, ...]:

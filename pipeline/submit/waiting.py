@@ -43,7 +43,8 @@ _SAME: Final = {"ErrImagePull": "ImagePullBackOff"}
 """What alternates while the same thing is wrong."""
 _UNSCHEDULABLE: Final[Mapping[str, str]] = {
     r"persistentvolumeclaim .* not found": "--pvc names a claim that this namespace does not have. --cancel {job}.",
-    r"untolerated taint": "The nodes take only pods that tolerate this: tolerations of --pod-template.",
+    r"untolerated taint(?!.*\{node\.kubernetes\.io/)": "The nodes take only pods that tolerate this: "
+    "tolerations of --pod-template.",
     r"didn't match Pod's node affinity/selector": "No node has these labels: --node-selector, and affinity of "
     "--pod-template.",
 }

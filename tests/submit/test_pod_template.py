@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -132,11 +133,15 @@ def _ours(text: str) -> str:
         (_ours("env: [{name: HUB, valueFrom: {secretKeyRef: {name: x, key: y}}}]"), "found another value of HUB"),
         (_ours("volumeMounts: [{name: a, mountPath: /work/}]") + "volumes: [{name: a}]\n", "where --pvc mounts"),
         (_ours("volumeMounts: [{name: chace, mountPath: /c}]") + "volumes: [{name: cache}]\n", 'mean "cache"'),
-        ("initContainers: [{name: a, volumeMounts: [{name: b, mountPath: /c}]}]\n", "expected one of shared-memory"),
+        (
+            "initContainers: [{name: a, image: x, volumeMounts: [{name: b, mountPath: /c}]}]\n",
+            "expected one of shared-memory",
+        ),
+        ("containers: [{name: main, env: []}]\n", r'pod.yaml:1:21.*"main" without an image.*called quantmint'),
         ("volumes: [{name: work, emptyDir: {}}]\n", "found another work than the claim"),
         ("volumes: [{name: a}, {name: a}]\n", r"volumes\[1\].name: found a twice"),
-        ("containers: [{name: a}, {name: a}]\n", "found a twice"),
-        ("initContainers: [{name: quantmint}]\n", "found quantmint twice"),
+        ("containers: [{name: a, image: x}, {name: a, image: x}]\n", "found a twice"),
+        ("initContainers: [{name: quantmint, image: x}]\n", "found quantmint twice"),
         ("restartPolicy: OnFailure\n", "expected Never"),
         ("nodeSelector: {pool: other}\n", "found other, expected mine: --node-selector"),
         ("metadata: {labels: {app.kubernetes.io/name: x}}\n", r"pod.yaml:1:45.*found x, expected quantmint"),
@@ -195,6 +200,20 @@ def test_a_store_is_not_hidden_by_a_folder_that_ends_with_its_pod(store: str, hi
             manifest(task("tiny-ptpc-fp8kv", store=store), options)
     else:
         assert manifest(task("tiny-ptpc-fp8kv", store=store), options)
+
+
+def test_the_template_of_the_documentation_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/scheduling.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(metadata:.*?)```", page, flags=re.DOTALL)
+    made = pod(given(tmp_path, text), cpus=None)
+    held_against_the_api(made, "V1PodTemplateSpec")
+    wrong = re.search(r"`pod\.yaml:(7:3: .*?)`", page, flags=re.DOTALL)
+    assert wrong is not None
+    with pytest.raises(RecipeError, match=re.escape(" ".join(wrong[1].split()))):
+        given(
+            tmp_path,
+            text.replace("  tolerations:", "  toleration:"),
+        )
 
 
 def test_the_command_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,7 @@ def container(name: str, reason: str, message: str | None = None) -> dict[str, A
             None,
         ),
         (placed("0/1 nodes are available: 1 node(s) had untolerated taint {gpu: }."), "Unsch", "tolerations of --pod"),
+        (placed("0/1: 1 node(s) had untolerated taint {node.kubernetes.io/not-ready: }."), "Unsch", None),
         (placed("0/1 nodes: 1 node(s) didn't match Pod's node affinity/selector."), "Unsch", "--node-selector"),
         (placed('persistentvolumeclaim "x" not found'), "Unsch", "--cancel job"),
         (placed("gated", "SchedulingGated"), "SchedulingGated: gated", None),
