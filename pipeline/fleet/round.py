@@ -208,6 +208,9 @@ class Fleet:
     def _begin_next(self) -> bool:
         """Begin a recipe, or find that some are not begun any more; False where nothing is to be done now."""
         room = self._room()
+        if next_begin([self._as_waiting(job) for job in self._waiting.values()], room) is not None:
+            self._account.budgets.measure()
+            room = self._room()
         for job in list(self._waiting.values()):
             reason = unaffordable(self._as_waiting(job), room)
             if reason is not None:
@@ -292,6 +295,7 @@ class Fleet:
         if attempted is None:
             self._close_job(job, unrun(job, "failed", 5, message.error), keep=True)
             return
+        self._account.budgets.spent()
         job.last, job.seconds = attempted, job.seconds + attempted.seconds
         job.made |= attempted.finished
         job.failed += attempted.transient
