@@ -17,7 +17,7 @@ from pipeline.measuring.cell import result_file, run_cell
 from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
 from pipeline.runner import run_plan
-from pipeline.serving.environment import find_vllm
+from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
@@ -139,21 +139,23 @@ def test_a_model_that_was_harmed_before_it_was_quantized_is_stopped_by_the_canar
 
 
 @pytest.fixture(scope="module")
-def server(finished: Finished, vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """What was published, as a real vLLM serves it."""
+def server(
+    finished: Finished, warm_vllm: VllmEnvironment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """What was published, as vLLM serves it; `test_published` starts one as users do."""
     published = finished.project.published.resolve()
     plan = plan_serving(
         published,
         model_facts(published),
         target=parse_target("cpu"),
         profile=profile("latency", concurrency=PROMPTS, max_model_len=512),
-        vllm_version=find_vllm(vllm).version,
+        vllm_version=warm_vllm.version,
         purpose="measure",
         kv_cache_dtype="fp8",
         cpu_threads=2,
     )
     log = tmp_path_factory.mktemp("served") / "published.log"
-    with LocalLauncher(vllm).launch(plan, log, startup_timeout=600) as launched:
+    with LocalLauncher(warm_vllm.executable).launch(plan, log, startup_timeout=600) as launched:
         yield launched
 
 
@@ -188,7 +190,7 @@ cells:
 
 
 def test_a_workload_of_ones_own(finished: Finished, server: Server, vllm: Path, tmp_path: Path) -> None:
-    """Prompts of one's own, a rate and latency goals."""
+    """Prompts of one's own, a rate and latency goals; the client is as users have it."""
     (tmp_path / "lines.yaml").write_text(WORKLOAD)
     rows = [{"prompt": f"the number after {n} is"} for n in range(24)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

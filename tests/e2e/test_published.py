@@ -19,7 +19,7 @@ from tests.publish.conftest import MakeRelease
 from tests.served.cases import PUBLISHED
 from tests.served.proof import prove
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("kernels")]
 
 make_release = publishing.make_release
 REPO = "my-org/tiny-ptpc-fp8kv"

@@ -40,7 +40,15 @@ def plan_of(folder: Path, kv_cache_dtype: str = "fp8") -> LaunchPlan:
 
 
 @pytest.fixture(scope="module")
-def server(quantize: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def warm(warm_python: Path) -> Iterator[None]:
+    """What it imports has been imported; the last test starts it as users do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(warm_python))
+        yield
+
+
+@pytest.fixture(scope="module")
+def server(quantize: Any, warm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = quantize("llama", "compressed-tensors").folder
     with ReferenceLauncher("cpu").launch(plan_of(folder), tmp_path_factory.mktemp("log") / "server.log") as running:
         yield running
@@ -95,7 +103,7 @@ def test_what_it_does_not_answer_it_refuses_and_goes_on(server: Server) -> None:
     assert server.get("/health") == "{}"
 
 
-def test_one_that_cannot_load_says_why(models: Any, tmp_path: Path) -> None:
+def test_one_that_cannot_load_says_why(models: Any, warm: None, tmp_path: Path) -> None:
     with (
         pytest.raises(ServingError, match=r"the reference runtime ended with code 2 .*no scales for its cache"),
         ReferenceLauncher("cpu").launch(plan_of(models("llama")), tmp_path / "log"),

@@ -106,7 +106,6 @@ asked = {{"arguments": arguments[1:], "environment": dict(os.environ), "folder":
 """
 # First it asks where the process of its variables is.
 _ASKING = """
-environment = {{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}}
 with socket.socket(socket.AF_UNIX) as line:
     line.connect({place!r})
     line.sendall(json.dumps(environment, sort_keys=True).encode())
@@ -119,6 +118,10 @@ asked = {{"arguments": arguments, "environment": environment, "folder": os.getcw
 _VLLM_SCRIPT = """#!{python} -IS
 import json, os, signal, socket, sys
 arguments, numbers = ["vllm.entrypoints.cli.main", *sys.argv[1:]], [0, 1, 2]
+ours = {{"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "HF_XET_HIGH_PERFORMANCE"}}
+environment = {{
+    name: value for name, value in os.environ.items() if name not in ours and not name.startswith("PYTEST_")
+}}
 """
 # What multiprocessing spawns is told its files by their numbers.
 _SPAWNED_SCRIPT = """#!{python} -IS
@@ -126,6 +129,7 @@ import json, os, signal, socket, sys
 arguments = sys.argv[1:]
 if arguments[-1:] != ["--multiprocessing-fork"] and not (arguments and arguments[0].endswith(".py")):
     os.execv({vllm!r}, [{vllm!r}, *arguments])
+environment = dict(os.environ)
 numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{{number}}")]
 """
 
@@ -153,9 +157,9 @@ def warm_vllm(folder: Path, vllm: VllmEnvironment) -> Iterator[VllmEnvironment]:
     Scripts that its ``python`` runs by their path are forks as well; else it is the real one.
 
     There is one process that has imported vLLM for each set of variables that programs are started with, made for the
-    first of them: whatever is read while vLLM is imported or loaded is what it would be. Only which test runs, as
-    pytest says in variables, is kept from them. A server's engine has one of its own therefore: vLLM spawns it, by
-    `multiprocessing`, with another OpenMP preloaded on a CPU.
+    first of them: whatever is read while vLLM is imported or loaded is what it would be. Only which test runs is kept
+    from a client, and what libraries set that our own process had imported by then. A server's engine has one of its
+    own therefore: vLLM spawns it, by `multiprocessing`, with another OpenMP preloaded on a CPU.
     """
     python = str(vllm.python)
     (folder / "bin").mkdir(exist_ok=True)

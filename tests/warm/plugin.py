@@ -26,13 +26,20 @@ def _kept_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEnviron
 
 
 @pytest.fixture(scope="module")
-def warm_vllm(_kept_vllm: VllmEnvironment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEnvironment]:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where a server finds what PyTorch compiled for others, which takes a core some fifteen seconds."""
+    folder = for_all_workers(tmp_path_factory, "kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def warm_vllm(_kept_vllm: VllmEnvironment, kernels: Path) -> Iterator[VllmEnvironment]:
     """A vLLM that was imported already; `test_serve` and others start it as users do."""
     with pytest.MonkeyPatch.context() as patch:
-        # Variables of which another value would be another process to fork from: where a command of ours is told to
-        # find our modules, and what PyTorch sets where a model was quantized in the process that then serves.
+        # Where our commands are told to find our modules. Other variables would be another process to fork from.
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(for_all_workers(tmp_path_factory, "inductor")))
         yield _kept_vllm
 
 
