@@ -1,13 +1,13 @@
 """What of this machine's filesystem a run must find in its container, at the same paths.
 
 The working folder and the store are not all: a recipe names a base model's folder, files of calibration and workload,
-a key, a folder to publish to, which may lie anywhere on the shared filesystem. A link is a second name of what it leads
-to, and in the container both must be there. Hub snapshots are links into the cache beside them.
+a key, a folder to publish to, which may lie anywhere on the shared filesystem. A link stays one: its folder is mounted,
+and what it leads to. Mounted itself it would be a folder, and the relative links below it, of which a snapshot of the
+Hub is made, would lead elsewhere.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -20,6 +20,7 @@ from pipeline.submit.task import require_plain
 
 _CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE")
 """Where parts of HF_HOME are, if not there."""
+_LINKS = 40  # as Linux has it
 _TOKEN = "HF_TOKEN_PATH"  # noqa: S105 - the name of a variable
 
 
@@ -71,13 +72,13 @@ def needs_of(loaded: LoadedRecipe, folder: Path, environment: Mapping[str, str])
 
 
 def mounts_of(paths: Iterable[Path], asked: Iterable[Mount]) -> tuple[Mount, ...]:
-    """Each path, and what it leads to, once, outer ones first; what lies within another, or within ``asked``, is not.
+    """What makes each path readable, once, outer ones first; what lies within another, or within ``asked``, is not.
 
     Raises UserError for the root, which would hide the image, and for what a list of mounts cannot hold.
     """
     names: dict[Path, None] = {}
     for path in paths:
-        names |= {Path(os.path.abspath(path)): None, path.resolve(): None}  # noqa: PTH100 - as written, links and all
+        names |= dict.fromkeys(_crossed(path))
     mounts = list(asked)
     taken = [Path(mount.target) for mount in mounts]
     for name in names:
@@ -88,6 +89,25 @@ def mounts_of(paths: Iterable[Path], asked: Iterable[Mount]) -> tuple[Mount, ...
         if not any(name.is_relative_to(other) for other in others):
             mounts.append(Mount(str(name), str(name)))
     return tuple(sorted(mounts, key=lambda mount: len(Path(mount.target).parts)))
+
+
+def _crossed(path: Path) -> Iterator[Path]:
+    """The folders of the links that lie on the way to a path, then where it leads; as a kernel goes it."""
+    here, ahead, links = Path("/"), list(reversed(path.absolute().parts[1:])), 0
+    while ahead:
+        part = ahead.pop()
+        there = here.parent if part == ".." else here / part
+        if part == ".." or not there.is_symlink():
+            here = there
+            continue
+        links += 1
+        if links > _LINKS:
+            raise UserError(f"--container: {path} goes through more than {_LINKS} links")
+        yield there if here == Path("/") else here
+        target = there.readlink()
+        here = Path("/") if target.is_absolute() else here
+        ahead += [step for step in reversed(target.parts) if step != "/"]
+    yield here
 
 
 def _named(loaded: LoadedRecipe, folder: Path) -> Iterator[Path]:

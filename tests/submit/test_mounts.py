@@ -54,14 +54,34 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def seen(path: Path, mounts: tuple[Mount, ...]) -> bool:
-    return any(path.is_relative_to(mount.target) for mount in mounts)
+def opens(path: Path, mounts: tuple[Mount, ...]) -> bool:
+    """Whether a path can be gone in a container that has these mounts and nothing else, link by link.
+
+    A mount point is a folder or file there, whatever it is outside, and so is what lies above one.
+    """
+    targets = {Path(mount.target) for mount in mounts}
+    here, ahead = Path("/"), list(reversed(path.parts[1:]))
+    while ahead:
+        part = ahead.pop()
+        there = here.parent if part == ".." else here / part
+        within = any(there.is_relative_to(target) for target in targets)
+        if not (there.exists() or there.is_symlink() if within else any(one.is_relative_to(there) for one in targets)):
+            return False
+        if within and there not in targets and there.is_symlink():
+            leads = there.readlink()
+            here = Path("/") if leads.is_absolute() else here
+            ahead += [step for step in reversed(leads.parts) if step != "/"]
+        else:
+            here = there
+    return True
 
 
 def test_all_that_a_recipe_names_is_seen(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(disk / "work")
     environment = {"HF_HOME": str(disk / "hf"), "HF_HUB_CACHE": str(disk / "hub"), "HF_TOKEN_PATH": str(disk / "big")}
     needs = needs_of(load_recipe("mine"), disk / "work", environment)
+    for made in ("out/mine", "hf/hub", "hub/models--a"):
+        (disk / made).mkdir(parents=True)
     mounts = mounts_of((disk / "work", *needs.read, *needs.written), ())
     for name in (
         "work/recipes/mine.yaml",
@@ -78,8 +98,8 @@ def test_all_that_a_recipe_names_is_seen(disk: Path, monkeypatch: pytest.MonkeyP
         "hf/hub",
         "hub/models--a",
     ):
-        assert seen(disk / name, mounts), name
-    assert not seen(disk / "models/another", mounts), "and nothing beside it"
+        assert opens(disk / name, mounts), name
+        assert not opens(disk / name, (Mount(str(disk / "work"), str(disk / "work")),)) or name.startswith("work")
     assert needs.variables == {"HF_HOME": str(disk / "hf"), "HF_HUB_CACHE": str(disk / "hub")}
     assert {disk / "out", disk / "hf", disk / "hub"} == set(needs.written)
 
@@ -97,6 +117,7 @@ def test_outer_mounts_come_first_and_hold_the_inner(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work/store").symlink_to(tmp_path / "away")
     asked = (parse_mount(f"/nvme:{tmp_path}/work/scratch"), parse_mount("/opt/tools"))
+    (tmp_path / "work/scratch").mkdir()
     paths = [tmp_path / "work/store", tmp_path / "work", tmp_path / "work/scratch/a", Path("/opt/tools/b")]
     found = mounts_of(paths, asked)
     assert {mount.target for mount in found} == {
@@ -107,6 +128,21 @@ def test_outer_mounts_come_first_and_hold_the_inner(tmp_path: Path) -> None:
     }
     targets = [mount.target for mount in found]
     assert targets.index(str(tmp_path / "work")) < targets.index(str(tmp_path / "work/scratch"))
+
+
+def test_links_of_links_and_of_folders(tmp_path: Path) -> None:
+    (tmp_path / "far/deep").mkdir(parents=True)
+    (tmp_path / "far/file").touch()
+    (tmp_path / "far/deep/up").symlink_to("../file")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/folder").symlink_to("../far/deep")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/link").symlink_to(tmp_path / "a/folder/../deep/up")
+    mounts = mounts_of([tmp_path / "b/link"], ())
+    assert opens(tmp_path / "b/link", mounts)
+    (tmp_path / "b/loop").symlink_to("loop")
+    with pytest.raises(UserError, match="more than 40 links"):
+        mounts_of([tmp_path / "b/loop"], ())
 
 
 @pytest.mark.parametrize("path", ["/", "/a,b", "/a:b"])
