@@ -8,8 +8,8 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.warm.shared import for_all_workers
+from tests.warm.shared import for_all_workers, shared_library
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +212,7 @@ def _make(
 
 @pytest.fixture(scope="session")
 def by_llmcompressor(
-    models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
+    models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory, warm_library: Callable[[str], Path]
 ) -> Callable[[str], Path]:
     """Checkpoints that llm-compressor made, all in one process at the first use by any worker."""
     root, ids = for_all_workers(tmp_path_factory, "by-llmcompressor"), blocks.tolist()
@@ -239,14 +239,16 @@ def by_llmcompressor(
             job("mxfp4_weight_only", "llama", "MXFP4A16", ids[:2], 2),
             job("int8_w8a8", "llama", "INT8", ids[:2], 2),
         ]
-        _by_library("llmcompressor", "with_llmcompressor.py", jobs, root)
+        _by_library("llmcompressor", warm_library, jobs, root)
         return root / name
 
     return get
 
 
 @pytest.fixture(scope="session")
-def by_quark(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def by_quark(
+    models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory, warm_library: Callable[[str], Path]
+) -> Callable[[str], Path]:
     """Checkpoints that amd-quark made, all in one process at the first use by any worker."""
     root = for_all_workers(tmp_path_factory, "by-quark")
 
@@ -269,29 +271,45 @@ def by_quark(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.Temp
             *(job(scheme, scheme) for scheme in ("mxfp4", "mxfp4_weight_only", "mxfp4_fp8")),
             *(job(f"file-{scheme}", scheme, file=True) for scheme in ("fp8", "ptpc_fp8")),
         ]
-        _by_library("quark", "with_quark.py", jobs, root)
+        _by_library("quark", warm_library, jobs, root)
         return root / name
 
     return get
 
 
-def _by_library(module: str, script: str, jobs: list[dict[str, Any]], root: Path) -> None:
+@pytest.fixture(scope="session")
+def warm_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """``warm_library("quark")`` is a Python whose programs are forks of one process that has imported that library.
+
+    `test_a_run_with_the_real_library` starts both as users do.
+    """
+    with ExitStack() as stack:
+        known: dict[str, Path] = {}
+
+        def get(engine: str) -> Path:
+            if find_spec(engine) is None:
+                pytest.skip(f"{engine} is not installed")
+            if engine not in known:
+                folder = for_all_workers(tmp_path_factory, f"warm-{engine}")
+                known[engine] = stack.enter_context(shared_library(folder, engine))
+            return known[engine]
+
+        yield get
+
+
+def _by_library(engine: str, warm_library: Callable[[str], Path], jobs: list[dict[str, Any]], root: Path) -> None:
     """Run the jobs, unless that was tried already; one worker does, the others wait for it."""
-    if find_spec(module) is None:
-        pytest.skip(f"{module} is not installed")
+    python = warm_library(engine)
     with (root / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (root / "jobs.json").exists():
-            _run_jobs(script, jobs, root)
+            _run_jobs([python, "-m", f"tests.reference.with_{engine}"], jobs, root)
 
 
-def _run_jobs(script: str, jobs: list[dict[str, Any]], root: Path) -> None:
+def _run_jobs(command: list[str | Path], jobs: list[dict[str, Any]], root: Path) -> None:
     (root / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    # Quark compiles an extension with the tools beside the interpreter.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     finished = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "reference" / script), str(root / "jobs.json")],
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(Path(__file__).parents[1])},
+        [*command, root / "jobs.json"],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,10 +39,12 @@ _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 @pytest.fixture(scope="module")
 def made(
-    models: Callable[..., Path], blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
+    models: Callable[..., Path],
+    blocks: torch.Tensor,
+    warm_library: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str, bool, bool], dict[str, torch.Tensor]]:
-    if find_spec("llmcompressor") is None:
-        pytest.skip("llmcompressor is not installed")
+    python = warm_library("llmcompressor")
     root = tmp_path_factory.mktemp("experts")
     jobs = [
         {
@@ -59,11 +58,9 @@ def made(
         for model, every_token, by_head in CASES
     ]
     (root / "jobs.json").write_text(json.dumps(jobs))
-    script = Path(__file__).parents[1] / "reference" / "experts_with_llmcompressor.py"
     finished = subprocess.run(
-        [sys.executable, str(script), str(root / "jobs.json")],
+        [python, "-m", "tests.reference.experts_with_llmcompressor", root / "jobs.json"],
         cwd=root,
-        env={**os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

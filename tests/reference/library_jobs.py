@@ -1,6 +1,6 @@
 """Run several jobs of one library in one process, because importing it takes longer than a tiny model.
 
-    python library_jobs.py pipeline.engines.libraries.with_quark JOB.json...
+    python -m tests.reference.library_jobs pipeline.engines.libraries.with_quark JOB.json...
 
 Says ``failed NAME: reason`` for a job that ends with an exception, and goes on.
 """
@@ -12,10 +12,14 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch
+
 from pipeline.engines.libraries.job import LibraryJob
 
 if __name__ == "__main__":
     worker = importlib.import_module(sys.argv[1])
+    # What Quark compiles takes longer to compile than to run. By with_quark it is compiled, and has the same bytes.
+    torch.compiler.set_stance("force_eager")
     for path in map(Path, sys.argv[2:]):
         try:
             worker.main(LibraryJob.load(path))

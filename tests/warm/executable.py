@@ -135,8 +135,10 @@ numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if os.path
 
 
 @contextlib.contextmanager
-def warm_python(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
+def warm_python(folder: Path, environment: Mapping[str, str], *modules: str) -> Iterator[Path]:
     """The executable, for as long as the block runs; what still runs then is killed.
+
+    Where modules are named they alone are imported, in their order.
 
     Only the settings that a library reads while it is imported are those of ``environment``, and not of the program.
     Programs that are started by `sys.executable` are forks as well. ``-c``, and what is started with ``-I``, is left to
@@ -144,7 +146,8 @@ def warm_python(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
     """
     place, script = folder / "warm.socket", folder / "python"
     root = str(Path(__file__).parents[2])
-    with _warm(sys.executable, place, str(script), _LIBRARIES, {**environment, "PYTHONPATH": root}, root) as process:
+    variables = {**environment, "PYTHONPATH": root}
+    with _warm(sys.executable, place, str(script), modules or _LIBRARIES, variables, root) as process:
         _executable(script, _PYTHON_SCRIPT.format(python=sys.executable, place=str(place)) + _FORKED)
         _PROCESSES[str(script)] = process.pid
         yield script

@@ -2,6 +2,7 @@
 
     with shared_vllm(folder, find_vllm()) as vllm: ...
     with shared_python(folder) as python: ...
+    with shared_library(folder, "quark") as python: ...
 
 ``folder`` is one for all test processes. The first of them starts the process that keeps what is warm, which ends
 with the last one's block. Else each test process would import vLLM three times: for servers, for their engines and for
@@ -29,6 +30,18 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[2]
 _PLACE = "holders.socket"
+_MODEL = ("transformers.models.llama.modeling_llama", "pipeline.engines.libraries.model", "pipeline.model.structure")
+# First what imports the library as it has to be imported.
+_ENGINES = {
+    "quark": ("tests.reference.with_quark", "quark.torch.utils.llm.model_preparation", *_MODEL),
+    "llmcompressor": (
+        "tests.reference.with_llmcompressor",
+        "llmcompressor.modeling.moe.linearize",
+        "llmcompressor.modifiers.gptq",
+        "llmcompressor.modifiers.transform.awq",
+        *_MODEL,
+    ),
+}
 
 
 def for_all_workers(factory: pytest.TempPathFactory, name: str) -> Path:
@@ -42,14 +55,23 @@ def for_all_workers(factory: pytest.TempPathFactory, name: str) -> Path:
 @contextlib.contextmanager
 def shared_vllm(folder: Path, vllm: VllmEnvironment) -> Iterator[VllmEnvironment]:
     """`warm_vllm` for as long as anybody's block runs."""
-    with _kept(folder, os.environ, str(vllm.executable)):
+    with _kept(folder, os.environ, "vllm", str(vllm.executable)):
         yield VllmEnvironment(folder / "bin" / "vllm", vllm.found_by)
 
 
 @contextlib.contextmanager
 def shared_python(folder: Path) -> Iterator[Path]:
     """`warm_python` for as long as anybody's block runs; PyTorch has one thread in each of its programs."""
-    with _kept(folder, {**os.environ, "OMP_NUM_THREADS": "1"}):
+    with _kept(folder, {**os.environ, "OMP_NUM_THREADS": "1"}, "python"):
+        yield folder / "python"
+
+
+@contextlib.contextmanager
+def shared_library(folder: Path, engine: str) -> Iterator[Path]:
+    """`warm_python` with the library of an engine alone: it patches what others import."""
+    # Quark compiles an extension with the tools beside the interpreter.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    with _kept(folder, {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}, "python", *_ENGINES[engine]):
         yield folder / "python"
 
 
@@ -100,14 +122,16 @@ def _started(folder: Path, environment: Mapping[str, str], *arguments: str) -> s
     return line
 
 
-def _keep(number: str, place: str, vllm: str | None = None) -> None:
+def _keep(number: str, place: str, kind: str, *given: str) -> None:
     """Keep it for who is on the other end of a socket, and for all who connect, until the last has left."""
     folder, first = Path(place), socket.socket(fileno=int(number))
     for left in folder.glob("*.socket"):
         left.unlink()
     with socket.socket(socket.AF_UNIX) as listening, contextlib.ExitStack() as stack:
         stack.enter_context(
-            warm_python(folder, os.environ) if vllm is None else warm_vllm(folder, VllmEnvironment(Path(vllm), ""))
+            warm_vllm(folder, VllmEnvironment(Path(given[0]), ""))
+            if kind == "vllm"
+            else warm_python(folder, os.environ, *given)
         )
         listening.bind(str(folder / _PLACE))
         listening.listen(64)

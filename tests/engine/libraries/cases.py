@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,6 @@ from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.model.structure import Structure
 from pipeline.recipe.schema import Quantization
 
-ROOT = Path(__file__).parents[3]
 FORMATS = {"llmcompressor": "compressed-tensors", "quark": "quark"}
 
 
@@ -57,17 +55,12 @@ class Adopted:
 Make = Callable[[str, Mapping[str, Case]], Mapping[str, Adopted]]
 
 
-def run_jobs(engine: str, jobs: Iterable[Path]) -> None:
+def run_jobs(python: Path, engine: str, jobs: Iterable[Path]) -> None:
+    """Run them with a Python whose programs have imported the library."""
     jobs = list(jobs)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     ended = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tests" / "reference" / "library_jobs.py"),
-            f"pipeline.engines.libraries.with_{engine}",
-            *map(str, jobs),
-        ],
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        [python, "-m", "tests.reference.library_jobs", f"pipeline.engines.libraries.with_{engine}", *jobs],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

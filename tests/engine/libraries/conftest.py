@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +20,16 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def by_library(models: Callable[..., Path], blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def by_library(
+    models: Callable[..., Path],
+    blocks: torch.Tensor,
+    warm_library: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Make:
     """Run all cases of an engine in one process, and adopt what they left."""
 
     def make(engine: str, cases: Mapping[str, Case]) -> Mapping[str, Adopted]:
-        if find_spec(engine) is None:
-            pytest.skip(f"{engine} is not installed")
+        python = warm_library(engine)
         root = tmp_path_factory.mktemp(f"with-{engine}")
         save_samples(blocks, root / "samples.safetensors")
         opened: dict[str, tuple[Checkpoint, Structure, Choice]] = {}
@@ -46,7 +49,7 @@ def by_library(models: Callable[..., Path], blocks: torch.Tensor, tmp_path_facto
                 device="cpu",
                 trust_remote_code=False,
             ).save(root / f"{name}.json")
-        run_jobs(engine, [root / f"{name}.json" for name in cases])
+        run_jobs(python, engine, [root / f"{name}.json" for name in cases])
         return {name: adopted(root, name, engine, case, *opened[name]) for name, case in cases.items()}
 
     return make
