@@ -35,17 +35,9 @@ def joined(ours: Mapping[str, Any], given: PodTemplate) -> dict[str, Any]:
     (own,) = spec.pop("containers")
     volumes, selector = spec.pop("volumes"), spec.pop("nodeSelector", {})
     listed = theirs.pop("containers", [])
-    _once(listed, "containers", given)
+    _require_own(own["name"], given)
     number = next((number for number, item in enumerate(listed) if item["name"] == own["name"]), None)
     asked = {} if number is None else listed[number]
-    for other, item in enumerate(theirs.get("initContainers", [])):
-        if item["name"] in {own["name"], *(one["name"] for one in listed)}:
-            raise given.fault(("initContainers", other, "name"), f"found {item['name']} twice, expected it once")
-    for kind in ("initContainers", "containers"):
-        for other, item in enumerate(given.spec.get(kind, [])):
-            if "image" not in item and item["name"] != own["name"]:
-                said = f'found "{item["name"]}" without an image; the container of the run is called {own["name"]}'
-                raise given.fault((kind, other, "name"), said)
     container = _container(own, asked, given, ("containers", number or 0))
     kept = _volumes(volumes, theirs.pop("volumes", []), container, given)
     _mounted(theirs.get("initContainers", []), "initContainers", kept, given)
@@ -67,6 +59,20 @@ def joined(ours: Mapping[str, Any], given: PodTemplate) -> dict[str, Any]:
             "volumes": kept,
         },
     }
+
+
+def _require_own(name: str, given: PodTemplate) -> None:
+    """Each container has a name of its own, and an image, which that of the run gets from us."""
+    names = [name]
+    for kind in ("containers", "initContainers"):
+        for number, item in enumerate(given.spec.get(kind, [])):
+            path, ours = (kind, number, "name"), item["name"] == name and kind == "containers"
+            if item["name"] in names and not (ours and names.count(name) == 1):
+                raise given.fault(path, f"found {item['name']} twice, expected it once")
+            names.append(item["name"])
+            if "image" not in item and not ours:
+                said = f'found "{item["name"]}" without an image; the container of the run is called {name}'
+                raise given.fault(path, said)
 
 
 def _container(own: Mapping[str, Any], asked: Mapping[str, Any], given: PodTemplate, path: YamlPath) -> dict[str, Any]:
@@ -144,7 +150,10 @@ def _volumes(
     given: PodTemplate,
 ) -> list[Mapping[str, Any]]:
     """Without our shared memory where the file has another."""
-    _once(asked, "volumes", given)
+    names = [volume["name"] for volume in asked]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise given.fault(("volumes", number, "name"), f"found {name} twice, expected it once")
     shared = next(mount["name"] for mount in container["volumeMounts"] if _folder(mount) == _SHARED_MEMORY)
     theirs = {volume["name"]: volume for volume in asked}
     memory = own[0]["name"]
@@ -182,13 +191,6 @@ def _united(
         if own.get(name, value) != value:
             raise given.fault((*path, name), f"found {value}, expected {own[name]}: {why}", metadata=metadata)
     return {**own, **asked}
-
-
-def _once(items: Sequence[Mapping[str, Any]], kind: str, given: PodTemplate) -> None:
-    names = [item["name"] for item in items]
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            raise given.fault((kind, number, "name"), f"found {name} twice, expected it once")
 
 
 def _folder(mount: Mapping[str, Any]) -> str:

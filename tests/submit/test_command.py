@@ -87,6 +87,8 @@ def test_a_folder_of_logs_that_cannot_be_written_is_no_fault_of_ours(
     assert ended("tiny-ptpc-fp8kv", "--slurm") == 5
     assert "unexpected" not in capsys.readouterr().err
     (tmp_path / "hub").write_text("no folder", encoding="utf-8")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     assert ended("tiny-ptpc-fp8kv", "--slurm", "--container", "image") == 5
     assert str(tmp_path / "hub") in capsys.readouterr().err

@@ -141,6 +141,8 @@ def _ours(text: str) -> str:
         ("volumes: [{name: work, emptyDir: {}}]\n", "found another work than the claim"),
         ("volumes: [{name: a}, {name: a}]\n", r"volumes\[1\].name: found a twice"),
         ("containers: [{name: a, image: x}, {name: a, image: x}]\n", "found a twice"),
+        ("containers: [{name: quantmint}, {name: quantmint}]\n", r"containers\[1\].name: found quantmint twice"),
+        ("containers: [{name: a, image: x}]\ninitContainers: [{name: a, image: x}]\n", r"pod.yaml:2.*found a twice"),
         ("initContainers: [{name: quantmint, image: x}]\n", "found quantmint twice"),
         ("restartPolicy: OnFailure\n", "expected Never"),
         ("nodeSelector: {pool: other}\n", "found other, expected mine: --node-selector"),

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.submit.attached import Now
+from pipeline.submit.ray import Options as Settings
+from pipeline.submit.ray import RayJobs
 from pipeline.submit.sbatch import Options
 from pipeline.submit.slurm import Slurm
 from pipeline.submit.waiting import Telling, Waiting, in_kubernetes, in_slurm
@@ -149,3 +152,11 @@ def test_slurms_reason_is_read_while_a_log_is_awaited(tmp_path: Path, monkeypatc
     assert "".join(there.lines("17", lambda state: telling(state.waits))) == "a line\n"
     assert [line for line in told if line.startswith("waits: ")] == ["waits: Priority", "waits: BadConstraints"]
     assert "sinfo -o" in told[2]
+
+
+def test_rays_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there = RayJobs("head:8265", Settings(folder=tmp_path))
+    monkeypatch.setattr(there, "now", lambda _: Now("PENDING", False, message="It waits for GPUs."))
+    assert there.state("job").waits == Waiting("It waits for GPUs.")
+    monkeypatch.setattr(there, "now", lambda _: Now("RUNNING", False, message="It runs."))
+    assert there.state("job").waits is None
