@@ -45,7 +45,8 @@ def command(
     """Publish what a finished run of RECIPE left in the store, if it passed: nothing is measured, nothing quantized.
 
     To the places of the recipe, or to those that are named here; several may be named. A release that is there is left
-    as it is, so that the same command finishes what was interrupted.
+    as it is, so that the same command finishes what was interrupted. Readers get it back where a run chose another one,
+    and not where a person did.
     """
     from pipeline.planning import build_plan
     from pipeline.preflight import missing_stages, require_means

@@ -194,7 +194,7 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
         emit({"runs": [run.to_json() for run in runs], "others": [_plain(ended) for ended in left]})
     else:
         _print_forecast(runs, left)
-    return worst(ended.exit_code for ended in left if ended.state in {"broken", "failed"})
+    return worst(ended.exit_code for ended in left if ended.state in {"broken", "damaged", "failed"})
 
 
 def _plain(ended: Ended) -> dict[str, object]:

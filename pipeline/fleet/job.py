@@ -156,7 +156,8 @@ def ran(job: Job, attempted: Attempted, stopped_by: int | None) -> Ended:
 def state_after(job: Job, ended: Ended) -> RecipeState:
     """What is kept of a recipe after its last attempt of a round."""
     now, before = now_utc(), job.state
-    common = replace(before, last_attempt=now, reason=ended.reason)
+    file = before.file if job.due.loaded is None else str(job.due.loaded.path.absolute())
+    common = replace(before, last_attempt=now, reason=ended.reason, file=file)
     if ended.state in {"left", "interrupted"}:
         return common  # with the inputs that it failed with, if it rests: these here have not failed
     inputs = job.due.inputs or None

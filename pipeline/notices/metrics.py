@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from eval.verdict import Verdict
 from pipeline.errors import StoreError
 from pipeline.fleet.events import Event, State
-from pipeline.refresh.state import RecipeState, all_states, moment
+from pipeline.refresh.state import RecipeState, all_states, is_gone, moment
 
 _DONE: Final[frozenset[State]] = frozenset({"ran", "current", "held"})
 
@@ -65,6 +65,7 @@ class Board(Collector):
         self._queued = self._running = 0
         self._due: dict[str, bool] = {}
         self._damaged: dict[str, bool] = {}
+        self._heard: set[str] = set()
         self._next: dict[str, float] = {}
         self._told = ""
         self.registry = CollectorRegistry()
@@ -74,6 +75,8 @@ class Board(Collector):
         """Take over what an event says of the queue and of its recipe."""
         with self._lock:
             self._queued, self._running = event.queued, event.running
+            if event.state != "broken":  # which a deleted one is, too
+                self._heard.add(event.recipe)
             if event.state == "damaged" or event.state in _DONE:
                 self._damaged[event.recipe] = event.state == "damaged"
             if event.state in ("broken", "unknown", "damaged"):
@@ -86,11 +89,15 @@ class Board(Collector):
     def plan(self, fires: Mapping[str, float]) -> None:
         """Take over when each recipe is looked at next (seconds since the epoch), in place of all that was known."""
         with self._lock:
+            for name in self._next.keys() - fires.keys():  # nobody looks at it here any more
+                self._due.pop(name, None)
+                self._damaged.pop(name, None)
+                self._heard.discard(name)
             self._next = dict(fires)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Every metric, for `prometheus_client`."""
-        now, states = self._clock(), self._states()
+        now, (states, missing) = self._clock(), self._states()
         for name, (text, value_of) in _OF_STATE.items():
             values = {recipe: value_of(state, now) for recipe, state in states.items()}
             yield _by_recipe(name, text, {recipe: value for recipe, value in values.items() if value is not None})
@@ -104,8 +111,8 @@ class Board(Collector):
                 verdicts.add_metric([recipe, verdict.value], float(state.last_verdict == verdict.value))
         yield verdicts
         with self._lock:
-            due, fires, queued, running = dict(self._due), dict(self._next), self._queued, self._running
-            damaged = dict(self._damaged)
+            due, damaged = ({name: told[name] for name in told.keys() - missing} for told in (self._due, self._damaged))
+            fires, queued, running = dict(self._next), self._queued, self._running
         yield _by_recipe("due", "1 for a recipe that was due when it was last looked at and is not done.", due)
         yield _by_recipe(
             "release_damaged", "1 for a recipe whose release could not be read when it was last looked at.", damaged
@@ -115,14 +122,18 @@ class Board(Collector):
         yield GaugeMetricFamily("quantmint_queue_length", "Recipes that wait to be run.", value=queued)
         yield GaugeMetricFamily("quantmint_running", "Recipes that are being run.", value=running)
 
-    def _states(self) -> Mapping[str, RecipeState]:
+    def _states(self) -> tuple[Mapping[str, RecipeState], frozenset[str]]:
+        """Those of the recipes that there are, and the names of those that are gone."""
         try:
-            return all_states(self._store, warn=self._warn)
+            states = all_states(self._store, warn=self._warn)
         except StoreError as error:  # away for now; what is known of the queue is shown all the same
             if self._told != str(error):
                 self._told = str(error)
                 self._warn(self._told)
-            return {}
+            return {}, frozenset()
+        with self._lock:
+            missing = frozenset(name for name, state in states.items() if name not in self._heard and is_gone(state))
+        return {name: state for name, state in states.items() if name not in missing}, missing
 
 
 def _unlooked(event: Event) -> bool:

@@ -27,7 +27,8 @@ class RecipeState:
     release ``tag``, first seen at ``released``. ``last_exit`` is the code that a round counted, ``last_duration_s``
     the seconds of the last attempt that came to its end. ``attempts_failed`` counts rounds that failed since one did
     not, ``not_before`` is when the next is made at the soonest, and ``inputs`` the digest of what the recipe was to be
-    made from: where that is another now, there is nothing to wait for.
+    made from: where that is another now, there is nothing to wait for. ``file`` is where the recipe stood, an absolute
+    path on the machine that attempted it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class RecipeState:
     tag: str | None = None
     released: str | None = None
     inputs: str | None = None
+    file: str | None = None
     reason: str = ""
 
 
@@ -99,6 +101,17 @@ def all_states(root: Path, *, warn: Callable[[str], None]) -> dict[str, RecipeSt
     """Every recipe's state by its name, sorted."""
     names = sorted(path.stem for path in folder_of(root).glob("*.json"))
     return {name: read_state(root, name, warn=warn) for name in names}
+
+
+def is_gone(state: RecipeState) -> bool:
+    """Whether the recipe was deleted or renamed: its file is not there, and the folder is.
+
+    Where the folder is not there either, as on another machine or while a disk is away, nobody can say.
+    """
+    if state.file is None:
+        return False
+    path = Path(state.file)
+    return path.parent.is_dir() and not path.exists()
 
 
 def moment(text: str | None) -> datetime | None:

@@ -110,6 +110,51 @@ def test_the_next_fire_goes_with_its_recipe(store: Path) -> None:
     assert fires == {("good",): EPOCH + 7}
 
 
+def test_a_recipe_that_was_deleted_is_shown_no_more(store: Path, event: Make) -> None:
+    """Not so one that nobody named this time, whose folder is away, or of which nobody knows where it stood."""
+    folder = store / "recipes"
+    folder.mkdir()
+    for name in ("kept", "deleted", "moved"):
+        write_state(store, RecipeState(name=name, file=str(folder / f"{name}.yaml"), last_attempt=AT))
+    write_state(store, RecipeState(name="away", file=str(store / "not mounted" / "away.yaml"), last_attempt=AT))
+    (folder / "kept.yaml").touch()
+    ours = board(store)
+    ours.hear(event("finished", "moved", state="current"))  # to another folder: it was looked at there
+    ours.hear(event("finished", "deleted", state="broken"))
+    assert {key[1] for key in shown(ours) if key[0] == "attempts_failed"} == {"good", "bad", "kept", "moved", "away"}
+
+
+def test_a_scheduler_shows_a_recipe_until_it_is_deleted(store: Path, event: Make) -> None:
+    file = store / "fresh.yaml"
+    write_state(store, RecipeState(name="fresh", file=str(file), last_attempt=AT))
+    file.touch()
+    ours = board(store)
+    ours.plan({"fresh": EPOCH})
+    ours.hear(event("finished", "fresh", state="damaged"))
+    assert shown(ours)["release_damaged", "fresh"] == 1
+    file.unlink()
+    ours.plan({})
+    assert not [key for key in shown(ours) if "fresh" in key]
+
+
+def test_what_a_scheduler_looks_at_no_more_is_not_due_for_ever(store: Path, event: Make) -> None:
+    ours = board(store)
+    ours.plan({"fresh": EPOCH, "other": EPOCH})
+    for name in ("fresh", "other", "asked"):
+        ours.hear(event("finished", name, state="current"))
+    ours.plan({"other": EPOCH})
+    assert {key[1] for key in shown(ours) if key[0] == "due"} == {"other", "asked"}
+
+
+def test_a_damaged_release_is_shown_until_it_can_be_read(store: Path, event: Make) -> None:
+    ours = board(store)
+    seen = []
+    for state in ("damaged", "unknown", "current"):
+        ours.hear(event("finished", "good", state=state, exit_code=5 if state == "damaged" else 0))
+        seen.append(shown(ours)["release_damaged", "good"])
+    assert seen == [1, 1, 0]
+
+
 def test_every_metric_is_documented_and_every_alert_uses_what_there_is(store: Path, event: Make) -> None:
     ours = board(store)
     ours.hear(event("queued", "bad"))

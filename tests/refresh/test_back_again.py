@@ -20,6 +20,7 @@ from pipeline.publish.target import Target
 from pipeline.refresh.back import made_before
 from pipeline.refresh.due import Due
 from pipeline.refresh.release import Released, Silent
+from pipeline.refresh.state import read_state
 from tests.hub.standin import HubStandIn
 from tests.publish.conftest import Bucket
 from tests.refresh.world import CONFIG, World
@@ -159,6 +160,7 @@ def test_a_round_makes_the_stage_publish_again_and_comes_to_rest(world: World, h
     assert [asked[place + 1] for place, word in enumerate(asked) if word == "--redo"] == ["publish"]
     target.bring_back(there.x, dry_run=False, progress=Silent())
     Path("asked.json").unlink()
+    assert read_state(world.store.root, "r", warn=world.told.append).file == str(world.folder / "r.yaml")
     assert once() == [("current", "nothing changed")]
     assert not Path("asked.json").exists()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.publish.release import MANIFEST
 from tests.hub.standin import Fault, HubStandIn
 from tests.pipeline.conftest import Ended
 from tests.refresh.world import CONFIG, World
@@ -69,6 +71,35 @@ def test_what_is_broken_is_told_and_the_others_looked_at(world: World, quantmint
     assert [line.split()[1] for line in ended.out.splitlines()] == ["broken", "current"]
     world.recipe("new")
     assert quantmint("due", "bad.yaml", "new.yaml").code == 10
+
+
+def test_a_damaged_release_is_no_silence(world: World, quantmint: Command) -> None:
+    """At night nobody reads warnings: a code, a state and a reason of its own, and the others are looked at and run."""
+    tag = world.release()
+    world.recipe("good")
+    world.release("good")
+    (world.folder / "published" / ".releases" / "r" / tag / MANIFEST).write_text("{")
+    ended = quantmint("due", "r.yaml", "good.yaml", "--json")
+    assert ended.code == 5
+    assert [(one["state"], f"{tag} is damaged" in one["reason"]) for one in ended.json["recipes"]] == [
+        ("damaged", True), ("current", False),
+    ]  # fmt: skip
+    (world.folder / "bad.yaml").write_text("name: bad\n")
+    assert quantmint("due", "bad.yaml", "r.yaml").code == 5
+    ended = quantmint("requantize", "r.yaml", "good.yaml", "--json")
+    assert (ended.code, ended.json["exit_code"]) == (5, 5)
+    assert {one["recipe"]: (one["state"], one["exit_code"]) for one in ended.json["ended"]} == {
+        "r": ("damaged", 5), "good": ("current", 0),
+    }  # fmt: skip
+    ended = quantmint("requantize", "r.yaml")
+    assert f"{tag} is damaged" in ended.out
+    world.recipe("new")
+    assert quantmint("due", "r.yaml", "new.yaml").code == 10
+
+
+def test_a_release_that_is_dated_ahead_is_told_so(world: World, quantmint: Command) -> None:
+    world.release(year=2099)
+    assert re.search(r" \(dated \d+ d ahead\)  nothing changed", quantmint("due", "r.yaml").out)
 
 
 def test_what_cannot_be_asked_is_told_once_and_is_no_failure(world: World, hub: HubStandIn, quantmint: Command) -> None:

@@ -102,6 +102,18 @@ def test_a_run_does_not_undo_a_rollback(orchestra: Any, stages: Any, quantmint: 
     assert orchestra.ran == ["quantize", "inspect", "gate", "report", "package"] * 2
 
 
+def test_inputs_that_moved_there_and_back(orchestra: Any, stages: Any, quantmint: Any) -> None:
+    """What a run put in its place, the stage made again replaces, with the same proof as any publication."""
+    tags = [orchestra.run(*stages(option)).entry("publish").record.result["tag"] for option in (1, 2)]
+    assert orchestra.run(*stages(1)).steps[-1].cached
+    assert quantmint("publish", "r.yaml", "--dry-run").out.rstrip().endswith(f"work/published/r to {tags[0]}")
+    for option in (1, 2, 1):
+        entry = orchestra.run(*stages(option), redo=["publish"]).entry("publish")
+        assert [one.current for one in published_in(entry)] == [True]
+        assert Path("published/r").resolve().name == tags[option - 1]
+    assert orchestra.ran == ["quantize", "inspect", "gate", "report", "package"] * 2
+
+
 def test_a_byte_that_flips_after_the_verdict(orchestra: Any, stages: Any) -> None:
     orchestra.run(*stages(1))
     old = published()
