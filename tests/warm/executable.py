@@ -16,12 +16,14 @@ where it was killed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.serving.environment import VllmEnvironment
@@ -174,19 +176,23 @@ def warm_vllm(folder: Path, vllm: VllmEnvironment) -> Iterator[VllmEnvironment]:
         listening.bind(str(place))
         listening.listen(64)
         known: dict[str, Path] = {}
+        making: dict[str, threading.Lock] = {}
+        numbers = itertools.count()
+
+        def answer(line: socket.socket, content: str) -> None:
+            with line, making.setdefault(content, threading.Lock()):
+                if content not in known:
+                    made = folder / f"{next(numbers)}.socket"
+                    stack.enter_context(_warm(python, made, str(spawned), _VLLM, json.loads(content), str(folder)))
+                    known[content] = made
+                with contextlib.suppress(OSError):  # it may be gone by now
+                    line.sendall(str(known[content]).encode())
 
         def make_warm() -> None:
-            with listening:  # should this fail, nobody waits for an answer
+            # Who asks for what is there does not wait for what another asks for.
+            with listening, ThreadPoolExecutor(8) as answering:
                 while asked := _next_environment(listening):
-                    line, content = asked
-                    with line:
-                        if content not in known:
-                            made = folder / f"{len(known)}.socket"
-                            variables = json.loads(content)
-                            stack.enter_context(_warm(python, made, str(spawned), _VLLM, variables, str(folder)))
-                            known[content] = made
-                        with contextlib.suppress(OSError):  # it may be gone by now
-                            line.sendall(str(known[content]).encode())
+                    answering.submit(answer, *asked)
 
         thread = threading.Thread(target=make_warm)
         thread.start()
