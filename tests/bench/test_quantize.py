@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,23 +15,22 @@ from tests.bench import figures
 from tests.bench.contenders import CASES, CONTENDERS, how
 from tests.bench.model import SHAPES, write_model
 from tests.bench.plot import draw
-from tests.warm.executable import warm_python
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_end_to_end(tmp_path: Path) -> None:
+def test_end_to_end(tmp_path: Path, warm_python: Path) -> None:
+    """Its process, and those that it measures, have imported the libraries already."""
     options = ["--shape", "tiny", "--rounds", "1", "--contenders", "cp,quantmint", "--only", "mxfp4,fp8_kv", "--double"]
     places = ["--folder", str(tmp_path), "--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.svg")]
-    with warm_python(tmp_path, os.environ) as python:  # and so are the processes that it measures
-        ended = subprocess.run(
-            [python, "-m", "tests.bench.quantize", *options, *places],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    ended = subprocess.run(
+        [warm_python, "-m", "tests.bench.quantize", *options, *places],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     for words in ("cp -r", "quantmint", "written, s", "durable, s", "twice the layers", "predicted as by"):
         assert words in ended.stdout

@@ -1,6 +1,6 @@
 """Calibrate a folder layer by layer in forks of this process, and kill each in the middle of one; run each again.
 
-    python killed_layers.py FOLDER TOKENS.pt PLACE STEPS...
+    python -m tests.calibration.killed_layers FOLDER TOKENS.pt PLACE STEPS...
 
 For each number of STEPS: after so many batches in all layers a run kills itself the hard way, and another one goes on
 from what it left. What each told and made is in the folder PLACE/STEPS. Prints a JSON list of the exit codes of both,

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from itertools import count
@@ -91,14 +89,13 @@ KILLED_AFTER = (2, 7, 14, 23)
 
 
 @pytest.fixture(scope="module")
-def killed(deep: Path, blocks: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(deep: Path, blocks: torch.Tensor, warm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each of these numbers of steps, with what a run that was killed then, and the next one, left."""
     place = tmp_path_factory.mktemp("killed")
     torch.save(blocks[:, :16].clone(), place / "tokens.pt")
-    script = Path(__file__).with_name("killed_layers.py")
+    arguments = (deep, place / "tokens.pt", place, *map(str, KILLED_AFTER))
     ended = subprocess.run(
-        [sys.executable, *map(str, (script, deep, place / "tokens.pt", place, *KILLED_AFTER))],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        [warm_python, "-m", "tests.calibration.killed_layers", *arguments],
         capture_output=True,
         text=True,
         check=False,

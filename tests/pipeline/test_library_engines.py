@@ -235,7 +235,7 @@ def test_a_quark_cache_needs_a_k_projection_of_its_own(opened: Open, library: Ca
     assert jobs == []
 
 
-def test_nothing_of_it_outlives_us(opened: Open, tmp_path: Path) -> None:
+def test_nothing_of_it_outlives_us(opened: Open, warm_python: Path, tmp_path: Path) -> None:
     opened("ptpc_fp8", "llmcompressor")
     pids = tmp_path / "pids"
     owner = f"""
@@ -245,8 +245,8 @@ by_library._command = lambda engine, job: [sys.executable, "-c", code]
 from pipeline.cli import main
 main(["run", "r.yaml", "--until", "inspect", "--device", "cpu"])
 """
-    root = str(Path(__file__).parents[2])
-    process = subprocess.Popen([sys.executable, "-c", owner], env={**os.environ, "PYTHONPATH": root})
+    Path("owner.py").write_text(owner)
+    process = subprocess.Popen([warm_python, "-m", "owner"])
     while not pids.exists() or not pids.read_text():
         assert process.poll() is None
         time.sleep(0.05)
@@ -272,6 +272,7 @@ def running(pid: int) -> bool:
     [("llmcompressor", "w4a16", "algorithm: gptq"), ("quark", "mxfp4_fp8", "kv_cache: fp8")],
 )
 def test_a_run_with_the_real_library(opened: Open, engine: str, scheme: str, more: str) -> None:
+    """Started as users start it: the other tests' checkpoints are made by forks of what imported a library once."""
     if find_spec(engine) is None:
         pytest.skip(f"{engine} is not installed")
     setting = opened(scheme, engine, more)

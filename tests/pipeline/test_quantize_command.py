@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,10 +388,9 @@ def test_a_full_disk(quantmint: Quantmint, source: Path, small_disk: Path, monke
 
 
 @pytest.mark.slow
-def test_two_at_once_make_it_once(source: Path) -> None:
-    command = [sys.executable, "-m", "pipeline", "quantize", str(source), "out", "--scheme", "mxfp4", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+def test_two_at_once_make_it_once(source: Path, warm_python: Path) -> None:
+    command = [warm_python, "-m", "pipeline", "quantize", source, "out", "--scheme", "mxfp4", "--json"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     told = [json.loads(one.communicate()[0]) for one in both]
     assert [one.returncode for one in both] == [0, 0], told
     assert sorted(one["made"] for one in told) == [False, True]
@@ -400,16 +398,14 @@ def test_two_at_once_make_it_once(source: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(source: Path) -> None:
+def test_killed_at_any_moment(source: Path, warm_python: Path) -> None:
     """Before each of the last renames and some of the first: where files appear under the names they keep."""
     arguments = ["quantize", "--scheme", "ptpc_fp8", *KV, str(source)]
 
     def run(folders: dict[str, int | None]) -> list[dict[str, Any]]:
         Path("job.json").write_text(json.dumps({"arguments": arguments, "folders": folders}))
-        script = [sys.executable, str(Path(__file__).with_name("killed_quantize.py")), "job.json", "ended.json"]
-        done = subprocess.run(
-            script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-        )
+        script = [warm_python, "-m", "tests.pipeline.killed_quantize", "job.json", "ended.json"]
+        done = subprocess.run(script, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         ended: list[dict[str, Any]] = json.loads(Path("ended.json").read_text())
         return ended
