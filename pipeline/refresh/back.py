@@ -2,8 +2,9 @@
 
 Pure. A base, a data set or a recipe that moved there and back has a release already; readers get it again
 (`pipeline.publish.target.Target.bring_back`) where a run put another one in its place. What a person promoted or
-rolled back to stays, and so does what nobody noted the reason of. A toolchain that went back is none of these: two
-machines that differ in it would take turns for ever.
+rolled back to stays, and so does what nobody noted the reason of. Two who look at one place must not take turns for
+ever: so a toolchain that went back is no reason, as two machines may differ in it, and what another store's run has
+published stays too, as its recipe may be another edition.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ def made_before(
     causes: Collection[Cause],
     words: str,
     *,
+    made: Collection[str],
     candidate: bool,
 ) -> Doing:
     """``ours`` is the tag of what these inputs made (None: not known), ``there`` a release of each place.
 
     ``empty`` are places that hold none. ``causes`` and ``words`` are what has changed since the release that the recipe
-    was held against. ``candidate``: the recipe's releases wait for a person.
+    was held against. ``made`` are tags of what this store's runs have made. ``candidate``: the recipe's releases wait
+    for a person.
     """
     if ours is None or empty or not there or any(one.shown is None for one in there):
         return "current", f"this store has made it: `quantmint publish {name}` publishes it ({words})", None
@@ -43,10 +46,14 @@ def made_before(
     waits = [one for one in others if ours in one.candidates]
     if waits:
         return "current", f"{ours} waits: `quantmint promote {waits[0].place} {ours}` ({words})", None
-    if candidate or not any(one.by_run for one in others):
-        one = others[0]
-        why = "which somebody chose, or nobody noted who did"
-        back = f"`quantmint rollback {one.place} {ours}` goes back to what these inputs made"
+    by_others = [one for one in others if one.by_run and one.shown not in made]
+    if candidate or not any(one.by_run and one.shown in made for one in others):
+        one = others[0] if candidate or not by_others else by_others[0]
+        if one in by_others and not candidate:
+            why, back = "which a run of another store published", f"`quantmint publish {name}` brings {ours} back"
+        else:
+            why = "which somebody chose, or nobody noted who did"
+            back = f"`quantmint rollback {one.place} {ours}` goes back to what these inputs made"
         return "current", f"held back: readers get {one.shown}, {why}; {back} ({words})", None
     if _MOVE_BACK.isdisjoint(causes):
         return "current", f"this store has made it: `quantmint publish {name}` brings {ours} back ({words})", None

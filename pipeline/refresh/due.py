@@ -24,7 +24,7 @@ from pipeline.refresh.asked import Answers, Places, UnaskedError, ask
 from pipeline.refresh.back import made_before
 from pipeline.refresh.causes import RECIPE, Change, changes, unknown_tools, without
 from pipeline.refresh.now import Now, plan_now
-from pipeline.refresh.release import Released, packaged
+from pipeline.refresh.release import Released, made_here, packaged
 from pipeline.refresh.words import what_changed
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import Store
@@ -140,8 +140,16 @@ def _found(
     stages, back = now.stages, None
     if state == "due" and all(found == "cached" for _, found in stages):
         causes, waits = {change.cause for change in counted}, loaded.recipe.publish.to == "candidate"
-        ours = now.packaged()
-        state, reason, back = made_before(name, ours, said.there, said.empty, causes, reason, candidate=waits)
+        state, reason, back = made_before(
+            name,
+            now.packaged(),
+            said.there,
+            said.empty,
+            causes,
+            reason,
+            made=made_here(name, store, runs),
+            candidate=waits,
+        )
     if back is not None:
         stages = tuple((key, "rerun" if key == "publish" else found) for key, found in stages)
     state, reason = _at_fault(state, reason, said)

@@ -125,6 +125,13 @@ def packaged(name: str, store: Store, runs: Sequence[Run]) -> Released | None:
     return None
 
 
+def made_here(name: str, store: Store, runs: Sequence[Run]) -> frozenset[str]:
+    """Tags of the releases of a recipe that a store's ``runs`` made, as far as it still has them."""
+    digests = {dict(run.plan).get("package") for run in runs if run.recipe == name}
+    entries = (store.find("package", digest) for digest in digests if digest is not None)
+    return frozenset(str(entry.record.result.get("tag")) for entry in entries if entry is not None)
+
+
 def _newest(target: Target, *, here: bool) -> Released | None:
     """``here``: its files lie on this machine, and each one's size is looked at too."""
     now = datetime.now(UTC)

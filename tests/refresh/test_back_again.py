@@ -21,6 +21,7 @@ from pipeline.refresh.back import made_before
 from pipeline.refresh.due import Due
 from pipeline.refresh.release import Released, Silent
 from pipeline.refresh.state import read_state
+from pipeline.store.runs import list_runs
 from tests.hub.standin import HubStandIn
 from tests.publish.conftest import Bucket
 from tests.refresh.world import CONFIG, World
@@ -62,6 +63,7 @@ def there_and(world: World, hub: HubStandIn, target: Target, publish: dict[str, 
         move(to)
         tags.append(world.release(to=target, hour=hour))
         world.finished(tag=tags[-1])
+        world.ran(exit_code=0, verdict="PASS")
         assert world.due().state == "current"
     return There(world, target, move, *tags)
 
@@ -109,6 +111,16 @@ def test_what_a_person_chose_holds_it_back(there: There) -> None:
     assert (found.state, found.brings_back) == ("current", None)
     assert found.reason.startswith(f"held back: readers get {there.y}, which somebody chose")
     assert f"`quantmint rollback {there.target.place} {there.x}`" in found.reason
+
+
+def test_what_another_store_published_stays(world: World, hub: HubStandIn) -> None:
+    """Two checkouts of a recipe that differ, each with a store of its own: they would take turns for ever."""
+    target = FolderTarget(world.folder / "published", "r")
+    there = there_and(world, hub, target, {"folder": "published"}, "recipe")
+    list_runs(world.store.root)[0].path.unlink()  # that of Y
+    found = there.due("x")
+    assert (found.state, found.brings_back) == ("current", None)
+    assert found.reason.startswith(f"held back: readers get {there.y}, which a run of another store published; `quant")
 
 
 def test_an_edit_that_was_taken_back_on_the_hub(world: World, hub: HubStandIn) -> None:
@@ -170,12 +182,12 @@ def test_versions_that_went_back_are_no_reason(world: World) -> None:
     tag = world.release()
     one = Released("published/r", tag, world.manifest(), shown=tag, by_run=True)
     for causes in ({"toolchain"}, {"serving"}, {"toolchain", "serving"}):
-        state, reason, back = made_before("r", "v1", [one], (), causes, "torch 2 -> 1", candidate=False)
+        state, reason, back = made_before("r", "v1", [one], (), causes, "torch 2 -> 1", made={tag}, candidate=False)
         assert (state, back) == ("current", None)
         assert reason == "this store has made it: `quantmint publish r` brings v1 back (torch 2 -> 1)"
-    assert made_before("r", "v1", [one], (), {"base", "toolchain"}, "", candidate=False)[2] == "v1"
-    assert made_before("r", "v1", [one], (), {"base"}, "", candidate=True)[2] is None
+    assert made_before("r", "v1", [one], (), {"base", "toolchain"}, "", made={tag}, candidate=False)[2] == "v1"
+    assert made_before("r", "v1", [one], (), {"base"}, "", made={tag}, candidate=True)[2] is None
     waits = Released("published/r", tag, world.manifest(), shown=tag, by_run=True, candidates=frozenset({"v1"}))
-    assert made_before("r", "v1", [waits], (), {"base"}, "x", candidate=False) == (
+    assert made_before("r", "v1", [waits], (), {"base"}, "x", made={tag}, candidate=False) == (
         "current", "v1 waits: `quantmint promote published/r v1` (x)", None,
     )  # fmt: skip
