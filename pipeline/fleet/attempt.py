@@ -97,7 +97,7 @@ def attempt(
     cannot be written.
     """
     first = time.monotonic()
-    began = None if queues else first
+    began, room = None if queues else first, threading.Event()
     printed = log.with_suffix(".out")
     with disk_errors(log):
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -108,13 +108,9 @@ def attempt(
             late = limit_s is not None and began is not None and time.monotonic() - began > limit_s
             if late:
                 break
-            grown = _grown(log, seen)
-            seen += len(grown)
-            if began is None and _ROOM.search(grown):
+            seen = _tell_stage(log, seen, on_stage, room.set)
+            if began is None and room.is_set():
                 began = time.monotonic()
-            found = _STAGE.findall(grown)
-            if found:
-                on_stage(b" ".join(found[-1]).decode(errors="replace"))
         cut = child.exit_code is None
     finally:
         child.let_go()
@@ -156,20 +152,27 @@ def new_log(root: Path, name: str) -> Path:
     return folder / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ')}.log"
 
 
-def _grown(log: Path, seen: int) -> bytes:
-    """The whole lines that the log has grown by since ``seen`` bytes."""
+def _tell_stage(
+    log: Path, seen: int, on_stage: Callable[[str], None], on_room: Callable[[], None] = lambda: None
+) -> int:
+    """Tell the newest stage of what the log has grown since ``seen`` bytes, and room; returns where to go on."""
     try:
         size = os.stat(log).st_size  # noqa: PTH116 - ten times a second
         if size == seen:
-            return b""
+            return seen
         with log.open("rb") as stream:
             stream.seek(seen)
             grown = stream.read(size - seen)
     except OSError:
-        return b""
+        return seen
     # A library's bar writes for hours without an end of line: only the last of that may become a line of ours.
     whole = grown.rfind(b"\n") + 1 or max(0, len(grown) - _LINE)
-    return grown[:whole]
+    if _ROOM.search(grown[:whole]):
+        on_room()
+    found = _STAGE.findall(grown[:whole])
+    if found:
+        on_stage(b" ".join(found[-1]).decode(errors="replace"))
+    return seen + whole
 
 
 def _finished(log: Path) -> frozenset[str]:
