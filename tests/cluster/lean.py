@@ -20,7 +20,7 @@ _BY_PIPE = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
 @contextmanager
 def lean_nodes() -> Iterator[None]:
     """Nodes that are started within take tasks, and nothing else; a task with a ``runtime_env`` waits for ever."""
-    from ray._private import node, services
+    from ray._private import node, services, utils
 
     start = services.start_ray_process
 
@@ -31,6 +31,8 @@ def lean_nodes() -> Iterator[None]:
         return start(command, process_type, *given, **named)
 
     with ExitStack() as stack:
+        # Whoever starts a node would import what the dashboard needs, to see whether it is there.
+        stack.enter_context(mock.patch.object(utils, "get_dashboard_dependency_error", return_value=ImportError()))
         stack.enter_context(mock.patch.object(services, "start_ray_process", start_lean))
         for name in ("start_api_server", "start_monitor", "start_log_monitor"):
             stack.enter_context(mock.patch.object(node.Node, name))

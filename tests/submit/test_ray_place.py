@@ -38,6 +38,7 @@ def dashboard() -> Iterator[str]:
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--port={port}", f"--ray-client-server-port={client}", f"--dashboard-port={web}"]
     command += [f"--dashboard-agent-listen-port={agent}"]
+    command += ["--no-monitor", "--include-log-monitor=false"]  # what scales a cluster, what reads logs to drivers
     command += [f"--temp-dir={folder}", "--num-cpus=1", "--num-gpus=0", f"--object-store-memory={80 << 20}"]
     env = {**os.environ, "RAY_raylet_start_wait_time_s": "180"}
     with (folder / "head.out").open("wb") as log:
