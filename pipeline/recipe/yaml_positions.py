@@ -81,16 +81,20 @@ for _class in (_Loader, Dumper):
 
 def read(path: Path) -> Document:
     """Parse a file; `RecipeError` where it cannot be read, is too large, or is not what `parse` takes."""
+    return parse(text_of(path), shown_path(path))
+
+
+def text_of(path: Path) -> str:
+    """A file's text, for whoever needs its lines as well: a pipe can be read once. `RecipeError` as `read`'s."""
     start = Place(shown_path(path), 1, 1)
     try:
         if path.stat().st_size > MAX_BYTES:
             raise _refused(start, f"found {path.stat().st_size:,} bytes, expected a recipe of at most {MAX_BYTES:,}")
-        text = path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise RecipeError(f"{start.file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise _refused(start, f"found a byte that is not UTF-8 at offset {error.start}, expected text") from error
-    return parse(text, start.file)
 
 
 def parse(text: str, file: str) -> Document:

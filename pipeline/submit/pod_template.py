@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RecipeError
-from pipeline.recipe.faults import Fault, Place, YamlPath, did_you_mean, refuse, shown
+from pipeline.recipe.faults import Fault, Place, YamlPath, did_you_mean, refuse, shown, shown_path
 from pipeline.recipe.translate import place_of
-from pipeline.recipe.yaml_positions import Document, read
+from pipeline.recipe.yaml_positions import Document, parse, text_of
 from pipeline.serving.running.child_environment import SECRET
 
 _PLAIN: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -46,7 +46,8 @@ _QUANTITIES = {
 _METADATA = ("labels", "annotations")
 _IGNORED = ("name", "generateName", "creationTimestamp")
 """What a template has to have for some tools; a Job names its pods itself."""
-_OCTAL = re.compile(r"[-+]?0[0-7]+\b")
+_OCTAL = re.compile(r"(?:[&!]\S*\s+)*([-+]?0[0-7]+)\b")  # after an anchor and a tag
+_QUANTITY = re.compile(r"\+?(\d+\.?\d*|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE][-+]?\d{1,2})?")
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 _LOCATES = re.compile(r"_(FILE|PATH|DIR)$")
 
@@ -74,8 +75,8 @@ class PodTemplate:
 
 def read_template(path: Path) -> PodTemplate:
     """Read a file; `RecipeError`, with each line, for what is no pod of Kubernetes or holds a secret."""
-    document = read(path)
-    return _Reader(document, path.read_text(encoding="utf-8-sig").splitlines()).template()
+    text = text_of(path)
+    return _Reader(parse(text, shown_path(path)), text.splitlines()).template()
 
 
 class _Reader:
@@ -98,6 +99,8 @@ class _Reader:
         for kind in ("initContainers", "containers"):
             for number, container in enumerate(_listed(checked, kind)):
                 self._secrets(container, (*spec, kind, number))
+        if "ephemeralContainers" in checked:
+            self._fault((*spec, "ephemeralContainers"), "found containers that only a pod that runs may be given")
         refuse(self._faults)
         return PodTemplate(self._document, spec, checked, labels, annotations)
 
@@ -188,24 +191,19 @@ class _Reader:
             self._fault(path, f"found no {missing}, which {model.__name__.removeprefix('V1')} needs")
 
     def _quantities(self, value: Any, path: YamlPath) -> Any:
-        from kubernetes.utils.quantity import parse_quantity
-
         if isinstance(value, dict):
             return {key: self._quantities(item, (*path, key)) for key, item in value.items()}
         text = str(value) if type(value) in (int, float) else value
-        if isinstance(text, str):
-            try:
-                parse_quantity(text)
-            except ValueError:
-                self._expected(value, "a quantity such as 8, 500m or 64Gi", path)
+        if isinstance(text, str) and not _QUANTITY.fullmatch(text):
+            self._expected(value, "a quantity such as 8, 500m or 64Gi", path)
         return text
 
     def _number(self, value: int, path: YamlPath) -> int:
         place = place_of(path, self._document)
         written = self._lines[place.line - 1][place.column - 1 :]
         if octal := _OCTAL.match(written):
-            meant = int(octal[0], 8)
-            self._fault(path, f"found {octal[0]}, which is {meant} or {value} to different readers; write {meant}")
+            meant = int(octal[1], 8)
+            self._fault(path, f"found {octal[1]}, which is {meant} or {value} to different readers; write {meant}")
         return value
 
     def _secrets(self, container: Any, path: YamlPath) -> None:
@@ -235,7 +233,7 @@ class _Reader:
         return value
 
     def _fault(self, path: YamlPath, message: str, *, key: bool = False) -> None:
-        self._faults.append(Fault(place_of(path, self._document, key=key), path, message))
+        self._faults.append(Fault(place_of(path, self._document, key=key), path, _TOKEN.sub("hf_...", message)))
 
 
 def _listed(data: Any, name: str) -> list[dict[str, Any]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -88,7 +90,11 @@ def test_forms_of_a_file(text: str, tmp_path: Path) -> None:
         ("spec: {volumes: {a: b}}\n", "found a mapping, expected a list"),
         ("spec: {tolerations: [x]}\n", 'found "x", expected a mapping'),
         ("spec: {overhead: {cpu: many}}\n", "expected a quantity such as 8, 500m"),
+        ("spec: {overhead: {cpu: NaN}}\n", "expected a quantity such as 8, 500m"),
+        ("spec: {overhead: {cpu: -1}}\n", "expected a quantity such as 8, 500m"),
+        ("spec: {ephemeralContainers: [{name: a}]}\n", "that only a pod that runs may be given"),
         ("spec: {volumes: [{name: a, secret: {defaultMode: 0400}}]}\n", "which is 256 or 400.*write 256"),
+        ("spec: {volumes: [{name: a, secret: {defaultMode: &mode 0400}}]}\n", "which is 256 or 400.*write 256"),
         ("spce: {}\n", 'found "spce", expected a field of PodSpec'),
         ("spec: {}\nmetdata: {}\n", r'pod.yaml:2:1.*expected metadata, spec \(did you mean "metadata"'),
         ("kind: Deployment\n", 'found "Deployment", expected Pod, PodTemplate'),
@@ -112,6 +118,24 @@ def test_no_secret_stands_in_a_manifest(kind: str, tmp_path: Path) -> None:
         assert value not in str(failure.value)
     with pytest.raises(RecipeError, match=r"pod.yaml:1:25: found a token of the Hub"):
         given(tmp_path, f"metadata: {{labels: {{a: '{'hf_' + 'a' * 30}'}}}}\n")
+
+
+def test_a_token_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r'found "hf_\.\.\.", expected true or false') as failure:
+        given(tmp_path, f"hostNetwork: hf_{'a' * 30}\n")
+    assert "aaa" not in str(failure.value)
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    """`--pod-template <(...)` of a shell."""
+    text = f"terminationGracePeriodSeconds: 9\n# hf_{'a' * 30}\n"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writing = Thread(target=pipe.write_text, args=(text,), daemon=True)
+    writing.start()
+    with pytest.raises(RecipeError, match="pipe:2:3: found a token of the Hub"):
+        read_template(pipe)
+    writing.join()
 
 
 def _ours(text: str) -> str:
