@@ -20,6 +20,7 @@ from pipeline.schedule.recipes import Scheduled
 from pipeline.serving.hardware import hardware
 from pipeline.serving.render.comments import dump
 from pipeline.serving.render.kubernetes import object_name
+from pipeline.submit.kept import on_a_volume, require_kept
 from pipeline.submit.pod import Claim, Pod, Reference, job_spec
 from pipeline.submit.pod_template import PodTemplate
 
@@ -83,6 +84,10 @@ def _cron_job(item: Scheduled, export: Export, cluster: Cluster, file: str) -> s
         given=cluster.template,
     )
     name = object_name(PREFIX, item.name)
+    job = job_spec(pod, retries=_RETRIES)
+    where = job["template"]["spec"], pod.starts_in, export.store or "store"
+    if on_a_volume(*where):
+        require_kept(*where)
     within = {"namespace": cluster.namespace} if cluster.namespace else {}
     manifest = {
         "apiVersion": "batch/v1",
@@ -95,7 +100,7 @@ def _cron_job(item: Scheduled, export: Export, cluster: Cluster, file: str) -> s
             "startingDeadlineSeconds": LATE_S if item.recipe.refresh.missed == "skip" else deadline(item.expression),
             "successfulJobsHistoryLimit": 3,
             "failedJobsHistoryLimit": 3,
-            "jobTemplate": {"metadata": {"labels": pod.labels}, "spec": job_spec(pod, retries=_RETRIES)},
+            "jobTemplate": {"metadata": {"labels": pod.labels}, "spec": job},
         },
     }
     notes = [] if pod.by_digest else ["the image is named by a tag: that it was moved makes no recipe due"]

@@ -202,7 +202,9 @@ def test_where_both_may_say_something_the_file_counts(tmp_path: Path) -> None:
     [
         ("{name: a, mountPath: /nfs}", "{name: a, nfs: {server: x, path: /y}}", None),
         ("{name: a, mountPath: /nfs, readOnly: true}", "{name: a, nfs: {server: x, path: /y}}", "to be read"),
+        ("{name: a, mountPath: /nfs}", "{name: a, nfs: {server: x, path: /y, readOnly: true}}", "to be read"),
         ("{name: a, mountPath: /nfs}", "{name: a, emptyDir: {}}", "--pvc is missing"),
+        ("{name: a, mountPath: /nfs}", "{name: a, emptyDir: }", "--pvc is missing"),
         ("{name: a, mountPath: /cache}", "{name: a, nfs: {server: x, path: /y}}", "on none of the volumes"),
     ],
 )
