@@ -32,13 +32,15 @@ def prove(
     vllm: VllmEnvironment,
     hardware: str,
     *,
+    make: Callable[[Case, Path], Path] = make_case,
     carried: Callable[[Path], Path] = lambda folder: folder,
 ) -> None:
     """Make the checkpoint, serve it, compare; raises `ServingError` or `AssertionError`, on record either way.
 
-    ``carried`` takes the checkpoint elsewhere: what is served is what arrived, what it is compared to is what was made.
+    ``make`` quantizes the embedded model into a folder, and returns it, as `make_case` does. ``carried`` takes the
+    checkpoint elsewhere: what is served is what arrived, what it is compared to is what was made.
     """
-    folder = make_case(case, home / "-".join(case.name.replace(",", "").split()))
+    folder = make(case, home / "-".join(case.name.replace(",", "").split()))
     facts: dict[str, Any] = {
         **asdict(case),
         "engine": case.engine,
