@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pipeline.recipe.faults import YamlPath, did_you_mean
+from pipeline.serving.image import VARIABLE
 from pipeline.serving.render.kubernetes import RESOURCES
 from pipeline.submit.pod_template import PodTemplate
 
@@ -42,9 +43,7 @@ def joined(ours: Mapping[str, Any], given: PodTemplate) -> dict[str, Any]:
     kept = _volumes(volumes, theirs.pop("volumes", []), container, given)
     _mounted(theirs.get("initContainers", []), "initContainers", kept, given)
     _mounted(listed, "containers", kept, given)
-    if theirs.get("restartPolicy", "Never") != "Never":
-        said = f"found {theirs['restartPolicy']}, expected Never: a Job tries again with another pod"
-        raise given.fault(("restartPolicy",), said)
+    _require_one_try(theirs, given, ())
     wanted = theirs.pop("nodeSelector", {})
     selector = _united(selector, wanted, given, ("nodeSelector",), "--node-selector says it")
     found_by, why = ours["metadata"]["labels"], "its pods are found by it"
@@ -79,6 +78,7 @@ def _container(own: Mapping[str, Any], asked: Mapping[str, Any], given: PodTempl
     for name, instead in _OURS.items():
         if name in asked and asked[name] != own.get(name) and (name in own or name == "args"):
             raise given.fault((*path, name), f"found another than that of the run; {instead}")
+    _require_one_try(asked, given, path)
     container = {**own, **asked, "env": _variables(own["env"], asked.get("env", []), given, (*path, "env"))}
     if "securityContext" in asked:
         container["securityContext"] = _security(own["securityContext"], asked["securityContext"])
@@ -87,12 +87,25 @@ def _container(own: Mapping[str, Any], asked: Mapping[str, Any], given: PodTempl
     return {**container, **({"resources": resources} if resources else {})}
 
 
+def _require_one_try(asked: Mapping[str, Any], given: PodTemplate, path: YamlPath) -> None:
+    """Of the pod, and of the run's container, which may have a policy of its own since Kubernetes 1.34."""
+    for name in ("restartPolicy", "restartPolicyRules"):
+        if asked.get(name, "Never") != "Never":
+            found = asked[name] if name == "restartPolicy" else name
+            raise given.fault((*path, name), f"found {found}, expected Never: a Job tries again with another pod")
+
+
 def _variables(
     own: Sequence[Mapping[str, Any]], asked: Sequence[Mapping[str, Any]], given: PodTemplate, path: YamlPath
 ) -> list[Mapping[str, Any]]:
     """Ours first: a later variable may refer to an earlier one."""
     known = {entry["name"]: entry for entry in own}
     for number, entry in enumerate(asked):
+        if entry["name"] == VARIABLE and VARIABLE not in known:
+            said = (
+                f"found {VARIABLE}, which names the image to whoever reads a release; expected --image NAME@sha256:..."
+            )
+            raise given.fault((*path, number), said)
         if entry != known.setdefault(entry["name"], entry):
             raise given.fault((*path, number), f"found another value of {entry['name']} than that of the run")
     return list(known.values())
@@ -137,7 +150,8 @@ def _mounts(
     for number, mount in enumerate(asked):
         mine = known.get(_folder(mount))
         if mine is not None and mine["name"] != mount["name"] and _folder(mount) != _SHARED_MEMORY:
-            said = f"found {mount['name']} at {_folder(mount)}, where --pvc mounts a claim"
+            there = "--pvc mounts a claim" if mine in own else f"{mine['name']} is"
+            said = f"found {mount['name']} at {_folder(mount)}, where {there}"
             raise given.fault((*path, "volumeMounts", number), said)
         known[_folder(mount)] = {**(mine or {}), **mount}
     return list(known.values())

@@ -217,6 +217,8 @@ def _check(pod: Pod) -> None:
     for name in pod.variables:
         if not _VARIABLE.fullmatch(name):
             raise _wrong("--env", name, "NAME=VALUE")
+        if name == IMAGE_VARIABLE:
+            raise UserError(f"--env: found {name}, which --image says", hint="By its digest: --image NAME@sha256:...")
         require_no_secret("--env", name, f"Put it into a Secret of the cluster: --secret {name}=SECRET:KEY")
     if pod.gpus and pod.kind == "cpu":
         raise UserError(f"found {pod.gpus} GPUs for a recipe whose target is a CPU")

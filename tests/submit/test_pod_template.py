@@ -169,6 +169,12 @@ def _ours(text: str) -> str:
         ("containers: [{name: a, image: x}]\ninitContainers: [{name: a, image: x}]\n", r"pod.yaml:2.*found a twice"),
         ("initContainers: [{name: quantmint, image: x}]\n", "found quantmint twice"),
         ("restartPolicy: OnFailure\n", "expected Never"),
+        (_ours("restartPolicy: Always"), r"containers\[0\].restartPolicy: found Always, expected Never"),
+        (
+            _ours("volumeMounts: [{name: a, mountPath: /x}, {name: b, mountPath: /x}]")
+            + "volumes: [{name: a}, {name: b}]\n",
+            "found b at /x, where a is",
+        ),
         ("nodeSelector: {pool: other}\n", "found other, expected mine: --node-selector"),
         ("metadata: {labels: {app.kubernetes.io/name: x}}\n", r"pod.yaml:1:45.*found x, expected quantmint"),
     ],
@@ -177,6 +183,15 @@ def test_what_contradicts_the_run_is_told_with_its_line(text: str, said: str, tm
     ours = {"variables": {"HF_HOME": "/cache"}, "secrets": (Reference("HUB", "hub", "token"),)}
     with pytest.raises(RecipeError, match=said):
         pod(given(tmp_path, text), folder="/work", selector={"pool": "mine"}, **ours)
+
+
+def test_no_other_image_is_named_to_the_run(tmp_path: Path) -> None:
+    """One that is named by a tag has no digest that a release could state."""
+    digest = f"other@sha256:{'1' * 64}"
+    with pytest.raises(RecipeError, match="found QUANTMINT_IMAGE, which names the image"):
+        pod(given(tmp_path, _ours(f"env: [{{name: QUANTMINT_IMAGE, value: '{digest}'}}]")), image="quantmint:1")
+    with pytest.raises(UserError, match="--env: found QUANTMINT_IMAGE"):
+        pod(None, variables={"QUANTMINT_IMAGE": digest})
 
 
 def test_what_agrees_contradicts_nothing(tmp_path: Path) -> None:
