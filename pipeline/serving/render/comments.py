@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,6 +21,12 @@ class Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         """Every value is written where it stands."""
         return True
+
+
+# Text that Kubernetes' reader takes for a truth or a number, and PyYAML does not: y, 5e8, 0o17.
+_BOOL, _NUMBER = re.compile(r"[yYnN]"), re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+|[-+]?0o[0-7_]+")
+for _tag, _pattern, _first in (("bool", _BOOL, "yYnN"), ("float", _NUMBER, "-+.0123456789")):
+    Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern.pattern})$"), list(_first))
 
 
 def dump(*documents: Mapping[str, Any]) -> str:
