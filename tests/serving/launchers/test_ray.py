@@ -36,6 +36,7 @@ with lean_nodes(), mock.patch.object(scripts, "get_ray_client_dependency_error",
     scripts.main()
 """
 IMPATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}  # a minute, else, until a worker believes its head is gone
+PATIENT = {"RAY_raylet_start_wait_time_s": "120"}  # half a minute, else: too little for a node of a busy machine
 
 NODE = """
 import pickle, signal, sys, time
@@ -73,9 +74,9 @@ def launch(model: Path, port: int) -> tuple[LaunchPlan, tuple[Process, ...]]:
     start = ("ray", "start", "--head", f"--node-ip-address={HEAD}", f"--port={port}", *small)
     join = ("ray", "start", f"--address={HEAD}:{port}", f"--node-ip-address={WORKER}", *small)
     return plan, (
-        Process(0, "ray-head", 0, gpus, None, {"VLLM_HOST_IP": HEAD}, start),
+        Process(0, "ray-head", 0, gpus, None, {"VLLM_HOST_IP": HEAD} | PATIENT, start),
         Process(0, "server", 0, gpus, None, {"VLLM_HOST_IP": HEAD}, plan.argv),
-        Process(1, "ray-worker", 0, gpus, None, {"VLLM_HOST_IP": WORKER} | IMPATIENT, join),
+        Process(1, "ray-worker", 0, gpus, None, {"VLLM_HOST_IP": WORKER} | PATIENT | IMPATIENT, join),
     )
 
 
