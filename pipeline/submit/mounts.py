@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from os.path import exists, expanduser, expandvars, normpath
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -53,6 +54,8 @@ def parse_mount(text: str) -> Mount:
         require_plain("--mount", path)
         if not path.startswith("/") or set(path) & set(",:"):
             raise UserError(f"--mount: found {text!r}, expected /path or /path:/path, without commas")
+    if not normpath(mount.target).strip("/"):
+        raise UserError(f"--mount: found {text!r}, and what is mounted at the root hides the image")
     return mount
 
 
@@ -64,11 +67,12 @@ def needs_of(loaded: LoadedRecipe, folder: Path, environment: Mapping[str, str])
         written.append(Path(urlsplit(recipe.publish.storage.url).path))
     hub = _hub_folders(environment)
     shipped = [Path(str(resources.files(package))).resolve() for package in ("recipes", "calibration", "eval")]
-    named = [*_named(loaded, folder), *([Path(environment[_TOKEN])] if environment.get(_TOKEN) else [])]
+    named = [*_named(loaded, folder), *([_meant(environment[_TOKEN])] if environment.get(_TOKEN) else [])]
     own = (path for path in named if not any(path.resolve().is_relative_to(one) for one in shipped))
     variables = {name: str(path) for name, path in hub.items()}
     made = (path for path in (*written, *hub.values()) if not path.resolve().is_relative_to(folder.resolve()))
-    return Needs(tuple(dict.fromkeys(path for path in own if path.exists())), tuple(made), variables)
+    read = dict.fromkeys(path for path in own if exists(path))  # noqa: PTH110 - Path's raises what cannot be looked at
+    return Needs(tuple(read), tuple(made), variables)
 
 
 def mounts_of(paths: Iterable[Path], asked: Iterable[Mount]) -> tuple[Mount, ...]:
@@ -81,6 +85,8 @@ def mounts_of(paths: Iterable[Path], asked: Iterable[Mount]) -> tuple[Mount, ...
         names |= dict.fromkeys(_crossed(path))
     mounts = list(asked)
     taken = [Path(mount.target) for mount in mounts]
+    if twice := next((path for path in taken if taken.count(path) > 1), None):
+        raise UserError(f"--mount: found {twice} twice, expected one folder at one place")
     for name in names:
         if name == Path("/") or set(str(name)) & set(",:"):
             expected = "expected none with a comma or colon to mount, and not the root"
@@ -148,4 +154,9 @@ def _hub_folders(environment: Mapping[str, str]) -> dict[str, Path]:
     """Where the Hub's client keeps what it loaded, by the variables that say so."""
     home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     said = {"HF_HOME": home, **{name: environment[name] for name in _CACHES if environment.get(name)}}
-    return {name: Path(path).expanduser().absolute() for name, path in said.items()}
+    return {name: _meant(path) for name, path in said.items()}
+
+
+def _meant(path: str) -> Path:
+    """As the Hub's client reads it, which leaves a user or a variable that is not there as it stands."""
+    return Path(expandvars(expanduser(path))).absolute()  # noqa: PTH111

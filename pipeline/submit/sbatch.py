@@ -212,9 +212,9 @@ def _image(container: str | None) -> str:
     return f"export {IMAGE_VARIABLE}={shlex.quote(container)}"
 
 
-def _mounts(task: Task, options: Options, folder: Path) -> str:
+def _mounts(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
     paths = (folder, folder / task.store, *options.needs.read, *options.needs.written)
-    return ",".join(f"{mount.source}:{mount.target}" for mount in mounts_of(paths, options.mounts))
+    return tuple(f"{mount.source}:{mount.target}" for mount in mounts_of(paths, options.mounts))
 
 
 def _steps(task: Task) -> list[str]:
@@ -227,9 +227,15 @@ def _plugin(task: Task, options: Options, folder: Path) -> list[str]:
     if options.container is None or options.container.endswith(".sif"):
         return []
     require_plain("--container", options.container)
+    mounts = _mounts(task, options, folder)
+    if blank := next((mount for mount in mounts if " " in mount), None):  # https://github.com/NVIDIA/pyxis/issues/133
+        raise UserError(
+            f"--container: found a blank in {blank}, which pyxis cannot mount",
+            hint="Apptainer (a .sif file) can.",
+        )
     return [
         f"--container-image={options.container}",
-        f"--container-mounts={_mounts(task, options, folder)}",
+        f"--container-mounts={','.join(mounts)}",
         f"--container-workdir={folder}",
     ]
 
@@ -240,4 +246,13 @@ def _apptainer(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
         return ()
     require_plain("--container", image)
     device = {"rocm": ("--rocm",), "cuda": ("--nv",), "cpu": ()}[task.kind]
-    return ("apptainer", "exec", *device, "--bind", _mounts(task, options, folder), "--pwd", str(folder), image)
+    return (
+        "apptainer",
+        "exec",
+        *device,
+        "--bind",
+        ",".join(_mounts(task, options, folder)),
+        "--pwd",
+        str(folder),
+        image,
+    )

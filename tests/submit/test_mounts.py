@@ -11,6 +11,7 @@ import yaml
 from pipeline.errors import UserError
 from pipeline.recipe.load import load_recipe
 from pipeline.submit.mounts import Mount, mounts_of, needs_of, parse_mount
+from tests.submit.cases import script, task
 from tests.submit.test_command import ended
 
 
@@ -151,10 +152,34 @@ def test_what_cannot_be_mounted(path: str) -> None:
         mounts_of([Path(path)], ())
 
 
-@pytest.mark.parametrize("text", ["data", "/a:b", "/a:/b:ro", "/a,/b", ""])
+@pytest.mark.parametrize("text", ["data", "/a:b", "/a:/b:ro", "/a,/b", "", "/", "/a:/", "/a:/b/.."])
 def test_what_is_no_mount(text: str) -> None:
     with pytest.raises(UserError, match="--mount"):
         parse_mount(text)
+
+
+def test_one_place_has_one_mount() -> None:
+    with pytest.raises(UserError, match="--mount: found /x twice"):
+        mounts_of([], (Mount("/a", "/x"), Mount("/b", "/x/")))
+
+
+def test_folders_of_the_hub_are_read_as_its_client_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "token").touch()
+    loaded = load_recipe("tiny-ptpc-fp8kv")
+    needs = needs_of(loaded, tmp_path / "work", {"HF_HOME": "$SCRATCH/hf", "HF_TOKEN_PATH": "~/token"})
+    assert needs.variables == {"HF_HOME": str(tmp_path / "scratch/hf")}
+    assert needs.read == (tmp_path / "token",)
+    for path in ("~nobody-of-that-name/hf", f"/{'long' * 100}"):
+        assert needs_of(loaded, tmp_path, {"HF_HOME": "/hf", "HF_TOKEN_PATH": path}).read == ()
+
+
+def test_pyxis_mounts_no_blank() -> None:
+    for mounts in ((Mount("/a b", "/b"),), (Mount("/b", "/a b"),)):
+        with pytest.raises(UserError, match="found a blank in"):
+            script(task("llama70b-ptpc"), container="image", mounts=mounts)
+        assert "/a b" in script(task("llama70b-ptpc"), container="a.sif", mounts=mounts)
 
 
 def test_the_command_mounts_them(
