@@ -41,6 +41,8 @@ _CONTAINER: Final[Mapping[str, str]] = {
 }
 _SAME: Final = {"ErrImagePull": "ImagePullBackOff"}
 """What alternates while the same thing is wrong."""
+_BACKS_OFF: Final = re.compile(r"[^:]+: (ImagePullBackOff|CrashLoopBackOff)\b")
+"""Whose message changes with each try and each pause, which say nothing new."""
 _UNSCHEDULABLE: Final[Mapping[str, str]] = {
     r"persistentvolumeclaim .* not found": "--pvc names a claim that this namespace does not have. --cancel {job}.",
     r"untolerated taint(?!.*\{node\.kubernetes\.io/)": "The nodes take only pods that tolerate this: "
@@ -90,15 +92,17 @@ class Telling:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        self._last: Waiting | None = None
+        self._last: Waiting | str | None = None
 
     def __call__(self, waits: Waiting | None) -> None:
         """Take the newest look."""
-        if waits is not None and waits != self._last:
+        tries = None if waits is None else _BACKS_OFF.match(waits.reason)
+        same = waits if tries is None else tries[0]
+        if waits is not None and same != self._last:
             self._tell(f"waits: {waits.reason}")
             if waits.remedy is not None:
                 self._tell(f"  {waits.remedy}")
-        self._last = waits
+        self._last = same
 
 
 def _code(state: Any) -> str:

@@ -136,6 +136,27 @@ def test_it_is_told_once_for_each_change() -> None:
     assert told == ["waits: a", "waits: b", "  do it", "waits: b"]
 
 
+def test_another_try_is_no_change() -> None:
+    told: list[str] = []
+    telling = Telling(told.append)
+    for reason, message in (
+        ("ErrImagePull", "failed to pull image: no such host"),
+        ("ImagePullBackOff", 'Back-off pulling image "i"'),
+        ("ErrImagePull", "failed to pull image: no such host"),
+        ("CrashLoopBackOff", "back-off 10s restarting failed container"),
+        ("CrashLoopBackOff", "back-off 20s restarting failed container"),
+        ("CreateContainerConfigError", 'secret "a" not found'),
+        ("CreateContainerConfigError", 'secret "b" not found'),
+    ):
+        telling(in_kubernetes("job", pod(containerStatuses=[container("quantmint", reason, message)])))
+    assert [line.split(": ")[2] for line in told if line.startswith("waits: ")] == [
+        "ImagePullBackOff",
+        "CrashLoopBackOff",
+        "CreateContainerConfigError",
+        "CreateContainerConfigError",
+    ]
+
+
 def test_slurms_reason_is_read_while_a_log_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that is asked again and again, and says the next of these each time."""
     log, looks = tmp_path / "log", tmp_path / "looks"
