@@ -92,6 +92,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code; errors are one message on standard error, never a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    stdout = sys.stdout
     try:
         code: Any = cli.main(given, prog_name="quantmint", standalone_mode=False)
     except QuantmintError as error:
@@ -104,8 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _emit_error(error.format_message(), given, 2)
         error.show()
         sys.exit(2)
-    except BrokenPipeError:
-        sys.exit(141)
+    except SystemExit as error:
+        # Where nobody reads any more click ends with 1, which is a judgement here, and leaves a stream that is silent.
+        sys.exit(error.code if sys.stdout is stdout else 141)
     except Exception as error:
         missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if missing in _EXTRAS:

@@ -31,6 +31,19 @@ def in_a_process(*arguments: str, code: str = "from pipeline.cli import main; ma
     )
 
 
+def test_a_reader_who_leaves_is_no_verdict() -> None:
+    """`quantmint ... | head`: 1 would be a FAIL, and a shell says 141 of whoever writes then."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [sys.executable, "-c", "from pipeline.cli import main; main()", "--version"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(words, env=environment, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writes)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_help_needs_no_heavy_library() -> None:
     code = (
         "import sys\nfrom pipeline.cli import main\n"
