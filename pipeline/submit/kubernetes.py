@@ -29,6 +29,8 @@ _QUIET_S = 300
 _PAUSE_S = 3.0
 _MAKING = timedelta(minutes=1)  # which a Job has until its first pod, by clocks that may differ
 _RUNNING = "Running"
+_NO_LOG = (400, 404)
+"""What is said of the log of a container that does not run yet, and of a pod that was evicted with it."""
 _STARTED = (_RUNNING, "Succeeded", "Failed")
 
 
@@ -185,7 +187,10 @@ def _require_name(identifier: str) -> None:
 
 
 def _log(pods: Any, namespace: str, name: str, *, grows: bool) -> Iterator[str]:
-    """A pod's log from its beginning. Of one that ``grows``, as much as comes before the connection breaks off."""
+    """A pod's log from its beginning. Of one that ``grows``, as much as comes before the connection breaks off.
+
+    Why there is none, where its reader may follow jobs and read no logs: in silence it would look as if nothing ran.
+    """
     within = (_TIMEOUT_S, _QUIET_S)
     try:
         with _answers():
@@ -197,7 +202,9 @@ def _log(pods: Any, namespace: str, name: str, *, grows: bool) -> Iterator[str]:
                 _preload_content=False,
                 _request_timeout=within,
             )
-    except UserError:  # an evicted pod's log went with it
+    except UserError as error:
+        if getattr(error.__cause__, "status", None) not in _NO_LOG:
+            yield f"no log of {name} is shown: {error.message}\n"
         return
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_a_container_beside_it_has_another_log_and_another_end(api: Api) -> None
 def test_a_log_that_breaks_off_is_read_to_its_end(api: Api) -> None:
     api.cuts = [0, 5, 12, 9]
     assert followed(api, (0, b"one\ntwo\nthree\nfour\n")) == (0, "one\ntwo\nthree\nfour\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(403, "no log of .* is shown: .*refused .403.: said by the API\n"), (404, "")]
+)
+def test_a_log_that_is_not_shown_is_told(api: Api, status: int, said: str) -> None:
+    """The job is followed to its end all the same."""
+    api.faults = [None, None, None, status]
+    code, log = followed(api, (3, b""))
+    assert code == 3
+    assert re.fullmatch(said, log)
 
 
 def test_an_api_that_is_away_for_a_while_ends_nothing(
