@@ -76,7 +76,15 @@ class PodTemplate:
 def read_template(path: Path) -> PodTemplate:
     """Read a file; `RecipeError`, with each line, for what is no pod of Kubernetes or holds a secret."""
     text = text_of(path)
-    return _Reader(parse(text, shown_path(path)), text.splitlines()).template()
+    try:
+        document = parse(text, shown_path(path))
+    except RecipeError as error:
+        if "{{" not in text:
+            raise
+        raise RecipeError(
+            error.message, hint="It reads like a template of Helm: `helm template` fills it in."
+        ) from error
+    return _Reader(document, text.splitlines()).template()
 
 
 class _Reader:
@@ -171,6 +179,7 @@ class _Reader:
                 where = kind.removeprefix("V1")
                 near = did_you_mean(name, fields)
                 said = f'found "{name}", expected a field of {where} in Kubernetes\' API{near}'
+                said = "found a merge key, expected its fields: merging is not in YAML 1.2" if name == "<<" else said
                 self._fault((*path, name), said, key=True)
             elif item is not None:
                 if (kind, name) in _QUANTITIES:

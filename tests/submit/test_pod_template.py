@@ -103,6 +103,8 @@ def test_forms_of_a_file(text: str, tmp_path: Path) -> None:
         ("metadata: {namespace: a}\n", "found namespace.*--namespace says it"),
         ("spec: !!python/object:os.system {}\n", "not valid YAML|found the tag"),
         ("a: 1\n---\na: 2\n", "not valid YAML"),
+        ("spec: {nodeSelector: {{ .Values.pool }}}\n", r"pod.yaml:1:23(?s:.*)`helm template` fills it in"),
+        ("spec: {tolerations: [&a {key: a}, {<<: *a}]}\n", r"pod.yaml:1:36: .*found a merge key, expected its fields"),
     ],
 )
 def test_what_is_no_pod_is_told_with_its_line(text: str, said: str, tmp_path: Path) -> None:
