@@ -208,9 +208,12 @@ def _check(pod: Pod) -> None:
     for claim in pod.claims:
         if not SUBDOMAIN.fullmatch(claim.name) or not claim.path.startswith("/") or ":" in claim.path:
             raise _wrong("--pvc", f"{claim.name}:{claim.path}", "CLAIM or CLAIM:/path")
-    paths = [claim.path for claim in pod.claims]
-    if len(set(paths)) < len(paths):
-        raise _wrong("--pvc", paths[0] + " twice", "another path for each claim")
+    paths = [claim.path.rstrip("/") or "/" for claim in pod.claims]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise _wrong("--pvc", twice[0] + " twice", "another path for each claim")
+    names = [*pod.variables, *(item.variable for item in pod.secrets)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise _wrong("--secret", twice[0] + " twice", "each variable once, from --env or --secret")
     for item in pod.secrets:
         if not (_VARIABLE.fullmatch(item.variable) and SUBDOMAIN.fullmatch(item.secret) and _KEY.fullmatch(item.key)):
             raise _wrong("--secret", item.variable, "VARIABLE=SECRET or VARIABLE=SECRET:KEY, as in HF_TOKEN=hub:token")

@@ -244,6 +244,8 @@ def test_slurm_would_read_a_per_cent_sign_in_a_path() -> None:
         ({"claims": (Claim("Shared"),)}, "--pvc"),
         ({"claims": (Claim("shared", "work"),)}, "--pvc"),
         ({"claims": (Claim("a"), Claim("b"))}, "another path for each claim"),
+        ({"claims": (Claim("a", "/data"), Claim("b", "/work"), Claim("c", "/work/"))}, "found ./work twice"),
+        ({"variables": {"A": "1"}, "secrets": (Reference("A", "x", "k"),)}, "found .A twice.*--env or --secret"),
         ({"variables": {"HF_TOKEN": "hf_x"}}, r"(?s)HF_TOKEN.*--secret HF_TOKEN=SECRET:KEY"),
         ({"variables": {"A B": "x"}}, "--env"),
         ({"secrets": (Reference("HF_TOKEN", "Not A Name", "token"),)}, "--secret"),
