@@ -97,10 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code: Any = cli.main(given, prog_name="quantmint", standalone_mode=False)
     except QuantmintError as error:
         _fail(str(error), given, error.exit_code, transient=error.transient)
-    except click.exceptions.Abort:
-        _fail("interrupted; the same command goes on from the last commit", given, 130)
-    except KeyboardInterrupt:
-        _fail("interrupted; the same command goes on from the last commit", given, 130)
+    except (click.exceptions.Abort, KeyboardInterrupt) as error:
+        # Click puts an Abort in the place of a KeyboardInterrupt, which may say what it left.
+        said = error if isinstance(error, KeyboardInterrupt) else error.__cause__
+        _fail(str(said or "") or "interrupted; the same command goes on from the last commit", given, 130)
     except click.ClickException as error:
         _emit_error(error.format_message(), given, 2)
         error.show()

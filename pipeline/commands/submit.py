@@ -29,6 +29,11 @@ _FOR = {
     "env": ("kubernetes", "ray"),
 }
 
+_UNKNOWN = (
+    "interrupted while it was submitted: the job may be there. Submitting it again is safe: both would meet at the "
+    "locks of the store, and one of them be for nothing"
+)
+
 
 @click.command(name="submit")
 @click.argument("recipe", required=False)
@@ -104,7 +109,10 @@ def command(context: click.Context, /, **given: Any) -> int:
         click.echo(place.text(task), nl=False)
         return 0
     _remarks(place_name, given)
-    submitted = place.submit(task)
+    try:
+        submitted = place.submit(task)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_UNKNOWN) from None
     told = {"id": submitted.identifier, "place": place_name, "log": submitted.log}
     if not given["follow"]:
         return _tell(given, told)
