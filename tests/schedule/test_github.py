@@ -40,13 +40,19 @@ def schema() -> Any:
 
 
 def made(text: str, folder: Path) -> dict[str, Any]:
-    """The workflow, once GitHub's schema and actionlint have taken it."""
+    """The workflow, once GitHub's schema and actionlint have taken it.
+
+    actionlint knows `timezone` since 1.7.12, and labels of a runner of one's own by its configuration.
+    """
     document = yaml.safe_load(text)
     assert [error.message for error in schema().iter_errors(document)] == []
     if linter := shutil.which("actionlint"):
         path = folder / "workflow.yml"
         path.write_text(text, encoding="utf-8")
-        done = subprocess.run([linter, "-shellcheck=", str(path)], capture_output=True, text=True)
+        labels = folder / "actionlint.yaml"
+        labels.write_text(json.dumps({"self-hosted-runner": {"labels": RUNNER}}), encoding="utf-8")
+        command = [linter, "-config-file", str(labels), "-shellcheck=", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (0, "")
     return dict(document)
 

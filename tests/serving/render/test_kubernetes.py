@@ -1,4 +1,4 @@
-"""The manifests: every field is one that the Kubernetes API has, of the type that it has."""
+"""The manifests: every field is one that the Kubernetes API has, of the type and with the values that it takes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,36 @@ if find_spec("kubernetes") is None:
     pytest.skip("kubernetes is not installed, whose models of the API are the oracle", allow_module_level=True)
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
 _KINDS = {"Deployment": "V1Deployment", "Service": "V1Service"}
+_OLDEST = "1.31"  # in which a Job may say which failures are worth another pod
 _PLAIN = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int)}
 
 
 def held_against_the_api(value: Any, kind: str) -> None:
+    """By the client's models, which know what is missing; a whole object by the API's published schemas as well.
+
+    Those are what kubeconform reads. ValueError names what the API would drop or refuse.
+    """
+    _held_against_the_models(value, kind)
+    if "apiVersion" in value:
+        import kubernetes_validate
+
+        for version in (_OLDEST, kubernetes_validate.latest_version()):
+            try:
+                kubernetes_validate.validate(value, version, strict=True)
+            except kubernetes_validate.ValidationError as error:
+                raise ValueError(f"Kubernetes {version}: {error.message}") from error
+
+
+def _held_against_the_models(value: Any, kind: str) -> None:
     """Build the API's own model of `kind`: its setters refuse what is missing, the rest is held against its types."""
     if listed := re.fullmatch(r"list\[(.+)\]", kind):
         assert isinstance(value, list), f"expected a list of {listed[1]}, found {value!r}"
         for item in value:
-            held_against_the_api(item, listed[1])
+            _held_against_the_models(item, listed[1])
     elif mapped := re.fullmatch(r"dict\[str, (.+)\]", kind):
         assert isinstance(value, dict), f"expected a mapping, found {value!r}"
         for item in value.values():
-            held_against_the_api(item, mapped[1])
+            _held_against_the_models(item, mapped[1])
     elif kind in _PLAIN:
         assert type(value) in _PLAIN[kind], f"expected {kind}, found {value!r}"
     elif kind != "object":
@@ -41,7 +58,7 @@ def held_against_the_api(value: Any, kind: str) -> None:
         for name, item in value.items():
             if name not in fields:
                 raise ValueError(f"{kind} has no field {name}")
-            held_against_the_api(item, model.openapi_types[fields[name]])
+            _held_against_the_models(item, model.openapi_types[fields[name]])
         model(**{fields[name]: item for name, item in value.items()})
 
 
@@ -62,6 +79,10 @@ def test_the_oracle_sees_a_wrong_field(one: Launch) -> None:
     deployment = documents(manifests(*one))[0]
     deployment["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capability"] = {}
     with pytest.raises(ValueError, match="capability"):
+        held_against_the_api(deployment, "V1Deployment")
+    deployment = documents(manifests(*one))[0]
+    deployment["kind"] = "deployment"  # the client's model takes any text
+    with pytest.raises(ValueError, match="'deployment' is not one of"):
         held_against_the_api(deployment, "V1Deployment")
 
 
