@@ -132,7 +132,8 @@ class Board(Collector):
                 self._warn(self._told)
             return {}, frozenset()
         with self._lock:
-            missing = frozenset(name for name, state in states.items() if name not in self._heard and is_gone(state))
+            known = self._heard | self._next.keys()
+            missing = frozenset(name for name, state in states.items() if name not in known and is_gone(state))
         return {name: state for name, state in states.items() if name not in missing}, missing
 
 

@@ -104,14 +104,19 @@ def all_states(root: Path, *, warn: Callable[[str], None]) -> dict[str, RecipeSt
 
 
 def is_gone(state: RecipeState) -> bool:
-    """Whether the recipe was deleted or renamed: its file is not there, and the folder is.
+    """Whether the recipe was deleted or renamed: its file is not there, and others of its folder are.
 
-    Where the folder is not there either, as on another machine or while a disk is away, nobody can say.
+    Where the folder is not there either, or is empty, as on another machine or where a disk is mounted that is away,
+    nobody can say; nor where it may not be read.
     """
     if state.file is None:
         return False
-    path = Path(state.file)
-    return path.parent.is_dir() and not path.exists()
+    file = Path(state.file)
+    try:
+        names = {path.name for path in file.parent.iterdir()}
+    except OSError:
+        return False
+    return file.name not in names and any(name.endswith(".yaml") for name in names)
 
 
 def moment(text: str | None) -> datetime | None:

@@ -124,10 +124,27 @@ def test_a_recipe_that_was_deleted_is_shown_no_more(store: Path, event: Make) ->
     assert {key[1] for key in shown(ours) if key[0] == "attempts_failed"} == {"good", "bad", "kept", "moved", "away"}
 
 
+def test_a_recipe_whose_folder_cannot_be_looked_into_stays(store: Path) -> None:
+    """What is mounted there is away: its folder is empty, or an error."""
+    (store / "empty").mkdir()
+    for name, folder in (("empty", store / "empty"), ("stale", store / ("x" * 300))):
+        write_state(store, RecipeState(name=name, file=str(folder / f"{name}.yaml"), last_attempt=AT))
+    assert {key[1] for key in shown(board(store)) if key[0] == "attempts_failed"} == {"good", "bad", "empty", "stale"}
+
+
+def test_a_recipe_that_a_scheduler_will_look_at_is_there_whatever_its_file_is_called(store: Path) -> None:
+    (store / "renamed.yaml").touch()
+    write_state(store, RecipeState(name="fresh", file=str(store / "fresh.yaml"), last_attempt=AT))
+    ours = board(store)
+    ours.plan({"fresh": EPOCH})
+    assert ("attempts_failed", "fresh") in shown(ours)
+
+
 def test_a_scheduler_shows_a_recipe_until_it_is_deleted(store: Path, event: Make) -> None:
     file = store / "fresh.yaml"
     write_state(store, RecipeState(name="fresh", file=str(file), last_attempt=AT))
     file.touch()
+    (store / "another.yaml").touch()
     ours = board(store)
     ours.plan({"fresh": EPOCH})
     ours.hear(event("finished", "fresh", state="damaged"))
