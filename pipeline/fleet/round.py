@@ -37,6 +37,7 @@ from pipeline.fleet.requests import Look, Options, Request
 from pipeline.fleet.retries import again_in_s
 from pipeline.fleet.summary import Ended, Summary
 from pipeline.locks import Lock
+from pipeline.publish.folder import RELEASES
 from pipeline.refresh.state import RecipeState, folder_of, read_state, write_state
 from pipeline.serving.host.machine import Machine
 from pipeline.store.disk import disk_errors
@@ -181,7 +182,8 @@ class Fleet:
                 continue
             now = time.monotonic()
             if due.loaded is not None and due.loaded.recipe.publish.folder is not None:
-                self._account.budgets.watch([Path(due.loaded.recipe.publish.folder) / due.name])
+                releases = Path(due.loaded.recipe.publish.folder) / RELEASES / due.name  # the link's end moves
+                self._account.budgets.watch([releases])
             job = self._waiting[due.name] = Job(request, due, state, since=now, ready=now)
             self._account.tell("queued", job, reason=due.reason)
 
@@ -292,10 +294,10 @@ class Fleet:
     def _done(self, message: Done) -> None:
         job, attempted, options = message.job, message.attempted, self._options
         job.thread = None
+        self._account.budgets.spent()
         if attempted is None:
             self._close_job(job, unrun(job, "failed", 5, message.error), keep=True)
             return
-        self._account.budgets.spent()
         job.last, job.seconds = attempted, job.seconds + attempted.seconds
         job.made |= attempted.finished
         job.failed += attempted.transient

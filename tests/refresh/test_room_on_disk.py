@@ -15,6 +15,7 @@ from pipeline.fleet.events import Event
 from pipeline.fleet.requests import Options, Request
 from pipeline.fleet.round import run
 from pipeline.refresh.due import Due
+from tests.refresh.world import World
 
 CHILD = """
 import json, pathlib, sys
@@ -87,3 +88,22 @@ def test_a_folder_below_another_counts_once(tmp_path: Path) -> None:
     made.spent()
     made.measure()
     assert made.left_bytes() == 60
+
+
+def test_another_release_beside_the_current_one_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link that readers follow ends in the release that was the current one when the round began."""
+    world.recipe()
+    world.release()
+    child = """
+import json, os, pathlib
+place = pathlib.Path("published/.releases/r/v20261122-00000000")
+place.mkdir()
+(place / "model").write_bytes(b"x" * 100_000)
+print(json.dumps({"verdict": "PASS", "published": []}))
+"""
+    world.recipe(gate={"accuracy": {"margin": 0.03}})
+    options = Options(store=world.store.root, max_disk=10**9, command=(sys.executable, "-S", "-c", child))
+    summary = run([Request("r.yaml")], options, on_event=lambda _: None, look=lambda names: world.look(*names))
+    assert [ended.state for ended in summary.ended] == ["ran"]
+    assert summary.grown_bytes is not None
+    assert summary.grown_bytes >= 100_000
