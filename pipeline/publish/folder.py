@@ -8,7 +8,8 @@ A release is copied under a temporary name, checked against its digests on the w
 one rename of a symbolic link makes it the current one, as it does in a promotion and in a rollback. A crash leaves at
 most folders with a temporary name, which the next publication removes, and the link ``pending``: it names the release
 whose publication was not finished, so that the same command finishes it and a release that was rolled back stays so.
-The link ``chosen`` names the release that a run made the current one; a promotion and a rollback remove it.
+The link ``chosen`` names the release that a run made the current one; a promotion and a rollback remove it. A link
+``left.v20261121-3f1c0a52`` says that a person went back from that release.
 
 Folders with other names, as earlier versions of quantmint made, are releases as well.
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from pipeline.errors import StageError, UserError
 from pipeline.locks import Lock
@@ -41,6 +42,7 @@ RELEASES: Final = ".releases"
 _CANDIDATE: Final = "candidate"
 _PENDING: Final = "pending"
 _CHOSEN: Final = "chosen"
+_LEFT: Final = "left."
 _PARTIAL: Final = ".partial"
 
 
@@ -97,6 +99,7 @@ class FolderTarget:
                 if candidate:
                     self._point(self._home / _CANDIDATE, Path(release.tag))
                 else:
+                    self._leave(self._left_by_hand())
                     self._show(release.tag)
             if unfinished and not candidate:
                 self._point(self._home / _CHOSEN, Path(release.tag))
@@ -116,12 +119,12 @@ class FolderTarget:
     def promote(self, tag: str | None, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Point to a candidate: one rename."""
         with nullcontext() if dry_run else self._changing(progress):
-            return self._switch(waiting(self.releases(), tag, self.place), dry_run)
+            return self._switch(waiting(self.releases(), tag, self.place), "promotion", dry_run)
 
     def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Point to an earlier release: one rename."""
         with nullcontext() if dry_run else self._changing(progress):
-            return self._switch(named(self.releases(), tag, self.place), dry_run)
+            return self._switch(named(self.releases(), tag, self.place), "rollback", dry_run)
 
     def chosen_by_run(self) -> bool:
         """Whether the link ``chosen`` names the current release."""
@@ -132,9 +135,15 @@ class FolderTarget:
         """Point to an earlier release; what is cut off here, the publication of that release finishes."""
         with nullcontext() if dry_run else self._changing(progress):
             release = earlier(self.releases(), tag)
-            if release is None or not self.chosen_by_run():
+            if release is None or tag in self.left() or not self.chosen_by_run():
                 return ()
-            return self._switch(release, dry_run, by_run=True)
+            return self._switch(release, "run", dry_run)
+
+    def left(self) -> frozenset[str]:
+        """By the links ``left.*``; and what a run made the current one, where somebody moved the link by hand."""
+        noted = {link.name.removeprefix(_LEFT) for link in self._home.glob(f"{_LEFT}*") if link.is_symlink()}
+        by_hand = self._left_by_hand()
+        return frozenset(noted if by_hand is None else noted | {by_hand}) - {self._current()}
 
     def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Take releases away: out of sight first, then off the disk."""
@@ -169,9 +178,13 @@ class FolderTarget:
 
         return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress, wanted=wanted)
 
-    def _switch(self, release: Listed, dry_run: bool, *, by_run: bool = False) -> Sequence[Operation]:
+    def _switch(
+        self, release: Listed, by: Literal["run", "promotion", "rollback"], dry_run: bool
+    ) -> Sequence[Operation]:
         """Make a release the current one, if its files are there; the size of each is looked at, and the manifest."""
         if release.current:
+            if not (by == "run" or dry_run):  # it is what they want, whoever had chosen it
+                self._by_hand(release.tag, None)
             return ()
         folder = self._home / release.tag
         raw = _read(folder / MANIFEST)
@@ -179,15 +192,34 @@ class FolderTarget:
             require_whole(raw, release.tag, _sizes(folder), str(folder))
         done = self._pointing(release.tag, candidate=False, again=False)
         if not dry_run:
-            if by_run:
+            if by == "run":
                 self._point(self._home / _PENDING, Path(release.tag))
             else:
-                (self._home / _CHOSEN).unlink(missing_ok=True)
+                self._by_hand(release.tag, self._current() if by == "rollback" else None)
             self._show(release.tag)
-            if by_run:
+            if by == "run":
                 self._point(self._home / _CHOSEN, Path(release.tag))
             self._settle()
         return done
+
+    def _by_hand(self, tag: str, back_from: str | None) -> None:
+        """Note a person's choice before readers get it: what is cut off here leaves nothing for a run to finish."""
+        self._leave(back_from)
+        for note in (f"{_LEFT}{tag}", _CHOSEN, _PENDING):
+            (self._home / note).unlink(missing_ok=True)
+        fsync(self._home)
+
+    def _leave(self, tag: str | None) -> None:
+        if tag is not None:
+            self._point(self._home / f"{_LEFT}{tag}", Path(tag))
+
+    def _left_by_hand(self) -> str | None:
+        """What a run made the current release, where nothing of ours replaced it; None where nothing did.
+
+        A run that was cut off before it noted what it shows has left ``pending``.
+        """
+        chosen, current = self._target(self._home / _CHOSEN, ()), self._current()
+        return None if current in (None, chosen, self._pending()) else chosen
 
     def _pointing(self, tag: str, *, candidate: bool, again: bool) -> tuple[Operation, ...]:
         """What remains of a publication once the files are there.

@@ -7,7 +7,8 @@
     target.rollback("v20261121-3f1c0a52", progress=progress)
 
 What a run made the current release, another run may replace by an earlier one (`Target.bring_back`): its inputs moved
-there and back. What a person promoted or rolled back to stays: each place records which of the two it was.
+there and back. What a person promoted or rolled back to stays: each place records which of the two it was, and what
+somebody went back from, to which no run returns.
 
 Three kinds: a repository of the Hub (`pipeline.publish.hub`), a folder (`pipeline.publish.folder`), a bucket
 (`pipeline.publish.storage`). In each of them readers get one release at a time, the current one, and it changes from
@@ -104,9 +105,13 @@ class Target(Protocol):
     def bring_back(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """A run makes an earlier release the current one again; returns what was done.
 
-        Nothing unless `chosen_by_run`, nor where the release is not there, or waits as a candidate, which is for a
-        person to promote.
+        Nothing unless `chosen_by_run`, nor where the release is not there, is one of `left`, or waits as a candidate,
+        which is for a person to promote.
         """
+        ...
+
+    def left(self) -> frozenset[str]:
+        """Tags of releases that a person went back from, and that nobody has chosen since; they need not be there."""
         ...
 
     def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:

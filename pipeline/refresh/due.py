@@ -18,13 +18,14 @@ from typing import Literal
 from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.canonical import ABSENT, Json, fingerprint
-from pipeline.errors import QuantmintError
+from pipeline.errors import QuantmintError, StoreError
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 from pipeline.refresh.asked import Answers, Places, UnaskedError, ask
 from pipeline.refresh.back import made_before
 from pipeline.refresh.causes import RECIPE, Change, changes, unknown_tools, without
 from pipeline.refresh.now import Now, plan_now
 from pipeline.refresh.release import Released, made_here, packaged
+from pipeline.refresh.state import read_state
 from pipeline.refresh.words import what_changed
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import Store
@@ -138,8 +139,12 @@ def _found(
     if release is None and state not in ("unknown", "damaged"):
         differing = (Change("recipe", RECIPE, "name", ABSENT, name),)
     stages, back = now.stages, None
-    if state == "due" and all(found == "cached" for _, found in stages):
-        causes, waits = {change.cause for change in counted}, loaded.recipe.publish.to == "candidate"
+    waits = loaded.recipe.publish.to == "candidate"
+    known = all(found == "cached" for _, found in stages) or (counted and not waits and now.published_before(said))
+    if state == "due" and (gone := _gone_from(said, now, silent)) is not None:
+        state, reason = "current", f"{gone} ({reason})"
+    if state == "due" and known:
+        causes = {change.cause for change in counted}
         state, reason, back = made_before(
             name,
             now.packaged(),
@@ -150,6 +155,11 @@ def _found(
             made=made_here(name, store, runs),
             candidate=waits,
         )
+        if back is not None and "recipe" in causes and _is_other_file(loaded, store):
+            state, back = "current", None
+            reason = f"held back: {reason}, but another file of that name made the last one; `quantmint publish {name}`"
+    if back is not None and said.unasked:  # somebody may have gone back from it there
+        state, reason, back = "unknown", said.unasked[0], None
     if back is not None:
         stages = tuple((key, "rerun" if key == "publish" else found) for key, found in stages)
     state, reason = _at_fault(state, reason, said)
@@ -167,6 +177,27 @@ def _found(
         inputs=fingerprint([[planned.key, planned.fingerprint] for planned in now.plan]),
         brings_back=back,
     )
+
+
+def _gone_from(said: Places, now: Now, silent: Sequence[str]) -> str | None:
+    """What is said where these inputs made a release that a person went back from, in any of the places."""
+    ours = now.packaged()
+    for one in said.there:
+        for tag, made in one.left.items():
+            if tag == ours or (made is not None and not _compared(Released(one.place, tag, made), now, silent)[2]):
+                back = f"`quantmint rollback {one.place} {tag}`" if made else f"`quantmint publish {now.name}`"
+                why = "from which somebody went back, or which readers never had"
+                return f"held back: these inputs made {tag}, {why}; {back} returns to it"
+    return None
+
+
+def _is_other_file(loaded: LoadedRecipe, store: Store) -> bool:
+    """Whether the last attempt was at a recipe of this name in another file: two editions would take turns."""
+    try:
+        file = read_state(store.root, loaded.recipe.name, warn=lambda _: None, aside=False).file
+    except StoreError:
+        return False
+    return file not in (None, str(loaded.path.absolute()))
 
 
 def _at_fault(state: State, reason: str, said: Places) -> tuple[State, str]:

@@ -6,7 +6,8 @@ something is due goes on with what is known. What goes wrong is told as there, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any, Final
 
 from pipeline.errors import StageError
 from pipeline.publish import manifest
-from pipeline.publish.hub.choice import chosen_by_run
+from pipeline.publish.hub.choice import Choice, choice
 from pipeline.publish.hub.client import Client, MissingError, connect
+from pipeline.publish.hub.releases import is_edited
 from pipeline.publish.hub.repository import CANDIDATE, MAIN
-from pipeline.publish.manifest import Manifest
+from pipeline.publish.hub.tree import tree
+from pipeline.publish.manifest import Manifest, ManifestError
 from pipeline.publish.release import MANIFEST, TAG, identity_in
 from pipeline.publish.wholeness import DamagedError
 from pipeline.refresh.release import Released, Silent, is_ahead
@@ -61,7 +64,7 @@ def newest_on_hub(repo: str, *, by_request: bool = False) -> Released | None:
     """
     client = connect(repo, Silent(), tries=1)
     try:
-        heads, tags = _refs(client)
+        heads, tags, requested = _refs(client)
     except MissingError:
         if not _has_token():  # then it may be there all the same: the Hub shows a private one to nobody else
             raise
@@ -69,14 +72,19 @@ def newest_on_hub(repo: str, *, by_request: bool = False) -> Released | None:
     main, candidates = heads.get(MAIN), frozenset(tag for tag in tags if tags[tag] == heads.get(CANDIDATE))
     shown = None if main is None else _shown(client, main, tags)
     readers = None if shown is None else _manifest(client, shown, tags[shown])
-    by_run = readers is not None and not by_request and _by_run(client, str(main), str(shown), tags)
-    if shown is not None and readers is not None and by_run and not any(_day(tag) >= _day(shown) for tag in candidates):
-        return Released(repo, shown, readers, shown, by_run, candidates=candidates)
+    chosen = Choice(by_run=False, left=frozenset()) if main is None else _choice(client, main, shown, tags, candidates)
+    by_run = readers is not None and not by_request and chosen.by_run
+    asked = chosen.foreign & requested  # a pull request that was never merged; whether it is open does not matter
+    left = {tag: _left(client, tag, tags) for tag in chosen.left - asked}
+    newer = shown is not None and any(_day(tag) >= _day(shown) for tag in candidates)
+    candidates |= asked
+    if shown is not None and readers is not None and by_run and not newer:
+        return Released(repo, shown, readers, shown, by_run, candidates=candidates, left=left)
     for _, day in groupby(_latest_first(tags), key=_day):
         found = [(made, tag) for tag in day if (made := _manifest(client, tag, tags[tag])) is not None]
         if found:
             newest, tag = max(found, key=lambda pair: (pair[0].created, pair[1]))
-            return Released(repo, tag, newest, shown, by_run, None if shown == tag else readers, candidates)
+            return Released(repo, tag, newest, shown, by_run, None if shown == tag else readers, candidates, left)
     _refuse_damaged(client, tags)
     return None
 
@@ -107,6 +115,13 @@ def _manifest(client: Client, tag: str, commit: str) -> Manifest | None:
     return manifest.decode(raw, what=f"{client.repo}@{tag}/{MANIFEST}")
 
 
+def _left(client: Client, tag: str, tags: Mapping[str, str]) -> Manifest | None:
+    try:
+        return _manifest(client, tag, tags[tag]) if tag in tags else None
+    except ManifestError:
+        return None
+
+
 def _raw(client: Client, commit: str) -> bytes | None:
     try:
         return _file(client, commit, MANIFEST).read_bytes()
@@ -121,20 +136,25 @@ def _refuse_damaged(client: Client, tags: Mapping[str, str]) -> None:
             raise DamagedError(f"{client.repo} is damaged: the {MANIFEST} under {tag} is not that of {tag}")
 
 
-def _refs(client: Client) -> tuple[dict[str, str], dict[str, str]]:
-    """Commits of branches and of release tags, by their names. The client's own method knows no timeout."""
+def _refs(client: Client) -> tuple[dict[str, str], dict[str, str], frozenset[str]]:
+    """Commits of branches and of release tags, by their names, and the tags that are heads of pull requests.
+
+    The client's own method knows no timeout.
+    """
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     def ask() -> Any:
         url = f"{client.api.endpoint}/api/models/{client.repo}/refs"
-        response = get_session().get(url, headers=build_hf_headers(library_name="quantmint"), timeout=TIMEOUT_S)
+        headers = build_hf_headers(library_name="quantmint")
+        response = get_session().get(url, params={"include_prs": 1}, headers=headers, timeout=TIMEOUT_S)
         hf_raise_for_status(response)
         return response.json()
 
     said = client.call("read its branches and tags", ask)
     heads = {str(ref["name"]): str(ref["targetCommit"]) for ref in said["branches"]}
     tags = {str(ref["name"]): str(ref["targetCommit"]) for ref in said["tags"] if TAG.fullmatch(str(ref["name"]))}
-    return heads, tags
+    requested = {str(ref["targetCommit"]) for ref in said.get("pullRequests") or ()}
+    return heads, tags, frozenset(tag for tag, commit in tags.items() if commit in requested)
 
 
 def _shown(client: Client, head: str, tags: Mapping[str, str]) -> str | None:
@@ -144,20 +164,34 @@ def _shown(client: Client, head: str, tags: Mapping[str, str]) -> str | None:
     return next((tag for tag in tags if mark.startswith(identity_in(tag))), None)
 
 
-def _by_run(client: Client, head: str, shown: str, tags: Mapping[str, str]) -> bool:
-    """Whether a run gave `main` the release that it has. Of its commits the last fifty are asked for, if any."""
+def _choice(
+    client: Client, head: str, shown: str | None, tags: Mapping[str, str], candidates: Collection[str]
+) -> Choice:
+    """Who gave `main` the release that it has, and what somebody went back from; of the only one nobody is asked."""
+    if list(tags.values()) == [head]:
+        return Choice(by_run=True, left=frozenset())
+    found = choice(_commits(client, head), shown, tags, candidates)
+    if not found.by_run or shown is None or tags[shown] == head:
+        return found
+    return replace(found, by_run=not is_edited(tree(client, tags[shown]), tree(client, head)))
+
+
+def _commits(client: Client, head: str) -> list[tuple[str, str]]:
+    """Identifiers and first lines of the commits that led to one, the newest first."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-    if tags[shown] == head:  # the commit that the publication made
-        return True
+    found: list[tuple[str, str]] = []
+    url: str | None = f"{client.api.endpoint}/api/models/{client.repo}/commits/{head}"
 
     def ask() -> Any:
-        url = f"{client.api.endpoint}/api/models/{client.repo}/commits/{head}"
-        response = get_session().get(url, headers=build_hf_headers(library_name="quantmint"), timeout=TIMEOUT_S)
+        response = get_session().get(str(url), headers=build_hf_headers(library_name="quantmint"), timeout=TIMEOUT_S)
         hf_raise_for_status(response)
-        return response.json()
+        return response.json(), response.links.get("next", {}).get("url")
 
-    return chosen_by_run((str(commit["title"]) for commit in client.call(f"read its history of {MAIN}", ask)), shown)
+    while url is not None:
+        page, url = client.call(f"read its history of {MAIN}", ask)
+        found += [(str(commit["id"]), str(commit["title"])) for commit in page]
+    return found
 
 
 def _file(client: Client, commit: str, name: str) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import takewhile
@@ -37,7 +37,8 @@ class Released:
 
     ``shown`` is the tag that readers get there, None where they get none or nobody could be asked; it is another one
     after a rollback, and beside a candidate: then ``readers`` is its manifest, None where it has none. ``by_run`` says
-    whether a run chose what readers get. ``candidates`` are tags that wait to be promoted.
+    whether a run chose what readers get. ``candidates`` are tags that wait to be promoted, ``left`` those that no run
+    returns to, with their manifests where they are there.
     """
 
     place: str
@@ -47,6 +48,7 @@ class Released:
     by_run: bool = False
     readers: Manifest | None = None
     candidates: frozenset[str] = frozenset()
+    left: Mapping[str, Manifest | None] = field(default_factory=dict)
 
     @property
     def created(self) -> str:
@@ -139,6 +141,7 @@ def _newest(target: Target, *, here: bool) -> Released | None:
     shown = next((release for release in listed if release.current), None)
     by_run = shown is not None and target.chosen_by_run()
     candidates = frozenset(release.tag for release in listed if release.candidate)
+    left = {tag: _left(target, tag, listed) for tag in target.left()} if listed else {}
     newer = takewhile(lambda release: release is not shown, listed)
     if shown is not None and by_run and not any(release.candidate for release in newer):
         listed = [shown, *(release for release in listed if release is not shown)]
@@ -147,8 +150,17 @@ def _newest(target: Target, *, here: bool) -> Released | None:
         if made is not None:
             other = _manifest(target, shown, here) if shown is not None and shown is not release else None
             tag = None if shown is None else shown.tag
-            return Released(target.place, release.tag, made, tag, by_run, other, candidates)
+            return Released(target.place, release.tag, made, tag, by_run, other, candidates, left)
     return None
+
+
+def _left(target: Target, tag: str, listed: Sequence[Listed]) -> Manifest | None:
+    """What a release was made from that a person went back from; None where it is gone, or damaged."""
+    found = next((release for release in listed if release.tag == tag), None)
+    try:
+        return None if found is None else _manifest(target, found, here=False)
+    except (DamagedError, ManifestError):
+        return None
 
 
 def _manifest(target: Target, release: Listed, here: bool) -> Manifest | None:

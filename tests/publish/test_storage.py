@@ -158,7 +158,11 @@ def test_rollback_stays_when_the_same_release_is_published_again(
     assert pointer(bucket, "current.json")["tag"] == first.tag
     again = target.publish(second, candidate=False, progress=TOLD)
     assert (again.again, again.current) == (True, False)
-    assert bucket.server.writes() == ["DELETE models/r/chosen.json", "PUT models/r/current.json"]
+    assert bucket.server.writes() == [
+        f"PUT models/r/left.{second.tag}.json",
+        "DELETE models/r/chosen.json",
+        "PUT models/r/current.json",
+    ]
     with pytest.raises(UserError, match="has no release"):
         target.rollback("../r", dry_run=False, progress=TOLD)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ from pipeline.publish.target import Target
 from pipeline.refresh.back import made_before
 from pipeline.refresh.due import Due
 from pipeline.refresh.release import Released, Silent
-from pipeline.refresh.state import read_state
+from pipeline.refresh.state import RecipeState, read_state, write_state
 from pipeline.store.runs import list_runs
-from tests.hub.standin import HubStandIn
+from tests.hub.standin import Fault, HubStandIn
 from tests.publish.conftest import Bucket
 from tests.refresh.world import CONFIG, World
 
@@ -48,7 +49,9 @@ class There:
         return tag
 
 
-def there_and(world: World, hub: HubStandIn, target: Target, publish: dict[str, Any], moves: str) -> There:
+def there_and(
+    world: World, hub: HubStandIn, target: Target, publish: dict[str, Any], moves: str, also: Target | None = None
+) -> There:
     hub.put(BASE, {"config.json": CONFIG})
     at = {"x": hub.repo(BASE).find("main"), "y": hub.put(BASE, {"README.md": b"Better words."})}
 
@@ -62,6 +65,7 @@ def there_and(world: World, hub: HubStandIn, target: Target, publish: dict[str, 
     for hour, to in ((12, "x"), (13, "y")):
         move(to)
         tags.append(world.release(to=target, hour=hour))
+        assert also is None or world.release(to=also, hour=hour) == tags[-1]
         world.finished(tag=tags[-1])
         world.ran(exit_code=0, verdict="PASS")
         assert world.due().state == "current"
@@ -109,8 +113,57 @@ def test_what_a_person_chose_holds_it_back(there: There) -> None:
         there.target.rollback(tag, dry_run=False, progress=Silent())
     found = there.due("x")
     assert (found.state, found.brings_back) == ("current", None)
-    assert found.reason.startswith(f"held back: readers get {there.y}, which somebody chose")
+    assert found.reason.startswith(f"held back: these inputs made {there.x}, from which somebody went back")
     assert f"`quantmint rollback {there.target.place} {there.x}`" in found.reason
+
+
+@pytest.mark.parametrize("lost", ["nothing", "store"])
+def test_what_a_person_went_back_from_stays_so_after_another_release(there: There, lost: str) -> None:
+    """Also where everything would have to be made again: it would be the same."""
+    there.target.rollback(there.x, dry_run=False, progress=Silent())
+    there.move("x")
+    there.world.release(to=there.target, hour=14)
+    there.world.ran(exit_code=0, verdict="PASS")
+    if lost == "store":
+        shutil.rmtree(there.world.store.root)
+    found = there.due("y")
+    assert (found.state, found.brings_back) == ("current", None)
+    assert found.reason.startswith(f"held back: these inputs made {there.y}, from which somebody went back")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_person_went_back_from_and_removed_is_not_published_anew(
+    world: World, hub: HubStandIn, again: bool
+) -> None:
+    target = FolderTarget(world.folder / "published", "r")
+    there = there_and(world, hub, target, {"folder": "published"}, "recipe")
+    target.rollback(there.x, dry_run=False, progress=Silent())
+    if again:
+        there.move("x")
+        world.release(hour=14)
+    shutil.rmtree(world.folder / "published" / ".releases" / "r" / there.y)
+    found = there.due("y")
+    assert (found.state, found.brings_back) == ("current", None)
+    assert found.reason.startswith(f"held back: these inputs made {there.y}, from which somebody went back")
+
+
+def test_nothing_is_brought_back_while_a_place_does_not_answer(world: World, hub: HubStandIn) -> None:
+    """A person may have chosen there."""
+    target = FolderTarget(world.folder / "published", "r")
+    there = there_and(world, hub, target, {"folder": "published", "hub": {"repo": REPO}}, "recipe", HubTarget(REPO))
+    assert there.due("x").brings_back == there.x
+    hub.faults.append(Fault("GET", f"/api/models/{REPO}/refs", status=500, times=9))
+    found = there.world.due()
+    assert (found.state, found.brings_back) == ("unknown", None)
+
+
+def test_two_editions_over_one_store_do_not_take_turns(world: World, hub: HubStandIn) -> None:
+    target = FolderTarget(world.folder / "published", "r")
+    there = there_and(world, hub, target, {"folder": "published"}, "recipe")
+    there.move("x")
+    for file, state in (("r.yaml", "due"), ("elsewhere.yaml", "current")):
+        write_state(world.store.root, RecipeState(name="r", file=str(world.folder / file)))
+        assert world.due().state == state
 
 
 def test_what_another_store_published_stays(world: World, hub: HubStandIn) -> None:

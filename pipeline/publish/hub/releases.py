@@ -12,18 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 from pipeline.errors import StageError, UserError
 from pipeline.publish.choosing import earlier, named, removable, waiting
-from pipeline.publish.hub.choice import BROUGHT_BACK, BY_HAND, chosen_by_run
+from pipeline.publish.hub.choice import BROUGHT_BACK, BY_HAND, Choice, choice
 from pipeline.publish.hub.client import Client, MissingError, MovedError, RefusedError
 from pipeline.publish.hub.download import read
 from pipeline.publish.hub.history import History, Tree, commits_of, differing, look
 from pipeline.publish.hub.repository import CANDIDATE, MAIN
 from pipeline.publish.hub.tree import tree
 from pipeline.publish.manifest import identity
-from pipeline.publish.release import MANIFEST, identity_in
+from pipeline.publish.release import CARD, MANIFEST, identity_in
 from pipeline.publish.target import Listed, Operation
 
 _SHOWN: Final = 3
@@ -75,11 +76,21 @@ def rollback(client: Client, tag: str, *, dry_run: bool) -> tuple[Operation, ...
     return tuple(_give(client, known, chosen, f"{BY_HAND[1]} {tag}", dry_run=dry_run))
 
 
-def is_chosen_by_run(client: Client, known: History | None = None) -> bool:
-    """Whether a run made the current release that; see `Target.chosen_by_run`."""
+def who_chose(client: Client, known: History | None = None) -> Choice:
+    """Who made the current release that; see `Target.chosen_by_run` and `Target.left`."""
     known = known or look(client)
     shown = next((release.tag for release in known.releases if release.current), None)
-    return shown is not None and chosen_by_run((one.title for one in commits_of(client, known.refs.main)), shown)
+    commits = [(one.commit_id, one.title) for one in commits_of(client, known.refs.main)]
+    waits = [release.tag for release in known.releases if release.candidate]
+    found = choice(commits, shown, known.refs.tags, waits)
+    if found.by_run and shown is not None and is_edited(known.trees[shown], tree(client, known.refs.main)):
+        return replace(found, by_run=False)
+    return found
+
+
+def is_edited(released: Tree, there: Tree) -> bool:
+    """Whether files of a release were changed on `main`, and not its card alone: readers get what somebody chose."""
+    return not {CARD}.issuperset(released.keys() & set(differing(released, there)))
 
 
 def bring_back(client: Client, tag: str, *, dry_run: bool) -> tuple[Operation, ...]:
@@ -88,10 +99,13 @@ def bring_back(client: Client, tag: str, *, dry_run: bool) -> tuple[Operation, .
         known = look(client)
     except MissingError:
         return ()
-    chosen = earlier(known.releases, tag)
-    if chosen is None or not is_chosen_by_run(client, known):
+    release = earlier(known.releases, tag)
+    if release is None:
         return ()
-    return tuple(_give(client, known, chosen, f"{BROUGHT_BACK} {tag}", dry_run=dry_run))
+    found = who_chose(client, known)
+    if tag in found.left or not found.by_run:
+        return ()
+    return tuple(_give(client, known, release, f"{BROUGHT_BACK} {tag}", dry_run=dry_run))
 
 
 def remove(client: Client, tags: Collection[str], *, dry_run: bool) -> tuple[Operation, ...]:

@@ -71,11 +71,15 @@ class HubTarget:
 
     def chosen_by_run(self) -> bool:
         """By the commits of `main`. Never where the recipe goes by way of pull requests, which people merge too."""
-        return not by_request(self.section) and releases.is_chosen_by_run(self._client())
+        return not by_request(self.section) and releases.who_chose(self._client()).by_run
 
     def bring_back(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """See `pipeline.publish.hub.releases`."""
         return () if by_request(self.section) else releases.bring_back(self._client(progress), tag, dry_run=dry_run)
+
+    def left(self) -> frozenset[str]:
+        """By the commits of `main`."""
+        return releases.who_chose(self._client()).left
 
     def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """See `pipeline.publish.hub.releases`."""

@@ -1,11 +1,12 @@
 """The small objects beside the releases of a bucket: which is current, which waits, and which are complete.
 
-    current.json, candidate.json, chosen.json, v20261121-3f1c0a52.json
+    current.json, candidate.json, chosen.json, left.v20261120-77aa01be.json, v20261121-3f1c0a52.json
 
     {"schema": 1, "tag": "v20261121-3f1c0a52", "identity": "3f1c0a52...", "title": "...", "created": "...", "size": 1}
 
 One of a release's own name is written when its publication is over: what has none was not finished. ``chosen.json``
-names the release that a run made the current one; a promotion and a rollback remove it.
+names the release that a run made the current one; a promotion and a rollback remove it. ``left.`` stands before one
+that a person went back from.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pipeline.publish.wholeness import DamagedError
 CURRENT: Final = "current.json"
 CANDIDATE: Final = "candidate.json"
 CHOSEN: Final = "chosen.json"
+LEFT: Final = "left."
 _SCHEMA: Final = 1
 
 

@@ -28,7 +28,7 @@ from pipeline.publish.fetching import OtherBytesError, fetch
 from pipeline.publish.listing import described, newest_first
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, File, Release
 from pipeline.publish.storage.objects import Objects, open_objects
-from pipeline.publish.storage.pointers import CANDIDATE, CHOSEN, CURRENT, Pointer, decode, encode
+from pipeline.publish.storage.pointers import CANDIDATE, CHOSEN, CURRENT, LEFT, Pointer, decode, encode
 from pipeline.publish.target import Listed, Operation, Published
 from pipeline.publish.wholeness import DamagedError, require_whole
 from pipeline.stage import Progress
@@ -113,6 +113,9 @@ class StorageTarget:
         if todo and candidate:
             self._write(CANDIDATE, pointer, waits)
         elif todo:
+            chosen = self._look(CHOSEN)
+            if chosen.pointer is not None and chosen.tag != current.tag:  # somebody replaced it, and noted nothing
+                self._leave(chosen.pointer)
             self._show(pointer, current, waits)
             shown = release.tag
         if not candidate and (todo or not known):
@@ -146,12 +149,12 @@ class StorageTarget:
     def promote(self, tag: str | None, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Point to a candidate: one object is written."""
         current = self._look(CURRENT)
-        return self._by_hand(waiting(self.releases(), tag, self._place), current, dry_run)
+        return self._by_hand(waiting(self.releases(), tag, self._place), current, None, dry_run)
 
     def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Point to an earlier release: one object is written."""
         current = self._look(CURRENT)
-        return self._by_hand(named(self.releases(), tag, self._place), current, dry_run)
+        return self._by_hand(named(self.releases(), tag, self._place), current, current.pointer, dry_run)
 
     def chosen_by_run(self) -> bool:
         """Whether ``chosen.json`` names the current release."""
@@ -162,13 +165,19 @@ class StorageTarget:
         """Point to an earlier release, then note that a run did; one that was cut off between goes by a person's."""
         current, chosen = self._look(CURRENT), self._look(CHOSEN)
         release = earlier(self.releases(), tag)
-        if release is None or current.tag is None or chosen.tag != current.tag:
+        if release is None or current.tag is None or chosen.tag != current.tag or tag in self.left():
             return ()
         done = self._switch(release, current, dry_run)
         shown = self._look(f"{tag}{_JSON}").pointer
         if not dry_run and shown is not None:
             self._write(CHOSEN, shown, chosen)
         return done
+
+    def left(self) -> frozenset[str]:
+        """By the objects ``left.*``; and what a run made the current one, where ``chosen.json`` was left behind."""
+        noted = {name.removeprefix(LEFT).removesuffix(_JSON) for name in self._objects.names() if name.startswith(LEFT)}
+        chosen, current = self._look(CHOSEN).tag, self._look(CURRENT).tag
+        return frozenset(noted if chosen is None else noted | {chosen}) - {current}
 
     def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
         """Remove the files, and the record last: what was cut off is still listed, and removed by the same command."""
@@ -211,11 +220,21 @@ class StorageTarget:
         with Lock(folder.parent / f".{folder.name}.lock"):
             return fetch(folder, sizes, digests, pieces, place=self._place, progress=progress, wanted=wanted)
 
-    def _by_hand(self, release: Listed, current: _Seen, dry_run: bool) -> Sequence[Operation]:
-        """What a person chose: no run replaces it by an earlier one."""
-        if not (dry_run or release.current) and self._objects.read(CHOSEN) is not None:
-            self._objects.drop(CHOSEN)
+    def _by_hand(
+        self, release: Listed, current: _Seen, back_from: Pointer | None, dry_run: bool
+    ) -> Sequence[Operation]:
+        """What a person chose: no run replaces it by an earlier one, nor returns to what somebody went back from."""
+        if not dry_run:
+            if back_from is not None and not release.current:
+                self._leave(back_from)
+            for note in (f"{LEFT}{release.tag}{_JSON}", CHOSEN):
+                if self._objects.read(note) is not None:
+                    self._objects.drop(note)
         return self._switch(release, current, dry_run)
+
+    def _leave(self, pointer: Pointer) -> None:
+        name = f"{LEFT}{pointer.tag}{_JSON}"
+        self._write(name, pointer, self._look(name))
 
     def _switch(self, release: Listed, current: _Seen, dry_run: bool) -> Sequence[Operation]:
         """Make a release the current one, if its files are there by name and size, and its manifest by its digest."""
