@@ -244,3 +244,16 @@ def test_versions_that_went_back_are_no_reason(world: World) -> None:
     assert made_before("r", "v1", [waits], (), {"base"}, "x", made={tag}, candidate=False) == (
         "current", "v1 waits: `quantmint promote published/r v1` (x)", None,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "status"), [("refs", 429), ("commits/", 500), ("tree/", 429)])
+def test_a_fault_of_the_hub_that_passes_is_no_damage_and_no_reason(
+    world: World, hub: HubStandIn, asked: str, status: int
+) -> None:
+    there = there_and(world, hub, HubTarget(REPO), {"folder": None, "hub": {"repo": REPO}}, "recipe")
+    hub.put(REPO, {"NOTES.md": b"by hand"}, "Add notes")  # so that the files are asked for too
+    for log in list_runs(world.store.root):  # their packages are empty here, and would be read instead
+        log.path.unlink()
+    hub.faults.append(Fault("GET", f"{REPO}/{asked}", times=99, status=status))
+    found = there.due("x")
+    assert (found.state, found.brings_back) == ("unknown", None), found.reason
