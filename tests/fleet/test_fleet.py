@@ -177,7 +177,8 @@ def test_a_second_round_does_nothing(world: World, moved: Round) -> None:
     assert (world.entries(), world.runs(), world.logs(), world.releases(FLEET)) == (entries, runs, logs, released)
     assert {one["attempts"] for one in again.ended.values()} == {0}
     assert {request.method for request in world.hub.requests[asked:]} <= {"GET", "HEAD", "POST"}
-    assert not [request for request in world.hub.requests[asked:] if "commit" in request.path]
+    # Who chose what readers get is read from /commits/; what writes is a POST to /commit/.
+    assert not [one for one in world.hub.requests[asked:] if one.method == "POST" and "/commit/" in one.path]
 
 
 def test_what_was_judged_is_held_and_counts_as_it_was_judged(second: Round) -> None:
