@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,11 @@ def docker(tmp_path: Path, fake_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> 
     yield folder
     engine.terminate()
     engine.wait()
+    # A real container takes with it what left its group.
+    for noted in tmp_path.rglob("pids-*.json"):
+        for pid in json.loads(noted.read_text()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def calls(docker: Path) -> list[list[str]]:
