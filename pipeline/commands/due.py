@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 SOMETHING_DUE: Final = 10
 """Exit code where at least one recipe is due: 1 to 5 are verdicts and errors."""
 _BROKEN: Final = 2
-_DAMAGED: Final = 5
 _SHOWN: Final = 3  # phrases of a table's cell
 
 
@@ -50,6 +49,7 @@ def command(
     where a recipe is broken, else 0.
     """
     from pipeline.progress import reporter_for
+    from pipeline.publish.wholeness import DamagedError
     from pipeline.refresh.due import look
     from pipeline.refresh.naming import all_recipes
     from pipeline.serving.image import serving_image
@@ -70,7 +70,7 @@ def command(
     if due:
         return SOMETHING_DUE
     if any(one.state == "damaged" for one in found):
-        return _DAMAGED
+        return DamagedError.exit_code
     return _BROKEN if any(one.state == "broken" for one in found) else 0
 
 

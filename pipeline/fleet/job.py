@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.fleet.attempt import Attempted
 from pipeline.fleet.devices import Devices
@@ -16,13 +16,11 @@ from pipeline.fleet.requests import Request
 from pipeline.fleet.retries import resting_until, rests_until
 from pipeline.fleet.summary import Ended
 from pipeline.locks import Lock
+from pipeline.publish.wholeness import DamagedError
 from pipeline.refresh.state import RecipeState
 
 if TYPE_CHECKING:
     from pipeline.refresh.due import Due
-
-
-_DAMAGED: Final = 5  # nobody made it so by a wrong word, and readers may get it
 
 
 @dataclass
@@ -105,7 +103,7 @@ def not_run(request: Request, due: Due, state: RecipeState, *, everything: bool)
     if everything:
         return None
     if due.state == "damaged":
-        return _left(request, due, "damaged", _DAMAGED, due.reason)
+        return _left(request, due, "damaged", DamagedError.exit_code, due.reason)
     if due.state == "held":
         code = 0 if due.verdict is None else due.verdict.exit_code
         verdict = None if due.verdict is None else due.verdict.value

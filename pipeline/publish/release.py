@@ -66,6 +66,11 @@ def tag_of(judged: datetime, identity: str) -> str:
     return f"v{judged:%Y%m%d}-{identity[:8]}"
 
 
+def day_in(tag: str) -> str:
+    """Midnight (UTC) of the day that a tag carries, in ISO 8601, which sorts as days do."""
+    return f"{tag[1:5]}-{tag[5:7]}-{tag[7:9]}T00:00:00Z"
+
+
 def identity_in(tag: str) -> str:
     """The start of the identity that a tag carries; "" for a name that is no tag."""
     return tag.rpartition("-")[2] if TAG.fullmatch(tag) else ""

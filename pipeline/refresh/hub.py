@@ -21,7 +21,7 @@ from pipeline.publish.hub.releases import is_edited
 from pipeline.publish.hub.repository import CANDIDATE, MAIN
 from pipeline.publish.hub.tree import tree
 from pipeline.publish.manifest import Manifest, ManifestError
-from pipeline.publish.release import MANIFEST, TAG, identity_in
+from pipeline.publish.release import MANIFEST, TAG, day_in, identity_in
 from pipeline.publish.wholeness import DamagedError
 from pipeline.refresh.release import Released, Silent, is_ahead
 
@@ -76,21 +76,17 @@ def newest_on_hub(repo: str, *, by_request: bool = False) -> Released | None:
     by_run = readers is not None and not by_request and chosen.by_run
     asked = chosen.foreign & requested  # a pull request that was never merged; whether it is open does not matter
     left = {tag: _left(client, tag, tags) for tag in chosen.left - asked}
-    newer = shown is not None and any(_day(tag) >= _day(shown) for tag in candidates)
+    newer = shown is not None and any(day_in(tag) >= day_in(shown) for tag in candidates)
     candidates |= asked
     if shown is not None and readers is not None and by_run and not newer:
         return Released(repo, shown, readers, shown, by_run, candidates=candidates, left=left)
-    for _, day in groupby(_latest_first(tags), key=_day):
+    for _, day in groupby(_latest_first(tags), key=day_in):
         found = [(made, tag) for tag in day if (made := _manifest(client, tag, tags[tag])) is not None]
         if found:
             newest, tag = max(found, key=lambda pair: (pair[0].created, pair[1]))
             return Released(repo, tag, newest, shown, by_run, None if shown == tag else readers, candidates, left)
     _refuse_damaged(client, tags)
     return None
-
-
-def _day(tag: str) -> str:
-    return tag[1:9]
 
 
 def _latest_first(tags: Iterable[str]) -> list[str]:
@@ -100,9 +96,8 @@ def _latest_first(tags: Iterable[str]) -> list[str]:
 
 
 def _is_to_come(tag: str, now: datetime) -> bool:
-    day = _day(tag)
     try:
-        return is_ahead(f"{day[:4]}-{day[4:6]}-{day[6:]}T00:00:00Z", now)
+        return is_ahead(day_in(tag), now)
     except ValueError:  # no day at all
         return True
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline.publish.release import TAG
+from pipeline.publish.release import TAG, day_in
 
 BY_HAND: Final = ("Promote", "Roll back to")
 BROUGHT_BACK: Final = "Return to"
@@ -75,10 +75,6 @@ def choice(
     known = {commit for commit, _ in commits}
     foreign = frozenset(tag for tag, commit in tags.items() if not (tag in named or tag in waiting or commit in known))
     foreign -= {shown}
-    if shown is None or any(_day(tag) >= _day(shown) for tag in foreign):
+    if shown is None or any(day_in(tag) >= day_in(shown) for tag in foreign):
         by_run = False
     return Choice(by_run, (foreign | left) - {shown}, foreign)
-
-
-def _day(tag: str) -> str:
-    return tag[1:9]

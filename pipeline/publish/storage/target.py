@@ -26,7 +26,7 @@ from pipeline.publish import manifest
 from pipeline.publish.choosing import earlier, named, removable, waiting
 from pipeline.publish.fetching import OtherBytesError, fetch
 from pipeline.publish.listing import described, newest_first
-from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, File, Release
+from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, File, Release, day_in
 from pipeline.publish.storage.objects import Objects, open_objects
 from pipeline.publish.storage.pointers import CANDIDATE, CHOSEN, CURRENT, LEFT, Pointer, decode, encode
 from pipeline.publish.target import Listed, Operation, Published
@@ -362,9 +362,4 @@ def _ends(waits: str | None, shown: str, before: str | None) -> bool:
 
 def _pointer(release: Release) -> Pointer:
     said = described(release.files[MANIFEST].path.read_bytes())
-    return Pointer(release.tag, release.identity, release.title, said.created or _day(release.tag), release.size)
-
-
-def _day(tag: str) -> str:
-    """Midnight (UTC) of the day in a tag."""
-    return f"{tag[1:5]}-{tag[5:7]}-{tag[7:9]}T00:00:00Z"
+    return Pointer(release.tag, release.identity, release.title, said.created or day_in(release.tag), release.size)
