@@ -10,27 +10,33 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Colours and other escape sequences, and whatever else moves a cursor: messages quote the logs of other programs.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class Reporter(Protocol):
-    """Where the runner and the stages tell what happens; see `pipeline.stage.Progress` for the stages' part."""
+class Progress(Protocol):
+    """How a stage tells what it is doing."""
+
+    def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+        """A bar over ``total`` units ("B", "samples", ...); its value is called with each advance."""
+        ...
+
+    def say(self, message: str) -> None:
+        """One line about what goes on now."""
+        ...
+
+    def warn(self, message: str) -> None:
+        """One line that must not be missed."""
+        ...
+
+
+class Reporter(Progress, Protocol):
+    """How the runner tells of the stages."""
 
     def started(self, key: str, number: int, total: int) -> None:
         """A stage begins."""
@@ -42,18 +48,6 @@ class Reporter(Protocol):
 
     def finished(self, key: str, number: int, total: int, seconds: float, summary: str) -> None:
         """A stage is committed."""
-        ...
-
-    def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-        """A bar over ``total`` units; its value is called with each advance."""
-        ...
-
-    def say(self, message: str) -> None:
-        """One line about what goes on now."""
-        ...
-
-    def warn(self, message: str) -> None:
-        """One line that must not be missed."""
         ...
 
 
@@ -107,6 +101,8 @@ class RichReporter:
     """Marks, colours and bars for a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+
         self._console = console or Console(stderr=True, highlight=False)
 
     def started(self, key: str, number: int, total: int) -> None:
@@ -124,11 +120,23 @@ class RichReporter:
     @contextmanager
     def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
         """See `Reporter`. Bytes come with their speed, other units with their count."""
-        amount = (DownloadColumn(), TransferSpeedColumn()) if unit == "B" else (MofNCompleteColumn(), TextColumn(unit))
-        columns = (TextColumn("     "), BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task("", total=total)
-            yield lambda count: progress.advance(task, count)
+        from rich import progress as rich
+
+        amount = (
+            (rich.DownloadColumn(), rich.TransferSpeedColumn())
+            if unit == "B"
+            else (rich.MofNCompleteColumn(), rich.TextColumn(unit))
+        )
+        columns = (
+            rich.TextColumn("     "),
+            rich.BarColumn(),
+            *amount,
+            rich.TimeElapsedColumn(),
+            rich.TimeRemainingColumn(),
+        )
+        with rich.Progress(*columns, console=self._console, transient=True) as shown:
+            task = shown.add_task("", total=total)
+            yield lambda count: shown.advance(task, count)
 
     def say(self, message: str) -> None:
         """See `Reporter`."""
@@ -141,6 +149,8 @@ class RichReporter:
 
 def _quoted(text: str) -> str:
     """A message as it is, whatever brackets or colours it quotes."""
+    from rich.markup import escape
+
     return escape(_CONTROL.sub("", text))
 
 

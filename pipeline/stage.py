@@ -7,8 +7,7 @@ versions and the fingerprints of the inputs, never from the results.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,19 +16,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from eval.suites import Suite
 from eval.workloads import Workload
 from pipeline.commits import Commits
+from pipeline.progress import Progress
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.schema import Recipe
 from pipeline.store.entries import Entry
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from importlib.metadata import Distribution
-
     from calibration.shares import Places
     from pipeline.engines.stream.schedule import WriteShards
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.launchers.on_cluster import Cluster
-    from pipeline.stages.servers import Servers
+    from pipeline.serving.plan import LaunchPlan
+    from pipeline.serving.running.server import Server
     from pipeline.store.remote.tier import RemoteTier
 
 
@@ -103,19 +102,15 @@ class Setting:
         return self.loaded.recipe
 
 
-class Progress(Protocol):
-    """How a stage tells what it is doing."""
+class Servers(Protocol):
+    """The servers of a run: one at a time."""
 
-    def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-        """A bar over ``total`` units ("B", "samples", ...); the value is called with each advance."""
+    def get(self, side: str, plan: LaunchPlan) -> Server:
+        """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
         ...
 
-    def say(self, message: str) -> None:
-        """One line about what goes on now."""
-        ...
-
-    def warn(self, message: str) -> None:
-        """One line that must not be missed."""
+    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
+        """A server that is started for this block and ends with it, its log in ``log``; what ran before is stopped."""
         ...
 
 
@@ -144,7 +139,7 @@ class Output:
 
 
 class Stage(Protocol):
-    """A kind of work. ``key`` is its name in a plan, ``family`` its folder in the store."""
+    """A kind of work: ``key`` is its name in a plan, ``family`` its folder in the store. The stages derive from it."""
 
     @property
     def key(self) -> str: ...  # noqa: D102
@@ -155,15 +150,15 @@ class Stage(Protocol):
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The keys of the stages that it starts from, by the name that it knows them by."""
-        ...
+        return {}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The slice of the recipe, and of what it names, that shapes the result."""
-        ...
+        return {}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """Versions of what shapes the result's bytes."""
-        ...
+        return {}
 
     def run(self, job: Job) -> Output:
         """Do the work in ``job.path``, going on with what an earlier attempt left there."""
@@ -171,7 +166,7 @@ class Stage(Protocol):
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
         """Whether what the entry stands for outside the store is still as it was."""
-        ...
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,28 +183,10 @@ class Planned:
         """The stage's name in the plan."""
         return self.stage.key
 
-
-def versions(*distributions: str) -> dict[str, str]:
-    """Installed versions by distribution, "absent" for one that is not there; nothing is imported."""
-    from importlib import metadata
-
-    found: dict[str, str] = {}
-    for name in distributions:
-        try:
-            found[name] = _version(metadata.distribution(name))
-        except metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return found
-
-
-def _version(distribution: Distribution) -> str:
-    """Its version by the line that says it: `Distribution.version` parses a package's whole description for it.
-
-    Plans ask for a dozen versions each, and many recipes are planned at once.
-    """
-    head, _, _ = (distribution.read_text("METADATA") or "").partition("\n\n")
-    said = re.search(r"^Version: *(\S+) *$", head, re.MULTILINE)
-    return distribution.version if said is None else said[1]
+    @property
+    def family(self) -> str:
+        """The stage's folder in the store."""
+        return self.stage.family
 
 
 def write_json(path: Path, value: object) -> None:

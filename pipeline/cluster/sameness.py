@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeline.engines.stream.shard import PARTIAL_SUFFIX
 from pipeline.errors import UserError
-from pipeline.stage import versions
+from pipeline.versions import versions
 
 _SHAPING = ("quantmint", "torch", "transformers", "tokenizers", "safetensors")
 _CODE = "quantmint's code"

@@ -30,8 +30,9 @@ from pipeline.cluster.nodes import CORES_A_SHARD, Ask, Node, ask_for, kinds, nam
 from pipeline.cluster.sameness import Facts, Probe, facts_here, versions_here
 from pipeline.cluster.waiting import RETRIES, answers, results
 from pipeline.errors import StageError, UserError
+from pipeline.progress import Progress
 from pipeline.serving.launchers.on_cluster import Cluster
-from pipeline.stage import Progress, Setting
+from pipeline.stage import Setting
 from pipeline.store.disk import disk_errors
 
 if TYPE_CHECKING:

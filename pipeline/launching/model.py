@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.progress import Progress
 from pipeline.publish.opening import published_folder, serving_name
 from pipeline.recipe.faults import nearest
 from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
@@ -21,7 +22,7 @@ from pipeline.recipe.modules import assigned
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.schema import Source as SourceSection
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
-from pipeline.stage import Progress, Setting, SourceIdentity
+from pipeline.stage import Setting, SourceIdentity
 from pipeline.stages.source import config_folder, fetch, identify
 from pipeline.store.tree import Store
 

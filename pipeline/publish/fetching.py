@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from pipeline.errors import StageError, UserError
+from pipeline.progress import Progress
 from pipeline.publish.copying import Advance, chunks, digest_of
 from pipeline.publish.names import require_safe
 from pipeline.publish.release import MANIFEST
 from pipeline.publish.wholeness import DamagedError
-from pipeline.stage import Progress
 from pipeline.store.disk import disk_errors, fsync
 
 Pieces = Callable[[str, int], Iterator[bytes]]

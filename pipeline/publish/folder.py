@@ -27,6 +27,7 @@ from typing import Final, Literal
 
 from pipeline.errors import StageError, UserError
 from pipeline.locks import Lock
+from pipeline.progress import Progress
 from pipeline.publish import manifest
 from pipeline.publish.choosing import earlier, named, removable, waiting
 from pipeline.publish.copying import Advance, chunks, copy, digest_of
@@ -35,7 +36,6 @@ from pipeline.publish.listing import described, newest_first
 from pipeline.publish.release import MANIFEST, SIGNATURE, Release
 from pipeline.publish.target import Listed, Operation, Published
 from pipeline.publish.wholeness import require_whole
-from pipeline.stage import Progress
 from pipeline.store.disk import FULL, folders, free_bytes, fsync, regular_files
 
 RELEASES: Final = ".releases"

@@ -24,7 +24,7 @@ from pipeline.stages.source import LOCATION
 from pipeline.store.entries import Entry
 from pipeline.toolchain import Environment, recorded_environment
 
-ABSENT: Final = "absent"  # what `pipeline.stage.versions` says of a distribution that is not there
+ABSENT: Final = "absent"  # what `pipeline.versions.versions` says of a distribution that is not there
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pipeline.progress import Progress
 from pipeline.publish.release import Release
-from pipeline.stage import Progress
 
 
 @dataclass(frozen=True, slots=True)

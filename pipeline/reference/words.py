@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pipeline.engines.stream.kernels import MX_GROUP
 from pipeline.schemes import ActivationFormat
 from pipeline.schemes import scheme as row_of
-from pipeline.stage import versions
+from pipeline.versions import versions
 
 _NAMES = {"e4m3": "FP8", "int8": "INT8", "e2m1": "FP4", "e2m3": "FP6", "e3m2": "FP6"}
 

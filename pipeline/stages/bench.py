@@ -26,7 +26,7 @@ from pipeline.measuring.watch import LoadWatch
 from pipeline.serving.hardware import hardware
 from pipeline.serving.running.logscan import Finding, LogScan, scan_log
 from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
-from pipeline.stage import Job, Output, Setting, write_json
+from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.answering import vllm_device
 from pipeline.stages.serve import (
     SERVER_LOG,
@@ -39,7 +39,6 @@ from pipeline.stages.serve import (
     vllm_version,
 )
 from pipeline.stages.source import model_folder
-from pipeline.store.entries import Entry
 
 if TYPE_CHECKING:
     from pipeline.measuring.reading import Sensor
@@ -51,7 +50,7 @@ _SEEDS = 1000  # more cells than any workload has
 
 
 @dataclass(frozen=True, slots=True)
-class BenchStage:
+class BenchStage(Stage):
     """Both sides. A launch that was finished is not made again after an interruption; its time tells of the break."""
 
     key: str = "bench"
@@ -98,10 +97,6 @@ class BenchStage:
             summary=", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
             + f"; launches a side: {len(turns) // 2}",
         )
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
 
 @dataclass(frozen=True, slots=True)

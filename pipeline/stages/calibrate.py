@@ -17,11 +17,11 @@ from pipeline.device import resolve_devices
 from pipeline.errors import QuantmintError, StageError, UserError
 from pipeline.passing import passes
 from pipeline.recipe.schema import Calibration
-from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.source import model_folder
 from pipeline.store.disk import sha256_of
-from pipeline.store.entries import Entry
 from pipeline.toolchain import ENVIRONMENT, environment_here
+from pipeline.versions import versions
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ _LAYERS = "layers"  # what an interrupted run in layer mode is gone on with
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrateStage:
+class CalibrateStage(Stage):
     """Resumes at a layer, where the model is run layer by layer."""
 
     key: str = "calibrate"
@@ -108,10 +108,6 @@ class CalibrateStage:
             summary=f"{len(ranges.keys)} attention layers, {len(ranges.inputs)} linear inputs over {tokens:,} tokens, "
             f"{outcome.decision.mode}",
         )
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
 
 def _section(setting: Setting) -> Calibration:

@@ -21,11 +21,11 @@ from eval.prompts import Prompt
 from eval.verdict import Verdict
 from pipeline.errors import InvalidMeasurementError, RecipeError, RefusalError, ServingError, StageError
 from pipeline.serving.running.server import Server
-from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.serve import Side, launch_plan, model_key, runtime_tools
 from pipeline.stages.source import model_folder
 from pipeline.store.disk import sha256_of
-from pipeline.store.entries import Entry
+from pipeline.versions import versions
 
 ANSWERS, COMPARISON = "canary.json.gz", "comparison.json"
 LIKELIEST = 20
@@ -38,7 +38,7 @@ _TIMEOUT_S = 600.0  # the first request may compile kernels
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryStage:
+class CanaryStage(Stage):
     """The baseline's answers concern the model alone, so that all recipes of it share them.
 
     The candidate is given the baseline's token ids. It is compared and judged in its own stage, because the run ends
@@ -89,10 +89,6 @@ class CanaryStage:
         answers = CanaryAnswers(tuple(found))
         _write(job.path / ANSWERS, answers)
         return _told(answers) if baseline is None else _compared(job, baseline, answers)
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
 
 def policy_of(setting: Setting) -> CanaryPolicy:

@@ -14,19 +14,19 @@ from eval.errors import DefinitionError, MeasurementError
 from eval.samples import SampleSet, pair
 from eval.suites import SuiteTask
 from pipeline.errors import InvalidMeasurementError
-from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.asking import SAMPLES, asked_settings, asking, samples_file, tidy
 from pipeline.stages.evaluate import read_samples
 from pipeline.stages.serve import launch_plan, runtime_tools
 from pipeline.stages.source import model_folder
-from pipeline.store.entries import Entry
+from pipeline.versions import versions
 
 # Prompts in one HTTP request: unlike the evaluation's, so that requests meet in other groups.
 _BATCH_SIZE = 20
 
 
 @dataclass(frozen=True, slots=True)
-class ControlStage:
+class ControlStage(Stage):
     """Shared by all recipes of a model, like the baseline's evaluation."""
 
     key: str = "control"
@@ -77,10 +77,6 @@ class ControlStage:
             result={"flips": flips},
             summary=", ".join(f"{name}: {changed} of {items} flip" for name, (changed, items) in flips.items()),
         )
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
 
 def _tasks(setting: Setting) -> list[SuiteTask]:

@@ -21,22 +21,22 @@ from eval.samples import SampleSet, pair
 from eval.statistics import sequential
 from eval.suites import SuiteTask
 from pipeline.errors import InvalidMeasurementError
-from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages import data
 from pipeline.stages.asking import SAMPLES, Asker, asked_settings, asking, look_samples, samples_file, tidy
 from pipeline.stages.asking import TASKS as TASKS  # where the tasks of our own lie
 from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, runtime_tools
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
-from pipeline.store.entries import Entry
 from pipeline.toolchain import ENVIRONMENT, environment_here
+from pipeline.versions import versions
 
 ANSWERS = "answers"
 DATASETS = "datasets"
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluateStage:
+class EvaluateStage(Stage):
     """A look that was finished is not asked again after an interruption."""
 
     side: Side
@@ -103,10 +103,6 @@ class EvaluateStage:
             },
             summary=", ".join(_summary(samples) for samples in sets.values()),
         )
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
     def _baseline(self, job: Job, task: SuiteTask) -> SampleSet | None:
         """The baseline's samples of a task that is held against them while it is asked."""

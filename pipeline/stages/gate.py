@@ -17,7 +17,7 @@ from eval.verdict import Verdict
 from pipeline.digest import folder_digest
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.schemes import scheme
-from pipeline.stage import Job, Output, Setting
+from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages.bench import read_launches
 from pipeline.stages.canary import read_comparison
 from pipeline.stages.evaluate import read_samples
@@ -38,7 +38,7 @@ GATE = "gate.json"
 
 
 @dataclass(frozen=True, slots=True)
-class GateStage:
+class GateStage(Stage):
     """Pure over the entries before it. ``stopped``: nothing was measured after the canary, which failed."""
 
     stopped: bool = False
@@ -58,10 +58,6 @@ class GateStage:
             "claims": _claims(setting),
             "tasks": [task.task for task in setting.suite.tasks],
         }
-
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        """None: the statistics are ours, and versioned with the stage."""
-        return {}
 
     def run(self, job: Job) -> Output:
         """Judge."""
@@ -93,10 +89,6 @@ class GateStage:
             result={"verdict": report.verdict.value, "artefact": report.artefact, "reasons": list(report.reasons)},
             summary=f"{report.verdict.value}: {next(iter(report.reasons), 'nothing was judged')}",
         )
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
 
 _ORDER: tuple[Side, ...] = ("baseline", "candidate")

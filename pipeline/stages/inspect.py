@@ -11,7 +11,7 @@ from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.model.select import select
 from pipeline.model.structure import Structure, read_structure
 from pipeline.recipe.schema import Quantization
-from pipeline.stage import Job, Output, Setting, write_json
+from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.calibrate import RANGES
 from pipeline.stages.quantize import needs_ranges
 from pipeline.stages.source import model_folder
@@ -21,7 +21,7 @@ INSPECTION = "inspection.json"
 
 
 @dataclass(frozen=True, slots=True)
-class InspectStage:
+class InspectStage(Stage):
     """Its result is kept whether it passes or not: the same bytes would be found wrong again."""
 
     key: str = "inspect"
@@ -32,14 +32,6 @@ class InspectStage:
         """The checkpoint, what it was made from, and the ranges where there are any."""
         calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
         return {"quantize": "quantize", "source": "source", **calibrated}
-
-    def settings(self, setting: Setting) -> Mapping[str, object]:
-        """None: what is right does not depend on the recipe."""
-        return {}
-
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        """None: what is found does not depend on who looks."""
-        return {}
 
     def run(self, job: Job) -> Output:
         """Check the headers, the numbers and the untouched tensors."""
@@ -68,10 +60,6 @@ class InspectStage:
             },
             summary=inspection.summary() if inspection.passed else f"{len(inspection.findings)} findings",
         )
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
 
 def reasons_of(entry: Entry) -> tuple[str, ...]:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from pipeline.digest import model_files
 from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.stage import Job, Output, Setting, write_json
+from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.source import LOCATION, model_folder
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 
 
 @dataclass(frozen=True, slots=True)
-class LocatedSource:
+class LocatedSource(Stage):
     """``folder`` holds the whole model; a repository's is the Hub's cache at a commit."""
 
     folder: Path
@@ -27,17 +27,9 @@ class LocatedSource:
     family: str = "source"
     version: int = 1
 
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """None."""
-        return {}
-
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The commit of a repository; else the mark of each file."""
         return setting.source.to_json() if setting.source.repo is not None else {"files": marks(self.folder)}
-
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        """None: the content is what it is."""
-        return {}
 
     def run(self, job: Job) -> Output:
         """Prove that configuration, index and shards agree."""

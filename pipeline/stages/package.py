@@ -16,6 +16,7 @@ from pathlib import Path
 from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.errors import StageError, StoreError, UserError
+from pipeline.progress import Progress
 from pipeline.publish import manifest as manifests
 from pipeline.publish.lineage import Lineage, gather
 from pipeline.publish.manifest import Manifest
@@ -33,18 +34,19 @@ from pipeline.publish.release import (
     Release,
     tag_of,
 )
-from pipeline.stage import Job, Output, Progress, Setting, versions
+from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages.gate import checkpoint_digest
 from pipeline.stages.quantize import CHECKPOINT
 from pipeline.stages.report import ReportStage
 from pipeline.store.entries import Entry
+from pipeline.versions import versions
 
 EVIDENT = ("gate", "report", "inspect")
 """Stages whose files go out as evidence."""
 
 
 @dataclass(frozen=True, slots=True)
-class PackageStage:
+class PackageStage(Stage):
     """Runs after a PASS only; whether anything of it goes anywhere is the business of the stage `publish`."""
 
     key: str = "package"
@@ -87,10 +89,6 @@ class PackageStage:
             result={"identity": identity, "tag": tag, "title": title, "size": size},
             summary=f"{tag}, {len(files)} files, {size / 1e6:,.1f} MB",
         )
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
 
 def release(

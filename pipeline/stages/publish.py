@@ -13,13 +13,14 @@ from eval.errors import MeasurementError
 from eval.gate.changes import changes
 from eval.verdict import Verdict
 from pipeline.errors import QuantmintError, StageError
+from pipeline.progress import Progress
 from pipeline.publish.folder import RELEASES
 from pipeline.publish.opening import published_folder, targets_of
 from pipeline.publish.release import MANIFEST, Release
 from pipeline.publish.retention import outdated
 from pipeline.publish.target import Published, Target
 from pipeline.recipe.faults import shown_path
-from pipeline.stage import Job, Output, Progress, Setting
+from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages import package
 from pipeline.stages.gate import GATE, checkpoint_digest
 from pipeline.store.disk import sha256_of
@@ -29,7 +30,7 @@ _ASSEMBLED = ("package", "quantize", "gate", "report", "inspect")
 
 
 @dataclass(frozen=True, slots=True)
-class PublishStage:
+class PublishStage(Stage):
     """The only stage whose effect lies outside the store."""
 
     key: str = "publish"
@@ -46,10 +47,6 @@ class PublishStage:
         section = setting.recipe.publish.model_dump(mode="json", exclude={"sign", "licence", "folder"})
         folder = published_folder(setting)
         return {**section, "folder": None if folder is None else str(folder.parent), "name": setting.recipe.name}
-
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        """None: bytes are copied."""
-        return {}
 
     def run(self, job: Job) -> Output:
         """Judge once more from the record, ask every place whether it can, publish to one after the other."""

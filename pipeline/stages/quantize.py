@@ -17,13 +17,13 @@ from pipeline.formats.layout import Choice
 from pipeline.model.select import select
 from pipeline.model.structure import read_structure
 from pipeline.recipe.schema import Quantization
-from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES
 from pipeline.stages.source import model_folder
 from pipeline.store.disk import free_bytes
-from pipeline.store.entries import Entry
 from pipeline.toolchain import ENVIRONMENT, environment_here
+from pipeline.versions import versions
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ _MANIFEST = "manifest.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeStage:
+class QuantizeStage(Stage):
     """Resumes at the first shard that is not in the manifest of its working folder."""
 
     key: str = "quantize"
@@ -111,10 +111,6 @@ class QuantizeStage:
             summary=f"{size / 1e6:,.1f} MB from {source.nbytes / 1e6:,.1f} MB, {len(choice.schemes)} modules",
             known={f"{CHECKPOINT}/{shard.name}": (shard.size, shard.sha256) for shard in written.shards},
         )
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
 
 def _hardware(setting: Setting) -> str:

@@ -16,7 +16,8 @@ from eval.report import joined
 from eval.report.files import CARD, JUNIT
 from eval.report.files import DATA as DATA
 from eval.report.files import PAGE as PAGE
-from eval.report.model import LaunchPlan, Report, Stage, TaskFlips
+from eval.report.model import LaunchPlan, Report, TaskFlips
+from eval.report.model import Stage as ShownStage
 from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.errors import StageError
@@ -24,7 +25,7 @@ from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.publish.opening import serving_name
 from pipeline.reporting.contents import kv_scales, layer_errors, sizes
 from pipeline.serving import hardware
-from pipeline.stage import Job, Output, Setting, versions
+from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages.evaluate import ANSWERS
 from pipeline.stages.gate import GATE
 from pipeline.stages.inspect import INSPECTION
@@ -34,6 +35,7 @@ from pipeline.stages.serve import LAUNCH, SIDES
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
 from pipeline.store.runs import list_runs
+from pipeline.versions import versions
 
 if TYPE_CHECKING:
     from eval.gate import GateReport
@@ -45,7 +47,7 @@ FILES = {"html": PAGE, "markdown": CARD, "junit": JUNIT, "json": DATA}
 
 
 @dataclass(frozen=True, slots=True)
-class ReportStage:
+class ReportStage(Stage):
     """Written for every verdict, not only for a PASS; ``stopped``: of a run that ended with the canary."""
 
     stopped: bool = False
@@ -74,10 +76,6 @@ class ReportStage:
 
         size = write(job.path, gather(job)).stat().st_size
         return Output(result={"page": PAGE}, summary=f"{PAGE}, {size / 1e3:,.0f} kB")
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
 
 def gather(job: Job) -> Report:
@@ -181,12 +179,12 @@ def _prompts(setting: Setting, gate: GateReport) -> dict[str, str]:
     return {prompt.name: prompt.text for prompt in prompts.load(setting.suite.canary) if prompt.name in named}
 
 
-def _stages(setting: Setting, inputs: Mapping[str, Entry]) -> list[Stage]:
+def _stages(setting: Setting, inputs: Mapping[str, Entry]) -> list[ShownStage]:
     """The stages by the time at which they began; the run that goes on says which of them it found in the store."""
     runs = [run for run in list_runs(setting.store.root) if run.recipe == setting.recipe.name and run.finished is None]
     began = runs[0].started if runs else ""
     found = [
-        Stage(
+        ShownStage(
             name=name,
             started=entry.record.started,
             seconds=entry.record.duration_s,

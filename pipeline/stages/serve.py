@@ -16,12 +16,12 @@ from pipeline.serving.planning.remarks import (
     NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed
 )
 from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
-from pipeline.stage import Job, Output, Setting, versions, write_json
+from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.answering import runtime_of
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
-from pipeline.store.entries import Entry
 from pipeline.toolchain import ENVIRONMENT, Environment, environment_here, environment_of
+from pipeline.versions import versions
 
 if TYPE_CHECKING:
     from pipeline.serving.plan import LaunchPlan
@@ -34,7 +34,7 @@ SERVER_LOG = "server.log"
 
 
 @dataclass(frozen=True, slots=True)
-class ServeStage:
+class ServeStage(Stage):
     """Starts the server; the stages after it ask the same one as long as the run goes on."""
 
     side: Side
@@ -100,10 +100,6 @@ class ServeStage:
             result={"faults": faults(scan), "started_seconds": round(server.started_seconds, 1)},
             summary=f"ready after {server.started_seconds:.0f} s{tokens}",
         )
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """A server that has stopped is started again when it is needed."""
-        return True
 
 
 def _environment(setting: Setting) -> Environment:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.device import give_back_memory
 from pipeline.errors import UserError
+from pipeline.progress import Progress
 from pipeline.serving.running.logscan import LogScan, scan_log
-from pipeline.stage import Progress, Setting
+from pipeline.stage import Setting
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

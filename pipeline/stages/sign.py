@@ -13,14 +13,14 @@ from pipeline.errors import StageError
 from pipeline.publish.keys import foreseen_fingerprint, passphrase, require_private
 from pipeline.publish.release import SIGNATURE
 from pipeline.publish.signing import require_identity, sign
-from pipeline.stage import Job, Output, Setting, versions
+from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages import package
 from pipeline.store.disk import disk_errors
-from pipeline.store.entries import Entry
+from pipeline.versions import versions
 
 
 @dataclass(frozen=True, slots=True)
-class SignStage:
+class SignStage(Stage):
     """Planned only where the recipe asks for a signature; leaves `model.sig` and nothing else."""
 
     key: str = "sign"
@@ -63,10 +63,6 @@ class SignStage:
             result={"signer": signed.signer.to_json(), "identity": release.identity},
             summary=f"{len(signed.digests)} files, by {signed.signer}",
         )
-
-    def intact(self, entry: Entry, setting: Setting) -> bool:
-        """Nothing lies outside the store."""
-        return True
 
 
 def require_signer(setting: Setting) -> None:

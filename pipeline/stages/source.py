@@ -11,33 +11,26 @@ from pipeline.digest import MODEL_FILES, file_digests, folder_digest
 from pipeline.errors import StageError, UserError
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.passing import passes
+from pipeline.progress import Progress
 from pipeline.publish.release import CARD
 from pipeline.recipe.schema import Source as SourceSection
-from pipeline.stage import Job, Output, Progress, Setting, SourceIdentity, write_json
+from pipeline.stage import Job, Output, Setting, SourceIdentity, Stage, write_json
 from pipeline.store.entries import Entry
 
 LOCATION = "location.json"
 
 
 @dataclass(frozen=True, slots=True)
-class SourceStage:
+class SourceStage(Stage):
     """Copies nothing: a folder is used where it lies, a repository where the Hub's cache holds it."""
 
     key: str = "source"
     family: str = "source"
     version: int = 1
 
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """None."""
-        return {}
-
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The content, by digest or by commit."""
         return setting.source.to_json()
-
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        """None: the content is what it is."""
-        return {}
 
     def run(self, job: Job) -> Output:
         """Fetch if need be, then prove that configuration, index and shards agree."""

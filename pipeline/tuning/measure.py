@@ -14,12 +14,12 @@ from eval.errors import MeasurementError
 from eval.workloads import Cell
 from pipeline.errors import ServingError, StageError
 from pipeline.measuring.cell import run_cell
+from pipeline.progress import Progress
 from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running.diagnosis import diagnose
 from pipeline.serving.running.logscan import scan_log
 from pipeline.serving.running.server import Server
-from pipeline.stage import Progress
 from pipeline.tuning.results import Outcome
 from pipeline.tuning.subject import Subject
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from pipeline.errors import UserError
+from pipeline.progress import Progress
 from pipeline.publish.opening import HUB_SCHEME, open_target
 from pipeline.publish.release import EVIDENCE, MANIFEST
-from pipeline.stage import Progress
 
 _TAGGED: Final = re.compile(r"(?P<place>.+)@(?P<tag>v\d{8}-[0-9a-f]{8})")
 _REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pipeline.errors import StageError, UserError
+from pipeline.progress import Progress
 from pipeline.publish.names import require_safe
-from pipeline.stage import Progress
 
 if TYPE_CHECKING:
     from pipeline.publish.hub.client import Client

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from pipeline.errors import QuantmintError, UserError
+from pipeline.progress import Progress
 from pipeline.publish import manifest as manifests
 from pipeline.publish.keys import public_fingerprint
 from pipeline.publish.release import MANIFEST
 from pipeline.publish.signing import hashed
-from pipeline.stage import Progress
 from pipeline.verify import card, digests, files, gate, licence, provenance, recipe, recorded, report, sbom, signature
 from pipeline.verify import structure as tensors
 from pipeline.verify.check import Check, Outcome, fails, not_checked

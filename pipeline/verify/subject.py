@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from eval.measurements import Measurements
     from pipeline.formats.checkpoint import Checkpoint
     from pipeline.model.structure import Structure
+    from pipeline.progress import Progress
     from pipeline.publish.manifest import Manifest
-    from pipeline.stage import Progress
 
 
 @dataclass(frozen=True)

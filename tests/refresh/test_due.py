@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eval.verdict import Verdict
-from pipeline import stage
+from pipeline import versions as installed_versions
 from pipeline.publish.folder import FolderTarget
 from pipeline.refresh.due import Due
 from pipeline.refresh.release import Silent
@@ -28,7 +28,7 @@ def causes(due: Due) -> set[str]:
 
 
 def upgraded(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    installed = stage.versions
+    installed = installed_versions.versions
 
     def now(*names: str) -> dict[str, str]:
         return {name: versions.get(name, version) for name, version in installed(*names).items()}

@@ -22,8 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pipeline.errors import StageError, UserError
-from pipeline.progress import reporter_for
-from pipeline.stage import Progress
+from pipeline.progress import Progress, reporter_for
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.progress import Progress
 from pipeline.publish.hub import releases
 from pipeline.publish.hub.carrying_out import publish
 from pipeline.publish.hub.client import Client, connect
@@ -23,7 +24,6 @@ from pipeline.publish.hub.preflight import preflight, require_access
 from pipeline.publish.release import Release
 from pipeline.publish.target import Listed, Operation, Published
 from pipeline.recipe.publishing import Hub
-from pipeline.stage import Progress
 
 
 @dataclass(frozen=True, slots=True)

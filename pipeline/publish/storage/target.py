@@ -22,6 +22,7 @@ from typing import Final
 
 from pipeline.errors import StageError, UserError
 from pipeline.locks import Lock
+from pipeline.progress import Progress
 from pipeline.publish import manifest
 from pipeline.publish.choosing import earlier, named, removable, waiting
 from pipeline.publish.fetching import OtherBytesError, fetch
@@ -31,7 +32,6 @@ from pipeline.publish.storage.objects import Objects, open_objects
 from pipeline.publish.storage.pointers import CANDIDATE, CHOSEN, CURRENT, LEFT, Pointer, decode, encode
 from pipeline.publish.target import Listed, Operation, Published
 from pipeline.publish.wholeness import DamagedError, require_whole
-from pipeline.stage import Progress
 from pipeline.store.disk import disk_errors
 
 _JSON: Final = ".json"
