@@ -50,8 +50,7 @@ def command(
     """
     from pipeline.progress import reporter_for
     from pipeline.publish.wholeness import DamagedError
-    from pipeline.refresh.due import look
-    from pipeline.refresh.naming import all_recipes
+    from pipeline.refresh.due import all_recipes, look
     from pipeline.serving.image import serving_image
     from pipeline.store.tree import Store
 
@@ -130,7 +129,7 @@ def _age(seconds: float) -> str:
 
 
 def _explained(one: Due) -> Iterator[str]:
-    from pipeline.refresh.words import phrase
+    from pipeline.refresh.causes import phrase
 
     if one.release is not None:
         readers = one.release.shown

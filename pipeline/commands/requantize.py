@@ -109,7 +109,7 @@ def command(
     goes on. Ends with the worst of the recipes' exit codes: 5, 2, 4, 1, 3, 0.
     """
     from pipeline.fleet.requests import Options
-    from pipeline.refresh.naming import all_recipes
+    from pipeline.refresh.due import all_recipes
 
     named = tuple(dict.fromkeys(recipes)) or all_recipes(folder)
     options = Options(
@@ -185,7 +185,7 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
     def state_of(due: Due) -> RecipeState:
         if due.state == "broken":  # what was given need not be a name
             return RecipeState(name=due.name)
-        return read_state(options.store, due.name, warn=reporter.warn, aside=False)
+        return read_state(options.store, due.name, warn=reporter.warn)
 
     looked = zip(named, options.look()(named), strict=True)
     found = [(Request(recipe), due, state_of(due)) for recipe, due in looked]

@@ -64,11 +64,10 @@ class Job:
 
     def left_of(self, redo: Iterable[str]) -> list[str]:
         """The stages, of those that are to be made again, that no attempt of this round has made: ``evaluate`` stands
-        for ``evaluate-baseline`` and ``evaluate-candidate``. Of a release that is to be brought back, publish is one.
+        for ``evaluate-baseline`` and ``evaluate-candidate``.
         """
         left: list[str] = []
-        back = () if self.due.brings_back is None else ("publish",)
-        for name in dict.fromkeys((*redo, *back)):
+        for name in dict.fromkeys(redo):
             keys = [key for key, _ in self.due.stages if key == name or key.startswith(f"{name}-")] or [name]
             left += [name] if self.made.isdisjoint(keys) else [key for key in keys if key not in self.made]
         return left
@@ -180,7 +179,7 @@ def causes_of(due: Due) -> tuple[str, ...]:
 
 
 def _left(request: Request, due: Due, state: State, code: int, reason: str) -> Ended:
-    from pipeline.refresh.words import what_changed
+    from pipeline.refresh.causes import what_changed
 
     never = (due.reason,) if due.state == "due" else ()
     return Ended(

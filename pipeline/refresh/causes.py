@@ -10,13 +10,15 @@ Pure: a manifest and a plan's payloads go in, changes come out. Where a differen
 
 A fingerprint of an input only follows from a change elsewhere and is none. What draws a page is none either: nobody
 gets another checkpoint from a new version of matplotlib.
+
+`what_changed` says it in words: ``base 3f2a1c0 -> 91be07a``, ``vLLM 0.32.0 -> 0.33.0``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +35,10 @@ _DRAWN: Final = ("report", "package", "sign", "publish")
 """Stages after the gate: of their settings the manifest holds the recipe, and their tools shape no number."""
 _SERVED: Final = ("serve", "target", "evaluation", "quantization", "trust_remote_code")
 """Sections of a recipe that a launch follows from."""
+_HEX: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_DIGEST: Final = re.compile(r"(?<=@sha256:)([0-9a-f]{7})[0-9a-f]{57}")
+_LONGEST: Final = 40
+_NAMES: Final = {"vllm": "vLLM"}
 _PART: Final = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]|\[(?P<quoted>\"(?:[^\"\\]|\\.)*\")\]")
 
 
@@ -90,7 +96,7 @@ def changes(
             found.append(Change(follows, key, "$", *sides))
         else:
             moved = any(change.cause == "base" for change in found)
-            found += _of_stage(key, *_comparable(made.payload, payload, released), edited, moved)
+            found += _of_stage(key, _by_name(made.payload), _by_name(payload), edited, moved)
     return tuple(found)
 
 
@@ -176,39 +182,82 @@ def _touched(line: YamlPath, edited: Collection[YamlPath]) -> bool:
     return any(place[: len(line)] == line or line[: len(place)] == place for place in edited)
 
 
-def _comparable(
-    old: Mapping[str, Any], new: Mapping[str, Any], released: Manifest
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two payloads whose tasks are found by their names, not by their places in a list.
-
-    Earlier versions of quantmint did not name the commit of a task's data in the payload, only beside the result: what
-    a release has recorded there stands in. Where it recorded nothing, nobody knows whether the data is another.
-    """
-    before, after = _tasks(old), _tasks(new)
-    if before is None or after is None:
-        return dict(old), dict(new)
-    read = {data.name: data.revision for data in released.datasets if data.role == "evaluation"}
-    for name, task in after.items():
-        if name not in before or not task.get("data"):
-            continue
-        known = before[name].get("data") or {}
-        known = {repo: known.get(repo) or read.get(repo) for repo in task["data"]} | dict(known)
-        before[name] = _with(before[name], {repo: commit for repo, commit in known.items() if commit is not None})
-        after[name] = _with(task, {repo: task["data"][repo] for repo in task["data"] if known[repo] is not None})
-    return _named(old, before), _named(new, after)
-
-
-def _tasks(payload: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    tasks = payload["settings"].get("tasks")
+def _by_name(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A payload whose tasks are found by their names, not by their places in a list."""
+    settings = payload["settings"]
+    tasks = settings.get("tasks")
     if not (isinstance(tasks, list | tuple) and all(isinstance(task, dict) for task in tasks)):
-        return None
-    return {str(task["task"]): task for task in tasks}
+        return payload
+    return {**payload, "settings": {**settings, "tasks": {str(task["task"]): task for task in tasks}}}
 
 
-def _with(task: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, Any]:
-    kept = {key: value for key, value in task.items() if key != "data"}
-    return {**kept, "data": dict(data)} if data else kept
+def what_changed(changes: Sequence[Change]) -> tuple[str, ...]:
+    """One phrase for each thing that is another now, each once, what all else follows from first.
+
+    A stage whose settings follow from a line of the recipe is not told beside that line, nor a launch beside the
+    version of vLLM that it is planned for.
+    """
+    edited = any(change.stage == RECIPE and change.cause == "recipe" for change in changes)
+    upgraded = any(keys(change.path) == ("tools", "vllm") for change in changes)
+
+    def follows(change: Change) -> bool:
+        if change.stage == RECIPE:
+            return False
+        launched = keys(change.path)[:2] == ("settings", "launch")
+        return (change.cause == "recipe" and edited) or (launched and upgraded) or (launched and change.cause == "base")
+
+    told = [phrase(change) for change in changes if not follows(change)]
+    return tuple(dict.fromkeys(told))
 
 
-def _named(payload: Mapping[str, Any], tasks: Mapping[str, Any]) -> dict[str, Any]:
-    return {**payload, "settings": {**payload["settings"], "tasks": tasks}}
+def phrase(change: Change) -> str:
+    """One change for people."""
+    return f"{_subject(change)} {_arrow(change)}"
+
+
+def _subject(change: Change) -> str:
+    at = keys(change.path)
+    if change.stage == RECIPE:
+        return f"recipe: {change.path}"
+    match at:
+        case ():
+            return f"stage {change.stage}"
+        case ("tools", str(tool)):
+            return _NAMES.get(tool, tool)
+        case ("version",):
+            return f"quantmint's stage {change.stage}"
+        case ("settings", "image"):
+            return "image"
+        case ("settings", "prompts"):
+            return "canary prompts"
+        case ("settings", "set", "revision" | "file") | ("settings", "calibration", "set", "revision" | "file"):
+            return "calibration data"
+        case ("settings", "tasks", str(task), "data", *more):
+            return f"data of {task}{''.join(f', {one}' for one in more)}"
+        case ("settings", "tasks", str(task), "files", *_):
+            return f"data of {task}"
+    if change.cause == "base":
+        return "base"
+    return f"{_family(change.stage)}: {'.'.join(map(str, at[1:]))}"
+
+
+def _family(stage: str) -> str:
+    """Both sides are launched alike, and told once."""
+    return stage.removesuffix("-baseline").removesuffix("-candidate")
+
+
+def _arrow(change: Change) -> str:
+    if change.before is ABSENT:
+        return f"is new: {shown(change.after)}" if keys(change.path) else "is new"
+    if change.after is ABSENT:
+        return f"is gone: {shown(change.before)}" if keys(change.path) else "is gone"
+    return f"{shown(change.before)} -> {shown(change.after)}"
+
+
+def shown(value: object) -> str:
+    """A value in few characters: of a digest what tells it apart."""
+    text = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    if _HEX.fullmatch(text):
+        return text[:7]
+    text = _DIGEST.sub(r"\1", text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

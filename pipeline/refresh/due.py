@@ -13,23 +13,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.canonical import ABSENT, Json, fingerprint
-from pipeline.errors import QuantmintError, StoreError
+from pipeline.errors import QuantmintError, UserError
 from pipeline.recipe.load import LoadedRecipe, load_recipe
-from pipeline.refresh.asked import Answers, Places, UnaskedError, ask
-from pipeline.refresh.back import made_before
-from pipeline.refresh.causes import RECIPE, Change, changes, unknown_tools, without
-from pipeline.refresh.now import Now, plan_now
-from pipeline.refresh.release import Released, made_here, packaged
-from pipeline.refresh.state import read_state
-from pipeline.refresh.words import what_changed
+from pipeline.refresh.answers import Answers, Places, UnaskedError, ask
+from pipeline.refresh.causes import RECIPE, Change, changes, unknown_tools, what_changed, without
+from pipeline.refresh.plan import Now, plan_now
+from pipeline.refresh.releases import Released, packaged
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import Store
 
+FOLDER: Final = Path("recipes")
 State = Literal["current", "due", "held", "broken", "damaged", "unknown"]
 
 
@@ -43,8 +41,7 @@ class Due:
     line for people. ``changes`` hold also what the recipe's triggers leave out. ``stages`` says of each stage's key
     whether a run would find it ("cached") or make it ("rerun"). ``unknown`` are the sentences of what could not be
     asked, whatever the state. ``loaded`` is None where the file cannot be loaded. ``inputs`` is a digest of everything
-    that a run would start from, "" where there is no plan. ``brings_back`` is the tag of an earlier release that a run
-    would make the current one again, by its stage publish alone.
+    that a run would start from, "" where there is no plan.
     """
 
     name: str
@@ -58,7 +55,6 @@ class Due:
     verdict: Verdict | None = None
     loaded: LoadedRecipe | None = None
     inputs: str = ""
-    brings_back: str | None = None
 
     def to_json(self) -> dict[str, Json]:
         """A plain mapping for programs."""
@@ -73,8 +69,22 @@ class Due:
             "release": None if self.release is None else self.release.to_json(),
             "unknown": list(self.unknown),
             "inputs": self.inputs,
-            "brings_back": self.brings_back,
         }
+
+
+def all_recipes(folder: Path | None = None) -> tuple[str, ...]:
+    """The recipes of a folder (None: ``recipes`` below the working directory), by name or path, sorted.
+
+    The shipped ones are examples for whoever names them, and not a team's own; files that begin with an underscore are
+    only there to be extended. Raises `UserError` where there is none.
+    """
+    where = folder or FOLDER
+    found = sorted(path for path in where.glob("*.yaml") if not path.name.startswith("_")) if where.is_dir() else []
+    if not found:
+        raise UserError(
+            f"no recipe is named, and {where} has none", hint="Name recipes or YAML files, or a folder by --folder."
+        )
+    return tuple(path.stem if folder is None else str(path) for path in found)
 
 
 def look(
@@ -132,36 +142,12 @@ def _found(
     unknown, differing, counted = _compared(release, now, silent)
     state, reason = _state(now, release, differing, counted, said, unknown)
     other = None if release is None else release.as_shown()
-    if state == "due" and other is not None and not _compared(other, now, silent)[2]:
-        release = other  # somebody went back to it, and now the inputs have too
+    if counted and other is not None and not _compared(other, now, silent)[2]:
+        release = other  # somebody went back to it, and the inputs have too
         unknown, differing, counted = _compared(other, now, silent)
-        state, reason = _state(now, other, differing, counted, said, unknown)
+    state, reason = _state(now, release, differing, counted, said, unknown)
     if release is None and state not in ("unknown", "damaged"):
         differing = (Change("recipe", RECIPE, "name", ABSENT, name),)
-    stages, back = now.stages, None
-    waits = loaded.recipe.publish.to == "candidate"
-    known = all(found == "cached" for _, found in stages) or (counted and not waits and now.published_before(said))
-    if state == "due" and (gone := _gone_from(said, now, silent)) is not None:
-        state, reason = "current", f"{gone} ({reason})"
-    if state == "due" and known:
-        causes = {change.cause for change in counted}
-        state, reason, back = made_before(
-            name,
-            now.packaged(),
-            said.there,
-            said.empty,
-            causes,
-            reason,
-            made=made_here(name, store, runs),
-            candidate=waits,
-        )
-        if back is not None and "recipe" in causes and _is_other_file(loaded, store):
-            state, back = "current", None
-            reason = f"held back: {reason}, but another file of that name made the last one; `quantmint publish {name}`"
-    if back is not None and said.unasked:  # somebody may have gone back from it there
-        state, reason, back = "unknown", said.unasked[0], None
-    if back is not None:
-        stages = tuple((key, "rerun" if key == "publish" else found) for key, found in stages)
     state, reason = _at_fault(state, reason, said)
     return Due(
         name,
@@ -169,35 +155,13 @@ def _found(
         state,
         reason,
         changes=differing,
-        stages=stages,
+        stages=now.stages,
         release=release,
         unknown=unknown,
         verdict=None if now.judged is None or state != "held" else now.judged,
         loaded=loaded,
         inputs=fingerprint([[planned.key, planned.fingerprint] for planned in now.plan]),
-        brings_back=back,
     )
-
-
-def _gone_from(said: Places, now: Now, silent: Sequence[str]) -> str | None:
-    """What is said where these inputs made a release that a person went back from, in any of the places."""
-    ours = now.packaged()
-    for one in said.there:
-        for tag, made in one.left.items():
-            if tag == ours or (made is not None and not _compared(Released(one.place, tag, made), now, silent)[2]):
-                back = f"`quantmint rollback {one.place} {tag}`" if made else f"`quantmint publish {now.name}`"
-                why = "from which somebody went back, or which readers never had"
-                return f"held back: these inputs made {tag}, {why}; {back} returns to it"
-    return None
-
-
-def _is_other_file(loaded: LoadedRecipe, store: Store) -> bool:
-    """Whether the last attempt was at a recipe of this name in another file: two editions would take turns."""
-    try:
-        file = read_state(store.root, loaded.recipe.name, warn=lambda _: None, aside=False).file
-    except StoreError:
-        return False
-    return file not in (None, str(loaded.path.absolute()))
 
 
 def _at_fault(state: State, reason: str, said: Places) -> tuple[State, str]:
@@ -235,25 +199,41 @@ def _state(
 ) -> tuple[State, str]:
     """The state, and why in one line."""
     held = None if now.judged is None else f"these inputs were judged {now.judged.value}"
-    if release is None:
-        if said.unasked or said.damaged:
-            return "unknown", "whether it was ever released is not known"
-        return ("held", f"never released: {held}") if held else ("due", "never released")
-    if counted:
-        words = "; ".join(what_changed(counted))
-        return ("held", f"{held} ({words})") if held else ("due", words)
-    if now.unpublished(release):
+    if release is None and (said.unasked or said.damaged):
+        return "unknown", "whether it was ever released is not known"
+    words = "never released" if release is None else "; ".join(what_changed(counted))
+    if not words and release is not None and now.unpublished(release):
         return "due", f"{release.tag} is not in all places of the recipe"
-    if said.empty:  # a place that is new to the recipe, or that somebody emptied
-        lacks = f"nothing is in {', '.join(said.empty)}"
-        return ("held", f"{held} ({lacks})") if held else ("due", lacks)
+    if not words and said.empty:  # a place that is new to the recipe, or that somebody emptied
+        words = f"nothing is in {', '.join(said.empty)}"
+    if words and held:
+        return "held", f"{held} ({words})"
+    if words:
+        return ("current", f"{_made_before(now, said)} ({words})") if now.is_made else ("due", words)
     if differing:
         causes = ", ".join(dict.fromkeys(change.cause for change in differing))
         return "current", f"left out by refresh.triggers: {causes}: {'; '.join(what_changed(differing))}"
     if unknown:
         return "unknown", unknown[0]
-    readers = release.shown
-    waits = now.setting.recipe.publish.to == "candidate"
-    if readers not in (None, release.tag) and not waits:
-        return "current", f"nothing changed; readers get {readers}"
-    return "current", "nothing changed"
+    if release is None or release.shown in (None, release.tag) or _waits(now):
+        return "current", "nothing changed"
+    return "current", f"nothing changed; {_readers_get(release, release.tag)}"
+
+
+def _made_before(now: Now, said: Places) -> str:
+    """What is told where a run would find every stage made: its inputs were these before."""
+    ours = now.packaged()
+    if ours is None or said.empty or any(ours not in one.tags for one in said.there):
+        return f"this store has made it: `quantmint publish {now.setting.recipe.name}` publishes it"
+    other = next((one for one in said.there if one.shown != ours), None)
+    return f"readers get {ours}, made from these inputs" if other is None else _readers_get(other, ours)
+
+
+def _readers_get(there: Released, ours: str) -> str:
+    return f"readers get {there.shown}; `quantmint rollback {there.place} {ours}` gives them what these inputs made"
+
+
+def _waits(now: Now) -> bool:
+    """Whether releases of the recipe wait for a person."""
+    publish = now.setting.recipe.publish
+    return publish.to == "candidate" or (publish.hub is not None and publish.hub.via == "pull-request")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pipeline.store.disk import disk_errors, write_atomic
-from pipeline.store.tree import QUARANTINE, REFRESH
+from pipeline.store.tree import REFRESH
 
 SCHEMA: Final = 1
 
@@ -56,12 +56,13 @@ def state_path(root: Path, name: str) -> Path:
     return folder_of(root) / f"{name}.json"
 
 
-def read_state(root: Path, name: str, *, warn: Callable[[str], None], aside: bool = True) -> RecipeState:
-    """The state of a recipe, an empty one where there is none.
+def read_state(root: Path, name: str, *, warn: Callable[[str], None]) -> RecipeState:
+    """The state of a recipe; an empty one where there is no file, and, with a warning, where it cannot be used.
 
-    A file that is none is put into the store's quarantine with a warning, or only told of (``aside`` False): nobody's
-    checkpoint waits for it. Raises `StoreError` where it cannot be read.
+    Raises `StoreError` where the file cannot be read.
     """
+    from pydantic import TypeAdapter
+
     path = state_path(root, name)
     with disk_errors(path):
         try:
@@ -69,22 +70,13 @@ def read_state(root: Path, name: str, *, warn: Callable[[str], None], aside: boo
         except FileNotFoundError:
             return RecipeState(name=name)
     try:
-        return _parse(raw, name)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        kept = _put_aside(root, path, name) if aside else "it stays there"
-        warn(f"{path} cannot be used: {error}; {kept}, and {name} starts without a past")
-        return RecipeState(name=name)
-
-
-def _put_aside(root: Path, path: Path, name: str) -> str:
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-    place = root / QUARANTINE / f"refresh-{name}-{stamp}.json"
-    try:
-        place.parent.mkdir(exist_ok=True)
-        path.rename(place)
-    except OSError as refused:
-        return f"it stays there ({refused})"
-    return f"it was moved to {place}"
+        state = TypeAdapter(RecipeState).validate_json(raw, strict=True)
+        if state.name == name and json.loads(raw).get("schema") == SCHEMA:
+            return state
+    except ValueError:
+        pass
+    warn(f"{path} is no state of {name} of schema {SCHEMA}: it starts without a past")
+    return RecipeState(name=name)
 
 
 def write_state(root: Path, state: RecipeState) -> None:
@@ -128,28 +120,3 @@ def moment(text: str | None) -> datetime | None:
     except ValueError:
         return None
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
-
-
-_KINDS: Final[dict[str, tuple[type, ...]]] = {
-    "name": (str,),
-    "last_exit": (int,),
-    "last_duration_s": (int, float),
-    "attempts_failed": (int,),
-    "reason": (str,),
-}
-_NEVER_NULL: Final = {"name", "attempts_failed", "reason"}
-
-
-def _parse(raw: bytes, name: str) -> RecipeState:
-    data: dict[str, Any] = json.loads(raw)
-    if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
-        raise ValueError(f"expected an object of schema {SCHEMA}")
-    known = {field.name for field in fields(RecipeState)}
-    for key, value in data.items():
-        if key in known and not (value is None and key not in _NEVER_NULL):
-            wanted = _KINDS.get(key, (str,))
-            if not isinstance(value, wanted) or isinstance(value, bool):
-                raise ValueError(f"{key} is {value!r}")
-    if data["name"] != name:
-        raise ValueError(f"it is of {data['name']!r}")
-    return RecipeState(**{key: value for key, value in data.items() if key in known})

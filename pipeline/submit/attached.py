@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from pipeline.errors import QuantmintError, StageError
-from pipeline.refresh.state import folder_of
 from pipeline.store.disk import disk_errors
+from pipeline.store.tree import REFRESH
 from pipeline.submit.following import PATIENCE_S, followed
 from pipeline.submit.task import Task
 
@@ -188,7 +188,7 @@ def _outcome(identifier: str, now: Now, text: str) -> tuple[int, str]:
 
 
 def _answer_of(store: Path, name: str, identifier: str) -> Path:
-    return folder_of(store).absolute() / "logs" / name / f"{identifier}.answer"
+    return (store / REFRESH).absolute() / "logs" / name / f"{identifier}.answer"
 
 
 def _take(answer: Path) -> str:

@@ -8,9 +8,7 @@ import pytest
 
 from eval.verdict import Verdict
 from pipeline import versions as installed_versions
-from pipeline.publish.folder import FolderTarget
 from pipeline.refresh.due import Due
-from pipeline.refresh.release import Silent
 from pipeline.stages import calibrate, canary, control, evaluate, package, quantize, report
 from tests.refresh.world import RECIPE, World
 
@@ -174,7 +172,7 @@ def test_what_was_judged_is_not_judged_again(world: World, verdict: str) -> None
 
 def test_what_was_never_released_may_be_held(world: World) -> None:
     world.finished(verdict="FAIL", until="gate")
-    assert (world.due().state, world.due().reason) == ("held", "never released: these inputs were judged FAIL")
+    assert (world.due().state, world.due().reason) == ("held", "these inputs were judged FAIL (never released)")
 
 
 def test_a_measurement_that_must_not_be_judged_leaves_a_run_and_no_entry(world: World) -> None:
@@ -212,17 +210,6 @@ def test_a_broken_recipe_stops_no_other(world: World, fault: str) -> None:
 def test_a_recipe_that_is_not_there(world: World) -> None:
     gone = world.due("gone.yaml")
     assert (gone.state, gone.name, gone.loaded, gone.inputs) == ("broken", "gone.yaml", None, "")
-
-
-def test_a_rollback_makes_nothing_due(world: World) -> None:
-    old = world.release()
-    world.recipe(gate={"accuracy": {"margin": 0.03}})
-    new = world.release(hour=13)
-    FolderTarget(world.folder / "published", "r").rollback(old, dry_run=False, progress=Silent())
-    found = world.due()
-    assert (found.state, found.reason) == ("current", f"nothing changed; readers get {old}")
-    assert found.release is not None
-    assert (found.release.tag, found.release.shown) == (new, old)
 
 
 def test_what_was_packaged_and_is_not_everywhere(world: World) -> None:

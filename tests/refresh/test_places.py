@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
+from pipeline.publish.folder import FolderTarget
+from pipeline.publish.hub.target import HubTarget
 from pipeline.publish.release import MANIFEST
 from pipeline.publish.storage import StorageTarget
-from pipeline.refresh.release import Silent
+from pipeline.publish.target import Target
+from pipeline.refresh.answers import NoAnswerError, ask_all
+from pipeline.refresh.releases import Silent
 from tests.hub.standin import Fault, HubStandIn
 from tests.publish.conftest import Bucket
 from tests.refresh.world import CONFIG, CORE, RECIPE, World
@@ -93,20 +102,6 @@ def test_evaluation_data_that_moved(online: World, hub: HubStandIn) -> None:
     assert online.due().state == "current"
 
 
-def test_a_rollback_on_the_hub(online: World, hub: HubStandIn) -> None:
-    first = online.due().release
-    assert first is not None
-    online.recipe(**FROM_HUB, gate={"accuracy": {"margin": 0.03}})
-    newest = online.on_hub(hub, REPO, hour=13)
-    hub.put(
-        REPO, {MANIFEST: hub.repo(REPO).objects[hub.repo(REPO).tree(hub.repo(REPO).find(first.tag))[MANIFEST]["oid"]]}
-    )
-    found = online.due()
-    assert (found.state, found.reason) == ("current", f"nothing changed; readers get {first.tag}")
-    assert found.release is not None
-    assert found.release.tag == newest
-
-
 @pytest.mark.parametrize("status", [500, 503, 429, 403])
 def test_a_hub_that_does_not_answer_makes_nothing_due(online: World, hub: HubStandIn, status: int) -> None:
     online.due()
@@ -175,13 +170,10 @@ def test_a_bucket(world: World, bucket: Bucket) -> None:
     world.recipe(publish={"folder": None, "storage": storage})
     assert (world.due().state, world.due().reason) == ("due", "never released")
     place = StorageTarget(bucket.url, "r", bucket.server.url)
-    old = world.release(to=place)
+    world.release(to=place)
     assert world.due().state == "current"
     world.recipe(publish={"folder": None, "storage": storage}, gate={"accuracy": {"margin": 0.03}})
     assert world.due().reason == "recipe: gate.accuracy.margin 0.02 -> 0.03"
-    world.release(to=place, hour=13)
-    place.rollback(old, dry_run=False, progress=Silent())
-    assert world.due().reason == f"nothing changed; readers get {old}"
 
 
 def test_the_newest_of_several_places(world: World, bucket: Bucket) -> None:
@@ -193,3 +185,82 @@ def test_the_newest_of_several_places(world: World, bucket: Bucket) -> None:
     found = world.due()
     assert found.release is not None
     assert (found.state, found.release.tag, found.release.place) == ("current", tag, f"{bucket.url}/r")
+
+
+@dataclass
+class There:
+    """A recipe that was released as it was first, and then as it was edited; ``move`` undoes the edit, or makes it."""
+
+    world: World
+    target: Target
+    move: Callable[[str], None]
+    first: str
+    edited: str
+
+
+@pytest.fixture(params=["folder", "hub", "storage"])
+def there(request: pytest.FixtureRequest, world: World, hub: HubStandIn) -> There:
+    target: Target
+    publish: dict[str, Any]
+    match request.param:
+        case "folder":
+            target, publish = FolderTarget(world.folder / "published", "r"), {"folder": "published"}
+        case "hub":
+            target, publish = HubTarget(REPO), {"folder": None, "hub": {"repo": REPO}}
+        case _:
+            bucket: Bucket = request.getfixturevalue("bucket")
+            target = StorageTarget(bucket.url, "r", bucket.server.url)
+            publish = {"folder": None, "storage": {"url": bucket.url, "endpoint": bucket.server.url}}
+
+    def move(to: str) -> None:
+        world.recipe(publish=publish, gate={"accuracy": {"margin": 0.03 if to == "edited" else 0.02}})
+
+    tags = []
+    for hour, to in ((12, "first"), (13, "edited")):
+        move(to)
+        tags.append(world.release(to=target, hour=hour))
+        world.finished(tag=tags[-1])
+        assert world.due().reason == "nothing changed"
+    return There(world, target, move, *tags)
+
+
+def test_an_edit_that_was_taken_back_has_its_release_already(there: There) -> None:
+    there.move("first")
+    found = there.world.due()
+    command = f"`quantmint rollback {there.target.place} {there.first}` gives them what these inputs made"
+    assert (found.state, found.reason) == (
+        "current", f"readers get {there.edited}; {command} (recipe: gate.accuracy.margin 0.03 -> 0.02)",
+    )  # fmt: skip
+    there.target.rollback(there.first, dry_run=False, progress=Silent())
+    assert (there.world.due().state, there.world.due().reason) == ("current", "nothing changed")
+
+
+def test_a_rollback_makes_nothing_due(there: There) -> None:
+    there.target.rollback(there.first, dry_run=False, progress=Silent())
+    found = there.world.due()
+    command = f"`quantmint rollback {there.target.place} {there.edited}` gives them what these inputs made"
+    assert (found.state, found.reason) == ("current", f"nothing changed; readers get {there.first}; {command}")
+    assert found.release is not None
+    assert (found.release.tag, found.release.shown) == (there.edited, there.first)
+
+
+def test_who_hangs_is_given_up_and_costs_the_others_nothing() -> None:
+    hold = threading.Event()
+
+    def fail() -> int:
+        raise ValueError("no")
+
+    questions: dict[str, Callable[[], object]] = {"good": lambda: 1, "bad": fail}
+    found = ask_all({**questions, **{f"hangs {number}": hold.wait for number in range(40)}}, patience=0.2)
+    hold.set()
+    assert found.pop("good") == 1
+    assert isinstance(found.pop("bad"), ValueError)
+    assert len(found) == 40
+    assert all(isinstance(answer, NoAnswerError) for answer in found.values())
+
+
+def test_all_are_asked_at_once() -> None:
+    """Each waits until all are there: one after the other would never end."""
+    together = threading.Barrier(8)
+    found = ask_all({number: lambda: together.wait(timeout=30) for number in range(8)})
+    assert {type(answer) for answer in found.values()} == {int}

@@ -25,7 +25,7 @@ from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, S
 from pipeline.publish.release import MANIFEST, File, Release, tag_of
 from pipeline.publish.target import Target
 from pipeline.refresh.due import Due, look
-from pipeline.refresh.release import Silent
+from pipeline.refresh.releases import Silent
 from pipeline.session import open_setting
 from pipeline.stage import Planned, Setting
 from pipeline.stages.source import LOCATION

@@ -1,16 +1,20 @@
 """What is asked elsewhere for all recipes of a call: newest releases, commits of models and of data sets.
 
-Each repository, data set and place is asked once, whichever recipes name it.
+Each repository, data set and place is asked once, whichever recipes name it, all at once, and nobody is waited for
+long: a place that is away is told by its exception instead of a value. A thread that still waits when everybody has
+gone on ends with its own timeout, or with the process.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from calibration.errors import CalibrationError
 from calibration.sets import load_set
@@ -19,20 +23,28 @@ from eval.errors import DefinitionError
 from eval.suites import located
 from pipeline.commits import COMMIT
 from pipeline.errors import QuantmintError
-from pipeline.publish.hub.client import MissingError
+from pipeline.publish.hub.client import MissingError, connect
 from pipeline.publish.manifest import ManifestError
 from pipeline.publish.wholeness import DamagedError
 from pipeline.recipe.load import LoadedRecipe
-from pipeline.refresh.questions import ask_all
-from pipeline.refresh.release import Released, newest, places
+from pipeline.refresh.releases import TIMEOUT_S, Released, Silent, hub_file, newest, places
 
+PATIENCE_S: Final = 10.0
+"""Without any answer for so long, what is left is given up."""
+_AT_ONCE: Final = 16
 _MANY: Final = 4  # questions from which on it is told that they are asked
 
+K = TypeVar("K")
+V = TypeVar("V")
 Key = tuple[str, ...]
 
 
 class UnaskedError(QuantmintError):
     """Nobody could be asked what a plan needs to know."""
+
+
+class NoAnswerError(Exception):
+    """Nobody answered in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +82,14 @@ class Answers:
         answer = self.found[("base", repo, revision)]
         if isinstance(answer, Base):
             return answer
-        raise answer if isinstance(answer, MissingError) else UnaskedError(told(repo, answer))
+        raise answer if isinstance(answer, MissingError) else UnaskedError(_told(repo, answer))
 
     def dataset(self, repo: str, revision: str) -> str:
         """A data set's commit; raises `UnaskedError`."""
         answer = self.found[("dataset", repo, revision)]
         if isinstance(answer, str):
             return answer
-        raise UnaskedError(told(repo, answer))
+        raise UnaskedError(_told(repo, answer))
 
     def releases(self, loaded: LoadedRecipe) -> Places:
         """What was answered of a recipe's releases."""
@@ -92,10 +104,10 @@ class Answers:
             elif answer is None:
                 empty.append(place)
             elif isinstance(answer, DamagedError | ManifestError):
-                words = told(place, answer)
+                words = _told(place, answer)
                 damaged.append(f"a release cannot be read: {words}" if isinstance(answer, ManifestError) else words)
             else:
-                unasked.append(told(place, answer))
+                unasked.append(_told(place, answer))
         return Places(newest(there), tuple(there), tuple(empty), tuple(unasked), tuple(damaged))
 
 
@@ -110,7 +122,39 @@ def ask(recipes: Sequence[LoadedRecipe], tell: Callable[[str], None], home: Path
     return Answers(home, ask_all(questions))
 
 
-def told(what: str, answer: object) -> str:
+def ask_all(questions: Mapping[K, Callable[[], V]], *, patience: float = PATIENCE_S) -> dict[K, V | Exception]:
+    """The value of each question, or the exception that came instead; `NoAnswerError` where nothing came.
+
+    ``patience`` is in seconds since the last value: places that all hang cost it once, and not once each.
+    """
+    from time import monotonic
+
+    todo, done = queue.SimpleQueue[tuple[K, Callable[[], V]]](), queue.SimpleQueue[tuple[K, V | Exception]]()
+    for item in questions.items():
+        todo.put(item)
+
+    def work() -> None:
+        with suppress(queue.Empty):
+            while True:
+                key, question = todo.get_nowait()
+                try:
+                    done.put((key, question()))
+                except Exception as error:
+                    done.put((key, error))
+
+    for _ in range(min(_AT_ONCE, len(questions))):
+        threading.Thread(target=work, daemon=True).start()
+    found: dict[K, V | Exception] = {}
+    last = monotonic()
+    with suppress(queue.Empty):
+        while len(found) < len(questions):
+            key, answer = done.get(timeout=max(0.0, last + patience - monotonic()))
+            found[key] = answer
+            last = last if isinstance(answer, Exception) else monotonic()
+    return {key: found.get(key, NoAnswerError(f"no answer within {patience:.0f} s")) for key in questions}
+
+
+def _told(what: str, answer: object) -> str:
     """One sentence of what could not be asked."""
     if isinstance(answer, QuantmintError):
         return answer.message if what in answer.message else f"{what}: {answer.message}"
@@ -141,13 +185,23 @@ def _data(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _base(repo: str, revision: str) -> Base:
-    from pipeline.refresh import hub
-
-    commit = revision if COMMIT.fullmatch(revision) else hub.model_commit(repo, revision)
-    return Base(commit, hub.model_config(repo, commit).parent)
+    client = connect(repo, Silent(), tries=1)
+    commit = revision
+    if not COMMIT.fullmatch(revision):
+        found: Any = client.call(
+            f"resolve {revision} to a commit",
+            lambda: client.api.model_info(repo, revision=revision, timeout=TIMEOUT_S),
+        )
+        commit = str(found.sha)
+    return Base(commit, hub_file(client, commit, "config.json").parent)
 
 
 def _dataset(repo: str, revision: str) -> str:
-    from pipeline.refresh import hub
-
-    return revision if COMMIT.fullmatch(revision) else hub.dataset_commit(repo, revision)
+    if COMMIT.fullmatch(revision):
+        return revision
+    client = connect(repo, Silent(), tries=1)
+    found: Any = client.call(
+        f"resolve the dataset's {revision} to a commit",
+        lambda: client.api.dataset_info(repo, revision=revision, timeout=TIMEOUT_S),
+    )
+    return str(found.sha)

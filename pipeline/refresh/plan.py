@@ -18,8 +18,8 @@ from pipeline.preflight import known_unsound, missing_stages
 from pipeline.recipe.checks import check
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe
-from pipeline.refresh.asked import Answers, Base, Places, UnaskedError
-from pipeline.refresh.release import Released
+from pipeline.refresh.answers import Answers, Base, UnaskedError
+from pipeline.refresh.releases import Released
 from pipeline.runner import find_entry, foreseen
 from pipeline.session import assemble
 from pipeline.stage import Planned, Setting, SourceIdentity
@@ -47,20 +47,9 @@ class Now:
     unknown: tuple[str, ...]
 
     @property
-    def name(self) -> str:
-        """The recipe's name."""
-        return self.setting.recipe.name
-
-    def published_before(self, said: Places) -> bool:
-        """Whether nothing but ``publish`` would run, and did before: what it published was taken away since.
-
-        Not where a place has nothing for readers, which is to be filled.
-        """
-        rerun = [key for key, found in self.stages if found == "rerun"]
-        if rerun != ["publish"] or said.empty or any(one.shown is None for one in said.there):
-            return False
-        publish = next(planned for planned in self.plan if planned.key == "publish")
-        return self.setting.store.find(publish.stage.family, publish.fingerprint) is not None
+    def is_made(self) -> bool:
+        """Whether a run would find every stage in the store."""
+        return all(found == "cached" for _, found in self.stages)
 
     def packaged(self) -> str | None:
         """The tag of the release that this store has made from these very inputs; None where it has none."""
