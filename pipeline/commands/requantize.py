@@ -210,7 +210,7 @@ def _print_forecast(runs: Sequence[Foreseen], left: Sequence[Ended]) -> None:
     from rich.markup import escape
 
     from pipeline.commands.tables import table, terminal
-    from pipeline.tuning.budget import duration
+    from pipeline.durations import duration
 
     console = terminal()
     if runs:
@@ -235,7 +235,7 @@ def _print(summary: Summary) -> None:
     from rich.markup import escape
 
     from pipeline.commands.tables import size, table, terminal
-    from pipeline.tuning.budget import duration
+    from pipeline.durations import duration
 
     console = terminal()
     if summary.ended:

@@ -175,11 +175,11 @@ def _place(name: str, given: dict[str, Any]) -> Place:
 def _task(given: dict[str, Any]) -> Task:
     """Refuses here what the run would refuse there, after hours in a queue."""
     from pipeline.commands import run
+    from pipeline.durations import parse_duration
     from pipeline.recipe.checks import check, check_run
     from pipeline.recipe.faults import refuse
     from pipeline.recipe.load import load_recipe
     from pipeline.submit.task import task_for
-    from pipeline.tuning.budget import parse_duration
 
     loaded = load_recipe(given["recipe"])
     refuse([*check(loaded), *check_run(loaded)])

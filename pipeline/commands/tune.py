@@ -10,6 +10,7 @@ import click
 from pipeline.commands.options import emit, json_option, store_option, vllm_option
 
 if TYPE_CHECKING:
+    from pipeline.tuning.report import Report
     from pipeline.tuning.sweep import Sweep
 
 _LARGEST_GRID = 4096
@@ -65,19 +66,16 @@ def command(
     Every trial is a fresh server. Finished trials are kept: the same command goes on after an interruption, also with
     other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
     """
+    from pipeline.durations import parse_duration
     from pipeline.errors import UserError
     from pipeline.progress import reporter_for
     from pipeline.serving.knobs.table import table
     from pipeline.store.tree import Store
-    from pipeline.tuning.axes import given_axes
-    from pipeline.tuning.budget import Budget, parse_duration
     from pipeline.tuning.objective import Objective
-    from pipeline.tuning.opening import open_subject
-    from pipeline.tuning.order import Design, grid_size
-    from pipeline.tuning.session import tune
-    from pipeline.tuning.space import BASE, TUNABLEOP, Axis, parse_knob, without_base_values
-    from pipeline.tuning.summary import markdown
-    from pipeline.tuning.sweep import Sweep
+    from pipeline.tuning.session import open_subject, tune
+    from pipeline.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
+    from pipeline.tuning.sweep import Design, Sweep, grid_size
+    from pipeline.tuning.trials import Budget
     from pipeline.tuning.tunableop import refuse_unless_rocm
 
     if keep and mode == "grid":
@@ -119,7 +117,7 @@ def command(
     if as_json:
         emit({**found, "page": str(page.absolute())})
     else:
-        click.echo(f"\n{markdown(found)}")
+        _print(found)
         click.echo(found["verdict"])
         if found["gate_again"]:
             click.echo(f"changes what the model answers: {', '.join(found['gate_again'])}; run the gate again")
@@ -129,13 +127,45 @@ def command(
     return 0 if found["best"] is not None else 1
 
 
+def _print(report: Report) -> None:
+    """One row a plan: how each figure differs from the base plan's, `~` where that is noise; then what was not done."""
+    from pipeline.commands.tables import table, terminal
+    from pipeline.tuning.page import SHORT
+    from pipeline.tuning.report import COMPARED, percent
+
+    console, noise = terminal(), report["noise"]
+    rows = table("plan", *(SHORT[name] for name in COMPARED), "launches", right=(*SHORT.values(), "launches"))
+    for point in report["points"]:
+        figures = [point["status"], *["-"] * (len(COMPARED) - 1)]
+        if point["ratios"]:
+            same = {name for name in COMPARED if noise and 1 / noise[name] <= point["ratios"][name] <= noise[name]}
+            figures = [("~" if name in same else "") + percent(point["ratios"][name]) for name in COMPARED]
+        if point["number"] == 0 and len(point["cells"]) == 1:
+            (cell,) = point["cells"].values()
+            figures = [f"{cell[name]:,.4g}" + ("" if name == "output_throughput" else " ms") for name in COMPARED]
+        best = ", the best" if point["number"] == report["best"] else ""
+        rows.add_row(f"{point['label']}{best}", *figures, str(point["runs"]))
+    console.print(rows)
+    if noise is not None:
+        click.echo(
+            f"~ noise: launches of one plan differ by up to {percent(noise['output_throughput'])[1:]} in tokens/s"
+        )
+    for point in report["points"]:
+        if point["why"]:
+            click.echo(f"{point['label']}: {point['status']}: {point['why']}")
+    for name, why in report["refused"].items():
+        click.echo(f"{name}: refused: {why}")
+    if report["not_tried"]:
+        click.echo(f"not tried: {'; '.join(report['not_tried'])}")
+
+
 def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
     """What would be tried, in its order."""
     from pipeline.errors import UserError
-    from pipeline.tuning.first_pass import FOLDER
     from pipeline.tuning.space import BASE, TUNABLEOP, label
+    from pipeline.tuning.subject import serving_with, tuning
     from pipeline.tuning.sweep import planned
-    from pipeline.tuning.tunableop import serving_with, tuning
+    from pipeline.tuning.tunableop import FOLDER
 
     kernels = (out / FOLDER).absolute()
     rows: list[dict[str, object]] = []

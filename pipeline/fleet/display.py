@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from pipeline.durations import duration
 from pipeline.fleet.events import Event
-from pipeline.tuning.budget import duration
 
 _COLOURS = {"PASS": "green", "FAIL": "red", "INVALID": "red", "INCONCLUSIVE": "yellow"}
 

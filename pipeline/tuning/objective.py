@@ -7,17 +7,52 @@ and the same plan, so a change counts only where it is larger than what nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Literal, TypeAlias
 
-from pipeline.tuning.results import FIGURES, Figures, Outcome, by_point, figures
 from pipeline.tuning.space import BASE, Point, Trial
+from pipeline.tuning.trials import Outcome
+
+FIGURES = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tpot_p50", "tpot_p99")
+"""Fields of `CellResult` that a sweep looks at: tokens/s, and milliseconds."""
 
 LEAST = 1.01
 """The least noise that is believed: a factor."""
 Goal: TypeAlias = Literal["throughput", "latency", "balanced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A point's medians over its sound runs: figure by cell and name."""
+
+    cells: Mapping[str, Mapping[str, float]]
+
+    def worst(self, name: str) -> float:
+        """The highest value of a latency over all cells, ms."""
+        return max(cell[name] for cell in self.cells.values())
+
+
+def figures(outcomes: Iterable[Outcome]) -> Figures | None:
+    """The medians of the sound outcomes; None where there is none."""
+    sound = [outcome for outcome in outcomes if outcome.status == "ok"]
+    if not sound:
+        return None
+    return Figures(
+        {
+            cell: {name: median(getattr(outcome.cells[cell], name) for outcome in sound) for name in FIGURES}
+            for cell in sound[0].cells
+        }
+    )
+
+
+def by_point(outcomes: Mapping[Trial, Outcome]) -> dict[Point, list[Outcome]]:
+    """Outcomes of each point, in the order in which points were first met."""
+    found: dict[Point, list[Outcome]] = {}
+    for trial, outcome in outcomes.items():
+        found.setdefault(trial.point, []).append(outcome)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +161,21 @@ class Judge:
 
 def _range(values: Sequence[float]) -> float:
     return max(values) / min(values)
+
+
+def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether ``one`` (more is better, less is better) is nowhere worse than ``other`` and somewhere better."""
+    return one[0] >= other[0] and one[1] <= other[1] and one != other
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points (throughput, latency) that no other dominates, from the least latency to the most.
+
+    Of equal points the first is named. O(n log n): by rising latency, what raises the best throughput so far.
+    """
+    by_latency = sorted(range(len(points)), key=lambda index: (points[index][1], -points[index][0], index))
+    kept: list[int] = []
+    for index in by_latency:
+        if not kept or points[index][0] > points[kept[-1]][0]:
+            kept.append(index)
+    return kept

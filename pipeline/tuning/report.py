@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import geometric_mean, median
 from typing import Any, TypedDict
 
-from pipeline.tuning.budget import Budget
-from pipeline.tuning.machine import device_name
-from pipeline.tuning.objective import Objective, ratios
-from pipeline.tuning.pareto import frontier
-from pipeline.tuning.results import FIGURES, Figures, Outcome, by_point
-from pipeline.tuning.serve_block import serve_block
-from pipeline.tuning.space import BASE, Point, Value, change_label, label, value_in
+import yaml
+
+from pipeline.tuning.objective import FIGURES, Figures, Objective, by_point, frontier, ratios
+from pipeline.tuning.space import BASE, TUNABLEOP, Point, Value, change_label, label, value_in
+from pipeline.tuning.subject import device_name
 from pipeline.tuning.sweep import Sweep
+from pipeline.tuning.trials import Budget, Outcome
 
 COMPARED = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
@@ -112,7 +111,7 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
     best = judge.best()
     points = _points(sweep)
     numbers = {point: index for index, point in enumerate(by_point(sweep.outcomes))}
-    serve = None if best is None else serve_block(best, existing, tunableop)
+    serve = None if best is None else serve_section(best, existing, tunableop)
     gated = {axis.knob for axis in sweep.design.axes if axis.gated}
     return Report(
         name=subject.name,
@@ -143,8 +142,8 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
         refused={label(point): why for point, why in sweep.refused.items()},
         notes=_notes(sweep),
         tunableop=None if subject.tuned is None else _tuned(sweep),
-        serve=None if serve is None else serve.section,
-        serve_yaml=None if serve is None else serve.text,
+        serve=serve,
+        serve_yaml=None if serve is None else serve_yaml(serve),
     )
 
 
@@ -305,3 +304,25 @@ def _tuned(sweep: Sweep) -> dict[str, Any]:
         "operators": dict(tuned.operators),
         "validators": dict(tuned.validators),
     }
+
+
+def serve_section(point: Point, existing: Mapping[str, Any], tunableop: str | None) -> dict[str, Any]:
+    """The section of a recipe that ``existing``, its own, becomes with a point's changes.
+
+    ``tunableop`` is the path to the tuned kernels; it is named where the point uses them.
+    """
+    knobs = {**existing.get("knobs", {}), **{knob: _written(value) for knob, value in point if knob != TUNABLEOP}}
+    section = {**existing, "knobs": knobs}
+    if tunableop is not None and any(knob == TUNABLEOP for knob, _ in point):
+        section["tunableop"] = tunableop
+    return section
+
+
+def serve_yaml(section: Mapping[str, Any]) -> str:
+    """The same as the YAML to paste, which begins with ``serve:``."""
+    return yaml.safe_dump({"serve": dict(section)}, sort_keys=False, allow_unicode=True, width=10_000)
+
+
+def _written(value: Value) -> Value | int:
+    """Whole numbers without quotes, the way people write them."""
+    return int(value) if isinstance(value, str) and value.isdecimal() and str(int(value)) == value else value

@@ -2,25 +2,126 @@
 
 What is done is read from the store, in the order in which it would be done; so a sweep that was killed goes on where it
 was, and one with more knobs takes over the trials that are the same.
+
+The guides say: vary one knob at a time. So by default every value is measured against the same base plan, which makes
+effects comparable and independent of the order; then what won is measured together, because effects need not add up,
+and only what was measured is recommended. ``keep`` goes on from the best value of each knob instead (coordinate
+descent): fewer launches in a large space, but effects that depend on the order. A grid finds what only works in
+combination, at the price of a product. Whatever a budget cuts off has the least left to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from pipeline.canonical import fingerprint
+from pipeline.durations import duration
 from pipeline.errors import ServingError, UserError
 from pipeline.progress import Reporter
-from pipeline.tuning import order
-from pipeline.tuning.budget import Budget, duration
-from pipeline.tuning.measure import STARTUP_TIMEOUT_S, Deadline, Launch, OutOfTimeError, measure
 from pipeline.tuning.objective import Judge, Objective
-from pipeline.tuning.order import Design
-from pipeline.tuning.results import Outcome
-from pipeline.tuning.space import BASE, Point, Trial, label
+from pipeline.tuning.space import BASE, Axis, Point, Trial, label
 from pipeline.tuning.subject import Subject
-from pipeline.tuning.trials import Trials
+from pipeline.tuning.trials import STARTUP_TIMEOUT_S, Budget, Launch, Outcome, OutOfTimeError, Trials, measure
+
+Mode: TypeAlias = Literal["one-at-a-time", "grid"]
+Choose: TypeAlias = Callable[[Sequence[Point]], Point]
+"""Of points in the order of preference, the first that no later one beats by more than noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """The shape of a sweep: ``repeat`` launches a point, interleaved, so that a drift meets all of them alike."""
+
+    axes: tuple[Axis, ...]
+    mode: Mode = "one-at-a-time"
+    keep: bool = False
+    repeat: int = 1
+
+
+def exploring(design: Design, choose: Choose) -> Iterator[Trial]:
+    """Every trial up to the point where noise must be known; looks at results through ``choose`` only when it must."""
+    if design.mode == "grid":
+        yield from _rounds([BASE, *grid_order(design.axes)], design.repeat)
+    elif not design.keep:
+        yield from _rounds([BASE, *singles(design.axes)], design.repeat)
+    else:
+        # A decision needs the noise, so the base plan is measured twice before the first.
+        yield from _rounds([BASE], max(2, design.repeat))
+        current = BASE
+        for axis in design.axes:
+            points = [(*current, (axis.knob, value)) for value in axis.values]
+            yield from _rounds(points, design.repeat)
+            current = choose([current, *points])
+
+
+def closing(design: Design) -> Iterator[Trial]:
+    """The base plan once more at the end: its spread is the noise, drift included."""
+    before = max(2, design.repeat) if design.keep and design.mode == "one-at-a-time" else design.repeat
+    yield Trial(BASE, before)
+
+
+def together(design: Design, choose: Choose) -> Iterator[Trial]:
+    """One at a time only: the winners of all knobs in one launch, where there are at least two."""
+    if design.mode == "grid" or design.keep:
+        return
+    winner = tuple(
+        change for axis in design.axes for change in choose([BASE, *(((axis.knob, v),) for v in axis.values)])
+    )
+    if len(winner) > 1:
+        yield from _rounds([winner], design.repeat)
+
+
+def singles(axes: Sequence[Axis]) -> list[Point]:
+    """Every value on its own. One value of each knob first: a cut budget then leaves no knob untouched."""
+    columns = [[((axis.knob, value),) for value in axis.values] for axis in axes]
+    return [point for row in itertools.zip_longest(*columns) for point in row if point is not None]
+
+
+def grid_size(axes: Sequence[Axis]) -> int:
+    """How many combinations a grid has, the base plan included."""
+    return math.prod(len(axis.values) + 1 for axis in axes)
+
+
+def grid_order(axes: Sequence[Axis]) -> list[Point]:
+    """The cartesian product without the base plan, such that any beginning covers the most.
+
+    Greedy: the next point is the one with the most values, then the most pairs of values, that were not met yet (the
+    base plan's own count as values). When every pair was met, the rest follows in the order of the product.
+    """
+    columns: list[list[tuple[str, object]]] = [
+        [(axis.knob, None), *((axis.knob, value) for value in axis.values)] for axis in axes
+    ]
+    left = dict.fromkeys(itertools.product(*columns))
+    base = next(iter(left), ())
+    left.pop(base, None)
+    met = set(base) | set(itertools.combinations(base, 2))
+    ordered = []
+    while left:
+        best, gained = None, (0, 0)
+        for row in left:
+            gain = (len(set(row) - met), sum(pair not in met for pair in itertools.combinations(row, 2)))
+            if gain > gained:
+                best, gained = row, gain
+        if best is None:
+            break
+        met |= set(best) | set(itertools.combinations(best, 2))
+        ordered.append(best)
+        del left[best]
+    return [_point(row) for row in (*ordered, *left)]
+
+
+def _point(row: Sequence[tuple[str, object]]) -> Point:
+    return tuple((knob, value) for knob, value in row if isinstance(value, str | bool))
+
+
+def _rounds(points: Sequence[Point], repeat: int) -> Iterator[Trial]:
+    for run in range(repeat):
+        for point in points:
+            yield Trial(point, run)
 
 
 @dataclass
@@ -56,8 +157,7 @@ class Sweep:
 
 def planned(sweep: Sweep) -> list[Trial]:
     """Every trial that is known before anything was measured: all but what depends on results."""
-    fixed = order.Design(sweep.design.axes, sweep.design.mode, keep=False, repeat=sweep.design.repeat)
-    return [*order.exploring(fixed, lambda points: points[0]), *order.closing(sweep.design)]
+    return [*exploring(replace(sweep.design, keep=False), lambda points: points[0]), *closing(sweep.design)]
 
 
 def run_sweep(
@@ -71,19 +171,17 @@ def run_sweep(
     """
     runner = _Runner(sweep, trials, budget, reporter, launch, redo)
     choose = sweep.judge.choose
-    tried = runner.through(order.exploring(sweep.design, choose), reserve=1)
-    runner.through(order.closing(sweep.design), reserve=0)
+    tried = runner.through(exploring(sweep.design, choose), reserve=1)
+    runner.through(closing(sweep.design), reserve=0)
     if tried:
-        runner.through(order.together(sweep.design, choose), reserve=0)
+        runner.through(together(sweep.design, choose), reserve=0)
     measured = {trial.point for trial in sweep.outcomes}
     wanted = [trial.point for trial in planned(sweep)]
     if sweep.design.keep and sweep.design.mode == "one-at-a-time":
         met = {change for point in measured for change in point}
         wanted = [point for point in wanted if not set(point) <= met]
-    sweep.not_tried += [
-        point for point in dict.fromkeys(wanted) if point not in measured and point not in sweep.refused
-    ]
-    sweep.not_tried += [point for point in runner.cut if point not in measured and point not in sweep.not_tried]
+    left = dict.fromkeys([*wanted, *runner.cut])
+    sweep.not_tried += [point for point in left if point not in measured and point not in sweep.refused]
 
 
 class _Runner:
@@ -145,7 +243,7 @@ class _Runner:
                         log=self.trials.log,
                         launch=self.launch,
                         sweep=self.id,
-                        deadline=Deadline(self.budget.left),
+                        budget=self.budget,
                         startup_timeout=STARTUP_TIMEOUT_S if base_start is None else 300 + 4 * base_start,
                         progress=self.reporter,
                     ),

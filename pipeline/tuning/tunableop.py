@@ -8,35 +8,24 @@ tunes nothing. Graphs stay as the plan has them: with them the decode batches th
 from __future__ import annotations
 
 import csv
+import shutil
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
 from pipeline.canonical import fingerprint
-from pipeline.errors import StageError, UserError
-from pipeline.serving.plan import LaunchPlan
+from pipeline.errors import ServingError, StageError, UserError
+from pipeline.progress import Reporter
 from pipeline.store.disk import sha256_of
-from pipeline.tuning.space import TUNABLEOP
+from pipeline.store.tree import Store
+from pipeline.tuning.space import BASE
+from pipeline.tuning.subject import TUNED_FILE, Subject, Tuned, tuning
+from pipeline.tuning.trials import STARTUP_TIMEOUT_S, Budget, Launch, log_path, measure
 
-FILE = "tunableop_results%d.csv"
+FOLDER = "tunableop"
 STOP_GRACE_S = 120.0
 _MUST_SAY = ("PT_VERSION", "ROCM_VERSION", "GCN_ARCH_NAME")
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """The files of a pass. ``shapes`` counts tuned operator shapes by device, ``operators`` those of each kind.
-
-    ``validators`` are the versions that the files hold for: PyTorch ignores a file that was made with others.
-    """
-
-    folder: Path
-    digest: str
-    shapes: Mapping[int, int]
-    operators: Mapping[str, int]
-    validators: Mapping[str, str]
 
 
 def refuse_unless_rocm(kind: str) -> None:
@@ -50,25 +39,6 @@ def refuse_unless_rocm(kind: str) -> None:
         )
 
 
-def tuning(plan: LaunchPlan, folder: Path) -> LaunchPlan:
-    """The plan of the first pass: it searches, and writes what it finds into ``folder``."""
-    return _with(plan, "1", folder / FILE)
-
-
-def serving_with(plan: LaunchPlan, folder: Path) -> LaunchPlan:
-    """A plan that uses what was found and searches no more."""
-    return _with(plan, "0", folder / FILE)
-
-
-def _with(plan: LaunchPlan, search: str, filename: Path) -> LaunchPlan:
-    variables = {
-        TUNABLEOP: "1",
-        "PYTORCH_TUNABLEOP_TUNING": search,
-        "PYTORCH_TUNABLEOP_FILENAME": str(filename),
-    }
-    return replace(plan, env=MappingProxyType({**plan.env, **variables}))
-
-
 def read_tuned(folder: Path, devices: int) -> Tuned:
     """Check the files of a pass over ``devices`` devices.
 
@@ -79,7 +49,7 @@ def read_tuned(folder: Path, devices: int) -> Tuned:
     validators: dict[str, str] = {}
     digests = {}
     for device in range(devices):
-        path = folder / (FILE % device)
+        path = folder / (TUNED_FILE % device)
         if not path.is_file():
             raise StageError(
                 f"TunableOp wrote no {path.name} for device {device}: the server may have been killed before it could,"
@@ -119,3 +89,56 @@ def _read(path: Path) -> tuple[dict[str, str], set[tuple[str, str]]]:
             elif row:
                 raise StageError(f"{path}:{number}: found {','.join(row)!r}, expected a Validator or a tuned operator")
     return validators, shapes
+
+
+def first_pass(
+    subject: Subject, store: Store, budget: Budget, reporter: Reporter, launch: Launch, out: Path, *, redo: bool
+) -> Tuned:
+    """Tune the matrix products that the workload meets; the files end up in ``out``/tunableop.
+
+    Raises ServingError where the server does not come through, StageError where its files are not usable, and
+    `OutOfTimeError` where the budget ends in the middle: half a search is thrown away.
+    """
+    layout = subject.plan(BASE).layout
+    devices = layout.tensor * layout.pipeline
+    payload = subject.payload_of(tuning(subject.plan(BASE), Path())) | {"stage": FOLDER}
+    with store.working(FOLDER, fingerprint(payload)) as work:
+        if redo and work.existing is not None:
+            store.retire(work.existing)
+    with store.working(FOLDER, fingerprint(payload)) as work:
+        if work.existing is None:
+            work.discard()
+            reporter.say("TunableOp searches for the fastest matrix kernels of this workload")
+            started = datetime.now(UTC)
+            outcome = measure(
+                subject,
+                tuning(subject.plan(BASE), work.path),
+                work.path,
+                log=log_path(store, subject),
+                launch=launch,
+                sweep="tunableop",
+                budget=budget,
+                startup_timeout=STARTUP_TIMEOUT_S,
+                progress=reporter,
+            )
+            if outcome.status == "failed":
+                raise ServingError(f"the TunableOp pass failed: {outcome.why}", hint=outcome.fix)
+            read_tuned(work.path, devices)
+            work.commit(
+                payload=payload,
+                result={"seconds": outcome.seconds},
+                started=started,
+                tools={"vllm": subject.vllm.version},
+            )
+        else:
+            budget.earlier(float(str(work.existing.record.result["seconds"])))
+        made = store.entry_path(FOLDER, work.fingerprint)
+    kept = out / FOLDER
+    kept.mkdir(parents=True, exist_ok=True)
+    for old in kept.glob("*.csv"):
+        old.unlink()
+    for file in sorted(made.glob("*.csv")):
+        shutil.copyfile(file, kept / file.name)
+    tuned = read_tuned(kept.resolve(), devices)
+    reporter.say(f"TunableOp: {sum(tuned.shapes.values())} shapes on {devices} devices")
+    return tuned

@@ -16,14 +16,13 @@ from eval.workloads import Cell, Workload
 from pipeline.progress import PlainReporter
 from pipeline.serving.plan import LaunchPlan, Layout
 from pipeline.store.tree import Store
-from pipeline.tuning.budget import Budget
 from pipeline.tuning.objective import Objective
-from pipeline.tuning.order import Design
 from pipeline.tuning.report import Report
 from pipeline.tuning.session import tune
 from pipeline.tuning.space import Axis, Value
 from pipeline.tuning.subject import Subject
-from pipeline.tuning.sweep import Sweep
+from pipeline.tuning.sweep import Design, Sweep
+from pipeline.tuning.trials import Budget
 
 CELL = Cell("in8-out4-c2", 8, 4, 2, 4, 1)
 FAKE = Path(__file__).with_name("fake_vllm.py")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -100,18 +99,3 @@ def test_a_damaged_record_is_put_aside_and_the_trial_measured_again(surface: Sur
     assert [point["status"] for point in found["points"]] == ["ok", "ok"]
     assert Store(folder / "store", on_warning=warned.append).find("tune", broken.parent.name) is not None
     assert warned == []
-
-
-def test_half_a_trial_leaves_nothing_that_counts(surface: Surface) -> None:
-    folder = surface(bench=30)
-    process = start(folder)
-    deadline = time.monotonic() + 60
-    while not list((folder / "store" / "tune").glob("*.work")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert records(folder) == {}
-    surface()
-    found = run(folder, sweep_of(folder, {}))
-    assert [point["runs"] for point in found["points"]] == [2]
-    assert list((folder / "store" / "tune").glob("*.work")) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import pytest
 from pipeline.errors import StageError, UserError
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.profiles import profile
 from pipeline.serving.planning.target import parse_target
-from pipeline.tuning.base_plan import planner
-from pipeline.tuning.space import BASE
-from pipeline.tuning.tunableop import FILE, read_tuned, refuse_unless_rocm, serving_with, tuning
+from pipeline.tuning.space import BASE, Trial
+from pipeline.tuning.subject import TUNED_FILE as FILE
+from pipeline.tuning.subject import serving_with, tuning
+from pipeline.tuning.tunableop import read_tuned, refuse_unless_rocm
 from tests.serving.conftest import write_tiny_llama
 from tests.tuning.fake_vllm import CSV
 from tests.tuning.sweeping import run, starts, subject_in, sweep_of
@@ -110,36 +113,27 @@ def test_the_pass_comes_first_is_kept_and_is_served_without_tuning(surface: Surf
     assert again["serve"] == found["serve"]
 
 
-@pytest.mark.slow
-def test_a_pass_that_leaves_a_device_without_a_file_ends_the_sweep(surface: Surface) -> None:
-    folder = surface(devices=1)
-    with pytest.raises(StageError, match="for device 1"):
-        run(folder, sweep_of(folder, {KNOB: ["1"]}, kind="rocm", tensor=2), tunableop=True)
-
-
-def test_where_the_files_lie_does_not_shape_a_trial(tmp_path: Path) -> None:
-    from pipeline.tuning.space import Trial
-
-    subject = subject_in(tmp_path, kind="rocm", tensor=2)
-    point = ((KNOB, "1"),)
-    one, two = (subject.with_tuned(read_tuned(written(tmp_path / name), 2)) for name in ("a", "b"))
-    assert one.fingerprint(Trial(point)) == two.fingerprint(Trial(point)) != one.fingerprint(Trial(BASE))
-
-
 def test_what_was_measured_is_what_the_planner_makes_of_the_section_in_a_recipe(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "model")
 
     def plan(tunableop: str | None) -> LaunchPlan:
-        return planner(
+        return plan_serving(
             model,
             model_facts(model),
             target=parse_target("mi300x:1"),
             profile=profile("throughput", concurrency=64, max_model_len=512),
             vllm_version="0.33.0",
-            overrides={},
+            purpose="measure",
             tunableop=tunableop,
-        )({})
+        )
 
     served = plan(str(tmp_path / FILE))
     assert dict(serving_with(plan(None), tmp_path).env) == dict(served.env)
     assert serving_with(plan(None), tmp_path).argv == served.argv
+
+
+def test_where_the_files_lie_does_not_shape_a_trial(tmp_path: Path) -> None:
+    subject = subject_in(tmp_path, kind="rocm", tensor=2)
+    point = ((KNOB, "1"),)
+    one, two = (replace(subject, tuned=read_tuned(written(tmp_path / name), 2)) for name in ("a", "b"))
+    assert one.fingerprint(Trial(point)) == two.fingerprint(Trial(point)) != one.fingerprint(Trial(BASE))
