@@ -8,12 +8,10 @@ test, the flips, and the share of the baseline's score that is left.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import eval.statistics.paired as paired
-from eval.errors import MeasurementError
+from eval.records import Record
 from eval.samples import Pairs
 from eval.statistics.binary import mcnemar
 from eval.statistics.bootstrap import interval
@@ -23,7 +21,7 @@ Kind = paired.Kind
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
+class Accuracy(Record):
     """One task's accuracy on both sides.
 
     `baseline` and `candidate` are mean scores as fractions, and `difference` is candidate - baseline; of a perplexity
@@ -67,18 +65,6 @@ class Accuracy:
     def flip_rate(self) -> float:
         """Share of items whose score changed in either direction."""
         return (self.gains + self.losses) / self.items
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Accuracy:
-        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise MeasurementError(f"not a comparison of accuracy: {error}") from error
 
 
 def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float | None = None) -> Accuracy:

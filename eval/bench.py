@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from eval.errors import MeasurementError
-from eval.typed import typed
+from eval.records import Record
 
 Side = Literal["baseline", "candidate"]
 
 
 @dataclass(frozen=True, slots=True)
-class CellResult:
+class CellResult(Record):
     """One cell on one launch of a server.
 
     `duration` is in seconds, throughputs in tokens per second over all requests, latencies in milliseconds: time to
@@ -48,21 +47,9 @@ class CellResult:
     peak_concurrency: int | None = None
     peak_output_throughput: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CellResult:
-        """Read back what `to_json` wrote; `MeasurementError` where a field is missing or unknown."""
-        try:
-            return typed(cls, data)
-        except (TypeError, ValueError) as error:
-            raise MeasurementError(f"not the result of a cell: {error}") from error
-
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(Record):
     """The accelerators (on a CPU server: the cores) while the cells of a launch ran; None where nothing tells.
 
     `clock_mhz` is the median clock under load, `clock_mhz_low` its 5th percentile, `temperature_c` the highest
@@ -78,21 +65,9 @@ class Machine:
     throttled: tuple[str, ...] = ()
     samples: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return {**asdict(self), "throttled": list(self.throttled)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Machine:
-        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
-        try:
-            return typed(cls, {**data, "throttled": tuple(data["throttled"])})
-        except (KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"not the state of a machine: {error}") from error
-
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Record):
     """One fresh server of a side, with what every cell measured on it: the replicate of a comparison.
 
     `number` counts the launches of both sides in the order in which they were made, from 0. `kv_tokens`,
@@ -116,25 +91,6 @@ class Launch:
     attention_backend: str | None = None
     faults: tuple[str, ...] = ()
     device: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return {
-            **asdict(self),
-            "cells": {name: cell.to_json() for name, cell in self.cells.items()},
-            "machine": self.machine.to_json(),
-            "faults": list(self.faults),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Launch:
-        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
-        try:
-            cells = {name: CellResult.from_json(cell) for name, cell in data["cells"].items()}
-            machine = Machine.from_json(data["machine"])
-            return typed(cls, {**data, "cells": cells, "machine": machine, "faults": tuple(data["faults"])})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"not a launch: {error}") from error
 
 
 def order(launches: int) -> tuple[Side, ...]:

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from eval.errors import MeasurementError
+from eval.records import Record
 from eval.statistics.means import ratio
-from eval.typed import typed
 from eval.verdict import Verdict
 
 DIGITS = 6
@@ -90,7 +92,7 @@ class CanaryAnswers:
 
 
 @dataclass(frozen=True, slots=True)
-class Canary:
+class Canary(Record):
     """A candidate's answers against its baseline's.
 
     ``agreement`` is a share of ``positions``, where a prompt without an answer agrees nowhere. ``kl`` is a mean in
@@ -114,38 +116,13 @@ class Canary:
     worst: tuple[tuple[str, float], ...]
     unanswered: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Canary:
-        """Read back what `to_json` wrote; `MeasurementError` where it is not that."""
-        try:
-            worst = tuple((str(prompt), float(kl)) for prompt, kl in data["worst"])
-            return typed(cls, {**data, "worst": worst, "unanswered": tuple(map(str, data["unanswered"]))})
-        except (KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"not the comparison of a canary: {error}") from error
-
 
 @dataclass(frozen=True, slots=True)
-class CanaryPolicy:
+class CanaryPolicy(Record):
     """What is broken: an agreement below ``min_agreement`` (a share), a mean KL above ``max_kl`` (nats)."""
 
-    min_agreement: float
-    max_kl: float
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CanaryPolicy:
-        """Read back what `to_json` wrote; `MeasurementError` where it is not that."""
-        try:
-            return typed(cls, data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"not the policy of a canary: {error}") from error
+    min_agreement: Annotated[float, Field(ge=0, le=1)]
+    max_kl: Annotated[float, Field(gt=0)]
 
 
 def compare(baseline: CanaryAnswers, candidate: CanaryAnswers, confidence: float = 0.95) -> Canary:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eval.bench import Launch
 from eval.canary import Canary
 from eval.errors import MeasurementError
+from eval.records import Record
 from eval.samples import SampleSet
 from eval.servers import Server
-from eval.typed import typed
 from eval.verdict import Verdict
 
 Both = tuple[SampleSet, SampleSet]
@@ -19,7 +19,7 @@ Both = tuple[SampleSet, SampleSet]
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
+class Structure(Record):
     """What the inspection of the checkpoint's files found: a verdict with one sentence for each reason."""
 
     verdict: Verdict
@@ -27,7 +27,7 @@ class Structure:
 
 
 @dataclass(frozen=True, slots=True)
-class Measurements:
+class Measurements(Record):
     """Both sides of every measurement.
 
     `artefact` is the candidate's digest. `samples` maps a task of the suite to its (baseline, candidate) runs,
@@ -55,7 +55,7 @@ class Measurements:
         """A plain mapping of everything but samples and control, which are kept in files of their own."""
         return {
             "artefact": self.artefact,
-            "structure": {"verdict": self.structure.verdict.value, "reasons": list(self.structure.reasons)},
+            "structure": self.structure.to_json(),
             "servers": {"baseline": self.baseline.to_json(), "candidate": self.candidate.to_json()},
             "canary": None if self.canary is None else self.canary.to_json(),
             "launches": [launch.to_json() for launch in self.launches],
@@ -66,28 +66,13 @@ class Measurements:
         }
 
     @classmethod
-    def from_json(
+    def read(
         cls, data: Mapping[str, Any], samples: Mapping[str, Both], control: Mapping[str, SampleSet]
     ) -> Measurements:
         """Read back what `to_json` wrote, with what was kept beside it; `MeasurementError` for anything else."""
         try:
-            before, after = data["weights"]
-            structure = data["structure"]
-            proof = {"verdict": Verdict(structure["verdict"]), "reasons": tuple(structure["reasons"])}
-            fields = {
-                "artefact": str(data["artefact"]),
-                "structure": typed(Structure, proof),
-                "baseline": Server.from_json(data["servers"]["baseline"]),
-                "candidate": Server.from_json(data["servers"]["candidate"]),
-                "samples": samples,
-                "control": control,
-                "canary": None if data["canary"] is None else Canary.from_json(data["canary"]),
-                "launches": tuple(Launch.from_json(launch) for launch in data["launches"]),
-                "weights": (int(before), int(after)),
-                "claims": {name: float(factor) for name, factor in data["claims"].items()},
-                "stopped": data["stopped"],
-                "faults": tuple(data["faults"]),
-            }
-            return typed(cls, fields)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            sides = {side: data["servers"][side] for side in ("baseline", "candidate")}
+            flat = {name: value for name, value in data.items() if name not in ("servers", "samples", "control")}
+        except (AttributeError, KeyError, TypeError) as error:
             raise MeasurementError(f"not the measurements of a candidate: {error!r}") from error
+        return replace(cls.from_json({**flat, **sides}), samples=samples, control=control)

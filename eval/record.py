@@ -66,7 +66,8 @@ def read(path: Path) -> tuple[Measurements, GateReport]:
             for task, sides in recorded["samples"].items()
         }
         control = {task: _samples(path, entry) for task, entry in recorded["control"].items()}
-        return Measurements.from_json(recorded, samples, control), GateReport.from_json(data)
+        judgement = {name: value for name, value in data.items() if name not in ("schema", "measurements")}
+        return Measurements.read(recorded, samples, control), GateReport.from_json(judgement)
     except OSError as error:
         raise MeasurementError(f"{error.filename}: cannot be read: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from eval.errors import MeasurementError
-from eval.typed import typed
+from eval.records import Record
 
 # What a checkpoint brings with it: these differ by design between a baseline and its quantized candidate.
 ARTEFACT_FLAGS = frozenset({"--model", "--tokenizer", "--revision", "--quantization", "--kv-cache-dtype"})
@@ -18,7 +16,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class Server(Record):
     """How one side was served.
 
     `version` is that of the runtime, `device` what the accelerator calls itself ("NVIDIA H100 80GB HBM3") or the CPU's
@@ -58,18 +56,6 @@ class Server:
     def promised_kv_cache(self) -> str:
         """The type that the launch plan asked for; "auto" is the model's own."""
         return _options(self.argv).get("--kv-cache-dtype", "auto")
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return {**asdict(self), "argv": list(self.argv), "env": dict(self.env), "faults": list(self.faults)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Server:
-        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
-        try:
-            return typed(cls, {**data, "argv": tuple(data["argv"]), "faults": tuple(data["faults"])})
-        except (KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"not a server: {error!r}") from error
 
 
 def differences(baseline: Server, candidate: Server) -> tuple[str, ...]:

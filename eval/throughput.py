@@ -8,12 +8,12 @@ count every resample of the launches (`eval.statistics.ranks`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from eval.bench import CellResult
 from eval.errors import MeasurementError
+from eval.records import Record
 from eval.statistics.ranks import fewest_launches, median_interval, rank_test, ratio_interval
 
 __all__ = ["LATENCY_FIELDS", "Throughput", "compare", "fewest_launches"]
@@ -24,7 +24,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Throughput:
+class Throughput(Record):
     """One cell on both sides, medians over launches.
 
     `baseline` and `candidate` are output tokens per second on `gpus` GPUs, `values_baseline` and `values_candidate`
@@ -65,22 +65,6 @@ class Throughput:
     def repeated(self) -> bool:
         """Whether both sides were launched more than once: with one launch the interval is a point and says nothing."""
         return min(self.launches) > 1
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Throughput:
-        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
-        try:
-            tuples = ("launches", "values_baseline", "values_candidate", "goodput", "peak_concurrency")
-            fields = {name: None if data[name] is None else tuple(data[name]) for name in tuples}
-            intervals = {name: (tuple(b), tuple(c)) for name, (b, c) in data["latency_intervals"].items()}
-            latency = {name: tuple(pair) for name, pair in data["latency"].items()}
-            return cls(**{**data, **fields, "latency": latency, "latency_intervals": intervals})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"not a comparison of throughput: {error!r}") from error
 
 
 def compare(

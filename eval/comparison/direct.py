@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from eval import accuracy
 from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
+from eval.records import Record
 from eval.samples import Pairs, SampleSet, pair
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
+class Direct(Record):
     """`second` minus `first`, task by task, by their places in the comparison.
 
     In `results` the side called baseline is `first`, the one called candidate `second`. `unknown` are sentences about
@@ -29,11 +29,6 @@ class Direct:
     second: int
     results: tuple[Accuracy, ...]
     unknown: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        results = [result.to_json() for result in self.results]
-        return {"first": self.first, "second": self.second, "results": results, "unknown": list(self.unknown)}
 
 
 def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: float = 0.95) -> tuple[Direct, ...]:

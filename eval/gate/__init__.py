@@ -7,11 +7,8 @@ Everything here is pure: measurements and a policy in, a report out, the same on
 both into files from which anyone judges again.
 """
 
-from eval.gate.control import Control
-from eval.gate.finding import ANOMALOUS, Finding, Kind
-from eval.gate.headlines import Headline
 from eval.gate.judgement import judge
 from eval.gate.policy import Policy
-from eval.gate.report import GateReport
+from eval.gate.report import ANOMALOUS, Control, Finding, GateReport, Headline, Kind, changes
 
-__all__ = ["ANOMALOUS", "Control", "Finding", "GateReport", "Headline", "Kind", "Policy", "judge"]
+__all__ = ["ANOMALOUS", "Control", "Finding", "GateReport", "Headline", "Kind", "Policy", "changes", "judge"]

@@ -6,7 +6,8 @@ tasks must pass (an intersection-union test), so several tasks need no correctio
 PASS at 1 - confidence.
 
 A gain beyond the margin is no PASS: quantization does not teach a model. Something else differs between the sides, so
-the comparison is void, ANOMALOUS. Only where the baseline disagrees with itself as often may it be chance.
+the comparison is void, ANOMALOUS. Only where the baseline disagrees with itself as often may it be chance:
+temperature 0 is not deterministic on a server, where the requests that share a batch decide the order of sums.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from collections.abc import Iterator
 from eval import accuracy
 from eval.accuracy import Accuracy, change, margin_in_units
 from eval.errors import MeasurementError
-from eval.gate.control import Control
-from eval.gate.finding import ANOMALOUS, Finding, sentence
 from eval.gate.policy import Policy
+from eval.gate.report import ANOMALOUS, Control, Finding, sentence
 from eval.measurements import Both, Measurements
 from eval.power import more_items
-from eval.samples import pair
+from eval.samples import SampleSet, pair
 from eval.statistics.sequential import Look, decide, until
 from eval.verdict import Verdict
 
@@ -44,7 +44,7 @@ def compare(task: str, both: Both, policy: Policy) -> tuple[Accuracy, tuple[Look
 
 
 def judge(
-    result: Accuracy, looks: tuple[Look, ...], control: Control | None, policy: Policy, *, planned_looks: int
+    result: Accuracy, looks: tuple[Look, ...], floor: Control | None, policy: Policy, *, planned_looks: int
 ) -> Finding:
     """The finding of a gated task, from what `compare` found and the baseline's own flips."""
     task = result.task
@@ -53,10 +53,10 @@ def judge(
     size = f"{promised:.2%}" if result.kind == "perplexity" else f"{100 * promised:.2f} points"
     limit = f"the margin of {size} at {policy.confidence:.0%} confidence"
     no_worse, no_better = _beyond(result, result.lower, better=True), _beyond(result, result.upper, better=False)
-    if _implausible(result, margin, control):
+    if _implausible(result, margin, floor):
         reason = (
             f"{_change(result)}; the true change is {no_worse}, a gain of more than {limit}. Quantization does not "
-            f"improve a model, so something else differs between the sides.{_flips(result, control)}"
+            f"improve a model, so something else differs between the sides.{_flips(result, floor)}"
         )
         return Finding("accuracy", task, Verdict.INVALID, reason, ANOMALOUS)
     match looks[-1].decision:
@@ -72,7 +72,24 @@ def judge(
     saved = result.planned - result.items if verdict is not Verdict.INCONCLUSIVE else 0
     early = f" Decided after {result.items:,} of {result.planned:,} items, which saves {saved:,}." if saved else ""
     change = sentence(f"{_change(result)}; {where}")
-    return Finding("accuracy", task, verdict, f"{change}{early}{_flips(result, control)}")
+    return Finding("accuracy", task, verdict, f"{change}{early}{_flips(result, floor)}")
+
+
+def control(baseline: SampleSet, again: SampleSet, confidence: float) -> Control:
+    """How often the baseline disagrees with itself on the items that it was asked twice.
+
+    Raises `MeasurementError` where the second run was asked something else. The interval is exact: with no flips in n
+    items the rate is still up to 1 - (alpha / 2)**(1 / n) (Clopper and Pearson, Biometrika 26, 404-413, 1934).
+    """
+    from scipy.stats import beta
+
+    pairs = pair(baseline.on(again), again)
+    items = len(pairs.baseline)
+    flips = sum(before != after for before, after in zip(pairs.baseline, pairs.candidate, strict=True))
+    tail = (1 - confidence) / 2
+    low = 0.0 if flips == 0 else float(beta.ppf(tail, flips, items - flips + 1))
+    high = 1.0 if flips == items else float(beta.ppf(1 - tail, flips + 1, items - flips))
+    return Control(items, flips, flips / items, low, high)
 
 
 def unmeasured(measurements: Measurements, policy: Policy, *, broken: bool) -> Iterator[Finding]:
@@ -90,8 +107,8 @@ def unmeasured(measurements: Measurements, policy: Policy, *, broken: bool) -> I
             yield Finding("accuracy", task, Verdict.INCONCLUSIVE, reason)
 
 
-def _implausible(result: Accuracy, margin: float, control: Control | None) -> bool:
-    return result.lower > margin and (control is None or result.flip_rate > control.high)
+def _implausible(result: Accuracy, margin: float, floor: Control | None) -> bool:
+    return result.lower > margin and (floor is None or result.flip_rate > floor.high)
 
 
 def _more(result: Accuracy, margin: float, looks: int, policy: Policy) -> str:
@@ -103,13 +120,13 @@ def _more(result: Accuracy, margin: float, looks: int, policy: Policy) -> str:
     return f"About {needed:,} more items would decide, if the change stays as it is.{planned}"
 
 
-def _flips(result: Accuracy, control: Control | None) -> str:
+def _flips(result: Accuracy, floor: Control | None) -> str:
     """The candidate's flips against those that the baseline has by itself; of answers that are right or wrong only."""
-    if control is None or result.kind != "binary":
+    if floor is None or result.kind != "binary":
         return ""
     return (
-        f" {result.flip_rate:.1%} of the answers flipped; asked again, the baseline flips {control.rate:.1%} of its "
-        f"own ({control.low:.1%} to {control.high:.1%}, {control.items:,} items)."
+        f" {result.flip_rate:.1%} of the answers flipped; asked again, the baseline flips {floor.rate:.1%} of its "
+        f"own ({floor.low:.1%} to {floor.high:.1%}, {floor.items:,} items)."
     )
 
 

@@ -8,8 +8,7 @@ The sentences are data, in `eval/headlines.yaml`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources
 from statistics import median
@@ -17,43 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from eval.errors import MeasurementError
+from eval.gate.report import Headline
 from eval.throughput import Throughput
 
 if TYPE_CHECKING:
     from eval.bench import Launch, Side
     from eval.measurements import Measurements
-
-
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """One sentence of a guide about this kind of checkpoint.
-
-    `promised` and `measured` are factors against the 16-bit baseline; `measured` and `kept` are None where nothing was
-    measured. A guide's figure has two digits, so what rounds to it keeps it. `upto` says that the guide gives a most,
-    which a smaller figure does not break: `kept` then only says whether this checkpoint is there.
-    """
-
-    name: str
-    title: str
-    promised: float
-    measured: float | None
-    unit: str
-    kept: bool | None
-    source: str
-    upto: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Headline:
-        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise MeasurementError(f"not a headline: {error}") from error
 
 
 def claims(*, weights: str, kv_cache: str) -> dict[str, float]:

@@ -9,16 +9,16 @@ agree on once everything is decided, so that the same record has the same report
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from eval import canary
 from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
-from eval.gate import accuracy, control, headlines, launches, throughput, validity
-from eval.gate.control import Control
-from eval.gate.finding import Finding, sentence
+from eval.gate import accuracy, headlines, throughput, validity
 from eval.gate.policy import Policy
-from eval.gate.report import GateReport
+from eval.gate.report import Control, Finding, GateReport, sentence
 from eval.measurements import Measurements
 from eval.statistics.sequential import Look
 from eval.verdict import Verdict
@@ -29,7 +29,7 @@ DIGITS = 10
 
 def judge(measurements: Measurements, policy: Policy) -> GateReport:
     """Judge a candidate by its measurements; never raises on bad measurements, which are INVALID with their reason."""
-    findings = [*validity.check(measurements, policy), *launches.check(measurements)]
+    findings = [*validity.check(measurements, policy), *validity.check_launches(measurements)]
     again, faults = _controls(measurements, policy)
     findings += faults
     compared, looks, faults = _compared(measurements, policy)
@@ -54,6 +54,9 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     report = GateReport(
         artefact=measurements.artefact,
         verdict=Verdict.combine(finding.verdict for finding in findings),
+        runtime=measurements.candidate.runtime,
+        hardware=measurements.candidate.hardware,
+        device=measurements.candidate.device,
         findings=tuple(findings),
         accuracy=tuple(compared.values()),
         looks=looks,
@@ -61,23 +64,23 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         canary=measurements.canary,
         throughput=tuple(cells),
         headlines=tuple(headlines.measure(measurements, cells)),
-        runtime=measurements.candidate.runtime,
-        hardware=measurements.candidate.hardware,
-        device=measurements.candidate.device,
         policy=policy,
     )
-    return GateReport.from_json({**_rounded(report.to_json()), "policy": policy.to_json()})
+    rounded: GateReport = _rounded(report)
+    return replace(rounded, policy=policy)
 
 
 def _rounded(value: Any) -> Any:
-    """JSON with every number to `DIGITS` significant digits."""
+    """A record with every number to `DIGITS` significant digits."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _rounded(getattr(value, field.name)) for field in fields(value)})
     match value:
         case float():
             return float(f"{value:.{DIGITS}g}")
-        case dict():
+        case Mapping():
             return {key: _rounded(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_rounded(item) for item in value]
+        case tuple():
+            return tuple(map(_rounded, value))
     return value
 
 
@@ -96,7 +99,7 @@ def _controls(measurements: Measurements, policy: Policy) -> tuple[dict[str, Con
             faults.append(Finding.invalid(task, f"{task} was asked a second time, and no first time is on record"))
             continue
         try:
-            found[task] = control.measure(measurements.samples[task][0], again, policy.confidence)
+            found[task] = accuracy.control(measurements.samples[task][0], again, policy.confidence)
         except MeasurementError as error:
             faults.append(Finding.invalid(task, f"The baseline's control cannot be compared: {error}"))
     return found, faults

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from eval.gate.policy import Policy
 from eval.power import expected_items
+from eval.records import Record
 from eval.statistics.sequential import plan_looks
 from eval.suites import Suite, SuiteTask
 from eval.throughput import fewest_launches
@@ -50,15 +50,11 @@ class SpeedReach:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(Record):
     """All that a gate can tell; `speed` is None where nothing is promised."""
 
     tasks: dict[str, TaskReach]
     speed: SpeedReach | None
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
 
 
 def reach(suite: Suite, policy: Policy, looks: int) -> Reach:

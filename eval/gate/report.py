@@ -1,26 +1,78 @@
-"""The verdict with all that led to it."""
+"""The verdict with all that led to it, and what is different between two judgements of the same measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 from eval.accuracy import Accuracy
 from eval.canary import Canary
-from eval.errors import MeasurementError
-from eval.gate.control import Control
-from eval.gate.finding import Finding, Kind
-from eval.gate.headlines import Headline
 from eval.gate.policy import Policy
+from eval.records import Record
 from eval.servers import UNKNOWN
 from eval.statistics.sequential import Look
 from eval.throughput import Throughput
 from eval.verdict import Verdict
 
+Kind = Literal["validity", "accuracy", "canary", "throughput", "structure"]
+ANOMALOUS = "ANOMALOUS"
+"""Label of a gain that quantization cannot explain."""
+
 
 @dataclass(frozen=True, slots=True)
-class GateReport:
+class Finding(Record):
+    """One check of a task, a cell or a side of the measurement (`subject`); `label` names a special case."""
+
+    kind: Kind
+    subject: str
+    verdict: Verdict
+    reason: str
+    label: str | None = None
+
+    @classmethod
+    def invalid(cls, subject: str, fault: str) -> Finding:
+        """Why a measurement must not be judged."""
+        return cls("validity", subject, Verdict.INVALID, sentence(fault))
+
+
+@dataclass(frozen=True, slots=True)
+class Control(Record):
+    """The A/A control, which says how many answers change by themselves.
+
+    Of `items` that the baseline answered twice, `flips` changed their score.
+
+    `rate` is flips / items; `low` and `high` bound it (Clopper and Pearson, two-sided).
+    """
+
+    items: int
+    flips: int
+    rate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Headline(Record):
+    """One sentence of a guide about this kind of checkpoint.
+
+    `promised` and `measured` are factors against the 16-bit baseline; `measured` and `kept` are None where nothing was
+    measured. A guide's figure has two digits, so what rounds to it keeps it. `upto` says that the guide gives a most,
+    which a smaller figure does not break: `kept` then only says whether this checkpoint is there.
+    """
+
+    name: str
+    title: str
+    promised: float
+    measured: float | None
+    unit: str
+    kept: bool | None
+    source: str
+    upto: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateReport(Record):
     """What a reader is told first: the verdict, on which runtime and hardware, and every finding.
 
     `runtime` and `hardware` are part of the verdict: a figure belongs to what it was measured on. `hardware` is a name
@@ -30,17 +82,17 @@ class GateReport:
 
     artefact: str
     verdict: Verdict
-    findings: tuple[Finding, ...]
-    accuracy: tuple[Accuracy, ...]
-    throughput: tuple[Throughput, ...]
-    policy: Policy
-    looks: Mapping[str, tuple[Look, ...]] = field(default_factory=dict)
-    control: Mapping[str, Control] = field(default_factory=dict)
-    canary: Canary | None = None
-    headlines: tuple[Headline, ...] = ()
     runtime: str = "vllm"
     hardware: str = UNKNOWN
     device: str = ""
+    findings: tuple[Finding, ...]
+    accuracy: tuple[Accuracy, ...]
+    looks: Mapping[str, tuple[Look, ...]] = field(default_factory=dict)
+    control: Mapping[str, Control] = field(default_factory=dict)
+    canary: Canary | None = None
+    throughput: tuple[Throughput, ...]
+    headlines: tuple[Headline, ...] = ()
+    policy: Policy
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -52,42 +104,39 @@ class GateReport:
         found = [f.verdict for f in self.findings if f.kind == kind and subject in (None, f.subject)]
         return Verdict.combine(found) if found else None
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return {
-            "artefact": self.artefact,
-            "verdict": self.verdict.value,
-            "runtime": self.runtime,
-            "hardware": self.hardware,
-            "device": self.device,
-            "findings": [finding.to_json() for finding in self.findings],
-            "accuracy": [result.to_json() for result in self.accuracy],
-            "looks": {task: [look.to_json() for look in looks] for task, looks in self.looks.items()},
-            "control": {task: control.to_json() for task, control in self.control.items()},
-            "canary": None if self.canary is None else self.canary.to_json(),
-            "throughput": [cell.to_json() for cell in self.throughput],
-            "headlines": [headline.to_json() for headline in self.headlines],
-            "policy": self.policy.to_json(),
-        }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> GateReport:
-        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
-        try:
-            return cls(
-                artefact=str(data["artefact"]),
-                verdict=Verdict(data["verdict"]),
-                findings=tuple(map(Finding.from_json, data["findings"])),
-                accuracy=tuple(map(Accuracy.from_json, data["accuracy"])),
-                throughput=tuple(map(Throughput.from_json, data["throughput"])),
-                policy=Policy.from_json(data["policy"]),
-                looks={task: tuple(map(Look.from_json, looks)) for task, looks in data["looks"].items()},
-                control={task: Control.from_json(control) for task, control in data["control"].items()},
-                canary=None if data["canary"] is None else Canary.from_json(data["canary"]),
-                headlines=tuple(map(Headline.from_json, data["headlines"])),
-                runtime=str(data["runtime"]),
-                hardware=str(data["hardware"]),
-                device=str(data["device"]),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"not a report of the gate: {error!r}") from error
+def sentence(text: str) -> str:
+    """Text with a full stop, as reasons are printed one after the other."""
+    text = text.strip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def changes(recorded: GateReport, found: GateReport) -> tuple[str, ...]:
+    """Every difference that a reader must know; empty where both say the same, to the last figure.
+
+    A record whose verdict does not follow from its own numbers was edited, or judged by another version of the gate.
+    """
+    if recorded == found:
+        return ()
+    sentences = []
+    if recorded.artefact != found.artefact:
+        sentences.append(f"The artefact is {found.artefact}, the record says {recorded.artefact}.")
+    if recorded.verdict is not found.verdict:
+        sentences.append(f"The numbers lead to {found.verdict.value}, the record says {recorded.verdict.value}.")
+    before, after = ({(f.kind, f.subject, f.reason): f for f in report.findings} for report in (recorded, found))
+    sentences += [f"Only the record says: {_told(before[key])}" for key in before if key not in after]
+    sentences += [f"The record does not say: {_told(after[key])}" for key in after if key not in before]
+    sentences += [
+        f"The record says {before[key].verdict.value} of: {_told(after[key])}"
+        for key in after
+        if key in before and before[key] != after[key]
+    ]
+    old, new = recorded.to_json(), found.to_json()
+    fields = [name for name in new if name not in ("artefact", "verdict", "findings") and old.get(name) != new[name]]
+    if fields:
+        sentences.append(f"Other figures than recorded: {', '.join(fields)}.")
+    return tuple(sentences)
+
+
+def _told(finding: Finding) -> str:
+    return f"{finding.verdict.value}, {finding.kind}: {finding.reason}"

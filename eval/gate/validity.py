@@ -2,22 +2,42 @@
 
 Every check here has voided real comparisons: another version of the server, scales that defaulted to 1.0, a KV cache in
 another type than asked for, a chat template on one side only.
+
+**Clocks.** A kernel that draws more power runs at a lower clock under the same cap. That is the checkpoint's own speed,
+so a clock that differs between the sides is no fault, as long as each side's is the same in all its launches. What
+changes between launches of one side is the machine: another tenant, a fan, a cap that somebody set. A throttle for heat
+or power supply voids a launch whatever its clock. A drift of both sides together needs no check of its own: it shows as
+a change within each side, and the order ABBA BAAB balances what is too small to be seen. A CPU's clock follows its
+temperature and everything else that runs, at all times: for a CPU that is the speed that it has, and the launches'
+spread tells of it.
+
+**Client.** The load generator is one thread. Where it is busy all the time, it sets the pace, and two servers of
+different speed look alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import NormalDist
+from statistics import NormalDist, median
 
 from eval import servers
 from eval.accuracy import margin_in_units
-from eval.bench import Side
-from eval.gate.finding import Finding
+from eval.bench import Launch, Side, order
 from eval.gate.policy import Policy
+from eval.gate.report import Finding
 from eval.measurements import Measurements
 from eval.samples import SampleSet
 from eval.servers import Server
+
+CLOCK_TOLERANCE = 0.05
+"""Relative: what clocks of one GPU differ by from launch to launch is below this, what a throttle takes is above."""
+
+CLIENT_LIMIT = 0.95
+"""Share of one core from which on the load generator has no time to spare."""
+
+CPU = "cpu"
+"""The name of a CPU in the table of targets."""
 
 _SIDES: tuple[Side, ...] = ("baseline", "candidate")
 
@@ -107,3 +127,100 @@ def _kind_of_cache(dtype: str) -> str:
     if name in ("auto", "bfloat16", "float16", "half"):
         return "16 bit"
     return "fp8_e4m3" if name in ("fp8", "fp8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz") else name
+
+
+def check_launches(measurements: Measurements) -> Iterator[Finding]:
+    """What voids the launches; nothing where there are none."""
+    launches = sorted(measurements.launches, key=lambda launch: launch.number)
+    if not launches:
+        return
+    yield from _series(launches)
+    yield from _results(launches)
+    promised = {
+        "baseline": measurements.baseline.promised_kv_cache,
+        "candidate": measurements.candidate.promised_kv_cache,
+    }
+    for launch in launches:
+        faults = [*launch.faults, kv_cache_fault(promised[launch.side], launch.kv_cache_dtype)]
+        for fault in filter(None, faults):
+            yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side}: {fault}")
+    served = {"baseline": measurements.baseline.device, "candidate": measurements.candidate.device}
+    for launch in launches:
+        if launch.device not in (None, served[launch.side]):
+            elsewhere = f"ran on {launch.device}, where the {launch.side} was served on {served[launch.side]}"
+            yield Finding.invalid(launch.side, f"Launch {launch.number} of the {launch.side} {elsewhere}")
+    yield from _client(launches)
+    if measurements.candidate.hardware != CPU:
+        yield from _clocks(launches)
+    yield from _backends(launches)
+
+
+def _series(launches: Sequence[Launch]) -> Iterator[Finding]:
+    """Every launch is there, in the order that keeps a drift of the machine off the ratio."""
+    counts = [sum(launch.side == side for launch in launches) for side in _SIDES]
+    if counts[0] != counts[1]:
+        yield Finding.invalid(
+            "launches", f"There are {counts[0]} launches of the baseline, {counts[1]} of the candidate"
+        )
+        return
+    numbers = [launch.number for launch in launches]
+    if numbers != list(range(len(launches))):
+        yield Finding.invalid("launches", f"Launches are missing or repeated: found the numbers {_list(numbers)}")
+    elif tuple(launch.side for launch in launches) != order(counts[0]):
+        found = "".join("AB"[launch.side == "candidate"] for launch in launches)
+        expected = "".join("AB"[side == "candidate"] for side in order(counts[0]))
+        yield Finding.invalid(
+            "launches", f"The launches were made in the order {found}, expected {expected} (A is the baseline)"
+        )
+
+
+def _results(launches: Sequence[Launch]) -> Iterator[Finding]:
+    cells = dict.fromkeys(name for launch in launches for name in launch.cells)
+    for cell in cells:
+        without = [launch.number for launch in launches if cell not in launch.cells]
+        if without:
+            yield Finding.invalid(cell, f"Launches without a result of {cell}: {_list(without)}")
+        failed = sum(launch.cells[cell].failed for launch in launches if cell in launch.cells)
+        if failed:
+            yield Finding.invalid(cell, f"{failed} requests of {cell} failed, so that the load was not the planned one")
+
+
+def _client(launches: Sequence[Launch]) -> Iterator[Finding]:
+    busy = [launch for launch in launches if (launch.client_cpu or 0.0) > CLIENT_LIMIT]
+    if busy:
+        most = max(launch.client_cpu or 0.0 for launch in busy)
+        yield Finding.invalid(
+            "client",
+            f"The load generator used {most:.0%} of its core in {_launches(busy)}: the client was measured",
+        )
+
+
+def _clocks(launches: Sequence[Launch]) -> Iterator[Finding]:
+    throttled = [launch for launch in launches if launch.machine.throttled]
+    if throttled:
+        reasons = ", ".join(dict.fromkeys(reason for launch in throttled for reason in launch.machine.throttled))
+        yield Finding.invalid("machine", f"The machine was slowed down in {_launches(throttled)}: {reasons}")
+    for side in _SIDES:
+        same = [launch.machine.clock_mhz for launch in launches if launch.side == side]
+        clocks = [clock for clock in same if clock is not None]
+        if clocks and max(clocks) - min(clocks) > CLOCK_TOLERANCE * median(clocks):
+            changed = f"from {min(clocks):,.0f} to {max(clocks):,.0f} MHz"
+            yield Finding.invalid(side, f"The clock changed between launches of the {side}, {changed}")
+
+
+def _backends(launches: Sequence[Launch]) -> Iterator[Finding]:
+    """Another attention backend is another server; between the sides it may come with the type of the cache."""
+    for side in _SIDES:
+        found = [launch.attention_backend for launch in launches if launch.side == side]
+        backends = dict.fromkeys(backend for backend in found if backend is not None)
+        if len(backends) > 1:
+            yield Finding.invalid(side, f"The {side} ran on several attention backends: {', '.join(backends)}")
+
+
+def _launches(launches: Sequence[Launch]) -> str:
+    noun = "launch" if len(launches) == 1 else "launches"
+    return f"{noun} {_list([launch.number for launch in launches])}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

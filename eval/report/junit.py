@@ -14,8 +14,7 @@ from collections import Counter
 from typing import get_args
 from xml.etree import ElementTree as ET
 
-from eval.gate import Finding, GateReport
-from eval.gate.finding import Kind
+from eval.gate import Finding, GateReport, Kind
 from eval.report.model import Report
 from eval.verdict import Verdict
 

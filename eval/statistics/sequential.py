@@ -11,13 +11,13 @@ Student's t stands in for the normal where the bounds use it: the looks' nominal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, compress
-from typing import Any, Literal
+from typing import Literal
 
 from eval.errors import MeasurementError
+from eval.records import Record
 from eval.samples import Pairs
 from eval.statistics.paired import change
 from eval.statistics.spending import boundary, crossing
@@ -28,7 +28,7 @@ LEAST_ITEMS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Look(Record):
     """One look: `items` so far, their share of the planned ones, the bounds at its confidence, what follows.
 
     `lower` and `upper` are one-sided bounds of the change at `bound_confidence` each, in the units of
@@ -41,18 +41,6 @@ class Look:
     lower: float
     upper: float
     decision: Decision
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Look:
-        """Read back what `to_json` wrote; `MeasurementError` for anything else."""
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise MeasurementError(f"not a look: {error}") from error
 
 
 def plan_looks(items: int, looks: int) -> tuple[int, ...]:

@@ -48,8 +48,7 @@ def command(
     """
     from eval import record
     from eval.errors import MeasurementError
-    from eval.gate import judge
-    from eval.gate.changes import changes
+    from eval.gate import changes, judge
     from pipeline.commands.judgement import print_judgement
     from pipeline.errors import UserError
     from pipeline.store.tree import Store

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from eval.accuracy import Accuracy
-from eval.gate import Finding, GateReport
-from eval.gate.headlines import Headline
+from eval.gate import Finding, GateReport, Headline
 from eval.throughput import Throughput
 from eval.verdict import Verdict
 from pipeline.commands.tables import paragraph, table, terminal

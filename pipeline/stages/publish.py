@@ -10,7 +10,7 @@ from typing import Any
 
 from eval import record
 from eval.errors import MeasurementError
-from eval.gate.changes import changes
+from eval.gate import changes
 from eval.verdict import Verdict
 from pipeline.errors import QuantmintError, StageError
 from pipeline.progress import Progress

@@ -6,8 +6,7 @@ from typing import Any
 
 from eval import suites
 from eval.errors import DefinitionError, MeasurementError
-from eval.gate import GateReport, Policy
-from eval.gate.changes import changes
+from eval.gate import GateReport, Policy, changes
 from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.canonical import Change, difference, plain

@@ -23,9 +23,9 @@ import click
 import yaml
 
 from eval.bench import Launch
-from eval.gate import launches as launch_rules
 from eval.gate import throughput
 from eval.gate.policy import Policy
+from eval.gate.validity import check_launches
 from eval.measurements import Measurements, Structure
 from eval.servers import Server
 from eval.verdict import Verdict
@@ -137,7 +137,7 @@ def measure(work: Path, recipe: Path, promise: float) -> dict[str, Any]:
     measured = measurements(setting, launches)
     cells, faults = throughput.compare(measured, promised)
     # The gate's rules about launches, and not its whole judgement: nothing was asked, so there is no canary to miss.
-    findings = [*launch_rules.check(measured), *faults, *throughput.judge(cells, measured, promised, broken=False)]
+    findings = [*check_launches(measured), *faults, *throughput.judge(cells, measured, promised, broken=False)]
     return {
         "vllm": setting.vllm.version if setting.vllm is not None else None,
         "cells": [cell.to_json() for cell in cells],

@@ -47,12 +47,12 @@ def test_a_launch_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"side": "both"}, "side 'both', expected baseline or candidate"),
-        ({"speed": 1}, "not a launch"),
-        ({"cells": {"c4": {"cell": "c4"}}}, "not the result of a cell"),
-        ({"cells": [1]}, "not a launch"),
-        ({"machine": {"clock": 1}}, "not the state of a machine"),
-        ({"machine": None}, "not the state of a machine"),
+        ({"side": "both"}, "side: .*'baseline' or 'candidate', found 'both'"),
+        ({"speed": 1}, "not a Launch: speed"),
+        ({"cells": {"c4": {"cell": "c4"}}}, "cells.c4.completed"),
+        ({"cells": [1]}, "not a Launch: cells"),
+        ({"machine": {"clock": 1}}, "machine.clock"),
+        ({"machine": None}, "not a Launch: machine"),
     ],
 )
 def test_anything_else_is_no_launch(changes: dict[str, Any], words: str) -> None:

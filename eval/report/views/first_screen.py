@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from eval.gate import Finding, GateReport
-from eval.gate.finding import Kind
+from eval.gate import Finding, GateReport, Kind
 from eval.report import numbers
 from eval.report.model import LaunchPlan, Report
 from eval.report.numbers import ARROW, TIMES

@@ -123,7 +123,7 @@ def test_a_record_of_another_judgement_is_not_used(tmp_path: Path) -> None:
     ("broken", "words"),
     [
         ({"gate": None}, "nothing at gate"),
-        ({"gate": {}}, "its gate: not a report of the gate"),
+        ({"gate": {}}, "its gate: not a GateReport: artefact"),
         ({"size": {"baseline_bytes": 1.5, "candidate_bytes": 1}}, "float at size.baseline_bytes"),
         ({"size": {"baseline_bytes": 0, "candidate_bytes": 1}}, "sizes of 0 and 1 bytes"),
         ({"digests": {}}, "nothing at digests.source"),

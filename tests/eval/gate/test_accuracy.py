@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from eval.gate import Finding, GateReport, Policy, judge
-from eval.gate.control import measure
+from eval.gate.accuracy import control as measure
 from eval.measurements import Measurements
 from eval.samples import Sample, SampleSet
 from eval.statistics.sequential import plan_looks

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from eval import record
-from eval.gate import GateReport
-from eval.gate.changes import changes
+from eval.gate import GateReport, changes
 from eval.verdict import Verdict
 
 FOLDER = Path(__file__).parents[2] / "assets" / "gate"
