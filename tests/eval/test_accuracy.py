@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from scipy import stats
 
 from eval import accuracy
-from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
 from eval.samples import Pairs
 from eval.statistics.binary import tango_bounds
@@ -91,19 +89,6 @@ def test_items_that_share_passages_widen_the_bounds() -> None:
 def test_one_unit_cannot_be_compared(alone: Pairs) -> None:
     with pytest.raises(MeasurementError, match="cannot be compared"):
         accuracy.compare(alone)
-
-
-@pytest.mark.parametrize("kind", ["binary", "graded", "perplexity"])
-def test_reads_back_what_it_wrote_as_json(kind: str) -> None:
-    values = tuple(float(n % 3 > 0) for n in range(90)), tuple(float(n % 4 > 0) for n in range(90))
-    graded = values[0], tuple(value * 0.9 for value in values[1])
-    result = accuracy.compare(
-        Pairs("t", "m", *(values if kind == "binary" else graded), "perplexity" if kind == "perplexity" else "score")
-    )
-    assert result.kind == kind
-    assert Accuracy.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False))) == result
-    with pytest.raises(MeasurementError, match="not a comparison"):
-        Accuracy.from_json({"task": "t"})
 
 
 def test_margins_have_the_units_of_the_difference() -> None:

@@ -185,18 +185,8 @@ def test_a_baseline_must_have_answered_and_one_prompt_is_no_sample() -> None:
         compare(single, single)
 
 
-def test_everything_comes_back_from_json() -> None:
+def test_answers_come_back_from_json() -> None:
     answers = many(0.5, prompts=3)
     assert CanaryAnswers.from_json(json.loads(json.dumps(answers.to_json()))) == answers
-    canary = compare(answers, many(0.0, prompts=3))
-    assert Canary.from_json(json.loads(json.dumps(canary.to_json()))) == canary
-    assert CanaryPolicy.from_json(json.loads(json.dumps(POLICY.to_json()))) == POLICY
-
-
-@pytest.mark.parametrize("kind", [CanaryAnswers, Canary, CanaryPolicy])
-@pytest.mark.parametrize(
-    "data", [{}, {"answers": 1}, {"worst": 3, "unanswered": 2}, {"min_agreement": "x", "max_kl": 1}]
-)
-def test_anything_else_is_refused(kind: type, data: dict[str, object]) -> None:
-    with pytest.raises(MeasurementError, match="not the"):
-        kind.from_json(data)  # type: ignore[attr-defined]
+    with pytest.raises(MeasurementError, match="not the answers of a canary"):
+        CanaryAnswers.from_json({"answers": 1})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 
 import pytest
@@ -79,14 +78,6 @@ def test_goodput_and_concurrency_only_where_every_launch_reports_them() -> None:
     assert (both.goodput, both.peak_concurrency) == ((3.5, 3.5), (64, 64))
     one = throughput.compare("c", launches(SLOW, **with_both), launches(SLOW))
     assert (one.goodput, one.peak_concurrency) == (None, None)
-
-
-@pytest.mark.parametrize("promise", [None, 1.1])
-def test_reads_back_what_it_wrote_as_json(promise: float | None) -> None:
-    result = compare(1.2, promise)
-    assert Throughput.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False))) == result
-    with pytest.raises(MeasurementError, match="not a comparison"):
-        Throughput.from_json({"cell": "c"})
 
 
 def test_what_cannot_be_compared() -> None:

@@ -254,7 +254,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(StageError, match="not the answers of a canary"):
         read_answers(tmp_path)
     (tmp_path / COMPARISON).write_text("[]")
-    with pytest.raises(StageError, match="not the comparison of a canary"):
+    with pytest.raises(StageError, match="not a Canary"):
         read_comparison(tmp_path)
 
 

@@ -55,6 +55,9 @@ def test_the_verdict_follows_from_the_numbers(case: str) -> None:
     assert changes(record.read(path)[1], report) == ()
     assert json.dumps(report.to_json(), indent=1) == json.dumps(recorded(case), indent=1)
     assert GateReport.from_json(recorded(case)) == report
+    stored = json.loads(path.read_text(encoding="utf-8"))["measurements"]
+    written = record.read(path)[0].to_json() | {name: stored[name] for name in ("samples", "control")}
+    assert json.dumps(written, indent=1) == json.dumps(stored, indent=1)
 
 
 def test_what_answered_is_part_of_the_verdict() -> None:

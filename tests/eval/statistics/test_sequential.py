@@ -10,7 +10,7 @@ import pytest
 from eval import accuracy
 from eval.errors import MeasurementError
 from eval.samples import Pairs
-from eval.statistics.sequential import LEAST_ITEMS, Look, decide, plan_looks, until
+from eval.statistics.sequential import LEAST_ITEMS, decide, plan_looks, until
 from eval.statistics.spending import boundary
 from tests.eval.statistics.designs import asked
 
@@ -99,13 +99,6 @@ def test_a_look_without_items_is_refused() -> None:
     pairs = dataclasses.replace(asked(*scores(100, losses=2, gains=2)), looks=(0,) * 50 + (2,) * 50)
     with pytest.raises(MeasurementError, match="brought no items"):
         decide(pairs, 0.1, 0.95)
-
-
-def test_looks_read_back() -> None:
-    look = Look(500, 0.25, 0.9999, -0.1, 0.02, "GO ON")
-    assert Look.from_json(look.to_json()) == look
-    with pytest.raises(MeasurementError, match="not a look"):
-        Look.from_json({"items": 3})
 
 
 def test_a_perplexity_is_decided_by_its_margin_in_nats() -> None:
