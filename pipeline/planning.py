@@ -6,6 +6,7 @@ Pure: nothing is read but what the setting holds, and nothing is run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from pipeline.canonical import fingerprint
 from pipeline.errors import UserError
@@ -26,6 +27,8 @@ from pipeline.stages.report import ReportStage
 from pipeline.stages.serve import ServeStage
 from pipeline.stages.sign import SignStage
 from pipeline.stages.source import SourceStage
+
+Named = TypeVar("Named", Stage, Planned)
 
 
 def stages_of(setting: Setting) -> tuple[Stage, ...]:
@@ -70,9 +73,9 @@ def _until_canary(setting: Setting) -> tuple[Stage, ...]:
     )
 
 
-def build_plan(setting: Setting) -> tuple[Planned, ...]:
-    """The stages of a recipe, with their fingerprints."""
-    return plan_stages(stages_of(setting), setting)
+def build_plan(setting: Setting, until: str | None = None) -> tuple[Planned, ...]:
+    """The stages of a recipe up to one of them, with their fingerprints; see `cut`."""
+    return plan_stages(cut(stages_of(setting), until), setting)
 
 
 def stopped_plan(setting: Setting) -> tuple[Planned, ...]:
@@ -96,15 +99,15 @@ def plan_stages(stages: Iterable[Stage], setting: Setting) -> tuple[Planned, ...
     return tuple(planned.values())
 
 
-def cut(plan: Sequence[Planned], until: str | None) -> tuple[Planned, ...]:
-    """The plan up to a stage, named by its key or by its family (then up to the last of that family).
+def cut(plan: Sequence[Named], until: str | None) -> tuple[Named, ...]:
+    """Stages, planned or not, up to a stage, named by its key or by its family (then up to the last of that family).
 
     Raises `UserError` for a name that is in no plan of this recipe.
     """
     if until is None:
         return tuple(plan)
-    ends = [number for number, planned in enumerate(plan) if until in (planned.key, planned.stage.family)]
+    ends = [number for number, planned in enumerate(plan) if until in (planned.key, planned.family)]
     if not ends:
-        names = list(dict.fromkeys(name for planned in plan for name in (planned.stage.family, planned.key)))
+        names = list(dict.fromkeys(name for planned in plan for name in (planned.family, planned.key)))
         raise UserError(f"--until: found {until!r}, expected one of {', '.join(names)}{did_you_mean(until, names)}.")
     return tuple(plan[: ends[-1] + 1])

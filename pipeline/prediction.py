@@ -89,7 +89,7 @@ def require_disk(needed: Mapping[str, int], free: int, where: str) -> None:
         parts = ", ".join(f"{name} {count / 1e9:,.2f} GB" for name, count in needed.items())
         raise UserError(
             f"{where}: {total / 1e9:,.2f} GB are needed ({parts}), {free / 1e9:,.2f} GB are free.",
-            hint="Free space, or put the store elsewhere with --store; `quantmint gc` removes what no recent run uses.",
+            hint="Free space, or write to another disk; `quantmint gc` removes from a store what no recent run uses.",
         )
 
 

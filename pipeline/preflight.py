@@ -61,8 +61,10 @@ def known_unsound(plan: Sequence[Planned], setting: Setting, redo: Collection[st
     return entry is not None and entry.record.result["verdict"] != Verdict.PASS.value
 
 
-def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> None:
-    """Raise `UserError` where a run could not come to its end."""
+def require_means(
+    plan: Sequence[Planned], setting: Setting, redo: Collection[str] = (), *, prediction: Prediction | None = None
+) -> None:
+    """Raise `UserError` where a run could not come to its end; ``prediction`` is what was predicted already."""
     plan = foreseen(plan, setting, redo)
     missing = missing_stages(plan, setting, redo)
     if known_unsound(plan, setting, redo):
@@ -77,7 +79,7 @@ def require_means(plan: Sequence[Planned], setting: Setting, redo: Collection[st
     if any(key.startswith(_SERVED) for key in missing):
         _require_server(setting)
     if "quantize" in missing:
-        prediction = predict_for(setting, config_folder(setting.source))
+        prediction = prediction or predict_for(setting, config_folder(setting.source))
         where = setting.store.root.absolute()
         download = setting.source.folder is None
         copied = setting.recipe.publish.folder is not None

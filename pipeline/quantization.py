@@ -1,63 +1,104 @@
-"""One checkpoint without a recipe: the stages up to the inspection, in a store that lies in the result's own folder.
+"""One checkpoint without a recipe's file: an anonymous recipe, run up to its inspection, then moved into a folder.
 
-    job = open_job(recipe_of(options), "meta-llama/Llama-3.1-8B@main", Path("llama-fp8"))
+    job = open_job(recipe_of(options), Path("llama-fp8"))
     make(job, reporter)
 
-The stages are those of a recipe, so the bytes are a recipe's; what is left out is everything that needs a server.
+The runner, the stages and the store are those of every recipe; the store lies in ``OUT/.quantmint``. When all is made
+and found sound, the files move up one by one, ``config.json`` last: before that no program takes the folder for a
+model. What was made from what stays with the checkpoint, in ``OUT/quantmint``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from eval import suites, workloads
-from pipeline.destination import Destination, State
-from pipeline.device import resolve_devices
+from pipeline.canonical import ABSENT, Change, difference, fingerprint
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, read_json
 from pipeline.formats.layout import Choice
 from pipeline.locks import Lock
 from pipeline.model.select import select
 from pipeline.model.structure import Structure
-from pipeline.planning import plan_stages, stages_of
+from pipeline.planning import build_plan
 from pipeline.prediction import Prediction, predict
-from pipeline.preflight import model_for, require_memory
+from pipeline.preflight import model_for, require_means
 from pipeline.progress import Reporter
-from pipeline.recipe.checks import check, check_run
+from pipeline.recipe.checks import check
+from pipeline.recipe.faults import option_of, refuse
 from pipeline.recipe.load import LoadedRecipe
-from pipeline.recipe.options import option_of, refuse_options
 from pipeline.runner import Outcome, run_plan
-from pipeline.stage import Planned, Setting, SourceIdentity, Stage
-from pipeline.stages.calibrate import pinned_set
+from pipeline.session import open_setting
+from pipeline.stage import Planned, Setting
 from pipeline.stages.inspect import INSPECTION
-from pipeline.stages.located import LocatedSource
 from pipeline.stages.quantize import CHECKPOINT, ERRORS
-from pipeline.stages.source import config_folder, fetch, identify
-from pipeline.store.disk import disk_errors, free_bytes
+from pipeline.stages.source import config_folder, fetch
+from pipeline.store.disk import disk_errors, fsync, write_atomic
 from pipeline.store.tree import Store
 
-_REPO = re.compile(r"(?P<repo>[^/@\s]+/[^/@\s]+)(@(?P<revision>\S+))?")
+_REPO: Final = re.compile(r"(?P<repo>[^/@\s]+/[^/@\s]+)(@(?P<revision>\S+))?")
+_WORK: Final = ".quantmint"
+_EVIDENCE: Final = "quantmint"
+_JOB: Final = "job.json"
+_LAST: Final = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationJob:
-    """What is to be made, from what, and where: nothing is written before `make`."""
+    """What is to be made, from what, and into which folder: nothing is written before `make`."""
 
     setting: Setting
-    source: LocatedSource
-    destination: Destination
     plan: tuple[Planned, ...]
+    out: Path
 
     @property
-    def calibrated(self) -> bool:
-        """Whether ranges are measured."""
-        return any(planned.key == "calibrate" for planned in self.plan)
+    def payload(self) -> dict[str, Any]:
+        """What shapes the checkpoint's bytes, by stage; the inspection only looks at them."""
+        return {
+            planned.key: {name: value for name, value in planned.payload.items() if name not in ("stage", "inputs")}
+            for planned in self.plan
+            if planned.key != "inspect"
+        }
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What is known of the finished checkpoint."""
+        return read_json(self.out / _EVIDENCE / _JOB)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the folder holds what this job makes.
+
+        Raises `UserError` for a folder that holds anything else: what another job made, or foreign files.
+        """
+        if self.out.exists() and not self.out.is_dir():
+            raise UserError(f"OUT: found the file {self.out}, expected a folder.")
+        if (self.out / _EVIDENCE / _JOB).is_file() and ((self.out / _LAST).is_file() or self.moving):
+            _require_same(self.out, self.record, self.payload)
+            return not self.moving
+        foreign = sorted(path.name for path in self.out.glob("*") if not path.name.startswith(_WORK))
+        if foreign and not self.begun:
+            raise UserError(
+                f"OUT: found {foreign[0]} in {self.out}, expected an empty folder or none.",
+                hint="What is there is never overwritten: choose another folder, or empty this one.",
+            )
+        return False
+
+    @property
+    def begun(self) -> bool:
+        """Whether some of it was made before."""
+        return (self.out / _WORK).is_dir()
+
+    @property
+    def moving(self) -> bool:
+        """Whether all is made, and only the last renames are missing."""
+        return (self.out / _WORK / "final").is_dir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,48 +127,9 @@ def source_section(text: str) -> dict[str, str]:
 def open_job(
     loaded: LoadedRecipe, out: Path, *, device: str = "auto", inspect: bool = True, to_run: bool = True
 ) -> QuantizationJob:
-    """Resolve the source and refuse what can be refused from small files.
-
-    ``to_run`` fetches a repository whole; a plan is content with its config.json. Raises `UserError`.
-    """
-    refuse_options([*check(loaded), *(check_run(loaded) if to_run else [])])
-    source = loaded.recipe.source
-    if loaded.source_folder is not None:
-        folder = loaded.source_folder
-        identity = SourceIdentity(folder, "by its marks")
-    else:
-        identity = identify(source, None, out)
-        folder = config_folder(identity)
-    config = read_json(folder / "config.json")
-    refuse_options(check(loaded, config=config))
-    setting = Setting(
-        loaded=loaded,
-        store=Store(Destination(out, {}).work),
-        source=identity,
-        config=config,
-        suite=suites.load(loaded.recipe.evaluation.suite),
-        workload=workloads.load(loaded.recipe.target.workload),
-        vllm=None,
-        device=device,
-        home=Path.cwd(),
-    )
-    located = LocatedSource(folder)
-    plan = plan_stages(_stages(located, setting, inspect=inspect), setting)
-    return QuantizationJob(setting, located, Destination(out, _payload(plan)), plan)
-
-
-def _stages(source: LocatedSource, setting: Setting, *, inspect: bool) -> Sequence[Stage]:
-    wanted = {"calibrate", "quantize", *(("inspect",) if inspect else ())}
-    return source, *(stage for stage in stages_of(setting) if stage.key in wanted)
-
-
-def _payload(plan: Sequence[Planned]) -> dict[str, Any]:
-    """What shapes the checkpoint's bytes, by stage; the inspection only looks at them."""
-    return {
-        planned.key: {name: value for name, value in planned.payload.items() if name not in ("stage", "inputs")}
-        for planned in plan
-        if planned.key != "inspect"
-    }
+    """Resolve the source and refuse what can be refused from small files. Raises `UserError`."""
+    setting = open_setting(loaded, store=Store(out / _WORK), device=device, to_run=to_run, proven=False)
+    return QuantizationJob(setting, build_plan(setting, "inspect" if inspect else "quantize"), out)
 
 
 def look_ahead(job: QuantizationJob) -> Outlook:
@@ -136,16 +138,15 @@ def look_ahead(job: QuantizationJob) -> Outlook:
     Raises `UserError` for names that match nothing, and for modules that vLLM fuses and that do not agree.
     """
     setting = job.setting
-    source, structure = model_for(setting, job.source.folder)
-    refuse_options(check(setting.loaded, config=setting.config, linear=structure.linear))
+    source, structure = model_for(setting, config_folder(setting.source))
+    refuse(check(setting.loaded, config=setting.config, linear=structure.linear))
     try:
         choice = select(structure, setting.recipe.quantization)
     except UserError as error:
         field, _, message = error.message.partition(": ")
         raise UserError(f"{option_of(tuple(field.split('.')))}: {message}", hint=error.hint) from None
-    schemes = Counter(choice.schemes.values())
-    prediction = predict(source, structure, setting.recipe)
-    return Outlook(source, structure, choice, dict(schemes.most_common()), prediction)
+    schemes = dict(Counter(choice.schemes.values()).most_common())
+    return Outlook(source, structure, choice, schemes, predict(source, structure, setting.recipe))
 
 
 def make(job: QuantizationJob, reporter: Reporter) -> bool:
@@ -153,90 +154,109 @@ def make(job: QuantizationJob, reporter: Reporter) -> bool:
 
     Raises `QuantmintError`: what is done stays, and the same call goes on from there.
     """
-    destination = job.destination
-    state = destination.state()
-    if state is State.FINISHED:
-        destination.tidy()
+    if job.finished:
+        shutil.rmtree(job.out / _WORK, ignore_errors=True)
         return False
-    expected = None if destination.moving else _require_means(job, reporter, fresh=state is State.FRESH)
-    made_here = not destination.folder.exists()
-    with disk_errors(destination.folder):
-        destination.folder.mkdir(parents=True, exist_ok=True)
-    lock = Lock(destination.lock)
-    with disk_errors(destination.folder):
+    if not job.moving:
+        if job.setting.source.repo is not None:
+            fetch(job.setting.source, with_code=job.setting.recipe.trust_remote_code, progress=reporter)
+        reporter.say("holding the options against the model")
+        expected = look_ahead(job)
+        require_means(job.plan, job.setting, prediction=expected.prediction)
+    with disk_errors(job.out):
+        job.out.mkdir(parents=True, exist_ok=True)
+        lock = Lock(job.out / f"{_WORK}.lock")
         lock.acquire(on_wait=lambda holder: reporter.say(f"waiting for {holder}"))
     try:
-        if destination.state() is State.FINISHED:  # by the process that we waited for
+        if job.finished:  # by the process that we waited for
             return False
-        if expected is not None and not destination.moving:
-            destination.begin()
-            outcome = run_plan(job.plan, job.setting, reporter)
-            _deliver(job, outcome, expected, resumed=state is State.UNFINISHED)
-        destination.move()
+        if not job.moving:
+            resumed = job.begun
+            _deliver(job, run_plan(job.plan, job.setting, reporter), expected, resumed=resumed)
+        with disk_errors(job.out):
+            _move(job.out)
         return True
     finally:
         lock.release()
-        if made_here and not any(destination.folder.iterdir()):
-            destination.folder.rmdir()
-
-
-def _require_means(job: QuantizationJob, reporter: Reporter, *, fresh: bool) -> Outlook:
-    """Refuse what could not come to its end, before the first byte is written."""
-    if job.setting.spread is None:
-        resolve_devices(job.setting.device)
-    if job.calibrated and job.setting.recipe.calibration is not None:
-        pinned_set(job.setting.recipe.calibration)
-    if job.setting.source.repo is not None:
-        fetch(job.setting.source, with_code=job.setting.recipe.trust_remote_code, progress=reporter)
-    reporter.say("holding the options against the model")
-    expected = look_ahead(job)
-    needed, free = expected.prediction.checkpoint, free_bytes(job.destination.folder)
-    if fresh and needed > free:  # later, the stage knows what of it is there already
-        raise UserError(
-            f"{job.destination.folder}: {needed / 1e9:,.2f} GB are needed, {free / 1e9:,.2f} GB are free.",
-            hint="Free space, or choose a folder on another disk.",
-        )
-    if fresh and job.calibrated and job.setting.spread is None:
-        require_memory(expected.prediction, job.setting)
-    return expected
 
 
 def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, resumed: bool) -> None:
+    """Write what proves the checkpoint, then take its folder out of the store."""
     entries = {step.planned.key: step.entry for step in outcome.steps}
-    proofs = {INSPECTION: entries.get("inspect"), ERRORS: entries["quantize"]}
-    evidence = {name: entry.path / name for name, entry in proofs.items() if entry and name in entry.record.files}
+    made, inspected = entries["quantize"], entries.get("inspect")
+    proofs = [entry.path / name for entry, name in ((inspected, INSPECTION), (made, ERRORS)) if entry is not None]
+    evidence = {path.name: read_json(path) for path in proofs if path.is_file()}
     files = {
         name.removeprefix(f"{CHECKPOINT}/"): fact
-        for name, fact in entries["quantize"].record.files.items()
+        for name, fact in made.record.files.items()
         if name.startswith(f"{CHECKPOINT}/")
     }
     facts = {
         "source_bytes": expected.prediction.source,
         "bytes": sum(fact.size for name, fact in files.items() if name.endswith(".safetensors")),
-        "schemes": dict(expected.schemes),
+        "schemes": expected.schemes,
         "kept": len(expected.choice.kept),
         "seconds": {key: entry.record.duration_s for key, entry in entries.items()},
-        "engine_seconds": entries["quantize"].record.result.get("seconds"),
+        "engine_seconds": made.record.result.get("seconds"),
         "resumed": resumed,
-        "inspection": _verdict(evidence.get(INSPECTION)),
+        "inspection": None if inspected is None else evidence[INSPECTION]["verdict"],
         "worst": _worst(evidence),
         "files": {name: {"size": fact.size, "sha256": fact.sha256} for name, fact in files.items()},
     }
-    job.destination.deliver(entries["quantize"].path / CHECKPOINT, facts, evidence)
+    evidence[_JOB] = {"fingerprint": fingerprint(job.payload), "payload": job.payload, **facts}
+    with disk_errors(job.out):
+        (job.out / _EVIDENCE).mkdir(exist_ok=True)
+        for name, value in evidence.items():
+            path = job.out / _EVIDENCE / name
+            data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+            write_atomic(path, data, temporary=path.with_name(f"{name}.partial"))
+        (made.path / CHECKPOINT).rename(job.out / _WORK / "final")
+        fsync(job.out / _WORK)
 
 
-def _verdict(inspection: Path | None) -> str | None:
-    """What the inspection said; None where there was none."""
-    return None if inspection is None else str(json.loads(inspection.read_text(encoding="utf-8"))["verdict"])
+def _move(out: Path) -> None:
+    """Make what was delivered visible, ``config.json`` last; may be repeated after a kill at any moment."""
+    for path in sorted((out / _WORK / "final").iterdir(), key=lambda path: (path.name == _LAST, path.name)):
+        if path.name == _LAST:
+            fsync(out)
+        path.rename(out / path.name)
+    fsync(out)
+    shutil.rmtree(out / _WORK)
 
 
-def _worst(evidence: Mapping[str, Path]) -> dict[str, Any] | None:
+def _worst(evidence: Mapping[str, Any]) -> dict[str, Any] | None:
     """The layer that lost most: by the inspection, which compares whole weights, else by the engine's own count."""
-    found: list[tuple[float, str]] = []
     if INSPECTION in evidence:
-        layers = json.loads(evidence[INSPECTION].read_text(encoding="utf-8"))["layers"]
-        found = [(layer["sqnr_db"], layer["module"]) for layer in layers if layer["sqnr_db"] is not None]
-    elif ERRORS in evidence:
-        errors = json.loads(evidence[ERRORS].read_text(encoding="utf-8"))
-        found = [(error["sqnr_db"], module) for module, error in errors.items() if error["sqnr_db"] is not None]
+        errors = [(layer["sqnr_db"], layer["module"]) for layer in evidence[INSPECTION]["layers"]]
+    else:
+        errors = [(error["sqnr_db"], module) for module, error in evidence.get(ERRORS, {}).items()]
+    found = [(sqnr, module) for sqnr, module in errors if sqnr is not None]
     return {"module": min(found)[1], "sqnr_db": min(found)[0]} if found else None
+
+
+def _require_same(out: Path, record: Mapping[str, Any], payload: Mapping[str, Any]) -> None:
+    """Refuse a folder that another job filled, or whose files are not those that it wrote."""
+    if record["fingerprint"] != fingerprint(payload):
+        changes = [_sentence(change) for change in difference(record["payload"], json.loads(json.dumps(payload)))]
+        more = [f"… {len(changes) - 6} more"] if len(changes) > 6 else []
+        raise UserError(
+            f"OUT: found the checkpoint of another job in {out}:\n    " + "\n    ".join([*changes[:6], *more]),
+            hint="Two jobs are never mixed: choose another folder, or remove this one.",
+        )
+    for name, fact in record["files"].items():
+        path = next((path for path in (out / name, out / _WORK / "final" / name) if path.is_file()), out / name)
+        if not path.is_file() or path.stat().st_size != fact["size"]:
+            raise UserError(
+                f"OUT: {path} is not what this job wrote, which had {fact['size']:,} bytes.",
+                hint="Remove the folder to make it again.",
+            )
+
+
+def _sentence(change: Change) -> str:
+    """What differs, as ``quantize.settings.scheme: "fp8" there, "mxfp4" now``; files of the source by their names."""
+    _, is_file, name = change.path.partition("$.source.settings.files")
+    if is_file:
+        what = "is new" if change.old is ABSENT else "is gone" if change.new is ABSENT else "changed since"
+        return f"the source's {name.strip('.[]').strip(chr(34))} {what}"
+    old, new = ("nothing" if side is ABSENT else json.dumps(side) for side in (change.old, change.new))
+    return f"{change.path.removeprefix('$.')}: {old} there, {new} now"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def open_setting(
-    recipe: str,
+    recipe: str | LoadedRecipe,
     *,
     store: Store,
     vllm: str | None = None,
@@ -34,13 +34,15 @@ def open_setting(
     config: Path | None = None,
     to_run: bool = False,
     remote: RemoteTier | None = None,
+    proven: bool = True,
 ) -> Setting:
     """Everything a plan needs. Refuses a recipe that asks for the impossible before anything is fetched or hashed.
 
     ``config`` is a folder with a config.json that stands in for the model, for planning where there is no network;
     ``to_run`` also refuses what is declared but not built yet; ``remote`` is a tier of the store to take from.
+    Where nothing is ``proven`` by serving, no vLLM is looked for, and the source's weights are not hashed.
     """
-    loaded = load_recipe(recipe)
+    loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
     # The CPU that serves is this one; when only planning it may be another.
     flags = local_cpu_flags() if to_run else None
     refuse([*check(loaded, cpu_flags=flags), *(check_run(loaded) if to_run else [])])
@@ -49,11 +51,11 @@ def open_setting(
         facts = _checked_config(loaded, config, flags)
     elif loaded.source_folder is not None:
         facts = _checked_config(loaded, loaded.source_folder, flags)  # first: hashing the weights takes minutes
-        identity = identify(loaded.recipe.source, loaded.source_folder, store.root)
+        identity = identify(loaded.recipe.source, loaded.source_folder, store.root, hashed=proven)
     else:
-        identity = identify(loaded.recipe.source, None, store.root)
+        identity = identify(loaded.recipe.source, None, store.root, hashed=proven)
         facts = _checked_config(loaded, config_folder(identity), flags)
-    return assemble(loaded, identity, facts, store=store, vllm=vllm, device=device, remote=remote)
+    return assemble(loaded, identity, facts, store=store, vllm=vllm, device=device, remote=remote, served=proven)
 
 
 def assemble(
@@ -66,6 +68,7 @@ def assemble(
     device: str = "auto",
     remote: RemoteTier | None = None,
     commits: Commits | None = None,
+    served: bool = True,
 ) -> Setting:
     """A recipe that was checked and its model, with everything else that a plan needs; nothing is asked yet.
 
@@ -83,7 +86,7 @@ def assemble(
         config=config,
         suite=suite,
         workload=workload,
-        vllm=None if loaded.recipe.evaluation.runtime == "reference" else _find_vllm(vllm),
+        vllm=_find_vllm(vllm) if served and loaded.recipe.evaluation.runtime == "vllm" else None,
         device=device,
         home=Path.cwd(),
         remote=remote,

@@ -34,15 +34,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SourceIdentity:
-    """Which 16-bit model: a folder with the digest of its files, or a repository at a commit."""
+    """Which 16-bit model: a folder with the digest of its files, or a repository at a commit.
+
+    ``marks``: the files are not hashed; what stands for those of a folder, by name.
+    """
 
     folder: Path | None
     digest: str
     repo: str | None = None
+    marks: Mapping[str, str] | None = None
 
-    def to_json(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, Any]:
         """What goes into a fingerprint: the content, and never where it lies."""
-        return {"sha256": self.digest} if self.repo is None else {"repo": self.repo, "commit": self.digest}
+        if self.repo is not None:
+            return {"repo": self.repo, "commit": self.digest}
+        return {"sha256": self.digest} if self.marks is None else {"files": dict(self.marks)}
 
 
 class Spread(Protocol):

@@ -63,18 +63,18 @@ def command(
     from pipeline.cluster.spread import spread_over
     from pipeline.progress import reporter_for
     from pipeline.quantization import look_ahead, make, open_job, source_section
-    from pipeline.recipe.options import recipe_of
+    from pipeline.recipe.load import recipe_of
 
     sections = {**_sections(given, _overrides(override)), "source": source_section(src)}
     job = open_job(recipe_of(sections), out, device=device, inspect=inspect, to_run=not dry_run)
     if dry_run:
-        state = job.destination.state()
-        _show_plan(job, look_ahead(job), state.value, as_json=as_json)
+        state = "finished" if job.finished else "goes on where it stopped" if job.begun else "nothing is there yet"
+        _show_plan(job, look_ahead(job), state, as_json=as_json)
         return 0
     reporter = reporter_for(json=as_json)
     with spread_over(on, job.setting, reporter) as spread:
         made = make(replace(job, setting=replace(job.setting, spread=spread)), reporter)
-    _show_result(job, job.destination.record(), made=made, as_json=as_json)
+    _show_result(job, job.record, made=made, as_json=as_json)
     return 0
 
 
@@ -113,12 +113,12 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
 
     recipe, store = job.setting.recipe, default_store()  # where `quantmint plan --probe` has measured this machine
     costs = forecast(expected.source, expected.structure, recipe, job.setting.device, store)
-    prediction, free = expected.prediction, free_bytes(job.destination.folder)
+    prediction, free = expected.prediction, free_bytes(job.out)
     if as_json:
         emit(
             {
-                "source": job.setting.source.to_json() if job.setting.source.repo else str(job.source.folder),
-                "out": str(job.destination.folder),
+                "source": job.setting.source.to_json() if job.setting.source.repo else str(job.setting.source.folder),
+                "out": str(job.out),
                 "state": state,
                 "schemes": dict(expected.schemes),
                 "kept": len(expected.choice.kept),
@@ -135,8 +135,8 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
 
     quantization = recipe.quantization
     console = Console(highlight=False)
-    source = str(job.setting.source.repo or job.source.folder)
-    console.print(f"{escape(source)} -> {escape(str(job.destination.folder))} ({state})")
+    source = str(job.setting.source.repo or job.setting.source.folder)
+    console.print(f"{escape(source)} -> {escape(str(job.out))} ({state})")
     console.print(f"{quantization.format}, KV cache {quantization.kv_cache}, engine {quantization.engine}")
     modules = table("scheme", "modules", right=("modules",))
     for scheme, count in (*expected.schemes.items(), ("16 bit", len(expected.choice.kept))):
@@ -155,7 +155,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
 def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as_json: bool) -> None:
     import shlex
 
-    out, kv_cache = job.destination.folder, job.setting.recipe.quantization.kv_cache
+    out, kv_cache = job.out, job.setting.recipe.quantization.kv_cache
     serve = shlex.join(["vllm", "serve", str(out), *(["--kv-cache-dtype", "fp8"] if kv_cache == "fp8" else [])])
     facts = {name: value for name, value in record.items() if name not in ("payload", "files")}
     if as_json:

@@ -32,6 +32,12 @@ class Place:
         return f"{self.file}:{self.line}:{self.column}"
 
 
+OPTIONS = Place("options", 0, 0)
+"""Where everything stands in a recipe that is the options of a command."""
+_OPTIONS = {("quantization", "overrides"): "--override", ("calibration", "set"): "--calibration"}
+_SECTIONS = ("source", "trust_remote_code", "quantization", "calibration")
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing that is wrong; `message` says what was found, then what was expected."""
@@ -41,15 +47,29 @@ class Fault:
     message: str
 
     def __str__(self) -> str:
+        if self.place == OPTIONS:
+            return f"{option_of(self.path)}: {self.message.replace('a calibration section', '--calibration SET')}"
         field = dotted(self.path)
         return f"{self.place}: {field}: {self.message}" if field else f"{self.place}: {self.message}"
 
 
 def refuse(faults: Iterable[Fault]) -> None:
-    """Raise one `RecipeError` with every fault, in the order of the file; do nothing where there is none."""
-    lines = [str(fault) for fault in sorted(set(faults), key=lambda fault: (fault.place, str(fault)))]
+    """Raise one `RecipeError` with every fault, in the order of the file; do nothing where there is none.
+
+    Of options only what there is an option for is looked at.
+    """
+    told = {fault for fault in faults if fault.place != OPTIONS or (fault.path and fault.path[0] in _SECTIONS)}
+    lines = [str(fault) for fault in sorted(told, key=lambda fault: (fault.place, str(fault)))]
     if lines:
-        raise RecipeError("\n".join(lines))
+        raise RecipeError("\n".join(dict.fromkeys(lines)))
+
+
+def option_of(path: YamlPath) -> str:
+    """The option that says what a recipe says at a path: ``--sequence-length`` for calibration.sequence_length."""
+    if path[0] == "source":
+        return "SRC"
+    field = path[:2]
+    return _OPTIONS.get((str(field[0]), str(field[-1])), f"--{str(field[-1]).replace('_', '-')}")
 
 
 def dotted(path: YamlPath) -> str:

@@ -22,7 +22,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.errors import RecipeError, UserError
-from pipeline.recipe.faults import Fault, Place, YamlPath, nearest, refuse, shown, shown_path
+from pipeline.recipe.faults import OPTIONS, Fault, Place, YamlPath, nearest, refuse, shown, shown_path
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.translate import faults_of, place_of
 from pipeline.recipe.yaml_positions import Document, Dumper, read
@@ -104,6 +104,27 @@ def load_recipe(name_or_path: str | Path) -> LoadedRecipe:
     folder = recipe.source.folder
     source = None if folder is None else _beside(("source", "folder"), folder, document)
     return LoadedRecipe(recipe, path, document, resolved_yaml(recipe), source)
+
+
+def recipe_of(sections: Mapping[str, Any]) -> LoadedRecipe:
+    """The recipe that stands in no file: its sections are the options of a command; what is None was not given.
+
+    The same models and checks as a file's; what they find wrong is told by the option that said it. Raises
+    `RecipeError` with everything that is wrong, an option a line.
+    """
+    data: dict[str, Any] = {"name": "options"}
+    for name, section in sections.items():
+        given = isinstance(section, Mapping)
+        data[name] = {key: value for key, value in section.items() if value is not None} if given else section
+    document = Document(data, {(): OPTIONS}, {(): OPTIONS})
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        refuse(faults_of(error, document))
+        raise  # refuse() always raises here: there is at least one error
+    folder = recipe.source.folder
+    source = None if folder is None else Path(folder).resolve()
+    return LoadedRecipe(recipe, Path(OPTIONS.file), document, resolved_yaml(recipe), source)
 
 
 def _beside(at: YamlPath, relative: str, document: Document) -> Path:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.digest import MODEL_FILES, file_digests, folder_digest
+from pipeline.canonical import fingerprint
+from pipeline.digest import MODEL_FILES, file_digests, folder_digest, model_files
 from pipeline.errors import StageError, UserError
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.passing import passes
@@ -15,6 +16,7 @@ from pipeline.progress import Progress
 from pipeline.publish.release import CARD
 from pipeline.recipe.schema import Source as SourceSection
 from pipeline.stage import Job, Output, Setting, SourceIdentity, Stage, write_json
+from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 
 LOCATION = "location.json"
@@ -38,8 +40,8 @@ class SourceStage(Stage):
         folder = identity.folder or fetch(
             identity, with_code=job.setting.recipe.trust_remote_code, progress=job.progress
         )
-        digests = file_digests(folder, job.setting.store.root)
-        if identity.repo is None and folder_digest(digests) != identity.digest:
+        digests = file_digests(folder, job.setting.store.root) if identity.marks is None else {}
+        if identity.repo is None and identity.marks is None and folder_digest(digests) != identity.digest:
             raise StageError(f"{folder} changed since the run began.", hint="Run again.")
         checkpoint = open_checkpoint(folder)
         files = {name: {"size": size, "sha256": digest} for name, (size, digest) in digests.items()}
@@ -56,20 +58,24 @@ class SourceStage(Stage):
         if setting.source.folder is not None and folder != setting.source.folder.resolve():
             return False
         paths = {folder / name: facts["size"] for name, facts in location["files"].items()}
-        return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+        return folder.is_dir() and all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
-def identify(source: SourceSection, folder: Path | None, store: Path) -> SourceIdentity:
-    """Resolve what a recipe names: the digest of a folder, or the commit of a revision.
+def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed: bool = True) -> SourceIdentity:
+    """Resolve what a recipe names: the digest of a folder, or the commit of a revision, which needs no network.
 
-    A revision that is a commit needs no network. Raises `UserError` for what cannot be resolved.
+    Without ``hashed`` a folder is known by its files' marks: where nothing but structure is proven of a result, the
+    weights need not be read once more for a digest. Raises `UserError` for what cannot be resolved.
     """
+    marks = None if hashed else {} if folder is None else _marks(folder)
+    if folder is not None and marks is not None:
+        return SourceIdentity(folder, fingerprint(marks), marks=marks)
     if folder is not None:
         return SourceIdentity(folder, folder_digest(file_digests(folder, store)))
     if source.repo is None:
         raise UserError("the recipe names neither a folder nor a repository.")
     if source.pinned:
-        return SourceIdentity(None, str(source.revision), source.repo)
+        return SourceIdentity(None, str(source.revision), source.repo, marks)
     from huggingface_hub import HfApi
 
     try:
@@ -81,7 +87,23 @@ def identify(source: SourceSection, folder: Path | None, store: Path) -> SourceI
             "as `revision`, or plan with --config FOLDER.",
             transient=passes(error),
         ) from None
-    return SourceIdentity(None, str(commit), source.repo)
+    return SourceIdentity(None, str(commit), source.repo, marks)
+
+
+def _marks(folder: Path) -> dict[str, str]:
+    """What tells a changed file of a model from the one it was, by name: what a file system changes with the bytes.
+
+    Small files are hashed.
+    """
+    found: dict[str, str] = {}
+    for path in model_files(folder):
+        status, name = path.stat(), path.relative_to(folder).as_posix()
+        if path.suffix == ".safetensors":
+            times = f"{status.st_mtime_ns}, {status.st_ctime_ns}"
+            found[name] = f"{status.st_size} bytes, {times}, inode {status.st_ino}"
+        else:
+            found[name] = sha256_of(path)
+    return found
 
 
 def config_folder(identity: SourceIdentity) -> Path:

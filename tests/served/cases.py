@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.progress import PlainReporter
 from pipeline.quantization import make, open_job
-from pipeline.recipe.options import recipe_of
+from pipeline.recipe.load import recipe_of
 from pipeline.schemes import table
 from pipeline.serving.hardware import refusal
 
