@@ -1,4 +1,4 @@
-"""quantmint quantize SRC OUT"""
+"""quantmint quantize SRC OUT, and quantmint inspect PATH: a checkpoint without a recipe."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 @click.option("--inspect/--no-inspect", default=True, show_default=True, help="Prove the result before it is whole.")
 @click.option("--dry-run", is_flag=True, help="Print what would be made, and write nothing.")
 @json_option
-def command(
+def quantize(
     src: str,
     out: Path,
     device: str,
@@ -111,7 +111,7 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
     from pipeline.cost.forecast import forecast
     from pipeline.store.disk import free_bytes
 
-    recipe, store = job.setting.recipe, default_store()  # where `quantmint plan --probe` has measured this machine
+    recipe, store = job.setting.recipe, default_store()
     costs = forecast(expected.source, expected.structure, recipe, job.setting.device, store)
     prediction, free = expected.prediction, free_bytes(job.out)
     if as_json:
@@ -187,3 +187,39 @@ def _times(record: dict[str, Any]) -> str:
     if record["engine_seconds"] is None or not seconds["quantize"]:  # a library's time is mostly not reading
         return shown
     return f"{shown} ({record['source_bytes'] / seconds['quantize'] / 1e9:.2g} GB/s read)"
+
+
+@click.command(name="inspect")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path),
+    help="The 16-bit model: measures the error of every layer and compares what was not quantized.",
+)
+@click.option("--allow-unit-kv-scales", is_flag=True, help="Accept KV scales of exactly 1.0.")
+@json_option
+def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, as_json: bool) -> int:
+    """Prove that the compressed-tensors or Quark checkpoint in PATH is what its config.json says.
+
+    Ends with 0 when nothing contradicts anything, with 1 when something does.
+    """
+    from pipeline.formats.checkpoint import open_checkpoint
+    from pipeline.formats.layout import layout_of
+    from pipeline.inspection.inspect import inspect_checkpoint
+    from pipeline.model.structure import read_structure
+    from pipeline.progress import reporter_for
+
+    checkpoint = open_checkpoint(path)
+    layout_of(checkpoint.config)
+    original = None if source is None else open_checkpoint(source)
+    structure = read_structure(path, checkpoint.tensors)
+    with reporter_for(json=as_json).bar(checkpoint.nbytes, "B") as advance:
+        inspection = inspect_checkpoint(
+            checkpoint, structure, source=original, allow_unit_kv_scales=allow_unit_kv_scales, advance=advance
+        )
+    if as_json:
+        emit(inspection.to_json())
+    else:
+        click.echo(f"{'PASS' if inspection.passed else 'FAIL'}  {path} ({inspection.checkpoint_format})")
+        click.echo(inspection.summary())
+    return 0 if inspection.passed else 1

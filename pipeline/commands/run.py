@@ -1,13 +1,19 @@
-"""quantmint run RECIPE"""
+"""quantmint run, plan, explain, runs, gc: what the store of finished stages is filled, asked and emptied by."""
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.canonical import ABSENT, Change
 from pipeline.commands.options import (
     device_option,
     emit,
@@ -19,7 +25,16 @@ from pipeline.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from eval.gate.reach import Reach
+    from pipeline.cost.forecast import Forecast
+    from pipeline.prediction import Prediction
+    from pipeline.stage import Planned, Setting
     from pipeline.store.entries import Entry
+    from pipeline.store.runs import Run
+
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @click.command(name="run")
@@ -32,7 +47,7 @@ if TYPE_CHECKING:
 @store_option
 @remote_option
 @json_option
-def command(
+def run(
     recipe: str,
     until: str | None,
     redo: tuple[str, ...],
@@ -47,11 +62,10 @@ def command(
 
     Finished stages are taken from the store; an interrupted run goes on with the same command.
     """
-    from dataclasses import replace
-
     from pipeline.cluster.spread import spread_over
     from pipeline.commands import published
     from pipeline.planning import build_plan, cut
+    from pipeline.preflight import require_means
     from pipeline.progress import reporter_for
     from pipeline.publish.opening import published_folder
     from pipeline.runner import relative, run_plan
@@ -69,11 +83,9 @@ def command(
         to_run=True,
         remote=None if remote is None else open_tier(remote, reporter.warn),
     )
-    plan = cut(build_plan(setting), until)
+    plan = build_plan(setting, until)
     for name in redo:
         cut(plan, name)
-    from pipeline.preflight import require_means
-
     with spread_over(on, setting, reporter) as spread:
         setting = replace(setting, spread=spread)
         require_means(plan, setting, redo)
@@ -135,3 +147,259 @@ def _measured(gate: Entry | None) -> dict[str, str] | None:
         return None
     told = json.loads(gate.file(GATE).read_text(encoding="utf-8"))
     return {name: str(told[name]) for name in ("runtime", "hardware", "device")}
+
+
+@click.command(name="plan")
+@click.argument("recipe")
+@click.option(
+    "--config",
+    "config_folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder with the model's config.json, to plan without its weights and without a network.",
+)
+@vllm_option
+@store_option
+@json_option
+def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> int:
+    """Show the stages of RECIPE, which of them are cached, and what it takes: time, memory, disk.
+
+    Nothing is made. Ends with 2 where the disk is too small or the recipe asks for the impossible.
+    """
+    from eval.gate.reach import reach
+    from pipeline.cost.forecast import forecast
+    from pipeline.planning import build_plan
+    from pipeline.prediction import disk_needed, predict, require_disk
+    from pipeline.preflight import missing_stages, model_for
+    from pipeline.recipe.proof_checks import as_asked
+    from pipeline.runner import foreseen
+    from pipeline.serving.hardware import cautions
+    from pipeline.session import open_setting
+    from pipeline.stages.gate import policy_of
+    from pipeline.stages.source import config_folder as fetched
+    from pipeline.store.disk import free_bytes
+    from pipeline.store.tree import Store
+
+    setting = open_setting(recipe, store=Store(store_path), vllm=vllm, config=config_folder)
+    plan = foreseen(build_plan(setting), setting)
+    missing = missing_stages(plan, setting)
+    model = model_for(setting, config_folder or fetched(setting.source))
+    prediction = predict(*model, setting.recipe)
+    costs = forecast(*model, setting.recipe, setting.device, store_path)
+    download, copied = setting.source.folder is None, setting.recipe.publish.folder is not None
+    needed = disk_needed(prediction, missing, download=download, copied=copied)
+    where = store_path.absolute()
+    free = free_bytes(where)
+    quantization, target = setting.recipe.quantization, setting.recipe.target
+    notes = cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)
+    evaluation = setting.recipe.evaluation
+    told = reach(as_asked(setting.suite, evaluation, setting.recipe.gate), policy_of(setting), evaluation.looks)
+    if as_json:
+        require_disk(needed, free, str(where))  # standard output holds one object: the plan, or why there is none
+        emit(
+            {
+                "recipe": setting.recipe.name,
+                "source": setting.source.to_json(),
+                "stages": [
+                    {"stage": p.key, "fingerprint": p.fingerprint, "cached": p.key not in missing} for p in plan
+                ],
+                "predicted": prediction.to_json(),
+                "costs": costs.to_json(),
+                "disk": {"needed": needed, "free": free, "where": str(where)},
+                "gate": told.to_json(),
+                "cautions": list(notes),
+            }
+        )
+    else:
+        _print_plan(setting, plan, missing, prediction, costs, needed, free, told, notes)
+    require_disk(needed, free, str(where))
+    return 0
+
+
+def _print_plan(
+    setting: Setting,
+    plan: Sequence[Planned],
+    missing: Collection[str],
+    prediction: Prediction,
+    costs: Forecast,
+    needed: Mapping[str, int],
+    free: int,
+    told: Reach,
+    notes: Sequence[str],
+) -> None:
+    """The plan as tables."""
+    from rich.markup import escape
+
+    from pipeline.commands.tables import print_costs, size, table, terminal
+
+    console = terminal()
+    recipe = setting.recipe
+    source = recipe.source.repo or recipe.source.folder
+    console.print(f"[bold]{recipe.name}[/]  {escape(recipe.description)}")
+    console.print(
+        f"{escape(str(source))} -> {recipe.quantization.scheme}, KV cache {recipe.quantization.kv_cache}, "
+        f"{recipe.quantization.format}, for {recipe.target.gpus} x {recipe.target.hardware}"
+    )
+    stages = table("stage", "state", "fingerprint")
+    for planned in plan:
+        state = "to do" if planned.key in missing else "cached"
+        stages.add_row(planned.key, state, planned.fingerprint[:12])
+    console.print(stages)
+    ratio = prediction.source / prediction.checkpoint
+    sizes = table("what", "size", right=("size",))
+    sizes.add_row("16-bit model", size(prediction.source))
+    sizes.add_row(
+        f"checkpoint ({prediction.quantized} modules quantized, {prediction.kept} kept, {ratio:.2f} x smaller)",
+        size(prediction.checkpoint),
+    )
+    sizes.add_row("weights on each GPU", size(prediction.weights_per_gpu))
+    if prediction.kv_bytes_per_token is not None:
+        sizes.add_row("KV cache for one token, all layers", size(prediction.kv_bytes_per_token))
+    for name, count in needed.items():
+        sizes.add_row(f"disk: {name}", size(count))
+    sizes.add_row("disk: free", size(free))
+    console.print(sizes)
+    print_costs(console, costs)
+    _print_reach(console, told)
+    for note in notes:
+        console.print(f"[yellow]caution:[/] {escape(note)}")
+
+
+def _print_reach(console: Console, told: Reach) -> None:
+    """What the gate can tell: a loss by task, after which items, and a change of speed."""
+    from pipeline.commands.tables import table
+
+    numbers = ("items", "margin", "detectable", "looks", "asked, about")
+    tests = table("task", *numbers, right=numbers)
+    for name, task in told.tasks.items():
+        tests.add_row(
+            name,
+            f"{task.items:,}",
+            "shown only" if task.margin is None else f"{task.margin:.2%}",
+            f"{task.detectable:.2%}",
+            f"{len(task.looks)}",
+            "-" if task.expected is None else f"{task.expected:,}",
+        )
+    console.print(tests)
+    console.print(
+        "detectable: the least margin that so many items can test; asked: how many of them a lossless candidate "
+        "is asked on average, because clear cases stop early"
+    )
+    speed = told.speed
+    if speed is not None and speed.detectable_spreads is not None:
+        promise = f"throughput of at least {speed.min_ratio:g} x the baseline's"
+        launches = f"{speed.launches} launches a side ({speed.fewest} at the fewest)"
+        console.print(
+            f"{promise}: {launches} show a change of {speed.detectable_spreads:.1f} standard deviations of a launch"
+        )
+
+
+@click.command(name="explain")
+@click.argument("recipe")
+@vllm_option
+@store_option
+@json_option
+def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> int:
+    """Say which input of which stage changed since RECIPE was last run."""
+    from pipeline.explanation import explain
+    from pipeline.planning import build_plan
+    from pipeline.runner import foreseen
+    from pipeline.session import open_setting
+    from pipeline.store.tree import Store
+
+    setting = open_setting(recipe, store=Store(store_path), vllm=vllm)
+    explained = explain(foreseen(build_plan(setting), setting), setting)
+    if as_json:
+        emit([{"stage": e.key, "state": e.state, "changes": [_change(c) for c in e.changes]} for e in explained])
+        return 0
+    for entry in explained:
+        click.echo(f"{entry.key:<20} {entry.state}")
+        for change in entry.changes:
+            for line in _lines(change):
+                click.echo(f"{'':<20}   {line}")
+    return 0
+
+
+def _lines(change: Change) -> list[str]:
+    """A change for people: of a text of several lines only those that differ, of a fingerprint what tells it apart."""
+    place = change.path.removeprefix("$.")
+    old, new = change.old, change.new
+    if isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
+        made = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
+        return [f"{place}:", *(f"  {line}" for line in made if not line.startswith(("---", "+++", "@@")))]
+    return [f"{place}: {_short(old)} -> {_short(new)}"]
+
+
+def _short(side: object) -> str:
+    return side[:12] + "…" if isinstance(side, str) and _DIGEST.fullmatch(side) else repr(side)
+
+
+def _change(change: Change) -> dict[str, object]:
+    """A side that lacks the place has no key."""
+    sides = {"old": change.old, "new": change.new}
+    return {"path": change.path, **{side: value for side, value in sides.items() if value is not ABSENT}}
+
+
+@click.command(name="runs")
+@click.option("--recipe", help="Only runs of this recipe.")
+@store_option
+@json_option
+def runs(recipe: str | None, store_path: Path, as_json: bool) -> int:
+    """List past runs, the newest first, with how each ended."""
+    from pipeline.store.runs import list_runs
+
+    found = [run for run in list_runs(store_path) if recipe in (None, run.recipe)]
+    if as_json:
+        emit(
+            [
+                {
+                    "recipe": run.recipe,
+                    "started": run.started,
+                    "finished": run.finished,
+                    "verdict": run.verdict,
+                    "exit_code": run.exit_code,
+                    "facts": run.facts,
+                }
+                for run in found
+            ]
+        )
+        return 0
+    width = max((len(run.recipe) for run in found), default=0)
+    for run in found:
+        ended = run.verdict or ("unfinished" if run.finished is None else f"exit {run.exit_code}")
+        began = run.started[:16].replace("T", " ")
+        click.echo(f"{began} UTC  {run.recipe:<{width}}  {ended:<12}  {_took(run)}".rstrip())
+    if not found:
+        click.echo(f"no runs in {store_path}", err=True)
+    return 0
+
+
+def _took(run: Run) -> str:
+    """From start to end, for people; nothing for a run that has no end."""
+    from eval.report.numbers import duration
+
+    if run.finished is None:
+        return ""
+    return duration((datetime.fromisoformat(run.finished) - datetime.fromisoformat(run.started)).total_seconds())
+
+
+@click.command(name="gc")
+@click.option("--keep", type=click.IntRange(min=0), default=3, show_default=True, help="Runs of each recipe to keep.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@store_option
+@json_option
+def gc(keep: int, dry_run: bool, store_path: Path, as_json: bool) -> int:
+    """Remove what none of the newest runs of any recipe uses. What was published is not touched."""
+    from pipeline.commands.tables import size
+    from pipeline.store.gc import apply, plan_gc
+    from pipeline.store.tree import Store
+
+    plan = plan_gc(Store(store_path), keep=keep)
+    freed = plan.freed_bytes if dry_run else apply(plan)
+    if as_json:
+        items = [{"path": str(item.path), "bytes": item.bytes, "why": item.why} for item in plan.remove]
+        emit({"removed": items, "freed_bytes": freed, "dry_run": dry_run})
+        return 0
+    for item in plan.remove:
+        click.echo(f"{size(item.bytes):>10}  {item.path}  {item.why}")
+    click.echo(f"{'would free' if dry_run else 'freed'} {size(freed)}")
+    return 0

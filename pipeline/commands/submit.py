@@ -183,7 +183,7 @@ def _task(given: dict[str, Any]) -> Task:
 
     loaded = load_recipe(given["recipe"])
     refuse([*check(loaded), *check_run(loaded)])
-    run.command.make_context("run", [given["recipe"], *given["arguments"]])
+    run.run.make_context("run", [given["recipe"], *given["arguments"]])
     return task_for(
         loaded.recipe,
         given["recipe"],

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eval.gate.reach import Reach
-from pipeline.cost.forecast import Forecast
-from pipeline.prediction import Prediction
-from pipeline.stage import Planned, Setting
+if TYPE_CHECKING:
+    from pipeline.cost.forecast import Forecast
+
 
 _WIDE = 140
 _READABLE = 120
@@ -96,78 +96,6 @@ _BOUNDS = {
 }
 _ORIGINS = {
     "probed": "by rates that were probed here",
-    "table": "by the rates of such machines; --probe measures this one",
-    "borrowed": "by that machine's rates, for nothing is known of this one; --probe measures it",
+    "table": "by the rates of such machines",
+    "borrowed": "by that machine's rates, for nothing is known of this one",
 }
-
-
-def print_plan(
-    setting: Setting,
-    plan: Sequence[Planned],
-    missing: Collection[str],
-    prediction: Prediction,
-    costs: Forecast,
-    needed: Mapping[str, int],
-    free: int,
-    told: Reach,
-    notes: Sequence[str],
-) -> None:
-    """The plan as tables."""
-    console = terminal()
-    recipe = setting.recipe
-    source = recipe.source.repo or recipe.source.folder
-    console.print(f"[bold]{recipe.name}[/]  {escape(recipe.description)}")
-    console.print(
-        f"{escape(str(source))} -> {recipe.quantization.scheme}, KV cache {recipe.quantization.kv_cache}, "
-        f"{recipe.quantization.format}, for {recipe.target.gpus} x {recipe.target.hardware}"
-    )
-    stages = table("stage", "state", "fingerprint")
-    for planned in plan:
-        state = "to do" if planned.key in missing else "cached"
-        stages.add_row(planned.key, state, planned.fingerprint[:12])
-    console.print(stages)
-    ratio = prediction.source / prediction.checkpoint
-    sizes = table("what", "size", right=("size",))
-    sizes.add_row("16-bit model", size(prediction.source))
-    sizes.add_row(
-        f"checkpoint ({prediction.quantized} modules quantized, {prediction.kept} kept, {ratio:.2f} x smaller)",
-        size(prediction.checkpoint),
-    )
-    sizes.add_row("weights on each GPU", size(prediction.weights_per_gpu))
-    if prediction.kv_bytes_per_token is not None:
-        sizes.add_row("KV cache for one token, all layers", size(prediction.kv_bytes_per_token))
-    for name, count in needed.items():
-        sizes.add_row(f"disk: {name}", size(count))
-    sizes.add_row("disk: free", size(free))
-    console.print(sizes)
-    print_costs(console, costs)
-    print_reach(console, told)
-    for note in notes:
-        console.print(f"[yellow]caution:[/] {escape(note)}")
-
-
-def print_reach(console: Console, told: Reach) -> None:
-    """What the gate can tell: a loss by task, after which items, and a change of speed."""
-    numbers = ("items", "margin", "detectable", "looks", "asked, about")
-    tests = table("task", *numbers, right=numbers)
-    for name, task in told.tasks.items():
-        tests.add_row(
-            name,
-            f"{task.items:,}",
-            "shown only" if task.margin is None else f"{task.margin:.2%}",
-            f"{task.detectable:.2%}",
-            f"{len(task.looks)}",
-            "-" if task.expected is None else f"{task.expected:,}",
-        )
-    console.print(tests)
-    console.print(
-        "detectable: the least margin that so many items can test; asked: how many of them a lossless candidate "
-        "is asked on average, because clear cases stop early"
-    )
-    speed = told.speed
-    if speed is not None and speed.detectable_spreads is not None:
-        promise = f"throughput of at least {speed.min_ratio:g} x the baseline's"
-        launches = f"{speed.launches} launches a side ({speed.fewest} at the fewest)"
-        console.print(
-            f"{promise}: {launches} show a change of {speed.detectable_spreads:.1f} standard deviations of a launch"
-        )

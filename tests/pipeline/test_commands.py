@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import recipes
+from pipeline.commands.recipes import REFRESH, refreshed
 from pipeline.recipe.load import load_recipe, recipe_names
-from pipeline.scheme_table import REFRESH, refreshed
 from pipeline.schemes import table
 from pipeline.store.gc import plan_gc
 from pipeline.store.runs import RunLog

@@ -214,17 +214,6 @@ def test_what_is_not_done_costs_nothing(quantmint: Quantmint, project: Path) -> 
 
 
 @pytest.mark.usefixtures("large_disk")
-def test_probing_is_remembered(quantmint: Quantmint, project: Path) -> None:
-    before, probed, after = (
-        quantmint("plan", "r.yaml", *options, "--json").json["costs"]["rates"] for options in ([], ["--probe"], [])
-    )
-    assert before["origin"] in ("table", "borrowed")
-    assert probed["origin"] == after["origin"] == "probed"
-    assert probed == after
-    assert not list(Path("store").glob("probe-*")), "what was written to be timed is gone"
-
-
-@pytest.mark.usefixtures("large_disk")
 def test_brackets_are_text(quantmint: Quantmint, project: Path) -> None:
     recipe = project / "r.yaml"
     recipe.write_text(recipe.read_text().replace("A test.", "'Made [/by] hand [bold].'"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.scheme_table import scheme_rows
+from pipeline.commands.recipes import scheme_rows
 from pipeline.serving.hardware import by_name, by_pci, hardware, needs, table
 
 GPUS = [row for row in table().values() if row.arch]
