@@ -53,7 +53,7 @@ _EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "report"),
     **dict.fromkeys(("cyclonedx", "packageurl", "detect_secrets", "model_signing", "tenacity"), "publish"),
     **dict.fromkeys(("fsspec", "s3fs"), "storage"),
-    **dict.fromkeys(("apscheduler", "cronsim", "prometheus_client"), "schedule"),
+    **dict.fromkeys(("cronsim", "prometheus_client"), "schedule"),
     "ray": "ray",
     "submitit": "slurm",
     "kubernetes": "kubernetes",

@@ -1,25 +1,406 @@
-"""quantmint schedule SUBCOMMAND"""
+"""quantmint schedule list | run | export"""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
+from click.core import ParameterSource
 
-from pipeline.commands.lazy import LazyGroup
+from pipeline.commands.options import (
+    device_option,
+    devices_option,
+    emit,
+    jobs_address,
+    jobs_option,
+    json_option,
+    remote_option,
+    store_option,
+    vllm_option,
+)
 
-# subcommand: (module below pipeline.commands, one line for --help)
-_COMMANDS = {
-    "list": ("schedule_list", "Show which recipes have a schedule, and when they are next looked at."),
-    "export": ("schedule_export", "Write units or manifests for systemd, cron, Kubernetes or GitHub Actions."),
-    "run": ("schedule_run", "Stay, and look at recipes at their times, where nothing else does."),
+if TYPE_CHECKING:
+    from pipeline.fleet.events import Event
+    from pipeline.schedule.export import Export
+    from pipeline.schedule.recipes import Scheduled
+
+_SHOWN = 3
+_MISSED = {"run": "run once, later", "skip": "left out"}
+_FORMS = ("systemd", "cron", "kubernetes", "github_actions")
+_HERE = ("systemd", "cron")
+# option: the forms that it belongs to, where that is not all
+_BELONGS = {
+    "on": ("systemd", "cron", "kubernetes"),
+    **dict.fromkeys(("environment_file", "run_as"), _HERE),
+    "machine_timezone": ("cron",),
+    **dict.fromkeys(
+        ("image", "namespace", "claims", "node_selector", "cpus", "memory", "pod_template"), ("kubernetes",)
+    ),
+    "secrets": ("kubernetes", "github_actions"),
+    "runner": ("github_actions",),
 }
 
 
-class _Commands(LazyGroup):
-    """What can be done with schedules."""
-
-    table = _COMMANDS
-
-
-@click.group(name="schedule", cls=_Commands)
+@click.group(name="schedule")
 def command() -> None:
     """Look at recipes again when their `refresh:` section says so: by what this machine or cluster has, or by us."""
+
+
+@command.command(name="list")
+@click.argument("recipes", nargs=-1)
+@json_option
+def list_(recipes: tuple[str, ...], as_json: bool) -> int:
+    """Show when RECIPES are next looked at (default: those of ./recipes that have a schedule).
+
+    Times are in the schedule's own zone, then in UTC.
+    """
+    from datetime import UTC, datetime
+
+    from pipeline.commands.tables import table, terminal
+    from pipeline.schedule.recipes import EXAMPLE, scheduled
+
+    found, now = scheduled(recipes), datetime.now(UTC)
+    if as_json:
+        emit(
+            [
+                {
+                    "recipe": item.name,
+                    "schedule": item.expression,
+                    "timezone": item.zone,
+                    "words": item.words,
+                    "missed": item.recipe.refresh.missed,
+                    "next": [
+                        {"local": time.isoformat(), "utc": time.astimezone(UTC).isoformat()}
+                        for time in item.next_times(now, _SHOWN)
+                    ],
+                }
+                for item in found
+            ]
+        )
+        return 0
+    if not found:
+        click.echo(f"no recipe of ./recipes has a schedule: {EXAMPLE}")
+        return 0
+    rows = table("recipe", "next", "UTC", "missed times", "schedule")
+    for item in found:
+        times = item.next_times(now, _SHOWN)
+        rows.add_row(
+            item.name,
+            "\n".join(time.strftime("%a %Y-%m-%d %H:%M %Z") for time in times) or "never",
+            "\n".join(time.astimezone(UTC).strftime("%a %Y-%m-%d %H:%M") for time in times) or "never",
+            _MISSED[item.recipe.refresh.missed],
+            f"{item.words}\n{item.expression}",
+        )
+    terminal().print(rows)
+    return 0
+
+
+@command.command()
+@click.argument("recipes", nargs=-1)
+@click.option("--jobs", type=click.IntRange(min=1), help="Recipes at a time (default: one for each device; --on: all).")
+@devices_option
+@jobs_option
+@click.option("--retries", type=click.IntRange(min=0), default=3, show_default=True, help="After faults that pass.")
+@click.option(
+    "--metrics-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep metrics in this file, NAME.prom, for the node exporter.",
+)
+@device_option
+@vllm_option
+@store_option
+@remote_option
+@json_option
+def run(
+    recipes: tuple[str, ...],
+    jobs: int | None,
+    devices: tuple[int, ...] | None,
+    on: str | None,
+    retries: int,
+    metrics_file: Path | None,
+    device: str,
+    vllm: str | None,
+    store_path: Path,
+    remote: str | None,
+    as_json: bool,
+) -> int:
+    """Stay, and look at RECIPES at the times of their `refresh:` section (default: those of ./recipes that have one).
+
+    All are looked at when it starts, but those that say `missed: skip`. Recipes are read again when their files
+    change, and on SIGHUP. SIGTERM and SIGINT end what runs; it goes on from its last commit when a scheduler runs
+    again. Several may run on one store. --json prints a JSON object a line. QUANTMINT_WEBHOOK names an address that is
+    told how it goes; docs/notices.md says what it is sent.
+    """
+    from pipeline.fleet.requests import Options
+    from pipeline.notices.outlets import outlets
+    from pipeline.schedule.resident import Resident
+
+    options = Options(
+        store=store_path,
+        jobs=jobs,
+        devices=devices,
+        retries=retries,
+        on=jobs_address(on, devices),
+        vllm=vllm,
+        remote=remote,
+        device=device,
+    )
+    log = Log(as_json)
+    with outlets(store_path, warn=log.warn, metrics_file=metrics_file) as told:
+
+        def hear(event: Event) -> None:
+            log.hear(event)
+            told.hear(event)
+
+        def planned(fires: Mapping[str, Any]) -> None:
+            told.plan({name: time.timestamp() for name, time in fires.items()})
+
+        return Resident(options, recipes, tell=log.tell, hear=hear, planned=planned).run()
+
+
+class Log:
+    """What a resident scheduler says on standard output: lines for people, or a JSON object a line."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def tell(self, event: str, text: str, **facts: object) -> None:
+        """Something that the scheduler did or found: a word for programs, a sentence for people, the facts."""
+        from pipeline.fleet.events import now_utc
+
+        at = now_utc()
+        self._write(json.dumps({"event": event, "at": at, **facts}) if self._as_json else f"{at} {text}")
+
+    def warn(self, text: str) -> None:
+        """Something that is not as it should be, and stops nothing."""
+        self.tell("warning", f"warning: {text}", message=text)
+
+    def hear(self, event: Event) -> None:
+        """Something that the fleet did."""
+        from dataclasses import asdict
+
+        from pipeline.fleet.display import line_of
+
+        if self._as_json:
+            facts = {name: value for name, value in asdict(event).items() if value not in (None, "", ())}
+            self._write(json.dumps({"event": facts.pop("kind"), **facts}))
+        elif event.kind != "stage":
+            self._write(f"{event.at} {line_of(event)}")
+
+    def _write(self, line: str) -> None:
+        with suppress(OSError, ValueError):  # who read the lines is gone: the schedule is not
+            click.echo(line)
+
+
+@command.command()
+@click.argument("recipes", nargs=-1)
+@click.option("--systemd", is_flag=True, help="A timer and a service for each recipe.")
+@click.option("--cron", is_flag=True, help="A crontab.")
+@click.option("--kubernetes", is_flag=True, help="A CronJob for each recipe.")
+@click.option("--github-actions", is_flag=True, help="A workflow for each recipe, for a runner of your own.")
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder to write to (default: print).")
+@click.option("--command", "program", metavar="WORDS", help="What starts quantmint (default: this one; `quantmint`).")
+@click.option("--directory", help="Where it starts (default: here; the volume; a checkout of the repository).")
+@click.option("--store", help="Folder of finished stages there (default: ./store of that directory).")
+@jobs_option
+@click.option("--env", "variables", metavar="NAME=VALUE", multiple=True, help="A variable that is no secret.")
+@click.option("--environment-file", metavar="PATH", help="File with NAME=VALUE lines there, such as tokens.")
+@click.option("--run-as", metavar="USER", help="For the machine (/etc/systemd/system, /etc/cron.d), as this user.")
+@click.option(
+    "--machine-timezone", metavar="ZONE", help="Time zone of the machine with the cron (default: this one's)."
+)
+@click.option("--image", help="Image with quantmint and vLLM; best by its digest.")
+@click.option("--namespace", help="Namespace of the CronJob.")
+@click.option("--pvc", "claims", metavar="CLAIM[:PATH]", multiple=True, help="Volume; the first one's is /work.")
+@click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="A label that the node must have.")
+@click.option("--cpus", type=click.IntRange(min=1), help="CPU cores that are kept free for a pod.")
+@click.option("--memory", type=click.IntRange(min=1), metavar="GB", help="Host memory that is kept free for a pod.")
+@click.option(
+    "--pod-template",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="YAML file with what the cluster wants of every pod: tolerations, service account, sidecars.",
+)
+@click.option(
+    "--secret",
+    "secrets",
+    metavar="NAME[=SECRET[:KEY]]",
+    multiple=True,
+    help="Variable from a Secret of the cluster (HF_TOKEN=hub:token), or a secret of the GitHub repository (NAME).",
+)
+@click.option("--runner", metavar="LABEL,LABEL", help="Labels of the runner: self-hosted,mi300x.")
+@click.pass_context
+def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None, **given: Any) -> int:
+    """Print or write what makes a scheduler run `quantmint requantize RECIPE --due`.
+
+    RECIPES: default are those of ./recipes that have a schedule. What the scheduler cannot say of a schedule is
+    refused with the reason; docs/scheduling.md compares them.
+    """
+    from pipeline.errors import UserError
+    from pipeline.schedule.recipes import EXAMPLE, scheduled
+
+    forms = [form for form in _FORMS if given[form]]
+    if len(forms) != 1:
+        found = " and ".join(_option(form) for form in forms) or "none"
+        raise click.UsageError(f"found {found}, expected one of {', '.join(map(_option, _FORMS))}")
+    (form,) = forms
+    for name, belongs in _BELONGS.items():
+        if form not in belongs and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{_flag(ctx, name)} belongs to {' and '.join(map(_option, belongs))}")
+    items = scheduled([_there(name, form) for name in recipes])
+    if not items:
+        raise UserError("no recipe of ./recipes has a schedule", hint=f"Give one to a recipe: {EXAMPLE}")
+    files = _files(form, items, _export(ctx, form, given), given)
+    if output is None:
+        joint = "---\n" if form in ("kubernetes", "github_actions") else "\n"
+        click.echo(joint.join(files.values()), nl=False)
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (output / name).write_text(text, encoding="utf-8")
+            click.echo(output / name)
+    for note in _notes(form, items, given):
+        click.echo(f"note: {note}", err=True)
+    return 0
+
+
+def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
+    """What all forms have in common, checked."""
+    from pipeline.cluster.address import jobs_address_of
+    from pipeline.errors import UserError
+    from pipeline.schedule.export import Export
+    from pipeline.serving.running.child_environment import SECRET
+    from pipeline.submit.pod import parse_pairs
+
+    for name, value in given.items():
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(text, str) and not text.isprintable() for text in texts):
+            raise UserError(f"{_flag(ctx, name)}: found a line break or control character, expected plain text")
+    variables = parse_pairs("--env", given["variables"])
+    for name in variables:
+        if not name.isidentifier() or not name.isascii():
+            raise UserError(f"--env: found {name!r}, expected NAME=VALUE")
+        if SECRET.search(name):
+            instead = "--environment-file PATH" if form in _HERE else "--secret"
+            raise UserError(
+                f"--env: found {name}, which reads like a secret's name: others could read its value", hint=instead
+            )
+    for name in ("directory", "store", "environment_file"):
+        if form in _HERE and given[name] and not Path(given[name]).is_absolute():
+            raise UserError(f"{_flag(ctx, name)}: found {given[name]!r}, expected an absolute path")
+    if given["on"] is not None:
+        jobs_address_of(given["on"], variables if form == "kubernetes" else {})  # a fault is told now, not at night
+        if form == "kubernetes" and given["on"] == "ray" and "RAY_ADDRESS" not in variables:
+            raise UserError("--on: found ray, and a pod is no node of a Ray cluster", hint="--on http://HEAD:8265")
+    return Export(
+        program=tuple(shlex.split(given["program"])) if given["program"] else _program(form),
+        made_by=f"quantmint schedule export {_option(form)}",
+        directory=given["directory"] or (str(Path.cwd()) if form in _HERE else None),
+        store=given["store"],
+        on=given["on"],
+        variables=variables,
+        environment_file=given["environment_file"],
+    )
+
+
+def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[str, Any]) -> dict[str, str]:
+    """The files of one form by their names."""
+    from pipeline.schedule.machine import crontab, units, zone_of_machine
+
+    if form == "cron":
+        zone = given["machine_timezone"] or zone_of_machine()
+        return crontab(items, how, machine_zone=zone, run_as=given["run_as"])
+    if form == "systemd":
+        made = [units(item, how, run_as=given["run_as"]) for item in items]
+    elif form == "kubernetes":
+        from pipeline.schedule.kubernetes import cron_job
+
+        cluster = _cluster(given)
+        made = [cron_job(item, how, cluster) for item in items]
+    else:
+        from pipeline.schedule.github import workflow
+
+        runner = [label.strip() for label in (given["runner"] or "").split(",") if label.strip()]
+        made = [workflow(item, how, runner=runner, secrets=given["secrets"]) for item in items]
+    return {name: text for files in made for name, text in files.items()}
+
+
+def _cluster(given: Mapping[str, Any]) -> Any:
+    from pipeline.errors import UserError
+    from pipeline.schedule.kubernetes import Cluster
+    from pipeline.submit.pod import parse_claim, parse_pairs, parse_reference
+    from pipeline.submit.pod_template import read_template
+
+    if given["image"] is None:
+        raise UserError("found no image", hint="Name one that has quantmint and vLLM: --image NAME@sha256:...")
+    return Cluster(
+        image=given["image"],
+        namespace=given["namespace"],
+        claims=tuple(map(parse_claim, given["claims"])),
+        secrets=tuple(map(parse_reference, given["secrets"])),
+        selector=parse_pairs("--node-selector", given["node_selector"]),
+        cpus=given["cpus"],
+        memory_gb=given["memory"],
+        template=None if given["pod_template"] is None else read_template(given["pod_template"]),
+    )
+
+
+def _notes(form: str, items: Sequence[Scheduled], given: Mapping[str, Any]) -> list[str]:
+    """What is left to do by hand, for standard error."""
+    from pipeline.schedule.export import needed_secrets, signs_keyless
+
+    timers = " ".join(f"quantmint-{item.name}.timer" for item in items)
+    system = given["run_as"] is not None
+    user, folder, linger = (
+        ("", "/etc/systemd/system", "")
+        if system
+        else (" --user", "~/.config/systemd/user", " && loginctl enable-linger")
+    )
+    install = {
+        "systemd": f"copy to {folder}, systemctl{user} daemon-reload && systemctl{user} enable --now {timers}{linger}",
+        "cron": "copy to /etc/cron.d" if system else "crontab FILE replaces what the user's crontab had",
+        "kubernetes": "kubectl apply -f FILE; ./recipes and the store are those of the volume",
+        "github_actions": "copy to .github/workflows of the default branch; make the secrets that it names",
+    }
+    notes = [install[form]]
+    wanted = sorted({name for item in items for name in needed_secrets(item.recipe)})
+    if form in _HERE and wanted and given["environment_file"] is None:
+        notes.append(f"{' and '.join(wanted)} come from --environment-file PATH; a login of the Hub's client does too")
+    named = {text.partition("=")[0] for text in given["secrets"]}
+    in_file = given["pod_template"] is not None  # where a variable may come from in many ways
+    if form == "kubernetes" and not in_file and (missing := [name for name in wanted if name not in named]):
+        notes.append(f"no Secret gives {' and '.join(missing)}: --secret {missing[0]}=SECRET:KEY")
+    here = os.environ.get("QUANTMINT_VLLM")
+    if form in _HERE and here and not any(text.startswith("QUANTMINT_VLLM=") for text in given["variables"]):
+        notes.append(f"QUANTMINT_VLLM is known here, and not there: --env QUANTMINT_VLLM={shlex.quote(here)}")
+    if form != "github_actions" and any(signs_keyless(item.recipe) for item in items):
+        notes.append("signing without a key needs an identity that Sigstore knows, which nobody gives there")
+    return notes
+
+
+def _program(form: str) -> tuple[str, ...]:
+    """This quantmint where it runs on this machine, else the one that is on PATH there."""
+    if form not in _HERE:
+        return ("quantmint",)
+    script = Path(sys.executable).with_name("quantmint")
+    return (str(script),) if script.is_file() else (sys.executable, "-m", "pipeline")
+
+
+def _there(name: str, form: str) -> str:
+    """A recipe as the scheduled command names it: a path holds from everywhere on this machine."""
+    is_path = name.endswith((".yaml", ".yml")) or "/" in name
+    return str(Path(name).absolute()) if is_path and form in _HERE else name
+
+
+def _option(form: str) -> str:
+    return f"--{form.replace('_', '-')}"
+
+
+def _flag(ctx: click.Context, name: str) -> str:
+    return next(parameter.opts[0] for parameter in ctx.command.params if parameter.name == name)

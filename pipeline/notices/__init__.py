@@ -1,1 +1,1 @@
-"""Who hears how rounds go: webhooks, and Prometheus."""
+"""Who hears how rounds go: a webhook, and Prometheus."""

@@ -5,20 +5,25 @@
     with closing(Webhook("https://ci.example.org/hook/…", secret=b"…", warn=print)) as hook:
         hook.send(event)        # returns at once, whatever the receiver does
 
-A receiver that is slow, away or wrong costs nobody anything but its own notices: the queue is bounded, the oldest goes
-first, and the end waits for a few seconds only. It is told of by its host, once for each outage, as an address is a
-secret: who knows one may write to it. A redirect is not followed, for the signature was made for this receiver.
+``docs/notices.md`` tells receivers what each field is; a field that is added changes no number, one that changes its
+meaning raises ``schema``. A receiver that is slow, away or wrong costs nobody anything but its own notices. It is told
+of by its host, once for each outage, as an address is a secret: who knows one may write to it. A redirect is not
+followed, for the signature was made for this receiver.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 import secrets
+import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from http.client import HTTPException, HTTPMessage
-from typing import IO, TYPE_CHECKING, Final
+from queue import SimpleQueue
+from typing import IO, Any, Final
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -26,34 +31,20 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from pipeline import __version__
 from pipeline.errors import UserError
 from pipeline.fleet.events import Event
-from pipeline.notices.body import body_of, signature_of
 
-if TYPE_CHECKING:
-    from tenacity import RetryCallState
-
-ADDRESSES: Final = "QUANTMINT_WEBHOOK"
+ADDRESS: Final = "QUANTMINT_WEBHOOK"
 SECRET: Final = "QUANTMINT_WEBHOOK_SECRET"  # noqa: S105 - the name of the variable
+SCHEMA: Final = 1
 ATTEMPTS: Final = 5
 TIMEOUT_S: Final = 10.0
 FIRST_WAIT_S: Final = 1.0
-LAST_WAIT_S: Final = 60.0
 CLOSE_S: Final = 5.0
-_QUEUED: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """What is sent for an event; ``identity`` stays when it is sent again."""
-
-    kind: str
-    identity: str
-    body: bytes
 
 
 class Webhook:
     """One receiver. ``warn`` hears of what could not be delivered, from the thread that sends.
 
-    ``timeout_s`` limits one answer, ``first_wait_s`` is the wait before the second attempt.
+    ``timeout_s`` limits one answer, ``first_wait_s`` is the wait before the second attempt, which doubles from then on.
     """
 
     def __init__(
@@ -64,7 +55,6 @@ class Webhook:
         warn: Callable[[str], None],
         timeout_s: float = TIMEOUT_S,
         first_wait_s: float = FIRST_WAIT_S,
-        queued: int = _QUEUED,
     ) -> None:
         self.host = host_of(address)
         self._address = address
@@ -72,55 +62,46 @@ class Webhook:
         self._warn = warn
         self._timeout_s = timeout_s
         self._first_wait_s = first_wait_s
-        self._waiting: deque[Notice] = deque(maxlen=queued)
-        self._changed = threading.Condition()
-        self._closing = False
-        self._dropped = 0  # notices that made room for later ones
-        self._away = False  # whether the last notice failed, which was told then
+        self._waiting: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"webhook at {self.host}", daemon=True)
         self._thread.start()
 
     def send(self, event: Event) -> None:
-        """Queue a notice; where the queue is full the oldest makes room."""
-        identity = secrets.token_hex(16)
-        notice = Notice(event.kind, identity, body_of(event, identity))
-        with self._changed:
-            self._dropped += len(self._waiting) == self._waiting.maxlen
-            self._waiting.append(notice)
-            self._changed.notify()
+        """Queue a notice where receivers hear of the event: not of stages, nor where nothing was due."""
+        if event.kind not in ("stage", "waiting") and event.state != "current":
+            self._waiting.put(notice_of(event))
 
     def close(self, within_s: float = CLOSE_S) -> None:
         """Wait until all is sent, ``within_s`` seconds at the most."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._waiting.put(None)
         self._thread.join(within_s)
         self._stop.set()  # no further attempt; a thread that hangs in one ends with the process
-        with self._changed:
-            missing = self._dropped + len(self._waiting) + self._thread.is_alive()
-        if missing and not self._away:
-            self._warn(f"the webhook at {self.host} is too slow: {missing} notice(s) did not reach it")
+        if self._thread.is_alive():
+            self._warn(f"the webhook at {self.host} is too slow: what waited did not reach it")
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting or self._stop.is_set():
-                    return
-                notice = self._waiting.popleft()
+        away = False  # whether the last notice failed, which was told then
+        while (notice := self._waiting.get()) is not None and not self._stop.is_set():
             fault = self._fault_of(notice)
-            if fault is not None and not self._away and not self._stop.is_set():
+            if fault is not None and not away and not self._stop.is_set():
                 self._warn(f"the webhook at {self.host} {fault}; until it does better its notices are lost")
-            self._away = fault is not None
+            away = fault is not None
 
-    def _fault_of(self, notice: Notice) -> str | None:
+    def _fault_of(self, notice: Mapping[str, Any]) -> str | None:
         """Send a notice, several times where that may help; what is wrong with the receiver, None for nothing."""
-        from tenacity import Retrying, retry_if_exception, sleep_using_event, stop_after_attempt, stop_when_event_set
+        from tenacity import (
+            Retrying,
+            retry_if_exception,
+            sleep_using_event,
+            stop_after_attempt,
+            stop_when_event_set,
+            wait_exponential,
+        )
 
         retrying = Retrying(
             stop=stop_after_attempt(ATTEMPTS) | stop_when_event_set(self._stop),
-            wait=self._wait_s,
+            wait=wait_exponential(multiplier=self._first_wait_s),
             sleep=sleep_using_event(self._stop),
             retry=retry_if_exception(_passes),
             reraise=True,
@@ -131,29 +112,19 @@ class Webhook:
             return _told(error, self._timeout_s)
         return None
 
-    def _post(self, notice: Notice) -> None:
+    def _post(self, notice: Mapping[str, Any]) -> None:
+        body = json.dumps(notice, allow_nan=False).encode()
         headers = {
             "Content-Type": "application/json",
             "User-Agent": f"quantmint/{__version__}",
-            "X-Quantmint-Event": notice.kind,
-            "X-Quantmint-Delivery": notice.identity,
+            "X-Quantmint-Event": notice["event"],
+            "X-Quantmint-Delivery": notice["id"],
         }
         if self._secret is not None:
-            headers["X-Quantmint-Signature"] = signature_of(notice.body, self._secret)
-        request = Request(self._address, data=notice.body, headers=headers, method="POST")  # noqa: S310 - see host_of
+            headers["X-Quantmint-Signature"] = signature_of(body, self._secret)
+        request = Request(self._address, data=body, headers=headers, method="POST")  # noqa: S310 - see host_of
         with build_opener(_NoRedirect).open(request, timeout=self._timeout_s):
             pass
-
-    def _wait_s(self, state: RetryCallState) -> float:
-        """Seconds before the next attempt: what the receiver asks for, else twice the last, and a little chance."""
-        from tenacity import wait_exponential, wait_random
-
-        error = state.outcome.exception() if state.outcome is not None else None
-        asked = error.headers.get("Retry-After", "") if isinstance(error, HTTPError) else ""
-        if asked.isdecimal():
-            return min(float(asked), LAST_WAIT_S)
-        waits = wait_exponential(multiplier=self._first_wait_s, max=LAST_WAIT_S) + wait_random(0, self._first_wait_s)
-        return waits(state)
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -163,19 +134,32 @@ class _NoRedirect(HTTPRedirectHandler):
         """Nowhere: the answer itself is the fault that is told."""
 
 
-def addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The receivers that the environment names, each once. Raises `UserError`, which quotes none of them."""
-    found = tuple(dict.fromkeys(environ.get(ADDRESSES, "").split()))
-    for number, address in enumerate(found, 1):
-        try:
-            host_of(address)
-        except ValueError as error:
-            which = f"address {number} of {len(found)}" if len(found) > 1 else "the address"
-            raise UserError(
-                f"{ADDRESSES}: {which} {error}, expected https://HOST/PATH",
-                hint="Several are separated by spaces. The address is not shown here, as it may be a secret.",
-            ) from None
-    return found
+def notice_of(event: Event) -> dict[str, Any]:
+    """What is sent for an event. ``id`` is the notice's own: the same when it is sent again."""
+    fields = asdict(event)
+    del fields["stage"]  # of events that are not told
+    head = {"schema": SCHEMA, "id": secrets.token_hex(16), "event": fields.pop("kind"), "host": socket.gethostname()}
+    return head | {"quantmint": __version__} | fields
+
+
+def signature_of(body: bytes, secret: bytes) -> str:
+    """``sha256=`` and the HMAC-SHA256 of the body in hex (RFC 2104), as GitHub writes it."""
+    return "sha256=" + hmac.new(secret, body, hashlib.sha256).hexdigest()
+
+
+def address_in(environ: Mapping[str, str]) -> str | None:
+    """The receiver that the environment names, if any. Raises `UserError`, which does not quote it."""
+    address = environ.get(ADDRESS, "").strip()
+    if not address:
+        return None
+    try:
+        host_of(address)
+    except ValueError as error:
+        raise UserError(
+            f"{ADDRESS}: the address {error}, expected one https://HOST/PATH",
+            hint="The address is not shown here, as it may be a secret.",
+        ) from None
+    return address
 
 
 def host_of(address: str) -> str:
@@ -189,7 +173,7 @@ def host_of(address: str) -> str:
         raise ValueError("is not one of http or https")
     if parts.username is not None:
         raise ValueError("has a user name in it, which is not sent")
-    if not (address.isascii() and address.isprintable()):
+    if not (address.isascii() and address.isprintable()) or " " in address:
         raise ValueError("has characters that must be escaped")
     return parts.hostname if port is None else f"{parts.hostname}:{port}"
 
@@ -204,8 +188,6 @@ def _told(error: Exception, timeout_s: float) -> str:
     """What a receiver did, in words of our own: an exception's may quote the address."""
     if isinstance(error, HTTPError):
         error.close()
-        if 300 <= error.code < 400:
-            return f"answered {error.code}: it leads to another address, to which nothing is sent"
         return f"answered {error.code}"
     reason = error.reason if isinstance(error, URLError) else error
     if isinstance(reason, TimeoutError):

@@ -11,25 +11,26 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from datetime import timedelta
-from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 from pipeline.errors import UserError
-from pipeline.recipe.schema import Recipe
-from pipeline.schedule.cron import next_times, parsed
-from pipeline.schedule.exported import PREFIX, Export, comment, refusal, refuse_clock_changes, refuse_missed
-from pipeline.schedule.expression import DAYS, WEEK, InexpressibleError, classic
+from pipeline.schedule.export import (
+    PREFIX,
+    UTC_NAMES,
+    Export,
+    classic_or_refuse,
+    needed_secrets,
+    refuse_missed,
+    signs_keyless,
+)
 from pipeline.schedule.recipes import Scheduled
 from pipeline.serving.render.comments import dump
 
-CHECKOUT = "actions/checkout@de0fac2e4500dabe0009e67214ff5f5447ce83dd"
-_CHECKOUT_VERSION = "v6.0.2"
-_LONGEST_MINUTES = 5 * 24 * 60
+CHECKOUT: Final = "actions/checkout@de0fac2e4500dabe0009e67214ff5f5447ce83dd"
+_CHECKOUT_VERSION: Final = "v6.0.2"
+_LONGEST_MINUTES: Final = 5 * 24 * 60
 """What GitHub allows a job on a runner of one's own; a job that says nothing ends after six hours."""
-_CLOSEST = timedelta(minutes=5)
-_UTC = ("UTC", "Etc/UTC")
-_SECRET = re.compile(r"(?!GITHUB_)[A-Za-z_][A-Za-z0-9_]*")
+_SECRET: Final = re.compile(r"(?!GITHUB_)[A-Za-z_][A-Za-z0-9_]*")
 
 
 def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets: Sequence[str] = ()) -> dict[str, str]:
@@ -46,8 +47,11 @@ def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets:
     command = shlex.join(export.command(item))
     if any("${{" in text for text in (command, export.directory or "", *export.variables.values())):
         raise UserError("found ${{ in what would run, which GitHub would replace", hint="Rename what holds it.")
-    times, file = _times(item, export), f"{PREFIX}{item.name}.yml"
-    wanted = tuple(dict.fromkeys((*needed(item.recipe), *secrets)))
+    refuse_missed(item, "GitHub, when it is busy or no runner is there,")
+    time = {"cron": classic_or_refuse(item, "GitHub", either_day=True)}
+    if item.zone not in UTC_NAMES:
+        time["timezone"] = item.zone
+    wanted = dict.fromkeys((*needed_secrets(item.recipe), *secrets))
     environment = {**export.variables, **{name: f"${{{{ secrets.{name} }}}}" for name in wanted}}
     step: dict[str, Any] = {"name": f"Make {item.name} again if it is due"}
     if export.directory is not None:
@@ -58,8 +62,8 @@ def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets:
     checkout = {"uses": CHECKOUT, "with": {"persist-credentials": False, "clean": False}}
     document = {
         "name": f"quantmint: {item.name}",
-        "on": {"schedule": times, "workflow_dispatch": {}},
-        "permissions": {"contents": "read", **({"id-token": "write"} if _keyless(item.recipe) else {})},
+        "on": {"schedule": [time], "workflow_dispatch": {}},
+        "permissions": {"contents": "read", **({"id-token": "write"} if signs_keyless(item.recipe) else {})},
         "concurrency": {"group": f"{PREFIX}{item.name}", "cancel-in-progress": False},
         "jobs": {
             "requantize": {
@@ -69,36 +73,6 @@ def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets:
             }
         },
     }
-    head = (
-        *export.header(item, file),
-        "GitHub begins late when it is busy, and only what is on the default branch",
-    )
-    text = dump(document).replace(CHECKOUT, f"{CHECKOUT}  # {_CHECKOUT_VERSION}")
-    return {file: comment(*head) + text}
-
-
-def needed(recipe: Recipe) -> tuple[str, ...]:
-    """The secrets that a recipe's run needs, by the names of their variables."""
-    hub = recipe.source.repo is not None or recipe.publish.hub is not None
-    signs = recipe.publish.sign is not None and recipe.publish.sign.key is not None
-    return (*(["HF_TOKEN"] if hub else []), *(["QUANTMINT_SIGNING_PASSPHRASE"] if signs else []))
-
-
-def _keyless(recipe: Recipe) -> bool:
-    return recipe.publish.sign is not None and recipe.publish.sign.keyless
-
-
-def _times(item: Scheduled, export: Export) -> list[dict[str, str]]:
-    refuse_missed(item, export, "GitHub drops times when it is busy, and when no runner is there within a day")
-    refuse_clock_changes(item, export, "GitHub")
-    sim = parsed(item.expression)
-    if sim.day_and and sim.days != DAYS and not WEEK.issubset(sim.weekdays):
-        raise refusal(item, "GitHub does not say whether both days must hold", "Give one of the two.")
-    soon = next_times(item.expression, "UTC", export.now, 60)
-    if any(later - former < _CLOSEST for former, later in pairwise(soon)):
-        raise refusal(item, "GitHub runs nothing more often than every five minutes", "Choose fewer times.")
-    try:
-        time = {"cron": classic(item.expression)}
-    except InexpressibleError as error:
-        raise refusal(item, f"GitHub cannot say {error}", "Use --systemd, or `quantmint schedule run`.") from None
-    return [time if item.zone in _UTC else {**time, "timezone": item.zone}]
+    file = f"{PREFIX}{item.name}.yml"
+    head = export.header(file, item.words, "GitHub begins late when it is busy, and only what is on the default branch")
+    return {file: head + dump(document).replace(CHECKOUT, f"{CHECKOUT}  # {_CHECKOUT_VERSION}")}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Final
 
 from pipeline.errors import UserError
 from pipeline.recipe.load import find, load_recipe, recipe_names
 from pipeline.recipe.schema import Recipe
 from pipeline.schedule.cron import next_times, words
 
-_EXAMPLE = "refresh: {schedule: 0 3 * * 6, timezone: Europe/Berlin}"
+EXAMPLE: Final = "refresh: {schedule: 0 3 * * 6, timezone: Europe/Berlin}"
+LATE: Final = timedelta(minutes=5)
+"""A time that is seen later than this was missed: the machine slept, or no scheduler ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,11 @@ class Scheduled:
         return self.recipe.refresh.timezone
 
     @property
+    def skips_missed(self) -> bool:
+        """Whether a time at which nothing could run is left out."""
+        return self.recipe.refresh.missed == "skip"
+
+    @property
     def words(self) -> str:
         """The schedule for people."""
         return words(self.expression, self.zone)
@@ -51,15 +59,22 @@ def scheduled(given: Sequence[str] = ()) -> tuple[Scheduled, ...]:
     """
     found = []
     for name in given or here():
-        recipe = load_recipe(name).recipe
-        if recipe.refresh.schedule is not None:
-            found.append(Scheduled(name, recipe, recipe.refresh.schedule))
+        item = load_scheduled(name)
+        if item is not None:
+            found.append(item)
         elif given:
-            raise UserError(f"{recipe.name} has no schedule", hint=f"Give the recipe one: {_EXAMPLE}")
+            raise UserError(f"{name} has no schedule", hint=f"Give the recipe one: {EXAMPLE}")
     names = [item.name for item in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"found {', '.join(twice)} twice, expected each recipe once")
     return tuple(found)
+
+
+def load_scheduled(given: str) -> Scheduled | None:
+    """A recipe with its schedule; None where it has none."""
+    recipe = load_recipe(given).recipe
+    schedule = recipe.refresh.schedule
+    return None if schedule is None else Scheduled(given, recipe, schedule)
 
 
 def here() -> tuple[str, ...]:

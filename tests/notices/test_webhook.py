@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -14,7 +13,7 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.fleet.events import Event
 from pipeline.notices.outlets import outlets
-from pipeline.notices.webhook import ATTEMPTS, Webhook, addresses
+from pipeline.notices.webhook import ATTEMPTS, Webhook, address_in
 from tests.notices.receiver import Receiver
 
 Make = Callable[..., Event]
@@ -55,7 +54,7 @@ def test_without_a_secret_there_is_no_signature(receiver: Receiver, event: Make)
     assert "X-Quantmint-Signature" not in receiver.deliveries[0].headers
 
 
-@pytest.mark.parametrize("answer", [(500, {}), (503, {}), (429, {"Retry-After": "0"}), None])
+@pytest.mark.parametrize("answer", [(503, {}), (429, {}), None])
 def test_a_fault_that_passes_is_waited_out(
     receiver: Receiver, event: Make, answer: tuple[int, dict[str, str]] | None
 ) -> None:
@@ -68,18 +67,7 @@ def test_a_fault_that_passes_is_waited_out(
     assert told == []
 
 
-def test_what_the_receiver_asks_for_is_waited(receiver: Receiver, event: Make) -> None:
-    receiver.answers.append((429, {"Retry-After": "3600"}))
-    told: list[str] = []
-    sent = hook(receiver, told)
-    sent.send(event())
-    receiver.wait_for(1)
-    sent.close(0.2)  # an hour is cut to a minute, and the end does not wait for that
-    assert len(receiver.deliveries) == 1
-    assert told == [f"the webhook at 127.0.0.1:{receiver.port} is too slow: 1 notice(s) did not reach it"]
-
-
-@pytest.mark.parametrize("status", [301, 302, 307, 308, 401, 404, 410])
+@pytest.mark.parametrize("status", [301, 307, 404])
 def test_what_does_not_pass_is_told_at_once_by_the_host_alone(receiver: Receiver, event: Make, status: int) -> None:
     receiver.answers.extend([(status, {"Location": f"http://127.0.0.1:{receiver.port}/elsewhere"})] * 2)
     told: list[str] = []
@@ -94,17 +82,6 @@ def test_what_does_not_pass_is_told_at_once_by_the_host_alone(receiver: Receiver
     assert "s3cr3t" not in line
 
 
-def test_a_receiver_that_stays_away_is_told_once(receiver: Receiver, event: Make) -> None:
-    receiver.answers.extend([(500, {})] * ATTEMPTS * 2)
-    told: list[str] = []
-    with closing(hook(receiver, told, first_wait_s=0.001)) as sent:
-        sent.send(event())
-        sent.send(event())
-        receiver.wait_for(2 * ATTEMPTS)
-    assert len(told) == 1
-    assert "answered 500" in told[0]
-
-
 def test_nobody_there(event: Make) -> None:
     told: list[str] = []
     with closing(Webhook("http://127.0.0.1:1/s3cr3t", secret=SECRET, warn=told.append, first_wait_s=0.001)) as sent:
@@ -114,59 +91,52 @@ def test_nobody_there(event: Make) -> None:
     assert "s3cr3t" not in line
 
 
-def test_a_receiver_that_hangs_costs_neither_memory_nor_time(receiver: Receiver, event: Make) -> None:
-    receiver.answers.append(None)
-    told: list[str] = []
-    threads = threading.active_count()
-    sent = hook(receiver, told, queued=8)
-    begun = time.monotonic()
-    sent.send(event(recipe="first"))
-    receiver.wait_for(1)
-    for number in range(1000):
-        sent.send(event(recipe=f"r{number}"))
-    assert len(sent._waiting) == 8
-    assert threading.active_count() <= threads + 2  # the webhook's, and the server's for its connection
-    sent.close(0.1)
-    assert time.monotonic() - begun < 10  # the receiver would hang for longer
-    assert told == [f"the webhook at 127.0.0.1:{receiver.port} is too slow: 1001 notice(s) did not reach it"]
-
-
-def test_the_newest_notices_are_those_that_are_kept(receiver: Receiver, event: Make) -> None:
-    receiver.answers.append(None)
-    sent = hook(receiver, [], queued=2)
-    sent.send(event(recipe="first"))
-    receiver.wait_for(1)
-    for number in range(10):
-        sent.send(event(recipe=f"r{number}"))
-    receiver.release.set()
-    sent.close()
-    assert [one.json["recipe"] for one in receiver.deliveries if one.json["recipe"] != "first"] == ["r8", "r9"]
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ("ftp://h/s3cr3t", "the address is not one of http or https"),
-        ("s3cr3t", "the address is not one of http or https"),
         ("https:///s3cr3t", "the address is not one of http or https"),
         ("https://h:99999/s3cr3t", "the address is no URL"),
         ("https://[::1/s3cr3t", "the address is no URL"),
         ("https://a@h/s3cr3t", "the address has a user name in it"),
         ("https://h/s3cr3t\x00", "the address has characters that must be escaped"),
-        ("https://h/ok https://h/ü-s3cr3t", "address 2 of 2 has characters that must be escaped"),
+        ("https://h/ok https://h/s3cr3t", "the address has characters that must be escaped"),
     ],
 )
 def test_an_address_that_is_none_is_refused_without_being_shown(given: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
-        addresses({"QUANTMINT_WEBHOOK": given})
+        address_in({"QUANTMINT_WEBHOOK": given})
     assert said in str(caught.value)
     assert "s3cr3t" not in str(caught.value)
 
 
-def test_several_addresses_each_get_what_somebody_acts_on(receiver: Receiver, event: Make, tmp_path: Path) -> None:
+def test_a_receiver_that_stays_away_is_told_once(receiver: Receiver, event: Make) -> None:
+    receiver.answers.extend([(500, {})] * ATTEMPTS * 2)
     told: list[str] = []
-    other = receiver.address + "-2"
-    environ = {"QUANTMINT_WEBHOOK": f"{receiver.address} {other}\n{other}", "QUANTMINT_WEBHOOK_SECRET": "s3cr3t"}
+    with closing(hook(receiver, told, first_wait_s=0.001)) as sent:
+        sent.send(event())
+        sent.send(event())
+        receiver.wait_for(2 * ATTEMPTS)
+    (line,) = told
+    assert "answered 500" in line
+
+
+def test_a_receiver_that_hangs_holds_up_neither_a_round_nor_its_end(receiver: Receiver, event: Make) -> None:
+    receiver.answers.append(None)
+    told: list[str] = []
+    sent = hook(receiver, told)
+    begun = time.monotonic()
+    sent.send(event(recipe="first"))
+    receiver.wait_for(1)
+    sent.send(event(recipe="second"))
+    sent.close(0.1)
+    assert time.monotonic() - begun < 5  # the receiver would hang for longer
+    assert told == [f"the webhook at 127.0.0.1:{receiver.port} is too slow: what waited did not reach it"]
+
+
+def test_the_environments_address_gets_what_somebody_acts_on(receiver: Receiver, event: Make, tmp_path: Path) -> None:
+    told: list[str] = []
+    environ = {"QUANTMINT_WEBHOOK": receiver.address, "QUANTMINT_WEBHOOK_SECRET": "s3cr3t"}
     with outlets(tmp_path, warn=told.append, environ=environ) as out:
         for kind, fields in (
             ("queued", {}),
@@ -177,7 +147,7 @@ def test_several_addresses_each_get_what_somebody_acts_on(receiver: Receiver, ev
             ("finished", {"state": "failed"}),
         ):
             out.hear(event(kind, **fields))
-    for path in ("/hook/s3cr3t-path", "/hook/s3cr3t-path-2"):
-        got = [(one.json["event"], one.json["state"]) for one in receiver.deliveries if one.path == path]
-        assert got == [("queued", None), ("started", None), ("finished", "failed")]
+    got = [(one.json["event"], one.json["state"]) for one in receiver.deliveries]
+    assert got == [("queued", None), ("started", None), ("finished", "failed")]
+    assert all("X-Quantmint-Signature" in one.headers for one in receiver.deliveries)
     assert told == []

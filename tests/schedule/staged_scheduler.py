@@ -1,35 +1,39 @@
-"""A resident scheduler in a process of its own, to be killed: ``staged_scheduler.py FOLDER [--once] RECIPE...``.
+"""A resident scheduler in a process of its own, to be killed: ``staged_scheduler.py FOLDER RECIPE...``.
 
 It runs in FOLDER with real files of recipes, queue, locks and children; what is due and what a child does is staged.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
+from pipeline.commands.schedule import Log
+from pipeline.fleet.events import Event
 from pipeline.notices.outlets import outlets
-from pipeline.schedule.journal import Journal
-from pipeline.schedule.service import Service
+from pipeline.schedule.resident import Resident
 from tests.fleet.staged import Stage
 
 
-def main(folder: Path, recipes: list[str], *, once: bool) -> int:
+def main(folder: Path, recipes: list[str]) -> int:
     os.chdir(folder)
     stage = Stage(folder)
     for name in recipes:
         stage.recipe(name, *stage.plan(name))
+    log = Log(as_json=True)
+    with outlets(stage.store, warn=log.warn, metrics_file=folder / "quantmint.prom") as told:
 
-    def write(line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        def hear(event: Event) -> None:
+            told.hear(event)
+            log.hear(event)
 
-    journal = Journal(write, as_json=True)
-    with outlets(stage.store, warn=journal.warn, metrics_port=0) as told:
-        journal.tell("metrics", "", port=told.metrics_port)
-        return Service(stage.options(), (), journal, told, look=stage.look).run(once=once)
+        def planned(fires: object) -> None:
+            (folder / "planned.json").write_text(json.dumps({name: str(at) for name, at in dict(fires).items()}))  # type: ignore[call-overload]
+
+        return Resident(stage.options(), (), tell=log.tell, hear=hear, planned=planned, look=stage.look).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), [name for name in sys.argv[2:] if name != "--once"], once="--once" in sys.argv))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

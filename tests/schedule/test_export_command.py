@@ -10,26 +10,25 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.fleet.requests import Options
 from tests.schedule.conftest import Written
 from tests.submit.cases import TEMPLATE
 
 _IMAGE = "quantmint@sha256:" + "0a" * 32
 _FORMS = {
     "--systemd": ["quantmint-mine.service", "quantmint-mine.timer", "quantmint-two.service", "quantmint-two.timer"],
-    "--cron --accept missed --machine-timezone UTC": ["quantmint.crontab"],
+    "--cron --machine-timezone UTC": ["quantmint.crontab"],
     f"--kubernetes --image {_IMAGE} --pvc work --cpus 16 --pod-template {TEMPLATE}": [
         "quantmint-mine.yaml",
         "quantmint-two.yaml",
     ],
-    "--github-actions --runner self-hosted --accept missed": ["quantmint-mine.yml", "quantmint-two.yml"],
+    "--github-actions --runner self-hosted": ["quantmint-mine.yml", "quantmint-two.yml"],
 }
 
 
 @pytest.mark.parametrize("form", _FORMS)
 def test_files_are_what_is_printed(form: str, written: Written, schedule: Callable[..., Any], tmp_path: Path) -> None:
-    written("0 3 * * 6")
-    written("0 4 * * 6", name="two")
+    written("0 3 * * 6", missed="skip")
+    written("0 4 * * 6", name="two", missed="skip")
     done = schedule("export", *shlex.split(form), "--output", tmp_path / "out")
     assert done.code == 0, done.err
     assert [Path(line).name for line in done.out.splitlines()] == _FORMS[form]
@@ -39,10 +38,7 @@ def test_files_are_what_is_printed(form: str, written: Written, schedule: Callab
     for name, text in texts.items():
         assert text in printed
         assert text.startswith(f"# {name}: ")
-        # The line that makes the file again does so.
-        (line,) = [line for line in text.splitlines() if line.startswith("# made by `quantmint schedule ")]
-        again = shlex.split(line.split("`")[1])[2:]
-        assert text in schedule(*again).out
+        assert f": made by `quantmint schedule export {form.split()[0]}`" in text
 
 
 def test_the_recipe_is_named_as_it_is_found_there(
@@ -66,7 +62,7 @@ def test_the_recipe_is_named_as_it_is_found_there(
 def test_no_secret_goes_into_a_file(written: Written, schedule: Callable[..., Any]) -> None:
     written("0 3 * * 6", publish={"hub": {"repo": "org/name"}, "folder": None, "licence": {"id": "apache-2.0"}})
     for form, way in (("--systemd", "--environment-file"), ("--github-actions", "--secret")):
-        done = schedule("export", form, "--env", "HF_TOKEN=hf_private", "--runner=x" if "git" in form else "--system")
+        done = schedule("export", form, "--env", "HF_TOKEN=hf_private", "--runner=x" if "git" in form else "--run-as=q")
         assert (done.code, done.out) == (2, "")
         assert way in done.err
         assert "hf_private" not in done.err
@@ -94,7 +90,7 @@ def test_no_secret_goes_into_a_file(written: Written, schedule: Callable[..., An
         ("--systemd unknown", "unknown"),
         ("--systemd mine mine", "found mine twice"),
         ("--systemd tiny-ptpc-fp8kv", "tiny-ptpc-fp8kv has no schedule"),
-        ("--cron --machine-timezone UTC", "--accept missed"),
+        ("--cron --machine-timezone UTC", "Say `missed: skip` in the recipe"),
     ],
 )
 def test_what_is_wrong_is_said(written: Written, schedule: Callable[..., Any], line: str, said: str) -> None:
@@ -113,26 +109,3 @@ def test_without_schedules_there_is_nothing_to_export(
     assert done.code == 2
     assert "no recipe of ./recipes has a schedule" in done.err
     assert "no recipe" in schedule("list").out
-
-
-def test_what_runs_on_a_cluster(
-    written: Written, schedule: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`schedule run --on`: the resident fleet submits what is due, as `requantize --on` does."""
-    written("0 3 * * 6")
-    asked = []
-
-    class Service:
-        def __init__(self, options: Options, *_: object) -> None:
-            asked.append((options.on, options.devices, options.jobs))
-
-        def run(self, *, once: bool) -> int:
-            return 0
-
-    monkeypatch.setattr("pipeline.schedule.service.Service", Service)
-    store = ("--store", tmp_path / "store")
-    assert schedule("run", *store, "--on", "http://head:8265", "--jobs", "2").code == 0
-    assert schedule("run", *store).code == 0
-    assert asked == [("http://head:8265", None, 2), (None, None, None)]
-    for words in (["--on", "head:8265"], ["--on", "ray://head"], ["--on", "ray", "--devices", "0"]):
-        assert schedule("run", *store, *words).code == 2

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,12 @@ import pytest
 
 from pipeline.cli import cli
 from pipeline.errors import UserError
-from pipeline.schedule.fires import Fires, read_fires, write_fires
+from pipeline.fleet.requests import Options
 from tests.fleet.staged import Stage, alive
 from tests.processes import processes_naming
+from tests.schedule.conftest import Written
 
 ROOT = Path(__file__).parents[2]
-YEARLY = 'refresh: {{schedule: "0 0 1 {month} *", missed: {missed}}}'
 
 
 @dataclass
@@ -49,10 +46,9 @@ class Scheduler:
 
 
 @contextmanager
-def scheduler(stage: Stage, *arguments: str, **environ: str) -> Iterator[Scheduler]:
-    argv = [sys.executable, "-m", "tests.schedule.staged_scheduler", str(stage.folder), *arguments]
-    environment = {**os.environ, **environ}
-    with subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+def scheduler(stage: Stage, *recipes: str) -> Iterator[Scheduler]:
+    argv = [sys.executable, "-m", "tests.schedule.staged_scheduler", str(stage.folder), *recipes]
+    with subprocess.Popen(argv, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Scheduler(process)
         finally:
@@ -65,16 +61,12 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     assert processes_naming(str(tmp_path)) == ()
 
 
-def recipe(stage: Stage, name: str, *plan: str, missed: str = "run") -> None:
-    """A recipe whose time passed a day ago, when no scheduler ran."""
-    now = datetime.now(UTC)
+def recipe(stage: Stage, name: str, *plan: str) -> None:
+    """A recipe that is due, with a schedule that does not come during a test."""
     stage.recipe(name, *plan)
     path = stage.folder / "recipes" / f"{name}.yaml"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(
-        f"name: {name}\nextends: tiny-ptpc-fp8kv\n{YEARLY.format(month=now.month, missed=missed)}\n", encoding="utf-8"
-    )
-    write_fires(stage.store, Fires(name, since=now - timedelta(days=400)))
+    path.write_text(f"name: {name}\nextends: tiny-ptpc-fp8kv\nrefresh: {{schedule: 0 0 29 2 *}}\n", encoding="utf-8")
 
 
 def pids(stage: Stage, name: str) -> list[int]:
@@ -84,7 +76,7 @@ def pids(stage: Stage, name: str) -> list[int]:
 def test_of_two_one_works_and_when_it_is_killed_the_other_takes_over(stage: Stage) -> None:
     recipe(stage, "a", "hang", "pass")
     with scheduler(stage, "a") as first:
-        first.hears("missed", recipe="a", run=True)
+        first.hears("fired", recipe="a")
         first.hears("stage", recipe="a")
         with scheduler(stage, "a") as second:
             second.hears("waiting", recipe="a")
@@ -96,46 +88,26 @@ def test_of_two_one_works_and_when_it_is_killed_the_other_takes_over(stage: Stag
             assert not any(alive(pid) for pid in pids(stage, "a"))
             assert second.ends(signal.SIGINT) == 130
     assert stage.locks() == []
-    fires = read_fires(stage.store, "a")
-    assert fires is not None
-    assert not fires.unsettled
 
 
 def test_what_a_signal_cut_short_goes_on_and_those_who_watch_are_told(stage: Stage) -> None:
-    recipe(stage, "a", "hang", "pass", missed="skip")
-    write_fires(
-        stage.store, Fires("a", since=datetime.now(UTC) - timedelta(days=1), fired=datetime.now(UTC), settled=None)
-    )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        systemd.bind(str(stage.folder / "notify"))
-        systemd.settimeout(30)
-        with scheduler(stage, "a", NOTIFY_SOCKET=str(stage.folder / "notify")) as first:
-            port = first.hears("metrics")["port"]
-            first.hears("resumed", recipe="a")
-            first.hears("stage", recipe="a")
-            said = {systemd.recv(1000).decode() for _ in range(2)}
-            assert "READY=1" in said
-            assert [word for word in said if word.startswith("STATUS=next: a at ")]
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-                shown = answer.read().decode()
-            assert "quantmint_running 1.0\n" in shown
-            assert 'quantmint_next_fire_timestamp_seconds{recipe="a"}' in shown
-            other = (stage.folder / "recipes/a.yaml").read_text().replace("name: a", "name: b")
-            (stage.folder / "recipes/b.yaml").write_text(other, encoding="utf-8")
-            first.process.send_signal(signal.SIGHUP)
-            first.hears("next", recipes=["a", "b"])
-            assert first.ends(signal.SIGTERM) == 0
-            while systemd.recv(1000) != b"STOPPING=1":
-                pass
+    recipe(stage, "a", "hang", "pass")
+    with scheduler(stage, "a") as first:
+        first.hears("stage", recipe="a")
+        shown = (stage.folder / "quantmint.prom").read_text()
+        assert "quantmint_running 1.0\n" in shown
+        assert list(json.loads((stage.folder / "planned.json").read_text())) == ["a"]
+        other = (stage.folder / "recipes/a.yaml").read_text().replace("name: a", "name: b")
+        (stage.folder / "recipes/b.yaml").write_text(other, encoding="utf-8")
+        first.process.send_signal(signal.SIGHUP)
+        first.hears("next", recipes=["a", "b"])
+        assert first.ends(signal.SIGTERM) == 0
+    (stage.folder / "recipes/b.yaml").unlink()
     assert not any(alive(pid) for pid in pids(stage, "a"))
     assert stage.locks() == []
-    with scheduler(stage, "--once", "a") as second:
-        second.hears("resumed", recipe="a")
+    with scheduler(stage, "a") as second:
         assert second.hears("finished", recipe="a")["verdict"] == "PASS"
-        assert second.process.wait(30) == 0
-    fires = read_fires(stage.store, "a")
-    assert fires is not None
-    assert not fires.unsettled
+        assert second.ends(signal.SIGTERM) == 0
 
 
 def test_the_command_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -155,6 +127,26 @@ def test_the_command_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError) as refused:
         run()
     assert "s3cr3t" not in str(refused.value)
-    monkeypatch.delenv("QUANTMINT_WEBHOOK")
-    assert run("--once-missed", "--metrics-file", "quantmint.prom") == 0
-    assert "quantmint_queue_length 0.0" in (tmp_path / "quantmint.prom").read_text()
+
+
+def test_what_runs_on_a_cluster(
+    written: Written, schedule: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`schedule run --on`: the resident fleet submits what is due, as `requantize --on` does."""
+    written("0 3 * * 6")
+    asked = []
+
+    class Resident:
+        def __init__(self, options: Options, *_: object, **__: object) -> None:
+            asked.append((options.on, options.devices, options.jobs))
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr("pipeline.schedule.resident.Resident", Resident)
+    store = ("--store", tmp_path / "store")
+    assert schedule("run", *store, "--on", "http://head:8265", "--jobs", "2").code == 0
+    assert schedule("run", *store).code == 0
+    assert asked == [("http://head:8265", None, 2), (None, None, None)]
+    for words in (["--on", "head:8265"], ["--on", "ray://head"], ["--on", "ray", "--devices", "0"]):
+        assert schedule("run", *store, *words).code == 2

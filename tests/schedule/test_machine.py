@@ -1,35 +1,43 @@
-"""systemd's own reading of the timers and services: its times, its checks, its words of a command."""
+"""Timers and services by systemd's own reading; crontabs by Debian's own check and what the shell makes of them."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
-from collections import defaultdict
+import sys
 from collections.abc import Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.schedule.cron import doubled, follows_clock, next_times, skipped
-from pipeline.schedule.exported import Export
-from pipeline.schedule.expression import InexpressibleError
-from pipeline.schedule.recipes import Scheduled
-from pipeline.schedule.systemd import on_calendar, units
+from pipeline.schedule.cron import next_times
+from pipeline.schedule.export import Export
+from pipeline.schedule.machine import crontab, on_calendar, units, zone_of_machine
 from tests.schedule.conftest import Written
-from tests.schedule.expressions import expressions
 
 ANALYZE = shutil.which("systemd-analyze")
 MANAGER = Path("/lib/systemd/systemd")
+CRONTAB = shutil.which("crontab")
 needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze here")
 NOW = datetime(2026, 11, 21, 17, 38, 21, tzinfo=UTC)
 BERLIN = "Europe/Berlin"
 _COUNT = 6
-# As systemd's own steps, it gives up on these in a zone with summer time.
-STEPS = ("4-6/10 12 5 */5 0-6/2", "31 */7 * * 6", "30,34,37 */9 * * *", "13,14,54 */10 * * *")
+_ENTRY = re.compile(r"(?m)^((?:\S+ ){5})(.*)$")
+EXPRESSIONS = (
+    "0 3 * * 6", "0 3 1 * 6", "*/15 9-17 * * 1-5", "0 0 31 * *", "5/20 */6 * * *", "0 12 * * 5-7",
+    "0 12 */2 * 1", "0 12 1-31 * 1", "59 23 31 12 sun", "0 4 1,15 JAN-MAR,oct mon,wed-fri", "0 12 1-7 * *",
+    "4-6/10 12 5 */5 0-6/2", "31 */7 * * 6", "30,34,37 */9 * * *", "13,14,54 */10 * * *", "* * * * *", "7 4 * 2 *",
+)  # fmt: skip
+
+
+def export(program: tuple[str, ...] = ("/bin/true",), **more: Any) -> Export:
+    return Export(program=program, made_by="quantmint schedule export --systemd", **more)
 
 
 def elapses(lines: Iterable[str], after: datetime) -> dict[str, list[datetime]]:
@@ -53,72 +61,15 @@ def elapses(lines: Iterable[str], after: datetime) -> dict[str, list[datetime]]:
     }
 
 
-def union(lines: Iterable[str], known: dict[str, list[datetime]]) -> list[datetime]:
-    return sorted({time for line in lines for time in known[line]})[:_COUNT]
-
-
 @needs_systemd
-@pytest.mark.parametrize(
-    ("zone", "after"),
-    [
-        ("UTC", NOW),
-        ("Asia/Kolkata", NOW),
-        (BERLIN, NOW),
-        (BERLIN, datetime(2027, 3, 27, 12, tzinfo=UTC)),
-        (BERLIN, datetime(2027, 10, 30, 12, tzinfo=UTC)),
-    ],
-)
-def test_timers_elapse_when_cron_would_run(zone: str, after: datetime) -> None:
-    translated, refused = {}, []
-    for expression in (*expressions(60), *STEPS):
-        floating = follows_clock(expression)
-        if (doubled if floating else skipped)(expression, zone, after - timedelta(days=1)):
-            continue  # refused by `export`, and held against below
-        try:
-            translated[expression] = on_calendar(expression, zone)
-        except InexpressibleError:
-            refused.append(expression)
-    assert len(translated) > 40
-    assert not refused
-    known = elapses((line for lines in translated.values() for line in lines), after)
-    for expression, lines in translated.items():
-        ours = [time.astimezone(UTC) for time in next_times(expression, zone, after, _COUNT)]
-        assert union(lines, known) == ours, (expression, lines)
-
-
-@needs_systemd
-def test_what_is_refused_is_different() -> None:
-    """Were systemd to do what cron does, the refusals would have no reason any more."""
-    skips, once, fixed = "30 2 * * *", "30 * * * *", "30 2 * * 0"
-    spring, autumn = datetime(2027, 3, 27, 23, tzinfo=UTC), datetime(2027, 10, 30, 23, 45, tzinfo=UTC)
-    seen: dict[str, list[str]] = defaultdict(list)
-    for expression, after in ((skips, spring), (once, autumn), (fixed, autumn), (once, spring)):
-        lines = on_calendar(expression, BERLIN)
-        theirs = union(lines, elapses(lines, after))[:2]
-        ours = [time.astimezone(UTC) for time in next_times(expression, BERLIN, after, 2)]
-        seen[expression].append("same" if theirs == ours else f"{theirs[0]:%d %H:%M}, {theirs[1]:%d %H:%M}")
-    # A skipped time is left out; the second of a doubled hour is left out, though not for what names its hour.
-    assert seen == {skips: ["29 00:30, 30 00:30"], once: ["31 00:30, 31 02:30", "same"], fixed: ["same"]}
-
-
-def test_days_from_both_ends_at_once() -> None:
-    with pytest.raises(InexpressibleError, match="at once"):
-        on_calendar("0 0 */2 * 5L", "UTC")
-
-
-@pytest.mark.parametrize("expression", ["30 2 * * *", "30 * * * *"])
-def test_clock_changes_are_refused_unless_accepted(written: Written, expression: str) -> None:
-    item = written(expression, BERLIN)
-    with pytest.raises(UserError, match=r"clock change of 2027-.* in Europe/Berlin") as refused:
-        units(item, export())
-    assert "--accept clock-change" in str(refused.value)
-    assert "OnCalendar=" in units(item, export(accepted=frozenset({"clock-change"})))["quantmint-mine.timer"]
-    units(written(expression, "UTC"), export())
-    units(written("0 3 * * *", BERLIN), export())
-
-
-def export(program: tuple[str, ...] = ("/bin/true",), **more: object) -> Export:
-    return Export(program=program, made_by="quantmint schedule export --systemd", now=NOW, **more)  # type: ignore[arg-type]
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Kolkata", BERLIN])
+def test_timers_elapse_when_cron_would_run(zone: str) -> None:
+    lines = {expression: on_calendar(expression, zone) for expression in EXPRESSIONS}
+    known = elapses((line for some in lines.values() for line in some), NOW)
+    for expression, some in lines.items():
+        theirs = sorted({time for line in some for time in known[line]})[:_COUNT]
+        ours = [time.astimezone(UTC) for time in next_times(expression, zone, NOW, _COUNT)]
+        assert theirs == ours, (expression, some)
 
 
 def put(files: dict[str, str], folder: Path) -> list[str]:
@@ -140,7 +91,7 @@ def test_systemd_verifies_the_units(written: Written, tmp_path: Path, system: bo
     item = written("0 3 1 * 6", BERLIN)
     more = {"directory": f"{tmp_path}/a b 5%", "environment_file": f"{tmp_path}/to ken", "store": "/srv/it's $HOME"}
     made = export(variables={"QUANTMINT_VLLM": '/opt/"v" $x 5%'}, **more)
-    files = units(item, made, system=system, run_as="root" if system else None)
+    files = units(item, made, run_as="root" if system else None)
     paths = put(files, tmp_path)
     done = verified(paths, tmp_path, "--system" if system else "--user")
     told = [line for line in done.stderr.splitlines() if "quantmint-" in line]
@@ -218,8 +169,81 @@ def test_a_units_mission(written: Written) -> None:
     assert files == units(written("0 3 * * 6", BERLIN, missed="skip"), export(directory="/srv/models"))
 
 
-@pytest.mark.parametrize(("system", "run_as"), [(True, None), (False, "root"), (True, "no body"), (True, "a\nb")])
-def test_whose_process_it_is(written: Written, system: bool, run_as: str | None) -> None:
-    item: Scheduled = written("0 3 * * 6")
-    with pytest.raises(UserError, match="--run-as"):
-        units(item, export(), system=system, run_as=run_as)
+def entries(text: str) -> list[tuple[str, str]]:
+    body = "\n".join(line for line in text.splitlines() if not line.startswith(("#", "SHELL=")))
+    return [(times.strip(), command) for times, command in _ENTRY.findall(body)]
+
+
+def checked(text: str) -> subprocess.CompletedProcess[str]:
+    """`crontab -n`, which only reads."""
+    assert CRONTAB is not None
+    return subprocess.run([CRONTAB, "-n", "-"], input=text, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(CRONTAB is None, reason="no crontab here")
+def test_debians_crontab_takes_it(written: Written) -> None:
+    if (sound := checked("0 3 * * 6 /bin/true\n")).returncode:
+        pytest.skip(f"this crontab cannot check: {sound.stderr.strip()}")
+    items = [
+        written(expression, name=f"r{number}", missed="skip")
+        for number, expression in enumerate(("0 3 * * sat", "*/15 9-17 1,15 JAN-MAR mon-fri", "5/20 0 * * 7"))
+    ]
+    (text,) = crontab(items, export(directory="/srv/100%/a b"), machine_zone="UTC").values()
+    done = checked(text)
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr
+    assert checked(text.replace("0 3 * * 6", "0 3 * * 9")).returncode != 0, "it would have said so"
+
+
+def test_the_shell_gets_the_words_that_were_meant(written: Written, tmp_path: Path) -> None:
+    folder = tmp_path / "it's $HOME 5%"
+    folder.mkdir()
+    (folder / "tokens").write_text("HF_TOKEN='a b'\n", encoding="utf-8")
+    seen = tmp_path / "seen.json"
+    script = "import json, os, sys; json.dump([sys.argv[1:], os.getcwd(), dict(os.environ)], open(sys.argv[1], 'w'))"
+    made = export(
+        (sys.executable, "-c", script, str(seen), "$(exit 3)", "%n;", "a'b"),
+        directory=str(folder), environment_file=str(folder / "tokens"), variables={"A": "5% $B"}, store="/srv/it's",
+    )  # fmt: skip
+    (text,) = crontab([written("0 3 * * 6", missed="skip")], made, machine_zone="UTC").values()
+    ((_, command),) = entries(text)
+    assert re.search(r"(?<!\\)%", command) is None, "cron would cut it there"
+    # cron takes away the backslash of an escaped percent sign, and nothing else.
+    subprocess.run(["/bin/sh", "-c", command.replace("\\%", "%")], check=True, env={"PATH": os.environ["PATH"]})
+    argv, where, environment = json.loads(seen.read_text(encoding="utf-8"))
+    assert argv[1:] == ["$(exit 3)", "%n;", "a'b", "requantize", "mine", "--due", "--store", "/srv/it's", "--no-wait"]
+    assert where == str(folder)
+    assert (environment["A"], environment["HF_TOKEN"]) == ("5% $B", "a b")
+
+
+def test_what_cannot_be_said_is_refused(written: Written) -> None:
+    for zone, machine in ((BERLIN, "UTC"), ("UTC", BERLIN), ("Asia/Kolkata", "UTC")):
+        with pytest.raises(UserError, match=f"only knows this machine's time zone, {machine}"):
+            crontab([written("0 3 * * 6", zone, missed="skip")], export(), machine_zone=machine)
+    assert crontab([written("0 3 * * 6", "Etc/UTC", missed="skip")], export(), machine_zone="UTC")
+    with pytest.raises(UserError, match="missed: run cannot be kept"):
+        crontab([written("0 3 * * 6")], export(), machine_zone="UTC")
+    with pytest.raises(UserError, match="cron knows no L, LW or #"):
+        crontab([written("0 3 L * *", missed="skip")], export(), machine_zone="UTC")
+    with pytest.raises(UserError, match="systemd knows no L, LW or #"):
+        units(written("0 3 * * 5L"), export())
+    for user in ("no body", "a\nb"):
+        with pytest.raises(UserError, match="--run-as"):
+            units(written("0 3 * * 6"), export(), run_as=user)
+
+
+def test_the_machines_own_crontab(written: Written) -> None:
+    files = crontab([written("0 3 * * 6", missed="skip")], export(), machine_zone="UTC", run_as="quant")
+    assert list(files) == ["quantmint"], "cron.d leaves out names with a dot"
+    assert "\n0 3 * * 6 quant exec /bin/true requantize mine --due --no-wait\n" in files["quantmint"]
+
+
+def test_this_machine_has_a_zone() -> None:
+    try:
+        zone = zone_of_machine()
+    except UserError as error:
+        pytest.skip(str(error))
+    own = Path("/usr/share/zoneinfo") / zone
+    if not own.is_file():
+        pytest.skip("no zones here to compare with")
+    assert own.read_bytes() == Path("/etc/localtime").read_bytes()
