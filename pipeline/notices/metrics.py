@@ -52,7 +52,7 @@ _OF_STATE: Final[Mapping[str, tuple[str, Callable[[RecipeState], float | None]]]
 class Metrics(Collector):
     """The metrics of one process, in the file ``path``, which is whole at any time.
 
-    ``warn`` hears of a file that cannot be written, once for each outage, and of a state that is damaged. Raises
+    ``warn`` hears of a file that cannot be written, and of a state that is damaged, once each. Raises
     `UserError` for a name that the collector would pass over, and for a folder that cannot be written to.
     """
 
@@ -68,7 +68,7 @@ class Metrics(Collector):
         self._due: dict[str, bool] = {}
         self._damaged: dict[str, bool] = {}
         self._next: dict[str, float] = {}
-        self._told = ""
+        self._told: set[str] = set()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         try:
@@ -127,7 +127,7 @@ class Metrics(Collector):
     def _states(self) -> Mapping[str, RecipeState]:
         """Those of the recipes that there are."""
         try:
-            states = all_states(self._store, warn=self._warn)
+            states = all_states(self._store, warn=self._tell)
         except StoreError as error:  # away for now; what is known of the queue is shown all the same
             self._tell(str(error))
             return {}
@@ -140,8 +140,8 @@ class Metrics(Collector):
             self._tell(f"the metrics file {self._path} cannot be written: {error.strerror or error}")
 
     def _tell(self, text: str) -> None:
-        if text != self._told:
-            self._told = text
+        if text not in self._told:
+            self._told.add(text)
             self._warn(text)
 
 
