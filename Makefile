@@ -1,6 +1,7 @@
 # quantmint: `make` prints what there is. Environments are built on demand, once, in .venv and .venv-vllm.
 
-RECIPE  ?= tiny-ptpc-fp8kv
+# Of the embedded model: vLLM's CPU attention reads an FP8 KV cache with AVX-512 or AMX only.
+RECIPE  ?= $(if $(shell grep -Em1 'avx512f|amx_tile' /proc/cpuinfo 2>/dev/null),tiny-ptpc-fp8kv,tiny-ptpc)
 ARGS    ?=
 # Test files that run at a time: one more than cores, since they wait for a third of theirs; each takes a gigabyte or two.
 JOBS    ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))

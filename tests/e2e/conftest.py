@@ -14,7 +14,6 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.serving.environment import VllmEnvironment, find_vllm
-from pipeline.serving.hardware import local_cpu_flags, refusal
 from tests.e2e.project import RECIPE, Finished, Project
 from tests.processes import processes_naming
 
@@ -22,13 +21,9 @@ from tests.processes import processes_naming
 @pytest.fixture(scope="session")
 def vllm() -> Path:
     try:
-        found = find_vllm().executable
+        return find_vllm().executable
     except UserError as error:
         pytest.skip(f"no vLLM to serve with: {error.message}")
-    reason = refusal("cpu", "ptpc_fp8", "fp8", "compressed-tensors", cpu_flags=local_cpu_flags())
-    if reason is not None:
-        pytest.skip(reason)
-    return found
 
 
 @pytest.fixture(scope="session")

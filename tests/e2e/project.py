@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RECIPE = "tiny-ptpc-fp8kv"
+from tests.served.cases import PUBLISHED
+
+RECIPE = "tiny-ptpc-fp8kv" if PUBLISHED.kv_cache == "fp8" else "tiny-ptpc"
 
 
 @dataclass(frozen=True)
