@@ -42,9 +42,9 @@ plan: $(RUN_ENV)  ## what a run of RECIPE would do and cost
 report: $(RUN_ENV)  ## where the newest report of RECIPE is
 	@$(QUANTMINT) report $(RECIPE) $(ARGS)
 
-test:  ## all tests that this machine can run
+test:  ## the fast tests; SLOW=1: all that this machine can run
 	@$(BESIDE) $(TEST_ENV) serving browser BACKEND=cpu
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(SLOW),,-m 'not slow') $(ARGS)
 
 lint: $(TEST_ENV)  ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .
