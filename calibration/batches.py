@@ -12,9 +12,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from calibration.errors import CalibrationError
+from calibration.sets import CalibrationSet
+from calibration.texts import read_texts, rendered
 
 if TYPE_CHECKING:
     import torch
+
 
 WINDOW = 1024
 """Texts that are put in a seeded order together: what is read of a large dataset is at most one window too much."""
@@ -125,3 +128,26 @@ def samples_digest(samples: Iterable[torch.Tensor]) -> str:
         digest.update(len(sample).to_bytes(8, "little"))
         digest.update(sample.numpy().astype("<i8").tobytes())
     return digest.hexdigest()
+
+
+def read_samples(
+    chosen: CalibrationSet, tokenizer: Any, *, samples: int, sequence_length: int, packing: bool, seed: int
+) -> tuple[torch.Tensor, ...]:
+    """Read as much of a set as it takes, and make samples of it.
+
+    Returns:
+        As many int64 tensors of [n]: with ``packing`` n is ``sequence_length``, without it is at most that.
+
+    Raises:
+        CalibrationError: the set cannot be read, or holds too little.
+    """
+    make = token_blocks if packing else token_texts
+    made = make(
+        read_texts(chosen, tokenizer),
+        tokenizer,
+        samples=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        special_tokens=not rendered(chosen, tokenizer),
+    )
+    return tuple(made)

@@ -21,17 +21,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from calibration.activations import Activations
 from calibration.calls import layer_names
-from calibration.coverage import sentences
+from calibration.hooks import sentences
 from calibration.layers import Found, run_layers
 from calibration.measurement import Measurement, merged
 from calibration.names import experts_on_disk, sources
-from calibration.needs import activations_for, measuring, need_of
 from calibration.observe import ranges_of, require_sound
 from calibration.observers import Observation
 from calibration.ranges import Ranges
 from calibration.replica import Replica, replica
 from calibration.resident import run_resident
-from calibration.room import Decision, Mode, decide, free_bytes
+from calibration.room import Decision, Mode, activations_for, decide, free_bytes, measuring, need_of
 from calibration.shares import Order, Places, is_finished, joined, prepared
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from calibration.cache import recording_cache
+from calibration.hooks import watching
 from calibration.measurement import Measurement
 from calibration.replica import Replica
-from calibration.watch import watching
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from calibration.errors import CalibrationError
-from calibration.hub import dataset_commit
+from calibration.texts import dataset_commit
 from pipeline.errors import QuantmintError
 
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")

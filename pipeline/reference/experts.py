@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from calibration.experts import stacked_part
+from calibration.hooks import stacked_part
 from pipeline.model.experts import Place
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibration.errors import CalibrationError
-from calibration.hub import at_commit
 from calibration.sets import DEFAULTS, CalibrationSet, load_set
+from calibration.texts import at_commit
 from pipeline.commits import Commits
 from pipeline.device import resolve_devices
 from pipeline.errors import QuantmintError, StageError, UserError
@@ -135,7 +135,7 @@ def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) 
     """
     from transformers import AutoTokenizer
 
-    from calibration.samples import read_samples
+    from calibration.batches import read_samples
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     samples: Sequence[torch.Tensor] = read_samples(

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.coverage import sentences
+from calibration.hooks import sentences, watching
 from calibration.measurement import Measurement, merged
 from calibration.names import experts_on_disk, sources
 from calibration.observe import load_resident, observe
 from calibration.observers import Observation
 from calibration.replica import Replica
-from calibration.watch import watching
 
 Models = Callable[..., Path]
 STACKED = ["mixtral", "qwen3-moe", "qwen2-moe", "deepseek-v3", "qwen3-vl-moe"]

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from calibration.batches import read_samples
 from calibration.errors import CalibrationError
-from calibration.rows import read_rows
-from calibration.samples import read_samples
 from calibration.sets import CalibrationSet
+from calibration.texts import read_rows
 
 Given = Callable[..., CalibrationSet]
 

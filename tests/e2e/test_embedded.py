@@ -45,7 +45,14 @@ def test_a_run_that_was_killed_leaves_no_process_and_is_completed_by_the_same_co
     assert finished.exit_code == 0, finished.stderr
     assert finished.result["verdict"] == "PASS", finished.result
     cached = {stage["stage"] for stage in finished.result["stages"] if stage["cached"]}
-    assert {"source", *(["calibrate"] if FP8_CACHE else []), "quantize", "inspect", "serve-baseline", "canary-baseline"} <= cached
+    assert {
+        "source",
+        *(["calibrate"] if FP8_CACHE else []),
+        "quantize",
+        "inspect",
+        "serve-baseline",
+        "canary-baseline",
+    } <= cached
     assert {"serve-candidate", "canary-candidate"} <= cached
     assert "evaluate-baseline" not in cached
 

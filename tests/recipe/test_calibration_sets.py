@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from calibration import hub as hub_module
+from calibration import texts as hub_module
 from calibration.errors import CalibrationError
-from calibration.hub import at_commit
 from calibration.sets import FOLDER, load_set, names
+from calibration.texts import at_commit
 from pipeline.commits import Commits
 from pipeline.errors import UserError
 from pipeline.recipe.schema import Calibration

@@ -1,4 +1,6 @@
-"""The inputs of a mixture's experts, whether the model holds them stacked in 3-D parameters or one by one.
+"""Hooks on all linear modules and experts of a model, or of a part of it, for as long as it is measured.
+
+The experts of a mixture are seen whether the model holds them stacked in 3-D parameters or one by one.
 
 Stacked experts are no modules that a hook could be put on. What multiplies a slice of their parameters is seen where
 the product is computed, so that neither the gate's activation nor an architecture's arithmetic is written down here.
@@ -8,7 +10,10 @@ is dropped, and what the model goes on with is its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -178,3 +183,63 @@ def _seeing(stack: _Stack) -> Any:
             return func(*args, **(kwargs or {}))
 
     return Seeing()
+
+
+def sentences(starved: Mapping[str, int], floor: int, *, most: int = 8) -> tuple[str, ...]:
+    """One sentence a layer about the experts that the router sent fewer than ``floor`` tokens, for people.
+
+    ``starved`` has their tokens by name, ``LAYER.experts.NUMBER``.
+    """
+    by_layer: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for expert, tokens in starved.items():
+        layer, _, number = expert.rpartition(".")
+        by_layer[layer].append((int(number), tokens))
+    found = []
+    for layer, experts in by_layer.items():
+        named = ", ".join(f"{number} ({tokens:,})" for number, tokens in sorted(experts)[:most])
+        more = f" and {len(experts) - most} more" if len(experts) > most else ""
+        found.append(f"{layer}: fewer than {floor:,} tokens were sent to expert {named}{more}")
+    return tuple(found)
+
+
+_EXPERT = re.compile(r"((?:.+\.)?experts\.\d+)\..+")
+
+
+@contextmanager
+def watching(model: Any, part: str, measurement: Measurement) -> Iterator[None]:
+    """Measure the inputs of every linear module below ``part`` ("" for all) but the output head."""
+    handles = list(_hooks(model, part, measurement))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
+    import torch
+
+    head = model.get_output_embeddings()
+    lists = {f"{part}.{inner}" if part else inner for inner, m in _below(model, part) if is_listed(inner, m)}
+    for inner, module in _below(model, part):
+        name = f"{part}.{inner}" if part and inner else part or inner
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            expert = _EXPERT.fullmatch(name)
+            known = expert[1] if expert and expert[1].rpartition(".")[0] in lists else None
+            yield module.register_forward_pre_hook(_input_hook(measurement, name, known), with_kwargs=True)
+        elif name in lists:
+            block = model.get_submodule(name.rpartition(".")[0])
+            yield from watch_listed(name, module, block, measurement)
+        elif is_stacked(module):
+            yield from watch_stacked(name, module, measurement)
+
+
+def _below(model: Any, part: str) -> Iterator[tuple[str, Any]]:
+    yield from (model.get_submodule(part) if part else model).named_modules()
+
+
+def _input_hook(measurement: Measurement, name: str, expert: str | None) -> Callable[..., None]:
+    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        measurement.input(name, args[0] if args else kwargs["input"], expert=expert)
+
+    return hook
