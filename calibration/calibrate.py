@@ -3,7 +3,7 @@
     outcome = calibrate(folder, batches, Observation(), devices=["cuda:0", "cuda:1"], work=scratch)
     outcome.ranges.save(path)
 
-Where the model fits the devices it is loaded whole (`calibration.resident`), else layer by layer
+Where the model fits the devices it is loaded whole (`calibration.ranges`), else layer by layer
 (`calibration.layers`). The same batches give the same ranges to the last bit, whichever it is, on however many devices
 of a kind, and in whatever order.
 """
@@ -24,12 +24,9 @@ from calibration.calls import layer_names
 from calibration.hooks import sentences
 from calibration.layers import Found, run_layers
 from calibration.measurement import Measurement, merged
-from calibration.names import experts_on_disk, sources
-from calibration.observe import ranges_of, require_sound
 from calibration.observers import Observation
-from calibration.ranges import Ranges
-from calibration.replica import Replica, replica
-from calibration.resident import run_resident
+from calibration.ranges import Ranges, ranges_of, require_sound, run_resident
+from calibration.replica import Replica, experts_on_disk, replica, sources
 from calibration.room import Decision, Mode, activations_for, decide, free_bytes, measuring, need_of
 from calibration.shares import Order, Places, is_finished, joined, prepared
 

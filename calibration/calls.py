@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from calibration.cache import recording_cache
 from calibration.errors import NotReplayableError
-from calibration.measurement import Measurement
+from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
 from calibration.replica import Replica
 

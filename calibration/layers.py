@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibration.activations import STATE, Activations, committed_layers, state_file
-from calibration.cache import recording_cache
 from calibration.calls import Call, layer_names, record
 from calibration.hooks import watching
-from calibration.measurement import Key, Measurement, merged
-from calibration.observe import require_sound
+from calibration.measurement import Key, Measurement, merged, recording_cache
 from calibration.observers import Observation
+from calibration.ranges import require_sound
 from calibration.replica import Replica
 from calibration.weights import held
 

@@ -14,6 +14,7 @@ from calibration.observers import Observation, Observer, Summary, observer
 if TYPE_CHECKING:
     import torch
 
+
 Kind = Literal["input", "k", "v"]
 Tokens = Literal["routed", "every"]
 """Which tokens an expert's input is made of: those that the router sends there, or every token of the layer."""
@@ -142,3 +143,19 @@ def _add(table: dict[Key, Summary], key: Key, summary: Summary, how: Observer) -
 def first_not_finite(found: Mapping[Key, torch.Tensor]) -> Key | None:
     """The first in the order of the forward that is NaN or infinite."""
     return next((key for key, amax in found.items() if not bool(amax.isfinite().all())), None)
+
+
+def recording_cache(measurement: Measurement, attention: Mapping[int, str]) -> Any:
+    """An empty cache of transformers; ``attention`` names the attention module of each layer."""
+    from transformers import DynamicCache
+
+    class RecordingCache(DynamicCache):  # type: ignore[misc]  # transformers has no types that mypy could follow
+        """Hands back what it is given."""
+
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            measurement.cached(attention[layer_idx], key_states, value_states)
+            return key_states, value_states
+
+    return RecordingCache()

@@ -32,8 +32,8 @@ from calibration.keeping import keep, recall
 from calibration.layers import Found, run_layers
 from calibration.measurement import Measurement, merged
 from calibration.observers import Observation
+from calibration.ranges import run_resident
 from calibration.replica import Replica, load_resident, replica
-from calibration.resident import run_resident
 from calibration.room import activations_for, measuring, need_of
 
 if TYPE_CHECKING:

@@ -143,8 +143,8 @@ def quantize(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.Temp
 
     PTPC-FP8 with a calibrated FP8 cache where nothing else is asked for.
     """
-    from calibration.observe import load_resident, observe
-    from calibration.ranges import Ranges
+    from calibration.ranges import Ranges, observe
+    from calibration.replica import load_resident
 
     known: dict[tuple[object, ...], Made] = {}
     measured: dict[str, Ranges] = {}

@@ -92,8 +92,8 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
     every token once, besides those that the router sends, unless the recipe asks for the router's only.
     """
     text: Mapping[str, Any] = source.config.get("text_config") or source.config
-    tokens, length = calibration.batches * calibration.sequence_length, calibration.sequence_length
-    share = routed_share(text) + (1.0 if calibration.hooks == "all" else 0.0)
+    tokens, length = calibration.samples * calibration.sequence_length, calibration.sequence_length
+    share = routed_share(text) + (1.0 if calibration.experts == "all" else 0.0)
     products = sum(
         (share if _EXPERT.search(name) else 1.0) * rows * columns for name, (rows, columns) in structure.linear.items()
     )
@@ -105,7 +105,7 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
         if found := _LAYER.search(name):
             layers[found.group(1)] += info.nbytes
     body = sum(info.nbytes for name, (_, info) in source.tensors.items() if "lm_head." not in name)
-    batch = min(calibration.batch_size, calibration.batches)
+    batch = min(calibration.batch_size, calibration.samples)
     forward = forward_bytes(SimpleNamespace(**text), batch, length)
     return CalibrateVolume(
         need=Need(weights=body, layer=max(layers.values(), default=body), forward=forward),

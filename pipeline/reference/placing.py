@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from calibration.errors import CalibrationError
-from calibration.names import owners
+from calibration.replica import owners
 from calibration.weights import Shards, Weights, held, settle_buffers, without_bars
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint

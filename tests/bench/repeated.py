@@ -39,7 +39,7 @@ def measure(folder: Path, samples: Sequence[tuple[int, Any]], threads: int) -> t
 
     from calibration.measurement import Measurement
     from calibration.observers import Observation
-    from calibration.resident import run_resident
+    from calibration.ranges import run_resident
     from calibration.shares import _loaded
 
     began_with["threads"] = torch.get_num_threads()

@@ -117,9 +117,9 @@ def _calibration(result: Mapping[str, Any], source: Path) -> tuple[float, float,
     """Seconds until the model is there, of one more sample, and of reading and joining a share's measurement."""
     from calibration.keeping import keep, recall
     from calibration.measurement import Measurement, merged
-    from calibration.observe import load_resident
     from calibration.observers import Observation
-    from calibration.resident import run_resident
+    from calibration.ranges import run_resident
+    from calibration.replica import load_resident
     from tests.bench.scaling_child import batches
 
     observation, taken = Observation(), []

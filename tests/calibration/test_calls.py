@@ -142,7 +142,7 @@ def test_layers_that_return_more_than_hidden_states(
 def test_a_model_whose_layers_share_keys_and_values(tmp_path: Path) -> None:
     from transformers import Gemma3nTextConfig
 
-    from calibration.cache import attention_by_layer
+    from calibration.replica import attention_by_layer
 
     Gemma3nTextConfig(
         hidden_size=32,
@@ -164,7 +164,7 @@ def test_a_model_whose_layers_share_keys_and_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "gemma3", "llama4", "qwen3-vl-moe"])
 def test_the_layers_of_the_language_model_are_found(models: Callable[..., Path], name: str) -> None:
-    from calibration.cache import attention_by_layer
+    from calibration.replica import attention_by_layer
 
     model = build(models(name))
     names = layer_names(model, attention_by_layer(model).values())

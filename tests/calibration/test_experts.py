@@ -11,10 +11,9 @@ import torch
 
 from calibration.hooks import sentences, watching
 from calibration.measurement import Measurement, merged
-from calibration.names import experts_on_disk, sources
-from calibration.observe import load_resident, observe
 from calibration.observers import Observation
-from calibration.replica import Replica
+from calibration.ranges import observe
+from calibration.replica import Replica, experts_on_disk, load_resident, sources
 
 Models = Callable[..., Path]
 STACKED = ["mixtral", "qwen3-moe", "qwen2-moe", "deepseek-v3", "qwen3-vl-moe"]
@@ -113,7 +112,7 @@ def test_an_expert_that_few_tokens_reach_counts_all_of_them(models: Models, bloc
 
 @pytest.mark.parametrize("experts", ["all", "routed"])
 def test_tokens_are_counted_as_the_router_sends_them(models: Models, blocks: torch.Tensor, experts: Any) -> None:
-    from calibration.resident import run_resident
+    from calibration.ranges import run_resident
 
     replica, batches = load_resident(models("mixtral"), "cpu"), list(blocks.split(4))
     measurements = [Measurement(Observation(experts=experts, min_expert_tokens=600)) for _ in range(2)]

@@ -15,10 +15,9 @@ import torch
 from calibration.activations import Activations, committed_layers
 from calibration.errors import CalibrationError
 from calibration.layers import run_layers
-from calibration.observe import load_resident, observe, ranges_of
 from calibration.observers import Observation
-from calibration.ranges import Ranges, load_ranges
-from calibration.replica import replica
+from calibration.ranges import Ranges, load_ranges, observe, ranges_of
+from calibration.replica import load_resident, replica
 from calibration.weights import Weights, held
 
 Same = Callable[[Ranges, Ranges], None]

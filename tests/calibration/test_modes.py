@@ -11,9 +11,9 @@ import torch
 
 from calibration.calibrate import Outcome, calibrate
 from calibration.errors import CalibrationError
-from calibration.observe import load_resident, observe
 from calibration.observers import Observation
-from calibration.ranges import Ranges
+from calibration.ranges import Ranges, observe
+from calibration.replica import load_resident
 
 Same = Callable[[Ranges, Ranges], None]
 NAMES = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from calibration.errors import CalibrationError
-from calibration.observe import load_resident, observe
-from calibration.ranges import Ranges, load_ranges
+from calibration.ranges import Ranges, load_ranges, observe
+from calibration.replica import load_resident
 
 Models = Callable[..., Path]
 

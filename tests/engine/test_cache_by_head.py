@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from calibration.observe import load_resident, observe
+from calibration.ranges import observe
+from calibration.replica import load_resident
 from pipeline.engines.ranges import scale_ranges
 from pipeline.engines.stream.engine import write_checkpoint
 from pipeline.engines.stream.kernels import fp8_scale

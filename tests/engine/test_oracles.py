@@ -118,7 +118,8 @@ def test_a_mixture_equals_llmcompressor_but_for_the_mask_that_it_forgets(
     """
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-    from calibration.observe import load_resident, observe
+    from calibration.ranges import observe
+    from calibration.replica import load_resident
     from pipeline.engines.stream.kernels import fp8_scale
 
     ours = quantize("qwen3-moe", "compressed-tensors").checkpoint

@@ -59,7 +59,7 @@ CASES = {
     ),
     "text for a number": (
         OK + "calibration: {set: tiny, samples: many}\n",
-        'r.yaml:4:35: calibration.batches: found "many", expected a whole number of at least 1',
+        'r.yaml:4:35: calibration.samples: found "many", expected a whole number of at least 1',
     ),
     "quoted number": (
         OK + "target: {gpus: '8'}\n",
