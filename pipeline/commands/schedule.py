@@ -334,8 +334,7 @@ def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[st
 def _cluster(given: Mapping[str, Any]) -> Any:
     from pipeline.errors import UserError
     from pipeline.schedule.kubernetes import Cluster
-    from pipeline.submit.pod import parse_claim, parse_pairs, parse_reference
-    from pipeline.submit.pod_template import read_template
+    from pipeline.submit.pod import parse_claim, parse_pairs, parse_reference, read_template
 
     if given["image"] is None:
         raise UserError("found no image", hint="Name one that has quantmint and vLLM: --image NAME@sha256:...")

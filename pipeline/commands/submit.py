@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +11,11 @@ import click
 from pipeline.commands.options import emit, json_option, store_option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pipeline.submit.place import Place, State
     from pipeline.submit.task import Task
 
 _FOR = {
-    **dict.fromkeys(
-        ("partition", "account", "qos", "constraint", "gres", "sbatch", "setup", "container", "mount"), ("slurm",)
-    ),
+    **dict.fromkeys(("partition", "account", "gres", "sbatch", "setup", "container", "mount"), ("slurm",)),
     **dict.fromkeys(
         ("namespace", "image", "pvc", "workdir", "secret", "node_selector", "pod_template"), ("kubernetes",)
     ),
@@ -52,10 +47,8 @@ _UNKNOWN = (
 @click.option("--env", metavar="NAME=VALUE", multiple=True, help="A plain variable. Kubernetes, Ray.")
 @click.option("--partition", help="Slurm.")
 @click.option("--account", help="Slurm.")
-@click.option("--qos", help="Slurm.")
-@click.option("--constraint", help="Slurm: features that the node must have.")
 @click.option("--gres", metavar="gpu[:TYPE]:N", help="Slurm: instead of --gpus-per-node.")
-@click.option("--sbatch", metavar="NAME[=VALUE]", multiple=True, help="Slurm: any other option of sbatch.")
+@click.option("--sbatch", metavar="NAME[=VALUE]", multiple=True, help="Slurm: any other option, as in qos=high.")
 @click.option("--setup", metavar="COMMAND", multiple=True, help="Slurm: comes first, such as 'module load rocm'.")
 @click.option("--container", metavar="IMAGE", help="Slurm: an image (pyxis), or a .sif file (Apptainer).")
 @click.option(
@@ -81,7 +74,11 @@ _UNKNOWN = (
     is_flag=True,
     help="Ray: as if it ran here: the log on standard error, the run's own JSON and exit code, and it ends with us.",
 )
-@click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; send nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print exactly what would be sent; start nothing. Kubernetes: the API server says whether it would take it.",
+)
 @click.option("--status", metavar="ID", help="Say how a job is, instead of submitting one; with --follow its log.")
 @click.option("--cancel", metavar="ID", help="End a job. What it finished stays in the store.")
 @store_option
@@ -103,11 +100,11 @@ def command(context: click.Context, /, **given: Any) -> int:
     if given["recipe"] is None:
         raise click.UsageError("missing RECIPE")
     task = _task(given)
-    if given["attached"]:
-        return _attached(place, task, given)
     if given["dry_run"]:
         click.echo(place.text(task), nl=False)
-        return 0
+        return _checked(place, task)
+    if given["attached"]:
+        return _attached(place, task)
     _remarks(place_name, given)
     try:
         submitted = place.submit(task)
@@ -134,42 +131,40 @@ def _place_name(context: click.Context, given: dict[str, Any]) -> str:
 
 
 def _place(name: str, given: dict[str, Any]) -> Place:
-    from pipeline.submit.pod import parse_claim, parse_pairs, parse_reference
+    from pipeline.submit.pod import Pod, parse_claim, parse_pairs, parse_reference, read_template
 
+    variables = parse_pairs("--env", given["env"])
     if name == "slurm":
         from pipeline.recipe.load import load_recipe
-        from pipeline.submit import sbatch
+        from pipeline.submit import script
         from pipeline.submit.mounts import Needs, needs_of, parse_mount
         from pipeline.submit.slurm import Slurm
 
         inside = given["container"] is not None and given["recipe"] is not None
-        options = sbatch.Options(
-            **{key: given[key] for key in ("partition", "account", "qos", "constraint", "gres", "venv", "container")},
-            sbatch=sbatch.parse_options(given["sbatch"]),
+        options = script.Options(
+            **{key: given[key] for key in ("partition", "account", "gres", "venv", "container")},
+            sbatch=script.parse_options(given["sbatch"]),
             setup=given["setup"],
             mounts=tuple(map(parse_mount, given["mount"])),
             needs=needs_of(load_recipe(given["recipe"]), Path.cwd(), os.environ) if inside else Needs(),
         )
         return Slurm(options, folder=Path.cwd(), logs=given["store_path"].absolute() / "logs" / "slurm")
     if name == "kubernetes":
-        from pipeline.submit import job
         from pipeline.submit.kubernetes import Kubernetes
-        from pipeline.submit.pod_template import read_template
 
-        asked = job.Options(
+        pod = Pod(
             image=given["image"],
             claims=tuple(map(parse_claim, given["pvc"])),
             folder=given["workdir"],
             secrets=tuple(map(parse_reference, given["secret"])),
-            variables=parse_pairs("--env", given["env"]),
+            variables=variables,
             selector=parse_pairs("--node-selector", given["node_selector"]),
-            template=None if given["pod_template"] is None else read_template(given["pod_template"]),
+            given=None if given["pod_template"] is None else read_template(given["pod_template"]),
         )
-        return Kubernetes(asked if given["image"] else None, namespace=given["namespace"])
+        return Kubernetes(pod if given["image"] else None, namespace=given["namespace"])
     from pipeline.submit import ray
 
-    settings = ray.Options(folder=Path.cwd(), venv=given["venv"], variables=parse_pairs("--env", given["env"]))
-    return ray.RayJobs(given["ray_address"], settings)
+    return ray.RayJobs(given["ray_address"], ray.Options(Path.cwd(), given["venv"], variables))
 
 
 def _task(given: dict[str, Any]) -> Task:
@@ -213,34 +208,39 @@ def _remarks(place: str, given: dict[str, Any]) -> None:
         click.echo(f"note: {path} is read from the claim's folder, not from here", err=True)
 
 
-def _status(place: Place, name: str, identifier: str, given: dict[str, Any]) -> int:
-    from pipeline.submit.waiting import Telling
+def _checked(place: Place, task: Task) -> int:
+    """After a dry run: the API server's word on a manifest, where there is one."""
+    from pipeline.submit.kubernetes import Kubernetes
 
-    state = place.state(identifier)
+    if isinstance(place, Kubernetes) and (away := place.check(task)) is not None:
+        click.echo(f"note: no API server has looked at it: {away}", err=True)
+    return 0
+
+
+def _status(place: Place, name: str, identifier: str, given: dict[str, Any]) -> int:
     told = {"id": identifier, "place": name}
     if given["follow"]:
         return _follow(place, identifier, told, given)
+    state = place.state(identifier)
     code = _tell(given, {**told, **_plain(state)})
     if state.waits is not None and not given["as_json"]:
-        Telling(click.echo)(state.waits)
+        click.echo(f"waits: {state.waits}")
     return code
 
 
 def _follow(place: Place, identifier: str, told: dict[str, Any], given: dict[str, Any]) -> int:
     """The log on standard output (with --json on standard error), then the run's own exit code."""
-    from pipeline.submit.following import followed
-    from pipeline.submit.waiting import Telling
+    from pipeline.submit.place import follow
 
-    def show(piece: str) -> None:
-        click.echo(piece, nl=False, err=given["as_json"])
+    heard: set[str] = set()
 
-    telling = Telling(lambda text: click.echo(text, err=True))
-
-    def lines(job: str) -> Iterator[str]:
-        return place.lines(job, lambda look: telling(look.waits))
+    def look(state: State) -> None:
+        if state.waits is not None and state.waits not in heard:
+            heard.add(state.waits)
+            click.echo(f"waits: {state.waits}", err=True)
 
     try:
-        state = followed(identifier, lines, place.state, show)
+        state = follow(place, identifier, lambda piece: click.echo(piece, nl=False, err=given["as_json"]), look)
     except KeyboardInterrupt:
         click.echo(f"\nno longer followed; the job goes on. --status {identifier} --follow looks again.", err=True)
         return 130
@@ -251,29 +251,17 @@ def _follow(place: Place, identifier: str, told: dict[str, Any], given: dict[str
     return state.exit_code or 0
 
 
-def _attached(place: Place, task: Task, given: dict[str, Any]) -> int:
-    from pipeline.recipe.load import load_recipe
-    from pipeline.submit.attached import key_of, new_mark, run_attached
-    from pipeline.submit.ray import RayJobs
-    from pipeline.submit.task import program_here
+def _attached(place: Place, task: Task) -> int:
+    from pipeline.submit.ray import RayJobs, run_attached
 
     assert isinstance(place, RayJobs)  # noqa: S101 - `_place_name` refuses --attached elsewhere
-    key = key_of(task, program_here(given["venv"]), Path.cwd(), load_recipe(given["recipe"]).text_resolved)
-    if given["dry_run"]:
-        click.echo(place.text(task, new_mark(task, key, given["store_path"])), nl=False)
-        return 0
-
-    def show(piece: str) -> None:
-        click.echo(piece, nl=False, err=True)
-
-    code, printed = run_attached(place, task, key, store=given["store_path"], show=show)
+    code, printed = run_attached(place, task, lambda piece: click.echo(piece, nl=False, err=True))
     click.echo(printed, nl=False)
     return code
 
 
 def _plain(state: State) -> dict[str, Any]:
-    waits = None if state.waits is None else asdict(state.waits)
-    return {"state": state.word, "exit_code": state.exit_code, "waits": waits}
+    return {"state": state.word, "exit_code": state.exit_code, "waits": state.waits}
 
 
 def _tell(given: dict[str, Any], told: dict[str, Any]) -> int:

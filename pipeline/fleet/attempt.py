@@ -17,7 +17,7 @@ from pipeline.fleet.quoting import last_line, quotable
 from pipeline.refresh.state import folder_of
 from pipeline.serving.launchers.child import Child
 from pipeline.store.disk import disk_errors
-from pipeline.submit.attached import RUNS
+from pipeline.submit.ray import RUNS
 
 _KEPT: Final = 5
 _POLL_S: Final = 0.1

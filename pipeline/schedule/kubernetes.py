@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from pipeline.schedule.export import PREFIX, Export, classic_or_refuse, refusal
 from pipeline.schedule.recipes import LATE, Scheduled
 from pipeline.serving.hardware import hardware
 from pipeline.serving.render.comments import dump
 from pipeline.serving.render.kubernetes import object_name
-from pipeline.submit.kept import on_a_volume, require_kept
-from pipeline.submit.pod import Claim, Pod, Reference, job_spec
-from pipeline.submit.pod_template import PodTemplate
+from pipeline.submit.pod import Claim, Pod, Reference, job_spec, require_lasting
 
 _RETRIES: Final = 1
 """Of a pod that was killed: `requantize` itself repeats what may succeed in a while."""
@@ -35,7 +33,7 @@ class Cluster:
     selector: Mapping[str, str] = field(default_factory=dict)
     cpus: int | None = None
     memory_gb: int | None = None
-    template: PodTemplate | None = None
+    template: Mapping[str, Any] | None = None
 
 
 def cron_job(item: Scheduled, export: Export, cluster: Cluster) -> dict[str, str]:
@@ -62,9 +60,8 @@ def cron_job(item: Scheduled, export: Export, cluster: Cluster) -> dict[str, str
         given=cluster.template,
     )
     job = job_spec(pod, retries=_RETRIES)
-    where = job["template"]["spec"], pod.starts_in, export.store or "store"
-    if on_a_volume(*where):
-        require_kept(*where)
+    if cluster.claims:  # else the store is where the image has it
+        require_lasting(job["template"]["spec"], export.store or "store")
     within = {"namespace": cluster.namespace} if cluster.namespace else {}
     deadline = {"startingDeadlineSeconds": int(LATE.total_seconds())} if item.skips_missed else {}
     manifest = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from os.path import exists, expanduser, expandvars, normpath
+from os.path import exists, expandvars, normpath
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,8 +21,6 @@ from pipeline.submit.task import require_plain
 
 _CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE")
 """Where parts of HF_HOME are, if not there."""
-_LINKS = 40  # as Linux has it
-_TOKEN = "HF_TOKEN_PATH"  # noqa: S105 - the name of a variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,8 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Paths of a run. ``read`` are there, ``written`` are folders that a run makes where they are missing, outside
-    of its own.
+    """Paths of a run. ``read`` are there, ``written`` are folders that a run makes where they are missing,
+    outside of its own.
 
     ``variables`` say where the Hub's client keeps what it loaded: an image may have values of its own.
     """
@@ -52,68 +50,53 @@ def parse_mount(text: str) -> Mount:
     mount = Mount(source, target or source)
     for path in (mount.source, mount.target):
         require_plain("--mount", path)
-        if not path.startswith("/") or set(path) & set(",:"):
-            raise UserError(f"--mount: found {text!r}, expected /path or /path:/path, without commas")
-    if not normpath(mount.target).strip("/"):
-        raise UserError(f"--mount: found {text!r}, and what is mounted at the root hides the image")
+        if not path.startswith("/") or set(path) & set(",:") or not normpath(mount.target).strip("/"):
+            raise UserError(f"--mount: found {text!r}, expected /path or /path:/path, without commas, not the root")
     return mount
 
 
 def needs_of(loaded: LoadedRecipe, folder: Path, environment: Mapping[str, str]) -> Needs:
     """The paths of a recipe that runs in ``folder``, and of the Hub's cache. What comes with quantmint is left out."""
     recipe = loaded.recipe
+    home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    told = {"HF_HOME": home, **{name: environment[name] for name in _CACHES if environment.get(name)}}
+    hub = {name: Path(expandvars(path)).expanduser().absolute() for name, path in told.items()}
     written = [] if recipe.publish.folder is None else [folder / recipe.publish.folder]
     if recipe.publish.storage is not None and urlsplit(recipe.publish.storage.url).scheme in {"file", "local"}:
         written.append(Path(urlsplit(recipe.publish.storage.url).path))
-    hub = _hub_folders(environment)
     shipped = [Path(str(resources.files(package))).resolve() for package in ("recipes", "calibration", "eval")]
-    named = [*_named(loaded, folder), *([_meant(environment[_TOKEN])] if environment.get(_TOKEN) else [])]
-    own = (path for path in named if not any(path.resolve().is_relative_to(one) for one in shipped))
-    variables = {name: str(path) for name, path in hub.items()}
+    own = (path for path in _named(loaded, folder) if not any(path.resolve().is_relative_to(one) for one in shipped))
     made = (path for path in (*written, *hub.values()) if not path.resolve().is_relative_to(folder.resolve()))
     read = dict.fromkeys(path for path in own if exists(path))  # noqa: PTH110 - Path's raises what cannot be looked at
-    return Needs(tuple(read), tuple(made), variables)
+    return Needs(tuple(read), tuple(made), {name: str(path) for name, path in hub.items()})
 
 
-def mounts_of(paths: Iterable[Path], asked: Iterable[Mount]) -> tuple[Mount, ...]:
-    """What makes each path readable, once, outer ones first; what lies within another, or within ``asked``, is not.
+def mounts_of(paths: Iterable[Path], given: Iterable[Mount]) -> tuple[Mount, ...]:
+    """What makes each path readable, once, outer ones first; what lies within another, or within ``given``, is not.
 
     Raises UserError for the root, which would hide the image, and for what a list of mounts cannot hold.
     """
-    names: dict[Path, None] = {}
-    for path in paths:
-        names |= dict.fromkeys(_crossed(path))
-    mounts = list(asked)
-    taken = [Path(mount.target) for mount in mounts]
-    if twice := next((path for path in taken if taken.count(path) > 1), None):
-        raise UserError(f"--mount: found {twice} twice, expected one folder at one place")
+    names = dict.fromkeys(name for path in paths for name in _crossed(path.absolute()))
+    mounts = list(given)
+    taken = {Path(mount.target) for mount in mounts}
     for name in names:
         if name == Path("/") or set(str(name)) & set(",:"):
             expected = "expected none with a comma or colon to mount, and not the root"
             raise UserError(f"--container: found the folder {name}, {expected}")
-        others = (other for other in (*names, *taken) if other != name or other in taken)
-        if not any(name.is_relative_to(other) for other in others):
+        if not any(name.is_relative_to(other) for other in taken | (names.keys() - {name})):
             mounts.append(Mount(str(name), str(name)))
     return tuple(sorted(mounts, key=lambda mount: len(Path(mount.target).parts)))
 
 
 def _crossed(path: Path) -> Iterator[Path]:
-    """The folders of the links that lie on the way to a path, then where it leads; as a kernel goes it."""
-    here, ahead, links = Path("/"), list(reversed(path.absolute().parts[1:])), 0
-    while ahead:
-        part = ahead.pop()
-        there = here.parent if part == ".." else here / part
-        if part == ".." or not there.is_symlink():
-            here = there
-            continue
-        links += 1
-        if links > _LINKS:
-            raise UserError(f"--container: {path} goes through more than {_LINKS} links")
-        yield there if here == Path("/") else here
-        target = there.readlink()
-        here = Path("/") if target.is_absolute() else here
-        ahead += [step for step in reversed(target.parts) if step != "/"]
-    yield here
+    """The folders of the links that lie on the way to a path, then where it leads."""
+    link = next((one for one in reversed((path, *path.parents)) if one.is_symlink()), None)
+    if link is None:
+        yield Path(normpath(path))
+        return
+    folder = Path(normpath(link.parent))  # no link is on the way to it
+    yield link if folder == Path("/") else folder
+    yield from _crossed(folder / link.readlink() / path.relative_to(link))
 
 
 def _named(loaded: LoadedRecipe, folder: Path) -> Iterator[Path]:
@@ -148,15 +131,3 @@ def _named(loaded: LoadedRecipe, folder: Path) -> Iterator[Path]:
     speculative = recipe.serve.speculative
     words = [*recipe.serve.knobs.values(), *recipe.serve.arguments, speculative.model if speculative else None]
     yield from (Path(word) for word in words if isinstance(word, str) and word.startswith("/"))
-
-
-def _hub_folders(environment: Mapping[str, str]) -> dict[str, Path]:
-    """Where the Hub's client keeps what it loaded, by the variables that say so."""
-    home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    said = {"HF_HOME": home, **{name: environment[name] for name in _CACHES if environment.get(name)}}
-    return {name: _meant(path) for name, path in said.items()}
-
-
-def _meant(path: str) -> Path:
-    """As the Hub's client reads it, which leaves a user or a variable that is not there as it stands."""
-    return Path(expandvars(expanduser(path))).absolute()  # noqa: PTH111

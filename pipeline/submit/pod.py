@@ -1,6 +1,6 @@
 """A command of ours as one pod of Kubernetes that runs once: what a Job and a CronJob have in common.
 
-    >>> pod = Pod(name="llama8b-ptpc", image="quantmint@sha256:...", command=("quantmint", "run", "llama8b-ptpc"))
+    >>> pod = Pod("quantmint@sha256:...", name="llama8b-ptpc", command=("quantmint", "run", "llama8b-ptpc"))
     >>> job_spec(pod)["template"]["spec"]["restartPolicy"]
     'Never'
 
@@ -8,20 +8,27 @@ An exit code of 1 to 4 is a judgement or a wrong recipe: another try finds the s
 was evicted, preempted or drained counts as no try, and any other end is tried again; all of them go on where the last
 one stopped, because the store is on the volume. A token comes from a Secret of the cluster by reference: its value is
 in no manifest.
+
+What a cluster wants of every pod (a template) is merged over our defaults, and what the run needs over both: its
+image, command, variables, GPUs, claims. Whether the result is a pod is the API server's to say.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from posixpath import normpath
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import RecipeError, UserError
+from pipeline.recipe.faults import shown_path
+from pipeline.recipe.yaml_positions import parse, text_of
+from pipeline.serving.image import VARIABLE
 from pipeline.serving.render.kubernetes import RESOURCES, object_name, plain_variables, shared_memory
-from pipeline.submit.joining import joined
-from pipeline.submit.pod_template import PodTemplate
-from pipeline.submit.task import Kind, require_no_secret
+from pipeline.serving.running.child_environment import SECRET
+from pipeline.submit.task import Kind, Task, require_no_secret
 
 CONTAINER = "quantmint"
 WORK = "/work"
@@ -29,14 +36,10 @@ WORK = "/work"
 GRACE_S = 120
 """Seconds between SIGTERM and SIGKILL: a server ends, a shard that is being written is left out."""
 RETRIES = 3
-IMAGE_VARIABLE = "QUANTMINT_IMAGE"
 _NO_RETRY = (1, 2, 3, 4)
 """FAIL, a wrong recipe, INCONCLUSIVE, INVALID."""
-SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-"""What most objects may be called."""
-_KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")
+_PASSING = {"emptyDir", "ephemeral", "configMap", "secret", "downwardAPI", "projected", "image"}
+"""Kinds of volumes that end with their pod, or that nobody writes."""
 _DIGEST = re.compile(r".+@sha256:[0-9a-f]{64}")
 
 
@@ -63,12 +66,12 @@ class Pod:
 
     ``selector`` are labels that the node must have, ``variables`` plain ones of the environment: nothing secret.
     ``cpus`` and ``memory_gb`` are what is kept free for it; it may use more where the node has more. ``given`` is what
-    the cluster wants of every pod.
+    the cluster wants of every pod, see `read_template`.
     """
 
-    name: str
     image: str
-    command: tuple[str, ...]
+    name: str = ""
+    command: tuple[str, ...] = ()
     kind: Kind = "cpu"
     gpus: int = 0
     folder: str | None = None
@@ -78,18 +81,12 @@ class Pod:
     memory_gb: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     selector: Mapping[str, str] = field(default_factory=dict)
-    given: PodTemplate | None = None
+    given: Mapping[str, Any] | None = None
 
     @property
     def labels(self) -> dict[str, str]:
         """What finds the pods of one recipe, and those of all."""
         return {"app.kubernetes.io/name": CONTAINER, "app.kubernetes.io/instance": object_name("", self.name)}
-
-    @property
-    def starts_in(self) -> str | None:
-        """Its working folder; None is the image's own."""
-        named = None if self.given is None else self.given.working_folder(CONTAINER)
-        return self.folder or named or (self.claims[0].path if self.claims else None)
 
     @property
     def by_digest(self) -> bool:
@@ -102,13 +99,30 @@ def by_digest(image: str) -> bool:
     return _DIGEST.fullmatch(image) is not None
 
 
-def job_spec(
-    pod: Pod, *, retries: int = RETRIES, hours: float | None = None, keep_s: int | None = None
-) -> dict[str, Any]:
-    """The `spec` of a Job, which is also a CronJob's `jobTemplate.spec`.
+def manifest(task: Task, pod: Pod) -> dict[str, Any]:
+    """A task as a Job of such pods, with a name that the cluster completes: one recipe may be submitted again.
 
-    ``hours`` ends it whatever it does; ``keep_s`` removes a finished Job with its log after so many seconds.
+    Raises UserError for several nodes, and for a store that ends with the pod.
     """
+    if task.nodes > 1:
+        raise UserError(
+            f"the run needs {task.nodes} nodes, and a Job's pod is on one",
+            hint="Make a Ray cluster of them (KubeRay) and submit to that: --ray http://HEAD:8265",
+        )
+    pod = replace(pod, name=task.name, command=task.words(CONTAINER), kind=task.kind, gpus=task.gpus)
+    pod = replace(pod, cpus=task.cpus, memory_gb=task.memory_gb)
+    spec = job_spec(pod, hours=None if task.seconds is None else task.seconds / 3600)
+    require_lasting(spec["template"]["spec"], task.store)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"generateName": object_name("quantmint-", task.name) + "-", "labels": pod.labels},
+        "spec": spec,
+    }
+
+
+def job_spec(pod: Pod, *, retries: int = RETRIES, hours: float | None = None) -> dict[str, Any]:
+    """The `spec` of a Job, which is also a CronJob's `jobTemplate.spec`. ``hours`` ends it whatever it does."""
     rules = [
         {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [*_NO_RETRY]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -116,50 +130,124 @@ def job_spec(
     return {
         "backoffLimit": retries,
         **({} if hours is None else {"activeDeadlineSeconds": max(1, round(hours * 3600))}),
-        **({} if keep_s is None else {"ttlSecondsAfterFinished": keep_s}),
         "podFailurePolicy": {"rules": rules},
         "template": template(pod),
     }
 
 
 def template(pod: Pod) -> dict[str, Any]:
-    """The pod's template. UserError for what Kubernetes or we would not take, and for what contradicts the file."""
-    _check(pod)
+    """The pod's PodTemplateSpec. UserError for a secret among its plain variables."""
+    for name in pod.variables:
+        if name == VARIABLE:
+            raise UserError(f"--env: found {name}, which --image says", hint="By its digest: --image NAME@sha256:...")
+        require_no_secret("--env", name, f"Put it into a Secret of the cluster: --secret {name}=SECRET:KEY")
     memory, mount = shared_memory()
-    volumes, mounts = [memory], [mount]
-    for number, claim in enumerate(pod.claims):
-        name = f"work-{number}" if number else "work"
-        volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
-        mounts.append({"name": name, "mountPath": claim.path})
-    folder = pod.starts_in
-    container: dict[str, Any] = {
+    claims = {f"work-{number}" if number else "work": claim for number, claim in enumerate(pod.claims)}
+    volumes = [{"name": name, "persistentVolumeClaim": {"claimName": claim.name}} for name, claim in claims.items()]
+    mounts = [{"name": name, "mountPath": claim.path} for name, claim in claims.items()]
+    gpus = {RESOURCES[pod.kind]: str(pod.gpus)} if pod.gpus else {}
+    kept = {"cpu": pod.cpus, "memory": None if pod.memory_gb is None else f"{pod.memory_gb}G"}
+    requests = {**{name: str(value) for name, value in kept.items() if value is not None}, **gpus}
+    resources = {"requests": requests, **({"limits": gpus} if gpus else {})} if requests else {}
+    needed = {
         "name": CONTAINER,
         "image": pod.image,
-        "command": [_literal(word) for word in pod.command],
-        **({} if folder is None else {"workingDir": folder}),
+        "command": [word.replace("$", "$$") for word in pod.command],  # Kubernetes reads $(NAME) and $$ in a command
+        **({} if pod.folder is None else {"workingDir": pod.folder}),
         "env": _variables(pod),
+        **({"resources": resources} if resources else {}),
+        "volumeMounts": mounts,
+    }
+    defaults = {
+        **{name: needed[name] for name in ("name", "image", "command")},  # first, for whoever reads it
+        **({"workingDir": pod.claims[0].path} if pod.claims else {}),
         "securityContext": {"allowPrivilegeEscalation": False},
         # The end of what went wrong, in `kubectl describe`, where nothing else is said.
         "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [mount],
     }
-    gpus = {RESOURCES[pod.kind]: str(pod.gpus)} if pod.gpus else {}
-    asked = {"cpu": pod.cpus, "memory": None if pod.memory_gb is None else f"{pod.memory_gb}G"}
-    requests = {**{name: str(value) for name, value in asked.items() if value is not None}, **gpus}
-    if requests:
-        container["resources"] = {"requests": requests, **({"limits": dict(gpus)} if gpus else {})}
-    ours = {
+    required = {
         "metadata": {"labels": pod.labels},
         "spec": {
             "restartPolicy": "Never",
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": GRACE_S,
             **({"nodeSelector": dict(pod.selector)} if pod.selector else {}),
-            "containers": [{**container, "volumeMounts": mounts}],
+            "containers": [needed],
             "volumes": volumes,
         },
     }
-    return ours if pod.given is None else joined(ours, pod.given)
+    ours = {
+        "metadata": {},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": GRACE_S,
+            "containers": [defaults],
+            "volumes": [memory],
+        },
+    }
+    whole: dict[str, Any] = merged(merged(ours, pod.given or {}), required)
+    return whole
+
+
+def merged(base: Any, over: Any) -> Any:
+    """``over`` on ``base``: mappings key by key, lists of named things by name (mounts by path), all else replaced.
+
+    >>> merged({"a": 1, "volumes": [{"name": "x"}]}, {"volumes": [{"name": "x", "nfs": 2}, {"name": "y"}]})
+    {'a': 1, 'volumes': [{'name': 'x', 'nfs': 2}, {'name': 'y'}]}
+    """
+    if over is None:
+        return base
+    if isinstance(base, Mapping) and isinstance(over, Mapping):
+        return {**base, **{key: merged(base.get(key), value) for key, value in over.items()}}
+    if isinstance(base, list) and isinstance(over, list):
+        items = [*base, *over]
+        for key in ("mountPath", "name"):
+            if all(isinstance(item, Mapping) and key in item for item in items):
+                found: dict[str, Any] = {}
+                for item in items:
+                    found[item[key]] = merged(found.get(item[key]), item)
+                return list(found.values())
+    return over
+
+
+def read_template(path: Path) -> dict[str, Any]:
+    """What a cluster wants of every pod, from a YAML file: a PodTemplateSpec, a Pod, a PodTemplate, or a spec alone.
+
+    Raises `RecipeError` for what is none of them, and for the value of a secret.
+    """
+    file = shown_path(path)
+    data = parse(text_of(path), file).data
+    data = data.get("template", data) if isinstance(data, dict) else {}
+    data = data if "spec" in data or "metadata" in data else {"spec": data}
+    spec, metadata = data.get("spec") or {}, data.get("metadata") or {}
+    if not isinstance(spec, dict) or not isinstance(metadata, dict):
+        raise RecipeError(f"{file}: found no pod, expected metadata and spec")
+    for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
+        for entry in container.get("env") or () if isinstance(container, dict) else ():
+            name, value = str(entry.get("name")), entry.get("value")
+            if value and SECRET.search(name) and not str(value).startswith("/"):
+                raise RecipeError(
+                    f"{file}: found the value of {name}, which everyone reads who may read the manifest",
+                    hint="valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}",
+                )
+    kept = {name: metadata[name] for name in ("labels", "annotations") if metadata.get(name)}
+    return {"metadata": kept, "spec": spec}
+
+
+def require_lasting(spec: Mapping[str, Any], store: str) -> None:
+    """UserError unless the innermost volume that holds ``store`` is there when the pod is not, and can be written."""
+    container = next(item for item in spec["containers"] if item["name"] == CONTAINER)
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    folder = container.get("workingDir")
+    whole = None if folder is None else PurePosixPath(normpath(PurePosixPath(folder) / store))
+    mounts = {normpath(mount["mountPath"]): mount for mount in container["volumeMounts"]}
+    holding = max((path for path in mounts if whole and whole.is_relative_to(path)), key=len, default="")
+    volume = volumes.get(mounts[holding]["name"], {}) if holding else {}
+    if not set(volume) - {"name"} - _PASSING or mounts[holding].get("readOnly"):
+        raise UserError(
+            f"--store: found {whole or store}, which is on no volume that is there after its pod, and can be written",
+            hint="--pvc CLAIM[:/path] mounts a PersistentVolumeClaim; --store is a path in the pod.",
+        )
 
 
 def parse_claim(text: str) -> Claim:
@@ -170,10 +258,11 @@ def parse_claim(text: str) -> Claim:
 
 def parse_reference(text: str) -> Reference:
     """``VARIABLE=SECRET`` or ``VARIABLE=SECRET:KEY``; a key that is left out is the variable's name."""
-    variable, found, source = text.partition("=")
+    variable, _, source = text.partition("=")
     secret, _, key = source.partition(":")
-    if not found or not secret:
-        raise _wrong("--secret", variable, "VARIABLE=SECRET or VARIABLE=SECRET:KEY, as in HF_TOKEN=hub:token")
+    if not secret:
+        expected = "expected VARIABLE=SECRET or VARIABLE=SECRET:KEY, as in HF_TOKEN=hub:token"
+        raise UserError(f"--secret: found {variable!r}, {expected}")
     return Reference(variable, secret, key or variable)
 
 
@@ -183,49 +272,15 @@ def parse_pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
     for text in given:
         name, found, value = text.partition("=")
         if not found or not name:
-            raise _wrong(option, name, "NAME=VALUE")
+            raise UserError(f"{option}: found {name!r}, expected NAME=VALUE")
         pairs[name] = value
     return pairs
 
 
 def _variables(pod: Pod) -> list[dict[str, Any]]:
-    image = {IMAGE_VARIABLE: pod.image} if pod.by_digest else {}
+    image = {VARIABLE: pod.image} if pod.by_digest else {}
     references = [
         {"name": item.variable, "valueFrom": {"secretKeyRef": {"name": item.secret, "key": item.key}}}
         for item in pod.secrets
     ]
     return [*plain_variables({**image, **pod.variables}), *references]
-
-
-def _literal(word: str) -> str:
-    """Kubernetes reads $(NAME) and $$ in a command; a word of ours is meant as it stands."""
-    return word.replace("$", "$$")
-
-
-def _check(pod: Pod) -> None:
-    if not _IMAGE.fullmatch(pod.image):
-        raise _wrong("--image", pod.image, "the name of an image, best with its digest: NAME@sha256:...")
-    for claim in pod.claims:
-        if not SUBDOMAIN.fullmatch(claim.name) or not claim.path.startswith("/") or ":" in claim.path:
-            raise _wrong("--pvc", f"{claim.name}:{claim.path}", "CLAIM or CLAIM:/path")
-    paths = [claim.path.rstrip("/") or "/" for claim in pod.claims]
-    if twice := [path for path in paths if paths.count(path) > 1]:
-        raise _wrong("--pvc", twice[0] + " twice", "another path for each claim")
-    names = [*pod.variables, *(item.variable for item in pod.secrets)]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise _wrong("--secret", twice[0] + " twice", "each variable once, from --env or --secret")
-    for item in pod.secrets:
-        if not (_VARIABLE.fullmatch(item.variable) and SUBDOMAIN.fullmatch(item.secret) and _KEY.fullmatch(item.key)):
-            raise _wrong("--secret", item.variable, "VARIABLE=SECRET or VARIABLE=SECRET:KEY, as in HF_TOKEN=hub:token")
-    for name in pod.variables:
-        if not _VARIABLE.fullmatch(name):
-            raise _wrong("--env", name, "NAME=VALUE")
-        if name == IMAGE_VARIABLE:
-            raise UserError(f"--env: found {name}, which --image says", hint="By its digest: --image NAME@sha256:...")
-        require_no_secret("--env", name, f"Put it into a Secret of the cluster: --secret {name}=SECRET:KEY")
-    if pod.gpus and pod.kind == "cpu":
-        raise UserError(f"found {pod.gpus} GPUs for a recipe whose target is a CPU")
-
-
-def _wrong(option: str, found: str, expected: str) -> UserError:
-    return UserError(f"{option}: found {found!r}, expected {expected}")

@@ -1,4 +1,4 @@
-"""Slurm as a place: submitit sends the script and cancels, Slurm's own commands say how it went.
+"""Slurm as a place: submitit sends the script, Slurm's own commands say how it went.
 
 submitit asks the accounting for states. Small clusters have none, and it does not tell exit codes: the controller is
 asked, which knows a job for some minutes after its end, then the accounting.
@@ -6,25 +6,22 @@ asked, which knows a job for some minutes after its end, then the accounting.
 
 from __future__ import annotations
 
+import codecs
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 from pipeline.errors import StageError, UserError
 from pipeline.store.disk import disk_errors
 from pipeline.submit.place import BROKEN, State, Submitted
-from pipeline.submit.sbatch import Options, code_file, command, parameters, script
+from pipeline.submit.script import Options, command, parameters, script
 from pipeline.submit.task import Task
-from pipeline.submit.waiting import in_slurm
 
 _TIMEOUT_S = 60
-_PAUSE_S = 3.0
 # https://slurm.schedmd.com/job_state_codes.html; all others wait, run, or are put into the queue again.
 _ENDED = (
     "BOOT_FAIL",
@@ -50,11 +47,12 @@ _UNREACHABLE = re.compile(
 class Slurm:
     """The cluster whose commands are on PATH. ``logs`` is a folder on the shared filesystem."""
 
-    def __init__(self, options: Options, *, folder: Path, logs: Path, pause_s: float = _PAUSE_S) -> None:
+    def __init__(self, options: Options, *, folder: Path, logs: Path) -> None:
         self._options = options
         self._folder = folder
         self._logs = logs
-        self._pause_s = pause_s
+        self._shown = 0  # bytes
+        self._text = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def text(self, task: Task) -> str:
         """The batch script."""
@@ -89,47 +87,34 @@ class Slurm:
     def state(self, identifier: str) -> State:
         """What the controller knows; the accounting, where it has forgotten."""
         job = _number(identifier)
-        asked = _shown(job)
-        if asked.returncode == 0:
+        told = _run("scontrol", "--oneliner", "show", "job", job)
+        if told.returncode == 0:
             # The first of a name: a comment comes later, and may read like anything.
-            fields = dict(part.split("=", 1) for part in reversed(asked.stdout.split()) if "=" in part)
-            state = self._said(job, asked.stdout, fields.get("JobState", "UNKNOWN"), fields.get("ExitCode", "0:0"))
-            return replace(state, waits=in_slurm(job, fields.get("Reason", ""))) if state.word in _WAITS else state
-        if _UNREACHABLE.search(asked.stderr):
-            raise _failure("scontrol", asked.stderr)
+            fields = dict(part.split("=", 1) for part in reversed(told.stdout.split()) if "=" in part)
+            return _state(fields.get("JobState", "UNKNOWN"), fields.get("ExitCode", "0:0"), fields.get("Reason", ""))
+        if _UNREACHABLE.search(told.stderr):
+            raise _failure("scontrol", told.stderr)
         kept = _run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job)
         if kept.returncode != 0 and _UNREACHABLE.search(kept.stderr):
             raise _failure("sacct", kept.stderr)
         if kept.returncode != 0 or not kept.stdout.strip():
             raise UserError(
-                f"Slurm knows no job {job}: {asked.stderr.strip() or 'it has forgotten it'}",
+                f"Slurm knows no job {job}: {told.stderr.strip() or 'it has forgotten it'}",
                 hint="The controller forgets finished jobs after some minutes, and there is no accounting of it. "
-                f"Its log is {self._log(job, asked.stdout)}.",
+                f"Its log is {self._log(job)}.",
             )
         word, _, code = kept.stdout.strip().splitlines()[-1].partition("|")
-        return self._said(job, asked.stdout, word, code)
+        return _state(word, code)
 
-    def lines(self, identifier: str, seen: Callable[[State], None] | None = None) -> Iterator[str]:
-        """The log file, as it grows."""
-        job = _number(identifier)
-        log, position = self._log(job, _shown(job).stdout), 0
-        while True:
-            state = self.state(identifier)  # before reading: what comes after the last look would be lost
-            ended = state.ended
-            if seen is not None:
-                seen(state)
-            if log.is_file():
-                with log.open("rb") as file:
-                    file.seek(position)
-                    piece = file.read()
-                if not ended:  # only whole lines: a character is not cut in two
-                    piece = piece[: piece.rfind(b"\n") + 1]
-                position += len(piece)
-                if piece:
-                    yield piece.decode("utf-8", errors="replace")
-            if ended:
-                return
-            time.sleep(self._pause_s)
+    def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
+        """What the log file has grown by."""
+        log = self._log(_number(identifier))
+        if log.is_file():
+            with log.open("rb") as file:
+                file.seek(self._shown)
+                piece = file.read()
+            self._shown += len(piece)
+            show(self._text.decode(piece))
 
     def cancel(self, identifier: str) -> None:
         """`scancel`, as submitit does it."""
@@ -139,31 +124,20 @@ class Slurm:
         if done.returncode != 0:
             raise _failure("scancel", done.stderr)
 
-    def _said(self, job: str, shown: str, word: str, code: str) -> State:
-        """The state; a job that ended with a status before its run did has said nothing of a checkpoint."""
-        state = _state(word, code)
-        logs = self._log(job, shown).parent
-        if state.word == "FAILED" and logs.is_dir() and not code_file(logs, job).is_file():
-            return State(state.word, BROKEN)
-        return state
-
-    def _log(self, job: str, shown: str) -> Path:
+    def _log(self, job: str) -> Path:
         """Where Slurm says that it writes, wherever we were started; our folder's, once it has forgotten."""
-        if told := _WRITES.search(shown):
+        if told := _WRITES.search(_run("scontrol", "--oneliner", "show", "job", job).stdout):
             return Path(told[1])
         from submitit.core.utils import JobPaths
 
         return Path(JobPaths(self._logs, job_id=job, task_id=0).stdout)
 
 
-def _shown(job: str) -> subprocess.CompletedProcess[str]:
-    return _run("scontrol", "--oneliner", "show", "job", job)
-
-
-def _state(word: str, code: str) -> State:
+def _state(word: str, code: str, reason: str = "") -> State:
     word = word.split()[0].rstrip("+")  # "CANCELLED by 1000"
     if word not in _ENDED:
-        return State(word)
+        waits = word in _WAITS and reason not in {"", "None", "(null)"}
+        return State(word, waits=reason.replace("_", " ") if waits else None)
     if word == "COMPLETED":
         return State(word, 0)
     status, _, signal = code.partition(":")

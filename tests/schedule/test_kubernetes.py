@@ -12,8 +12,7 @@ import yaml
 from pipeline.errors import UserError
 from pipeline.schedule.export import Export
 from pipeline.schedule.kubernetes import Cluster, cron_job
-from pipeline.submit.pod import Claim, Reference
-from pipeline.submit.pod_template import read_template
+from pipeline.submit.pod import Claim, Reference, read_template
 from tests.schedule.conftest import Written
 from tests.submit.cases import TEMPLATE
 
@@ -91,7 +90,7 @@ def test_a_store_is_not_hidden_by_a_folder_that_ends_with_its_pod(written: Writt
     mount = "containers: [{name: quantmint, volumeMounts: [{name: a, mountPath: /work/store}]}]\n"
     path.write_text(mount + "volumes: [{name: a, emptyDir: {}}]\n", encoding="utf-8")
     hidden = replace(CLUSTER, template=read_template(path))
-    with pytest.raises(UserError, match="/work/store, which is on none of the volumes"):
+    with pytest.raises(UserError, match="/work/store, which is on no volume that is there"):
         cron_job(written("0 3 * * 6"), export(), hidden)
     assert cron_job(written("0 3 * * 6"), export(store="/work/other"), hidden)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pipeline.recipe.load import load_recipe
 from pipeline.serving.render.comments import dump
-from pipeline.submit import job, ray, sbatch
+from pipeline.submit import ray
+from pipeline.submit import script as slurm_script
 from pipeline.submit.mounts import Mount, Needs
-from pipeline.submit.pod import Claim, Reference
-from pipeline.submit.pod_template import read_template
+from pipeline.submit.pod import Claim, Pod, Reference, manifest, read_template
 from pipeline.submit.task import Task, task_for
 
 FOLDER = Path("/shared/models")
@@ -28,11 +28,11 @@ def task(recipe: str, **options: Any) -> Task:
 
 
 def script(of: Task, **options: Any) -> str:
-    return sbatch.script(of, sbatch.Options(**options), folder=FOLDER, logs=LOGS)
+    return slurm_script.script(of, slurm_script.Options(**options), folder=FOLDER, logs=LOGS)
 
 
 def _manifest(of: Task, **options: Any) -> str:
-    return dump(job.manifest(of, job.Options(**{"image": IMAGE, "claims": (Claim("shared"),), **options})))
+    return dump(manifest(of, Pod(**{"image": IMAGE, "claims": (Claim("shared"),), **options})))
 
 
 def _entry(of: Task, **options: Any) -> str:
@@ -41,29 +41,24 @@ def _entry(of: Task, **options: Any) -> str:
 
 GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
-        "cpu.sh": lambda: script(task("tiny-ptpc-fp8kv", arguments=("--until", "inspect")), venv=VENV),
         "node.sh": lambda: script(
             task("llama70b-fp8kv", cpus=64, memory_gb=900, seconds=8 * 3600.0),
             venv=VENV,
             partition="mi300x",
             account="models",
-            qos="normal",
-            constraint="xgmi&nvme",
-            sbatch={"mail-type": "END", "comment": "it's ours; $(really)"},
+            sbatch={"constraint": "xgmi&nvme", "comment": "it's ours; $(really)"},
             setup=("module load rocm/6.4", "source '/opt/my env/activate'", "echo $(whoami)"),
         ),
         "several.sh": lambda: script(task("llama405b-fp8kv", gpus=16, store="/big/store"), venv=VENV, gres=None),
         "pyxis.sh": lambda: script(
             task("llama70b-fp8kv", store="/big/store"), container=IMAGE, gres="gpu:mi300x:8", setup=()
         ),
-        "apptainer.sh": lambda: script(task("llama70b-ptpc", gpus=1), container="/images/quantmint.sif"),
-        "mounts.sh": lambda: script(
-            task("llama70b-fp8kv"),
-            container=IMAGE,
+        "apptainer.sh": lambda: script(
+            task("llama70b-ptpc", gpus=1),
+            container="/images/quantmint.sif",
             mounts=(Mount("/nvme", "/shared/models/scratch"),),
             needs=Needs((Path("/data/llama"),), (Path("/out"), Path("/hf")), {"HF_HOME": "/hf"}),
         ),
-        "cpu.yaml": lambda: _manifest(task("tiny-ptpc-fp8kv", cpus=8, memory_gb=16)),
         "node.yaml": lambda: _manifest(
             task("llama70b-fp8kv", seconds=8 * 3600.0),
             claims=(Claim("shared", "/models"), Claim("cache", "/cache")),
@@ -72,10 +67,8 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
             variables={"HF_HOME": "/cache/hf", "NOTE": "$(HOME) stays"},
             selector={"amd.com/gpu.product-name": "MI300X"},
         ),
-        "tag.yaml": lambda: _manifest(task("llama70b-ptpc", gpus=0), image="quantmint:latest"),
-        "template.yaml": lambda: _manifest(task("llama70b-fp8kv"), template=read_template(TEMPLATE)),
+        "template.yaml": lambda: _manifest(task("llama70b-fp8kv"), given=read_template(TEMPLATE)),
         "node.json": lambda: _entry(task("llama70b-fp8kv", cpus=32, memory_gb=200), variables={"HF_HOME": "/cache"}),
-        "several.json": lambda: _entry(task("llama405b-fp8kv", gpus=16)),
     }
 )
 

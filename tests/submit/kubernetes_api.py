@@ -70,7 +70,7 @@ class Api:
     ``waits`` are the statuses that pods have before they run, one for each time that they are asked for; ``made`` is
     when the Jobs were, where nothing makes pods for them. ``cuts`` are numbers of bytes after which the next logs break
     off, with their pods running on; ``faults`` are what the next requests are answered with, None for what they ask
-    for, and ``fault`` is what all others are.
+    for, and ``fault`` is what all others are. ``asked`` are dryRun and fieldValidation of each Job that was sent.
     """
 
     def __init__(self) -> None:
@@ -82,6 +82,7 @@ class Api:
         self.cuts: list[int] = []
         self.waits: list[dict[str, Any]] = []
         self.made: str | None = None
+        self.asked: list[tuple[str | None, str | None]] = []
 
     def create(self, namespace: str, manifest: dict[str, Any]) -> dict[str, Any]:
         name = manifest["metadata"]["generateName"] + "x7k2p"
@@ -137,8 +138,11 @@ def served(api: Api) -> Iterator[str]:
         def do_POST(self) -> None:
             found = _JOBS.fullmatch(urlsplit(self.path).path)
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            query = parse_qs(urlsplit(self.path).query)
+            dry_run, validation = (query.get(name, [None])[0] for name in ("dryRun", "fieldValidation"))
             if not self._refused() and found:
-                self._answer(201, api.create(found["namespace"], body))
+                api.asked.append((dry_run, validation))
+                self._answer(201, body if dry_run else api.create(found["namespace"], body))
 
         def do_GET(self) -> None:
             path, query = urlsplit(self.path).path, parse_qs(urlsplit(self.path).query)

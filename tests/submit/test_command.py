@@ -34,9 +34,6 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.startswith("apiVersion: batch/v1\n")
     assert ended("tiny-ptpc-fp8kv", "--ray", "head:8265", "--dry-run") == 0
     assert json.loads(capsys.readouterr().out)["metadata"] == {"quantmint": "tiny-ptpc-fp8kv"}
-    told = ended("tiny-ptpc-fp8kv", "--ray", "head:8265", "--attached", "--dry-run")
-    assert told == 0
-    assert f" > {tmp_path}/store/refresh/logs/" in json.loads(capsys.readouterr().out)["entrypoint"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -56,6 +53,8 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, capsys: pytest.Capt
         (("tiny-ptpc-fp8k", "--slurm", "--dry-run"), 'did you mean "tiny-ptpc-fp8kv"?'),
         (("tiny-ptpc-fp8kv", "--slurm", "--dry-run", "--", "--untill", "x"), "No such option"),
         (("tiny-ptpc-fp8kv", "--slurm", "--time", "soon", "--dry-run"), "expected one like 90m"),
+        (("tiny-ptpc-fp8kv", "--ray", "x", "--time", "1h", "--dry-run"), "no time limit"),
+        (("tiny-ptpc-fp8kv", "--ray", "x", "--env", "HF_TOKEN=x", "--dry-run"), "reads like the name of a secret"),
         (("--slurm", "--status", "one"), "the number that sbatch gave it"),
         (("--ray", "head", "--cancel", ""), "the identifier that Ray gave it"),
         (("tiny-ptpc-fp8kv", "--slurm", "--sbatch", "a b=c", "--dry-run"), "expected NAME=VALUE or NAME"),

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import shlex
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from pipeline.errors import QuantmintError, StageError, UserError
-from pipeline.submit import job, ray, sbatch
-from pipeline.submit.attached import Mark
-from pipeline.submit.pod import Claim, Pod, Reference, job_spec, parse_claim, parse_pairs, parse_reference
+from pipeline.errors import UserError
+from pipeline.submit import ray
+from pipeline.submit import script as sbatch
+from pipeline.submit.pod import Claim, Pod, manifest
 from pipeline.submit.task import Task, program_here
 from tests.serving.render.test_kubernetes import held_against_the_api
 from tests.submit.cases import FOLDER, GOLDEN, IMAGE, LOGS, VENV, script, task
@@ -32,10 +29,6 @@ def named(ending: str) -> list[str]:
 def test_it_is_the_text_that_was_read(name: str) -> None:
     """`python -m tests.submit.cases` writes the files again."""
     assert GOLDEN[name]() == (_GOLDEN / name).read_text(encoding="utf-8")
-
-
-def test_every_text_is_of_a_case() -> None:
-    assert {path.name for path in _GOLDEN.iterdir()} == set(GOLDEN)
 
 
 @pytest.mark.parametrize("name", named(".sh"))
@@ -179,11 +172,11 @@ def test_no_text_is_read_by_a_shell() -> None:
     entry = ray.description(of, ray.Options(folder=Path(f"/{evil}"), venv=VENV))["entrypoint"]
     assert shlex.split(entry)[:3] == ["cd", f"/{evil}", "||"]
     assert shlex.split(entry)[-4:] == ["--store", evil, "--until", evil]
-    made = job.manifest(of, job.Options(image="i", claims=(Claim("c"),)))
+    made = manifest(of, Pod("i", claims=(Claim("c", "/"),)))
     command = made["spec"]["template"]["spec"]["containers"][0]["command"]
     assert command[-1].replace("$$", "$") == evil
-    given = job.Options("i", (Claim("c"),), variables={"PRICE": "$$(HOME)"})
-    money = job.manifest(task("tiny-ptpc-fp8kv", arguments=("--until", "$$(HOME)")), given)
+    given = Pod("i", claims=(Claim("c"),), variables={"PRICE": "$$(HOME)"})
+    money = manifest(task("tiny-ptpc-fp8kv", arguments=("--until", "$$(HOME)")), given)
     container = money["spec"]["template"]["spec"]["containers"][0]
     assert container["command"][-1] == container["env"][0]["value"] == "$$$$(HOME)", "Kubernetes reads $$ as $"
 
@@ -235,133 +228,3 @@ def test_slurm_would_read_a_per_cent_sign_in_a_path() -> None:
     for folder, logs in ((Path("/a%j"), LOGS), (FOLDER, Path("/100%/store/logs/slurm"))):
         with pytest.raises(UserError, match="as a pattern"):
             sbatch.script(task("tiny-ptpc-fp8kv"), sbatch.Options(), folder=folder, logs=logs)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"image": "an image"}, "--image"),
-        ({"claims": (Claim("Shared"),)}, "--pvc"),
-        ({"claims": (Claim("shared", "work"),)}, "--pvc"),
-        ({"claims": (Claim("a"), Claim("b"))}, "another path for each claim"),
-        ({"claims": (Claim("a", "/data"), Claim("b", "/work"), Claim("c", "/work/"))}, "found ./work twice"),
-        ({"variables": {"A": "1"}, "secrets": (Reference("A", "x", "k"),)}, "found .A twice.*--env or --secret"),
-        ({"variables": {"HF_TOKEN": "hf_x"}}, r"(?s)HF_TOKEN.*--secret HF_TOKEN=SECRET:KEY"),
-        ({"variables": {"A B": "x"}}, "--env"),
-        ({"secrets": (Reference("HF_TOKEN", "Not A Name", "token"),)}, "--secret"),
-        ({"gpus": 1}, "whose target is a CPU"),
-    ],
-)
-def test_a_pod_that_kubernetes_or_we_would_not_take(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        job_spec(Pod(**{"name": "a", "image": "i", "command": ("quantmint",), **changes}))
-
-
-def test_what_a_run_makes_must_outlive_its_pod() -> None:
-    with pytest.raises(UserError, match="--pvc is missing"):
-        job.manifest(task("tiny-ptpc-fp8kv"), job.Options(image="i", claims=()))
-
-
-@pytest.mark.parametrize(
-    ("store", "folder", "kept"),
-    [
-        ("store", None, True),
-        ("/cache/store", None, True),
-        ("../team/store", "/work/mine", True),
-        ("/home/me/store", None, False),
-        ("../store", None, False),
-        ("store", "/app", False),
-    ],
-)
-def test_a_store_must_be_on_a_volume(store: str, folder: str | None, kept: bool) -> None:
-    options = job.Options(image="i", claims=(Claim("c"), Claim("d", "/cache")), folder=folder)
-    if kept:
-        assert job.manifest(task("tiny-ptpc-fp8kv", store=store), options)
-    else:
-        with pytest.raises(UserError, match=r"(?s)on none of the volumes.*such as /work/store"):
-            job.manifest(task("tiny-ptpc-fp8kv", store=store), options)
-
-
-def test_a_job_is_on_one_node() -> None:
-    with pytest.raises(UserError, match=r"(?s)needs 2 nodes.*--ray"):
-        job.manifest(task("llama405b-fp8kv", gpus=16), job.Options(image="i", claims=(Claim("c"),)))
-
-
-def test_ray_jobs_have_no_limit_and_open_variables() -> None:
-    with pytest.raises(UserError, match="no time limit"):
-        ray.description(task("tiny-ptpc-fp8kv", seconds=60.0), ray.Options(folder=FOLDER))
-    with pytest.raises(UserError, match="HF_TOKEN"):
-        ray.description(task("tiny-ptpc-fp8kv"), ray.Options(folder=FOLDER, variables={"HF_TOKEN": "x"}))
-
-
-def test_how_options_are_written() -> None:
-    assert parse_claim("shared") == Claim("shared", "/work")
-    assert parse_claim("shared:/models") == Claim("shared", "/models")
-    assert parse_reference("HF_TOKEN=hub:token") == Reference("HF_TOKEN", "hub", "token")
-    assert parse_reference("HF_TOKEN=hub") == Reference("HF_TOKEN", "hub", "HF_TOKEN")
-    assert parse_pairs("--env", ("A=b=c", "D=")) == {"A": "b=c", "D": ""}
-    with pytest.raises(UserError, match="expected NAME=VALUE"):
-        parse_pairs("--env", ("A",))
-    with pytest.raises(UserError) as failure:
-        parse_reference("hf_secretvalue")
-    assert "expected VARIABLE=SECRET" in str(failure.value)
-
-
-def test_a_manifest_survives_its_text() -> None:
-    of = task("llama70b-fp8kv")
-    options = job.Options(image="i@sha256:" + "a" * 64, claims=(Claim("c"),))
-    from pipeline.submit.kubernetes import Kubernetes
-
-    text = Kubernetes(options, namespace="team").text(of)
-    assert yaml.safe_load(text)["metadata"]["namespace"] == "team"
-    assert json.loads(json.dumps(yaml.safe_load(text)))["spec"] == job.manifest(of, options)["spec"]
-
-
-@pytest.mark.parametrize(("said", "transient"), [("status code 500: No available agent", True), ("404: no job", False)])
-def test_what_ray_cannot_do_now_and_what_it_refuses(said: str, transient: bool) -> None:
-    with pytest.raises(QuantmintError, match=said) as failure, ray._answers():
-        raise RuntimeError(f"Request failed with {said}")
-    assert failure.value.transient is transient
-
-
-def test_a_folder_that_a_node_does_not_see_is_no_verdict(tmp_path: Path) -> None:
-    of = task("tiny-ptpc-fp8kv")
-    there = ray.description(of, ray.Options(folder=tmp_path / "away", venv=VENV))["entrypoint"]
-    given_up = ray.description(of, ray.Options(folder=tmp_path), Mark("a", "k", tmp_path / "a.answer"))["entrypoint"]
-    for entry in (there, given_up):
-        assert subprocess.run(["sh", "-c", entry], capture_output=True, check=False).returncode == 5
-
-
-def _of_a_library(module: str, name: str, base: type[Exception], **values: Any) -> Exception:
-    return type(name, (base,), {"__module__": module, **values})("said by it")
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "transient"),
-    [
-        (_of_a_library("ray.exceptions", "AuthenticationError", Exception), UserError, False),
-        (_of_a_library("requests.exceptions", "HTTPError", OSError), UserError, False),
-        (_of_a_library("aiohttp.client_exceptions", "WSServerHandshakeError", Exception, status=404), UserError, False),
-        (_of_a_library("aiohttp.client_exceptions", "WSServerHandshakeError", Exception, status=503), StageError, True),
-        (_of_a_library("aiohttp.client_exceptions", "ClientConnectionError", Exception), StageError, True),
-    ],
-)
-def test_what_rays_libraries_raise_is_told_as_ours(error: Exception, kind: type[Exception], transient: bool) -> None:
-    with pytest.raises(QuantmintError, match="said by it") as failure, ray._answers():
-        raise error
-    assert type(failure.value) is kind
-    assert failure.value.transient is transient
-
-
-def test_a_log_that_stays_silent_is_left() -> None:
-    async def pieces() -> AsyncIterator[str]:
-        yield "a line\n"
-        await asyncio.sleep(60)
-
-    assert list(ray.stepwise(pieces(), 0.05)) == ["a line\n"]
-
-
-@pytest.mark.parametrize("identifier", ["", ".", "..", "a/../b", "a?b", "-a"])
-def test_what_no_job_is_called_is_not_asked_for(identifier: str) -> None:
-    with pytest.raises(UserError, match="expected the identifier that Ray gave it"):
-        ray.RayJobs("http://nowhere.invalid", None).cancel(identifier)

@@ -13,16 +13,15 @@ import pytest
 import yaml
 
 from pipeline.errors import StageError, UserError
-from pipeline.submit.job import Options
+from pipeline.submit import place as places
 from pipeline.submit.kubernetes import Kubernetes
-from pipeline.submit.pod import Claim
-from pipeline.submit.pod_template import read_template
+from pipeline.submit.place import follow
+from pipeline.submit.pod import Claim, Pod, read_template
 from tests.serving.render.test_kubernetes import held_against_the_api
 from tests.submit.cases import IMAGE, TEMPLATE, task
 from tests.submit.kubernetes_api import Api, served
 from tests.submit.slurm import free_ports
 from tests.submit.test_command import ended
-from tests.submit.test_waiting import container, placed
 
 if find_spec("kubernetes") is None:
     pytest.skip("kubernetes is not installed", allow_module_level=True)
@@ -34,6 +33,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     with served(state) as address:
         path = kubeconfig(tmp_path, address)
         monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+        monkeypatch.setattr(places, "_PAUSE_S", 0.01)
         monkeypatch.chdir(tmp_path)
         yield state
 
@@ -53,16 +53,16 @@ def kubeconfig(folder: Path, address: str) -> Path:
 
 
 def place(namespace: str | None = None, **options: Any) -> Kubernetes:
-    asked = Options(image=IMAGE, claims=(Claim("shared"),), **options)
-    return Kubernetes(asked, namespace=namespace, pause_s=0.01)
+    return Kubernetes(Pod(IMAGE, claims=(Claim("shared"),), **options), namespace=namespace)
 
 
 def followed(api: Api, *tries: tuple[int | None, bytes], **options: Any) -> tuple[int | None, str]:
     api.tries = list(tries)
     here = place(**options)
     job = here.submit(task("tiny-ptpc-fp8kv")).identifier
-    log = "".join(here.lines(job))
-    return here.state(job).exit_code, log
+    log: list[str] = []
+    code = follow(here, job, log.append, lambda _: None).exit_code
+    return code, "".join(log)
 
 
 def test_what_is_sent_is_what_a_dry_run_prints(api: Api) -> None:
@@ -93,7 +93,7 @@ def test_tries_end_and_evictions_are_none(api: Api) -> None:
 
 
 def test_a_container_beside_it_has_another_log_and_another_end(api: Api) -> None:
-    assert followed(api, (3, b"judged\n"), template=read_template(TEMPLATE)) == (3, "judged\n")
+    assert followed(api, (3, b"judged\n"), given=read_template(TEMPLATE)) == (3, "judged\n")
 
 
 def test_a_log_that_breaks_off_is_read_to_its_end(api: Api) -> None:
@@ -112,10 +112,7 @@ def test_a_log_that_is_not_shown_is_told(api: Api, status: int, said: str) -> No
     assert re.fullmatch(said, log)
 
 
-def test_an_api_that_is_away_for_a_while_ends_nothing(
-    api: Api, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.submit.following._PAUSE_S", 0.0)
+def test_an_api_that_is_away_for_a_while_ends_nothing(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     api.tries = [(1, b"judged\n")]
     api.faults = [None, 503, 429]
     assert ended("tiny-ptpc-fp8kv", "--kubernetes", "--image", IMAGE, "--pvc", "shared", "--follow") == 1
@@ -147,38 +144,65 @@ def test_the_command_follows_to_the_runs_own_end(api: Api, capsys: pytest.Captur
     assert api.deleted == [(told["id"], "Background")]
 
 
-def test_why_it_waits_is_said_once(
-    api: Api, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.submit.kubernetes._PAUSE_S", 0.0)
-    full, pulled = (
-        placed("0/5 nodes are available: 5 Insufficient amd.com/gpu."),
-        container("quantmint", "ErrImagePull"),
-    )
+def test_a_dry_run_asks_the_api_server(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("tiny-ptpc-fp8kv", "--kubernetes", "--image", IMAGE, "--pvc", "shared", "--dry-run")
+    assert ended(*words) == 0
+    out, err = capsys.readouterr()
+    assert (yaml.safe_load(out)["kind"], err) == ("Job", "")
+    assert api.jobs == {}
+    assert api.asked == [("All", "Strict")]
+    api.fault = 422
+    assert ended(*words) == 2
+    assert "the Kubernetes API refused (422): said by the API" in capsys.readouterr().err
+    api.fault = 503
+    assert ended(*words) == 0
+    assert "no API server has looked at it" in capsys.readouterr().err
+
+
+FULL = {
+    "conditions": [
+        {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "0/5 nodes are available: 5 Insufficient amd.com/gpu.",
+        }
+    ]
+}
+PULLED = {
+    "containerStatuses": [
+        {
+            "name": "quantmint",
+            "image": "i",
+            "imageID": "i",
+            "ready": False,
+            "restartCount": 0,
+            "state": {"waiting": {"reason": "ErrImagePull", "message": "no such host"}},
+        }
+    ]
+}
+
+
+def test_why_it_waits_is_said_once(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     api.tries = [(0, b"ran\n")]
-    api.waits = [full] * 4 + [{"containerStatuses": [pulled]}] * 4
+    api.waits = [FULL] * 4 + [PULLED] * 4
     assert ended("tiny-ptpc-fp8kv", "--kubernetes", "--image", IMAGE, "--pvc", "shared", "--follow") == 0
     out, err = capsys.readouterr()
     assert out == "ran\n"
-    waits = [line for line in err.splitlines() if line.startswith("waits: ")]
-    assert waits == [
+    assert [line for line in err.splitlines() if line.startswith("waits: ")] == [
         "waits: Unschedulable: 0/5 nodes are available: 5 Insufficient amd.com/gpu.",
-        "waits: quantmint: ImagePullBackOff",
+        "waits: quantmint: ErrImagePull: no such host",
     ]
-    assert "  Look at the image's name, and whether the pod may read its registry" in err
 
 
 def test_why_it_waits_is_part_of_its_status(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     job = place().submit(task("tiny-ptpc-fp8kv")).identifier
-    api.waits = [placed("0/1 nodes are available: 1 node(s) had untolerated taint {gpu: }.")] * 2
+    api.waits = [FULL] * 2
     assert ended("--kubernetes", "--status", job) == 0
-    first, second, third = capsys.readouterr().out.splitlines()
-    assert first == f"{job}  Pending"
-    assert second.startswith("waits: Unschedulable: 0/1 nodes")
-    assert "tolerations of --pod-template" in third
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first, second[:33]) == (f"{job}  Pending", "waits: Unschedulable: 0/5 nodes a")
     assert ended("--kubernetes", "--status", job, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert set(told["waits"]) == {"reason", "remedy"}
+    assert json.loads(capsys.readouterr().out)["waits"].startswith("Unschedulable")
     assert ended("--kubernetes", "--status", job, "--json") == 0
     assert json.loads(capsys.readouterr().out)["waits"] is None
 
@@ -186,11 +210,7 @@ def test_why_it_waits_is_part_of_its_status(api: Api, capsys: pytest.CaptureFixt
 def test_a_job_that_gets_no_pod(api: Api) -> None:
     job = place().submit(task("tiny-ptpc-fp8kv")).identifier
     api.made = "2026-01-01T00:00:00Z"
-    waits = place().state(job).waits
-    assert waits is not None
-    assert f"kubectl describe job/{job}" in str(waits.remedy)
-    api.made = "2999-01-01T00:00:00Z"  # it was made a moment ago
-    assert place().state(job).waits is None
+    assert place().state(job).waits == "no pod is made for it yet"
 
 
 def test_a_tag_and_a_recipe_of_ones_own_are_remarked(

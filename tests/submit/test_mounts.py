@@ -79,7 +79,7 @@ def opens(path: Path, mounts: tuple[Mount, ...]) -> bool:
 
 def test_all_that_a_recipe_names_is_seen(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(disk / "work")
-    environment = {"HF_HOME": str(disk / "hf"), "HF_HUB_CACHE": str(disk / "hub"), "HF_TOKEN_PATH": str(disk / "big")}
+    environment = {"HF_HOME": str(disk / "hf"), "HF_HUB_CACHE": str(disk / "hub")}
     needs = needs_of(load_recipe("mine"), disk / "work", environment)
     for made in ("out/mine", "hf/hub", "hub/models--a"):
         (disk / made).mkdir(parents=True)
@@ -141,9 +141,6 @@ def test_links_of_links_and_of_folders(tmp_path: Path) -> None:
     (tmp_path / "b/link").symlink_to(tmp_path / "a/folder/../deep/up")
     mounts = mounts_of([tmp_path / "b/link"], ())
     assert opens(tmp_path / "b/link", mounts)
-    (tmp_path / "b/loop").symlink_to("loop")
-    with pytest.raises(UserError, match="more than 40 links"):
-        mounts_of([tmp_path / "b/loop"], ())
 
 
 @pytest.mark.parametrize("path", ["/", "/a,b", "/a:b"])
@@ -158,21 +155,10 @@ def test_what_is_no_mount(text: str) -> None:
         parse_mount(text)
 
 
-def test_one_place_has_one_mount() -> None:
-    with pytest.raises(UserError, match="--mount: found /x twice"):
-        mounts_of([], (Mount("/a", "/x"), Mount("/b", "/x/")))
-
-
 def test_folders_of_the_hub_are_read_as_its_client_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "token").touch()
-    loaded = load_recipe("tiny-ptpc-fp8kv")
-    needs = needs_of(loaded, tmp_path / "work", {"HF_HOME": "$SCRATCH/hf", "HF_TOKEN_PATH": "~/token"})
+    needs = needs_of(load_recipe("tiny-ptpc-fp8kv"), tmp_path / "work", {"HF_HOME": "$SCRATCH/hf"})
     assert needs.variables == {"HF_HOME": str(tmp_path / "scratch/hf")}
-    assert needs.read == (tmp_path / "token",)
-    for path in ("~nobody-of-that-name/hf", f"/{'long' * 100}"):
-        assert needs_of(loaded, tmp_path, {"HF_HOME": "/hf", "HF_TOKEN_PATH": path}).read == ()
 
 
 def test_pyxis_mounts_no_blank() -> None:

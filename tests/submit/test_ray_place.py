@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -9,17 +10,24 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pipeline.errors import StageError, UserError
-from pipeline.submit.ray import Options, RayJobs
+from pipeline.errors import QuantmintError, StageError, UserError
+from pipeline.submit import place as places
+from pipeline.submit import ray
+from pipeline.submit.place import follow
+from pipeline.submit.ray import Options, RayJobs, run_attached
 from tests.processes import processes_naming
 from tests.submit.cases import task
 from tests.submit.slurm import free_ports
@@ -97,8 +105,9 @@ def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(dashboard: str, 
     there = RayJobs(dashboard, Options(folder=tmp_path, venv=str(tmp_path / "env"), variables={"A_NAME": "a value"}))
     long = there.submit(task("tiny-ptpc-fp8kv", arguments=("--until", "source"))).identifier
     job = there.submit(task("tiny-ptpc-fp8kv")).identifier
-    assert f"{tmp_path}\n" in "".join(there.lines(job))
-    assert (there.state(job).word, there.state(job).exit_code) == ("FAILED", 3)
+    log: list[str] = []
+    assert follow(there, job, log.append, lambda _: None).exit_code == 3
+    assert f"{tmp_path}\n" in "".join(log)
     end = time.monotonic() + 60
     while not begun.exists() and time.monotonic() < end:
         time.sleep(0.05)
@@ -127,11 +136,119 @@ def test_a_run_there_as_if_it_were_here(
     out, err = capsys.readouterr()
     assert json.loads(out) == {"verdict": "INCONCLUSIVE"}
     assert "\n[1/2] source: started\n" in err
-    assert not list(tmp_path.rglob("*.answer"))
+    assert "has found room\n" in err
 
 
 def test_without_a_dashboard_it_says_so() -> None:
     (port,) = free_ports(1)
     with pytest.raises(StageError, match="no Ray dashboard answers") as failure:
-        RayJobs(f"127.0.0.1:{port}", None).state("job")
+        RayJobs(f"127.0.0.1:{port}", Options(Path.cwd())).state("job")
     assert failure.value.transient
+
+
+@dataclass
+class Client:
+    """A dashboard of which each job goes through ``steps``: its status, and what is known of one that ended."""
+
+    steps: list[tuple[str, dict[str, Any]]]
+    log: str = "[1/2] source: started\n"
+    submitted: int = 0
+    stopped: list[str] = field(default_factory=list)
+    interrupt: bool = False
+
+    def submit_job(self, **_: object) -> str:
+        self.submitted += 1
+        return f"job-{self.submitted}"
+
+    def get_job_info(self, _: str) -> SimpleNamespace:
+        word, known = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+        nothing = {"driver_exit_code": None, "error_type": None, "message": ""}
+        return SimpleNamespace(status=SimpleNamespace(value=word), **{**nothing, **known})
+
+    async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
+        for begin in range(0, len(self.log), 7):
+            yield self.log[begin : begin + 7]
+        if self.interrupt:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            await asyncio.sleep(60)
+
+    def stop_job(self, identifier: str) -> None:
+        self.stopped.append(identifier)
+
+
+UNPLACED = ("FAILED", {"error_type": "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"})
+
+
+def attached(client: Client, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """The exit code, the object, and what was shown."""
+    monkeypatch.setattr(places, "_PAUSE_S", 0.0)
+    jobs, shown = RayJobs("head:8265", Options(Path("/work"))), []
+    monkeypatch.setattr(jobs, "_connect", lambda: client)
+    code, printed = run_attached(jobs, task("tiny-ptpc-fp8kv"), shown.append)
+    return code, printed, "".join(shown)
+
+
+def test_its_own_object_and_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has one log for both outputs, and shows it from its beginning each time."""
+    log = '{"recipe": \n[1/2] source: started\n{\n "verdict": "FAIL",\n "stages": [\n  {}\n ]\n}\nquantmint: it ended\n'
+    client = Client([("PENDING", {}), ("RUNNING", {}), ("FAILED", {"driver_exit_code": 1})], log)
+    code, printed, shown = attached(client, monkeypatch)
+    assert (code, json.loads(printed)) == (1, {"verdict": "FAIL", "stages": [{}]})
+    assert shown == f"job-1 was submitted\njob-1 has found room\n{log}"
+
+
+def test_what_found_no_room_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client([UNPLACED] * 2 + [("SUCCEEDED", {})])
+    assert attached(client, monkeypatch)[:2] == (0, "")
+    assert client.submitted == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "message", "transient"),
+    [
+        (("FAILED", {"error_type": "JOB_SUPERVISOR_ACTOR_DIED", "message": "its node died"}), "its node died", True),
+        (("FAILED", {"message": "no such environment"}), "no such environment", False),
+        (("STOPPED", {}), "was stopped at the cluster", False),
+    ],
+)
+def test_a_job_without_an_end_of_its_own(
+    end: tuple[str, dict[str, Any]], message: str, transient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StageError, match=message) as failure:
+        attached(Client([end]), monkeypatch)
+    assert failure.value.transient is transient
+
+
+def test_told_to_stop_it_stops_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    client = Client([("RUNNING", {})], interrupt=True)
+    with pytest.raises(SystemExit) as end:
+        attached(client, monkeypatch)
+    assert (end.value.code, client.stopped) == (143, ["job-1"])
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def _of_a_library(module: str, name: str, base: type[Exception], **values: Any) -> Exception:
+    return type(name, (base,), {"__module__": module, **values})("said by it")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "transient"),
+    [
+        (RuntimeError("status code 500: said by it"), StageError, True),
+        (RuntimeError("404: said by it"), UserError, False),
+        (_of_a_library("ray.exceptions", "AuthenticationError", Exception), UserError, False),
+        (_of_a_library("requests.exceptions", "HTTPError", OSError), UserError, False),
+        (_of_a_library("aiohttp.client_exceptions", "WSServerHandshakeError", Exception, status=503), StageError, True),
+    ],
+)
+def test_what_rays_libraries_raise_is_told_as_ours(error: Exception, kind: type[Exception], transient: bool) -> None:
+    with pytest.raises(QuantmintError, match="said by it") as failure, ray._answers():
+        raise error
+    assert type(failure.value) is kind
+    assert failure.value.transient is transient
+
+
+def test_a_folder_that_a_node_does_not_see_is_no_verdict(tmp_path: Path) -> None:
+    entry = ray.description(task("tiny-ptpc-fp8kv"), Options(tmp_path / "away"))["entrypoint"]
+    assert subprocess.run(["sh", "-c", entry], capture_output=True, check=False).returncode == 5

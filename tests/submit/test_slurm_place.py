@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.submit.place import State
-from pipeline.submit.sbatch import Options, code_file
+from pipeline.submit import place as places
+from pipeline.submit.place import State, follow
+from pipeline.submit.script import Options
 from pipeline.submit.slurm import Slurm, _state
 from tests.submit import slurm
 from tests.submit.cases import task
@@ -36,6 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def folder(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SLURM_CONF", str(config))
     monkeypatch.delenv("QUANTMINT_STORE", raising=False)
+    monkeypatch.setattr(places, "_PAUSE_S", 0.1)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -46,7 +47,19 @@ def place(folder: Path, run: str, **options: Any) -> Slurm:
     program.parent.mkdir(parents=True)
     program.write_text(f"#!/bin/bash\n{run}\n", encoding="utf-8")
     program.chmod(0o755)
-    return Slurm(Options(venv=str(folder / "env"), **options), folder=folder, logs=folder / "logs", pause_s=0.1)
+    return Slurm(Options(venv=str(folder / "env"), **options), folder=folder, logs=folder / "logs")
+
+
+def followed(there: Slurm, job: str) -> tuple[int | None, str, list[str]]:
+    """The exit code, the log, and why it waited."""
+    log, waits = [], []
+
+    def look(state: State) -> None:
+        if state.waits is not None:
+            waits.append(state.waits)
+
+    code = follow(there, job, log.append, look).exit_code
+    return code, "".join(log), waits
 
 
 @pytest.mark.slow
@@ -70,9 +83,9 @@ def test_a_recipe_runs_there(folder: Path, capfd: pytest.CaptureFixture[str]) ->
 def test_a_verdict_is_the_jobs_exit_code(folder: Path) -> None:
     there = place(folder, 'echo "gpus $ROCR_VISIBLE_DEVICES"; pwd; exit 3', gres="gpu:2")
     job = there.submit(task("tiny-ptpc-fp8kv", cpus=2)).identifier
-    log = "".join(there.lines(job))
+    code, log, _ = followed(there, job)
     assert log.startswith(f"gpus 0,1\n{folder}\n")
-    assert (there.state(job).word, there.state(job).exit_code) == ("FAILED", 3)
+    assert (there.state(job).word, code) == ("FAILED", 3)
 
 
 @pytest.mark.slow
@@ -90,9 +103,9 @@ def test_before_its_time_is_up_it_goes_back_to_the_queue(folder: Path) -> None:
     # in which the first was killed is not launched ("already killed, do not launch batch job").
     slurm.until(lambda: slurm.idle(dict(os.environ)), folder)
     subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], check=True)
-    lines = "".join(there.lines(job)).splitlines()
-    assert [line for line in lines if line.startswith(("turn", "ended"))] == ["turn ", "ended by SIGTERM", "turn 1"]
-    assert there.state(job).exit_code == 4
+    code, log, _ = followed(there, job)
+    lines = [line for line in log.splitlines() if line.startswith(("turn", "ended"))]
+    assert (code, lines) == (4, ["turn ", "ended by SIGTERM", "turn 1"])
 
 
 @pytest.mark.slow
@@ -118,31 +131,10 @@ def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.Capt
 @pytest.mark.slow
 @needs_slurm
 def test_why_it_waits_is_what_slurm_says(folder: Path) -> None:
-    end = folder / "end"
-    there = place(folder, f"until [ -e {end} ]; do sleep 0.05; done", gres="gpu:2")
-    there.submit(task("tiny-ptpc-fp8kv"))
-    behind = there.submit(task("tiny-ptpc-fp8kv")).identifier
-    seen: list[str] = []
-
-    def look(state: State) -> None:
-        if state.waits is not None:
-            assert state.waits.remedy is None
-            seen.append(state.waits.reason)
-            end.touch()
-
-    assert "".join(there.lines(behind, look)) == ""
-    assert set(seen) <= {"Resources", "Priority"}
-    assert seen
-    held = Slurm(replace(there._options, sbatch={"hold": True}), folder=folder, logs=folder / "logs")
-    job = held.submit(task("tiny-ptpc-fp8kv")).identifier
-    waits = held.state(job).waits
-    assert waits is not None
-    assert waits.reason == "JobHeldUser"
-    remedy = str(waits.remedy)
-    command = remedy[remedy.index("scontrol") : remedy.index(",")]
-    assert subprocess.run(command.split(), check=False).returncode == 0, "what is told can be typed"
-    slurm.until(lambda: held.state(job).ended, folder)
-    assert held.state(job).exit_code == 0
+    there = place(folder, "exit 0", sbatch={"begin": "now+4"})
+    code, _, waits = followed(there, there.submit(task("tiny-ptpc-fp8kv")).identifier)
+    assert code == 0
+    assert "BeginTime" in waits
 
 
 @pytest.mark.parametrize(
@@ -167,6 +159,14 @@ def test_what_a_state_means(word: str, code: str, found: int | None) -> None:
     assert _state(word, code).exit_code == found
 
 
+@pytest.mark.parametrize(
+    ("word", "reason", "waits"),
+    [("PENDING", "Priority", "Priority"), ("PENDING", "None", None), ("RUNNING", "x", None)],
+)
+def test_what_a_reason_is(word: str, reason: str, waits: str | None) -> None:
+    assert _state(word, "0:0", reason).waits == waits
+
+
 def test_the_log_is_where_slurm_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From another folder than the job was submitted from, and beside what a comment says."""
     log = tmp_path / "a team/store/logs/slurm/4711_0_log.out"
@@ -178,7 +178,10 @@ def test_the_log_is_where_slurm_writes(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     there = Slurm(Options(), folder=tmp_path, logs=tmp_path / "elsewhere")
-    assert list(there.lines("4711")) == ["a line\n"]
-    assert there.state("4711").exit_code == 5  # slurmd ends so what it could not start
-    code_file(log.parent, "4711").write_text("3\n", encoding="utf-8")
+    shown: list[str] = []
+    there.show_log("4711", shown.append)
+    with log.open("a", encoding="utf-8") as file:
+        file.write("another\n")
+    there.show_log("4711", shown.append)
+    assert shown == ["a line\n", "another\n"]
     assert there.state("4711").exit_code == 3

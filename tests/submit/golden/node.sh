@@ -8,14 +8,12 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --gpus-per-node=8
 #SBATCH --job-name=quantmint-llama70b-fp8kv
-#SBATCH --mail-type=END
 #SBATCH --mem=900GB
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --open-mode=append
 #SBATCH --output=/shared/models/store/logs/slurm/%j_0_log.out
 #SBATCH --partition=mi300x
-#SBATCH --qos=normal
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@120
 #SBATCH --time=480

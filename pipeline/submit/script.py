@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import UserError
+from pipeline.serving.image import VARIABLE
 from pipeline.serving.render.kubernetes import object_name
 from pipeline.submit.mounts import Mount, Needs, mounts_of
 from pipeline.submit.place import BROKEN
-from pipeline.submit.pod import IMAGE_VARIABLE, by_digest
+from pipeline.submit.pod import by_digest
 from pipeline.submit.task import Task, program_here, require_no_secret, require_plain
 
 WARNING_S = 120
@@ -78,8 +79,6 @@ class Options:
 
     partition: str | None = None
     account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
     gres: str | None = None
     sbatch: Mapping[str, str | Literal[True]] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
@@ -98,11 +97,6 @@ def script(task: Task, options: Options, *, folder: Path, logs: Path) -> str:
     return text
 
 
-def code_file(logs: Path, job: str) -> Path:
-    """Where a job's script notes the exit code of its run."""
-    return logs / f"{job}.code"
-
-
 def parse_options(given: tuple[str, ...]) -> dict[str, str | Literal[True]]:
     """``NAME=VALUE``, or ``NAME`` alone for an option that has no value."""
     options: dict[str, str | Literal[True]] = {}
@@ -116,7 +110,7 @@ def parse_options(given: tuple[str, ...]) -> dict[str, str | Literal[True]]:
 
 def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[str, Any]:
     """Arguments of submitit's `SlurmExecutor.update_parameters`."""
-    given = {name: getattr(options, name) for name in ("partition", "account", "qos", "constraint", "gres")}
+    given = {name: getattr(options, name) for name in ("partition", "account", "gres")}
     for name, value in [*given.items(), *options.sbatch.items(), ("the working folder", str(folder))]:
         if isinstance(value, str):
             require_plain(name, value)
@@ -142,7 +136,7 @@ def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[s
             *(shlex.join(_words(line)) for line in options.setup),
             *_environment(task, options),
             *_AGAIN,
-            f'ended={shlex.quote(str(logs))}/"$SLURM_JOB_ID".code; rm -f "$ended"',  # see `code_file`
+            f'ended={shlex.quote(str(logs))}/"$SLURM_JOB_ID".code; rm -f "$ended"',
         ],
         "srun_args": [*_steps(task), *_plugin(task, options, folder)],
         "additional_parameters": {
@@ -208,8 +202,8 @@ def _environment(task: Task, options: Options) -> list[str]:
 def _image(container: str | None) -> str:
     """sbatch takes the submitter's environment along, which may name an image that this job is not in."""
     if container is None or not by_digest(container):
-        return f"unset {IMAGE_VARIABLE}"
-    return f"export {IMAGE_VARIABLE}={shlex.quote(container)}"
+        return f"unset {VARIABLE}"
+    return f"export {VARIABLE}={shlex.quote(container)}"
 
 
 def _mounts(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
