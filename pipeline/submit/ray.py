@@ -124,7 +124,7 @@ class RayJobs:
             return client.get_job_info(identifier)
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
-        """What the client tails of a job that did not wait when it was last looked at, or as much as comes before it has been silent for long."""
+        """What the client tails, or as much as comes before it is silent for long; nothing of a job that waits."""
         if self._waits:  # Ray writes into its log before it has found room
             return
         client = self._connect()
