@@ -1,14 +1,16 @@
-"""From a setting to a plan: which stages, in which order, with which fingerprints.
+"""From a setting to a plan: which stages, in which order, with which fingerprints; and what of it the store has.
 
-Pure: nothing is read but what the setting holds, and nothing is run.
+A plan is pure: nothing is read but what the setting holds. Nothing here is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
-from pipeline.canonical import fingerprint
+from eval.verdict import Verdict
+from pipeline.canonical import Change, difference, fingerprint
 from pipeline.errors import UserError
 from pipeline.recipe.faults import did_you_mean
 from pipeline.stage import Planned, Setting, Stage
@@ -27,6 +29,8 @@ from pipeline.stages.report import ReportStage
 from pipeline.stages.serve import ServeStage
 from pipeline.stages.sign import SignStage
 from pipeline.stages.source import SourceStage
+from pipeline.store.entries import Entry
+from pipeline.store.runs import list_runs
 
 Named = TypeVar("Named", Stage, Planned)
 
@@ -111,3 +115,89 @@ def cut(plan: Sequence[Named], until: str | None) -> tuple[Named, ...]:
         names = list(dict.fromkeys(name for planned in plan for name in (planned.family, planned.key)))
         raise UserError(f"--until: found {until!r}, expected one of {', '.join(names)}{did_you_mean(until, names)}.")
     return tuple(plan[: ends[-1] + 1])
+
+
+def find_entry(planned: Planned, setting: Setting) -> Entry | None:
+    """The stage's entry, where it is there and what it stands for is intact."""
+    entry = setting.store.find(planned.stage.family, planned.fingerprint)
+    return entry if entry is not None and planned.stage.intact(entry, setting) else None
+
+
+def stopped_by(key: str, entry: Entry) -> bool:
+    """Whether a stage's entry is the canary's word that the checkpoint is broken."""
+    return key == "canary-candidate" and entry.record.result.get("verdict") == Verdict.FAIL.value
+
+
+def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]:
+    """What is left of a plan where the canary stopped it: the stages of `stopped_plan` as far as the plan had them."""
+    wanted = {planned.key for planned in plan}
+    return tuple(planned for planned in stopped_plan(setting) if planned.key in wanted)
+
+
+def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> tuple[Planned, ...]:
+    """The plan that a run would follow, as far as the store knows: stopped where the canary has failed before."""
+    for planned in plan:
+        again = planned.key in redo or planned.stage.family in redo
+        entry = None if again else find_entry(planned, setting)
+        if entry is None:
+            break
+        if stopped_by(planned.key, entry):
+            return after_stop(plan, setting)
+    return tuple(plan)
+
+
+def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> list[str]:
+    """Keys of the stages that would run: what the remote tier offers is taken from there."""
+
+    def is_there(planned: Planned) -> bool:
+        if planned.key in redo or planned.stage.family in redo:
+            return False
+        if find_entry(planned, setting) is not None:
+            return True
+        return setting.remote is not None and setting.remote.offers(planned.stage.family, planned.fingerprint)
+
+    return [planned.key for planned in plan if not is_there(planned)]
+
+
+def known_unsound(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> bool:
+    """Whether inspection has condemned the checkpoint before."""
+    inspect = next((planned for planned in plan if planned.key == "inspect"), None)
+    if inspect is None or {"inspect", "quantize"} & set(redo):
+        return False
+    entry = find_entry(inspect, setting)
+    return entry is not None and entry.record.result["verdict"] != Verdict.PASS.value
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One stage: cached, new (never finished for this recipe), or changed, and by what."""
+
+    key: str
+    state: str
+    changes: tuple[Change, ...] = ()
+
+
+def explain(plan: Sequence[Planned], setting: Setting) -> tuple[Explained, ...]:
+    """Compare each stage that is not cached with its newest finished predecessor in this recipe's runs.
+
+    A fingerprint of an input that changed is reported too: the stage of that name says why.
+    """
+    families = [planned.stage.family for planned in plan]
+    return tuple(
+        _explain(planned, families[:number].count(planned.stage.family), setting) for number, planned in enumerate(plan)
+    )
+
+
+def _explain(planned: Planned, nth: int, setting: Setting) -> Explained:
+    """``nth`` counts the stages of its family before it: plans with and without calibration are compared too."""
+    if find_entry(planned, setting) is not None:
+        return Explained(planned.key, "cached")
+    family = planned.stage.family
+    for run in list_runs(setting.store.root):
+        same = [fingerprint for stage, fingerprint in run.plan if stage == family]
+        if run.recipe != setting.recipe.name or nth >= len(same) or same[nth] == planned.fingerprint:
+            continue
+        before = setting.store.find(family, same[nth])
+        if before is not None:
+            return Explained(planned.key, "changed", tuple(difference(before.record.payload, planned.payload)))
+    return Explained(planned.key, "to do: never finished with this recipe")

@@ -1,23 +1,28 @@
-"""What a run can be refused for before it starts.
+"""What a run will take, and what it can be refused for before it starts.
 
-No vLLM to serve with, no such device, no room for the checkpoint, nobody who could sign, no right to publish.
+How large things will be is exact where the layout decides (the checkpoint), an upper bound where the machine does
+(calibration, serving). Refused is a run without vLLM, device, room on the disk, a signer or the right to publish.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from eval.verdict import Verdict
 from pipeline.device import device_memory, resolve_devices
+from pipeline.engines.libraries.size import checkpoint_bytes
 from pipeline.engines.libraries.size import require_memory as require_library_memory
+from pipeline.engines.stream.plan import plan_shards
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.model.select import select
 from pipeline.model.structure import Structure, imagine, read_structure
-from pipeline.prediction import Prediction, disk_needed, predict, require_disk
+from pipeline.planning import foreseen, known_unsound, missing_stages
 from pipeline.publish.admission import require_admission
-from pipeline.runner import find_entry, foreseen
+from pipeline.recipe.schema import Recipe
 from pipeline.stage import Planned, Setting
 from pipeline.stages.calibrate import pinned_set
 from pipeline.stages.serve import launch_plan
@@ -26,6 +31,7 @@ from pipeline.stages.sign import require_signer
 from pipeline.stages.source import config_folder
 from pipeline.store.disk import free_bytes
 
+_OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, report
 _PACKAGES = (
     ("calibrate", ("torch", "transformers"), "quantize"),
     ("quantize", ("torch", "transformers"), "quantize"),
@@ -39,26 +45,87 @@ _PACKAGES = (
 _SERVED = ("serve", "canary", "evaluate", "control", "bench")  # what asks a server
 
 
-def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> list[str]:
-    """Keys of the stages that would run: what the remote tier offers is taken from there."""
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Sizes in bytes.
 
-    def is_there(planned: Planned) -> bool:
-        if planned.key in redo or planned.stage.family in redo:
-            return False
-        if find_entry(planned, setting) is not None:
-            return True
-        return setting.remote is not None and setting.remote.offers(planned.stage.family, planned.fingerprint)
+    ``quantized`` and ``kept`` count linear modules; ``calibration_device`` is what a resident model takes,
+    ``largest_tensor`` bounds the engine's memory, a few of which it holds; ``weights_per_gpu`` is for the candidate.
+    ``kv_bytes_per_token`` is for all layers over all GPUs, None for an architecture whose cache is not plain K and V.
+    """
 
-    return [planned.key for planned in plan if not is_there(planned)]
+    parameters: int
+    source: int
+    checkpoint: int
+    quantized: int
+    kept: int
+    largest_tensor: int
+    calibration_device: int
+    weights_per_gpu: int
+    kv_bytes_per_token: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return asdict(self)
 
 
-def known_unsound(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> bool:
-    """Whether inspection has condemned the checkpoint before."""
-    inspect = next((planned for planned in plan if planned.key == "inspect"), None)
-    if inspect is None or {"inspect", "quantize"} & set(redo):
-        return False
-    entry = find_entry(inspect, setting)
-    return entry is not None and entry.record.result["verdict"] != Verdict.PASS.value
+def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Prediction:
+    """Predict from headers, real or imagined. Raises `UserError` for what the recipe cannot be applied to."""
+    choice = select(structure, recipe.quantization)
+    layout = recipe.quantization.format
+    if recipe.quantization.engine == "stream":
+        checkpoint = sum(plan.nbytes for plan in plan_shards(source, structure, choice, layout))
+    else:
+        checkpoint = checkpoint_bytes(source, structure, choice, layout)
+    return Prediction(
+        parameters=structure.parameters,
+        source=source.nbytes,
+        checkpoint=checkpoint,
+        quantized=len(choice.schemes),
+        kept=len(choice.kept),
+        largest_tensor=max(info.nbytes for _, info in source.tensors.values()),
+        calibration_device=source.nbytes if recipe.calibration is not None else 0,
+        weights_per_gpu=-(-checkpoint // recipe.target.gpus),
+        kv_bytes_per_token=_kv_bytes(source.config, 1 if choice.kv_cache else 2),
+    )
+
+
+def disk_needed(prediction: Prediction, missing: Iterable[str], *, download: bool, copied: bool) -> dict[str, int]:
+    """Bytes that the stages which are not cached will write here, by what they are for.
+
+    ``download``: the source is fetched; ``copied``: a folder is one of the places that are published to.
+    """
+    stages = set(missing)
+    needed: dict[str, int] = {}
+    if "source" in stages and download:
+        needed["download"] = prediction.source
+    if "quantize" in stages:
+        needed["checkpoint"] = prediction.checkpoint
+    if "publish" in stages and copied:
+        needed["published copy"] = prediction.checkpoint
+    return {**needed, "logs and samples": _OVERHEAD} if needed else {}
+
+
+def require_disk(needed: Mapping[str, int], free: int, where: str) -> None:
+    """Raise `UserError` where the disk is too small for what is still to be written."""
+    total = sum(needed.values())
+    if total > free:
+        parts = ", ".join(f"{name} {count / 1e9:,.2f} GB" for name, count in needed.items())
+        raise UserError(
+            f"{where}: {total / 1e9:,.2f} GB are needed ({parts}), {free / 1e9:,.2f} GB are free.",
+            hint="Free space, or write to another disk; `quantmint gc` removes from a store what no recent run uses.",
+        )
+
+
+def _kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
+    """2 * layers * kv heads * head_dim * bytes; the formula of vLLM for grouped-query attention."""
+    text = config.get("text_config") or config
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    layers = text.get("num_hidden_layers")
+    if text.get("kv_lora_rank") or not (heads and hidden and layers):
+        return None
+    head_dim = text.get("head_dim") or hidden // heads
+    return int(2 * layers * (text.get("num_key_value_heads") or heads) * head_dim * width)
 
 
 def require_means(

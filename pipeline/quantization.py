@@ -27,8 +27,7 @@ from pipeline.locks import Lock
 from pipeline.model.select import select
 from pipeline.model.structure import Structure
 from pipeline.planning import build_plan
-from pipeline.prediction import Prediction, predict
-from pipeline.preflight import model_for, require_means
+from pipeline.preflight import Prediction, model_for, predict, require_means
 from pipeline.progress import Reporter
 from pipeline.recipe.checks import check
 from pipeline.recipe.faults import option_of, refuse

@@ -12,14 +12,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from eval.verdict import Verdict
-from pipeline import planning
 from pipeline.canonical import fingerprint
 from pipeline.errors import InspectionError, QuantmintError, StageError, StoreError
 from pipeline.passing import passes
+from pipeline.planning import after_stop, find_entry, stopped_by
 from pipeline.progress import Reporter
 from pipeline.stage import Job, Planned, Setting
 from pipeline.stages.inspect import reasons_of
@@ -62,35 +61,6 @@ class Outcome:
     def entry(self, key: str) -> Entry | None:
         """The entry of a stage, where it was reached."""
         return next((step.entry for step in self.steps if step.planned.key == key), None)
-
-
-def find_entry(planned: Planned, setting: Setting) -> Entry | None:
-    """The stage's entry, where it is there and what it stands for is intact."""
-    entry = setting.store.find(planned.stage.family, planned.fingerprint)
-    return entry if entry is not None and planned.stage.intact(entry, setting) else None
-
-
-def stopped_by(key: str, entry: Entry) -> bool:
-    """Whether a stage's entry is the canary's word that the checkpoint is broken."""
-    return key == "canary-candidate" and entry.record.result.get("verdict") == Verdict.FAIL.value
-
-
-def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]:
-    """What is left of a plan where the canary stopped it: the stages of `stopped_plan` as far as the plan had them."""
-    wanted = {planned.key for planned in plan}
-    return tuple(planned for planned in planning.stopped_plan(setting) if planned.key in wanted)
-
-
-def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> tuple[Planned, ...]:
-    """The plan that a run would follow, as far as the store knows: stopped where the canary has failed before."""
-    for planned in plan:
-        again = planned.key in redo or planned.stage.family in redo
-        entry = None if again else find_entry(planned, setting)
-        if entry is None:
-            break
-        if stopped_by(planned.key, entry):
-            return after_stop(plan, setting)
-    return tuple(plan)
 
 
 def run_plan(
@@ -252,11 +222,3 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
             for step in outcome.steps
         },
     }
-
-
-def relative(path: Path) -> str:
-    """A path as a person would write it: relative to here where it lies below."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -44,9 +44,9 @@ def command(finished: tuple[str, ...], output: Path | None, store_path: Path, as
         return 0
     _show(comparison)
     if output is not None:
-        from pipeline.runner import relative
+        from pipeline.recipe.faults import shown_path
 
-        click.echo(f"page  {relative(output.resolve())}")
+        click.echo(f"page  {shown_path(output.resolve())}")
     return 0
 
 

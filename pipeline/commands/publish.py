@@ -48,11 +48,10 @@ def command(
     as it is, so that the same command finishes what was interrupted. Readers get it back where a run chose another one,
     and not where a person did.
     """
-    from pipeline.planning import build_plan
-    from pipeline.preflight import missing_stages, require_means
+    from pipeline.planning import build_plan, foreseen, missing_stages
+    from pipeline.preflight import require_means
     from pipeline.progress import reporter_for
     from pipeline.publish.elsewhere import elsewhere
-    from pipeline.runner import foreseen
     from pipeline.session import open_setting
     from pipeline.store.tree import Store
 
@@ -102,7 +101,7 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     """
     from pipeline.commands import operations
     from pipeline.commands.tables import size
-    from pipeline.preflight import missing_stages
+    from pipeline.planning import missing_stages
     from pipeline.publish.opening import targets_of
     from pipeline.publish.target import Operation
     from pipeline.runner import run_plan

@@ -30,7 +30,7 @@ def command(subject: str, form: str, output: Path | None, vllm: str | None, stor
     The page is told by its path; the other forms are printed, unless --output says where they go.
     """
     from pipeline.errors import UserError
-    from pipeline.runner import relative
+    from pipeline.recipe.faults import shown_path
     from pipeline.stages.report import FILES
 
     folder = _folder(subject, vllm, store_path)
@@ -50,7 +50,7 @@ def command(subject: str, form: str, output: Path | None, vllm: str | None, stor
         data = (folder / FILES["json"]).absolute()
         emit({"report": str(file), "format": form, "data": str(data)})
     elif form == "html" or output is not None:
-        click.echo(relative(file))
+        click.echo(shown_path(file))
     else:
         click.echo(file.read_text(encoding="utf-8"), nl=False)
     return 0
@@ -60,8 +60,7 @@ def _folder(subject: str, vllm: str | None, store_path: Path) -> Path:
     """Where the files of the report lie: beside the data that a path names, or in the entry of a recipe's report."""
     from pipeline import finished
     from pipeline.errors import UserError
-    from pipeline.planning import build_plan
-    from pipeline.runner import find_entry, foreseen
+    from pipeline.planning import build_plan, find_entry, foreseen
     from pipeline.session import open_setting
     from pipeline.store.tree import Store
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from eval.gate.reach import Reach
     from pipeline.cost.forecast import Forecast
-    from pipeline.prediction import Prediction
+    from pipeline.preflight import Prediction
     from pipeline.stage import Planned, Setting
     from pipeline.store.entries import Entry
     from pipeline.store.runs import Run
@@ -68,7 +68,8 @@ def run(
     from pipeline.preflight import require_means
     from pipeline.progress import reporter_for
     from pipeline.publish.opening import published_folder
-    from pipeline.runner import relative, run_plan
+    from pipeline.recipe.faults import shown_path
+    from pipeline.runner import run_plan
     from pipeline.session import open_setting
     from pipeline.store.remote.tier import open_tier
     from pipeline.store.tree import Store
@@ -133,7 +134,7 @@ def run(
         click.echo(f"measured    by {measured['runtime']} on {measured['device'] or measured['hardware']}")
     published.show(places, setting)
     if page is not None:
-        click.echo(f"report      {relative(page.absolute())}")
+        click.echo(f"report      {shown_path(page.absolute())}")
     if tracked is not None:
         click.echo(f"mlflow      run {tracked} of {setting.recipe.tracking.experiment}")
     return outcome.exit_code
@@ -167,11 +168,9 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     """
     from eval.gate.reach import reach
     from pipeline.cost.forecast import forecast
-    from pipeline.planning import build_plan
-    from pipeline.prediction import disk_needed, predict, require_disk
-    from pipeline.preflight import missing_stages, model_for
+    from pipeline.planning import build_plan, foreseen, missing_stages
+    from pipeline.preflight import disk_needed, model_for, predict, require_disk
     from pipeline.recipe.proof_checks import as_asked
-    from pipeline.runner import foreseen
     from pipeline.serving.hardware import cautions
     from pipeline.session import open_setting
     from pipeline.stages.gate import policy_of
@@ -300,9 +299,7 @@ def _print_reach(console: Console, told: Reach) -> None:
 @json_option
 def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> int:
     """Say which input of which stage changed since RECIPE was last run."""
-    from pipeline.explanation import explain
-    from pipeline.planning import build_plan
-    from pipeline.runner import foreseen
+    from pipeline.planning import build_plan, explain, foreseen
     from pipeline.session import open_setting
     from pipeline.store.tree import Store
 

@@ -25,7 +25,7 @@ def command(output: Path, store_path: Path, as_json: bool) -> int:
     Runs that the store has forgotten stay in the index; delete the folder to begin anew.
     """
     from pipeline.progress import reporter_for
-    from pipeline.runner import relative
+    from pipeline.recipe.faults import shown_path
     from pipeline.site.build import INDEX, build
     from pipeline.store.tree import Store
 
@@ -36,5 +36,5 @@ def command(output: Path, store_path: Path, as_json: bool) -> int:
         emit({"page": str(page), "copied": built.copied, "runs": [row.to_json() for row in built.rows]})
         return 0
     click.echo(f"{len(built.rows)} runs, {built.copied} new reports")
-    click.echo(f"page  {relative(page)}")
+    click.echo(f"page  {shown_path(page)}")
     return 0

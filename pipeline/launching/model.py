@@ -146,8 +146,7 @@ def _source(setting: Setting, config: Path | None) -> ServedModel:
 
 def _made(setting: Setting, config: Path | None) -> Path | None:
     """The recipe's checkpoint: that of its current state in the store, else the one that is published."""
-    from pipeline.planning import build_plan
-    from pipeline.runner import find_entry
+    from pipeline.planning import build_plan, find_entry
     from pipeline.stages.source import model_folder
 
     if config is None:

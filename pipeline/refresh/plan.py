@@ -13,14 +13,12 @@ from eval.verdict import Verdict
 from pipeline.commits import Commits
 from pipeline.errors import QuantmintError
 from pipeline.formats.checkpoint import read_json
-from pipeline.planning import build_plan, stopped_plan
-from pipeline.preflight import known_unsound, missing_stages
+from pipeline.planning import build_plan, find_entry, foreseen, known_unsound, missing_stages, stopped_plan
 from pipeline.recipe.checks import check
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.refresh.answers import Answers, Base, UnaskedError
 from pipeline.refresh.releases import Released
-from pipeline.runner import find_entry, foreseen
 from pipeline.session import assemble
 from pipeline.stage import Planned, Setting, SourceIdentity
 from pipeline.stages.source import identify

@@ -130,7 +130,7 @@ def test_the_exit_code_reaches_the_shell(arguments: list[str]) -> None:
 def test_no_arguments_show_the_help(quantmint: Quantmint) -> None:
     ended = quantmint()
     assert ended.code == 2
-    assert "Commands:" in ended.err
+    assert "Make:" in ended.err
 
 
 def test_version(quantmint: Quantmint) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline import preflight
 from pipeline.errors import UserError
-from pipeline.planning import build_plan, cut
-from pipeline.preflight import missing_stages, require_means
+from pipeline.planning import build_plan, cut, missing_stages
+from pipeline.preflight import require_means
 from pipeline.stage import Setting
 
 Quantmint = Callable[..., Any]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import StageError
-from pipeline.preflight import missing_stages
+from pipeline.planning import missing_stages
 from pipeline.publish.storage.objects import open_objects
 from pipeline.serving.host.device import Device
 from pipeline.stage import Job

@@ -20,7 +20,7 @@ from pipeline.errors import (
     StoreError,
     UserError,
 )
-from pipeline.runner import find_entry
+from pipeline.planning import find_entry
 from pipeline.serving.plan import LaunchPlan
 from pipeline.stage import Job
 

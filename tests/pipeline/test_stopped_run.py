@@ -14,10 +14,10 @@ import pytest
 from eval.verdict import Verdict
 from pipeline import planning
 from pipeline.errors import UserError
-from pipeline.explanation import explain
+from pipeline.planning import explain, foreseen
 from pipeline.preflight import require_means
 from pipeline.progress import PlainReporter
-from pipeline.runner import foreseen, run_plan
+from pipeline.runner import run_plan
 from pipeline.stage import Job
 from pipeline.stages.report import PAGE
 from pipeline.store.gc import plan_gc
