@@ -17,11 +17,9 @@ from pipeline.stage import Planned, Setting, Stage
 from pipeline.stages.bench import BenchStage
 from pipeline.stages.calibrate import CalibrateStage
 from pipeline.stages.canary import CanaryStage
-from pipeline.stages.control import ControlStage
-from pipeline.stages.evaluate import EvaluateStage
-from pipeline.stages.gate import GateStage
+from pipeline.stages.evaluate import ControlStage, EvaluateStage
+from pipeline.stages.gate import GateStage, asks_twice, has_throughput
 from pipeline.stages.inspect import InspectStage
-from pipeline.stages.measured import asks_twice, has_throughput
 from pipeline.stages.package import PackageStage
 from pipeline.stages.publish import PublishStage
 from pipeline.stages.quantize import QuantizeStage, needs_ranges

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from eval import load_generator
 from eval.bench import CellResult
 from eval.workloads import Cell
-from pipeline.stages.commands import run_logged
+from pipeline.processes import run_logged
 
 if TYPE_CHECKING:
     from pipeline.serving.environment import VllmEnvironment

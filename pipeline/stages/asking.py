@@ -1,26 +1,80 @@
-"""Asking a server the items of a task by lm-eval: one process for all tasks of a stage, every batch kept."""
+"""Asking a server the items of a task by lm-eval: one process for all tasks of a stage, every batch kept.
+
+Tasks read data sets of the Hub at the commits that a fingerprint names and lm-eval is then given. Where the Hub cannot
+be asked, the commits are those that this store's evaluations read last: they are what its cache holds, and a run that
+goes on without a network finds what it has measured.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from calibration.errors import CalibrationError
 from eval import draw, harness
 from eval.errors import MeasurementError
 from eval.harness_log import Asked, read_asked
-from eval.suites import TASKS_FOLDER, SuiteTask
-from pipeline.errors import StageError
+from eval.suites import TASKS_FOLDER, SuiteTask, located
+from pipeline.errors import QuantmintError, StageError, StoreError
 from pipeline.passing import told_to_pass
+from pipeline.processes import Conversation, conversation
 from pipeline.serving.running.server import Server
 from pipeline.stage import Job, Setting
-from pipeline.stages import data
-from pipeline.stages.conversation import Conversation, conversation
-from pipeline.store.disk import sha256_of
+from pipeline.store.disk import sha256_of, write_atomic
+
+_MEMORY = "dataset-commits.json"
+
+
+def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
+    """The commit of each data set of a task; one that nobody knows is left out."""
+    found: dict[str, str] = {}
+    for name in task.data:
+        repo, revision = located(name)
+        try:
+            found[repo] = setting.commits.dataset(repo, revision)
+        except (CalibrationError, QuantmintError):
+            known = _remembered(setting).get(_key(name))
+            if known is not None:
+                found[repo] = known
+    return found
+
+
+def data_settings(setting: Setting, task: SuiteTask) -> dict[str, object]:
+    """What of it goes into a fingerprint: nothing for a task whose data is of our own, or at no commit."""
+    found = data_commits(setting, task)
+    return {"data": found} if found else {}
+
+
+def remember_data(setting: Setting, task: SuiteTask) -> None:
+    """Keep the commits of what was read; a store that refuses is told of by what must be written to it."""
+    known = _remembered(setting)
+    found = data_commits(setting, task)
+    fresh = {_key(name): found[located(name)[0]] for name in task.data if located(name)[0] in found}
+    if fresh.items() - known.items():
+        path = setting.store.root / _MEMORY
+        raw = (json.dumps({**known, **fresh}, indent=1, sort_keys=True) + "\n").encode()
+        with suppress(OSError, StoreError):
+            write_atomic(path, raw, temporary=path.with_suffix(f".{os.getpid()}.tmp"))
+
+
+def _key(name: str) -> str:
+    return "@".join(located(name))
+
+
+def _remembered(setting: Setting) -> Mapping[str, str]:
+    try:
+        memory = json.loads((setting.store.root / _MEMORY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return memory if isinstance(memory, dict) else {}
+
 
 TASKS = TASKS_FOLDER
 SAMPLES = "samples"
@@ -39,7 +93,7 @@ class Asker:
     def load(self, task: SuiteTask) -> Mapping[str, Any]:
         """What `harness.loading` is answered with: the documents, and the data sets that they come from."""
         self.job.progress.say(f"{task.task}: loading")
-        commits = data.commits(self.job.setting, task)
+        commits = data_commits(self.job.setting, task)
         loaded = self.talk.ask(harness.loading(task, commits))
         for found in loaded["datasets"]:
             if found["path"] not in commits:
@@ -129,7 +183,7 @@ def asked_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
     """What shapes the answers to tasks, for a fingerprint: the tasks by content, and how they are asked."""
     evaluation = setting.recipe.evaluation
     return {
-        "tasks": [{**_shape(task), "files": _files(task.task), **data.settings(setting, task)} for task in tasks],
+        "tasks": [{**_shape(task), "files": _files(task.task), **data_settings(setting, task)} for task in tasks],
         "seed": evaluation.seed,
         "concurrency": evaluation.concurrency,
         "max_length": setting.recipe.target.max_model_len,

@@ -27,7 +27,6 @@ from pipeline.serving.hardware import hardware
 from pipeline.serving.running.logscan import Finding, LogScan, scan_log
 from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
 from pipeline.stage import Job, Output, Setting, Stage, write_json
-from pipeline.stages.answering import vllm_device
 from pipeline.stages.serve import (
     SERVER_LOG,
     SIDES,
@@ -36,6 +35,7 @@ from pipeline.stages.serve import (
     image_settings,
     launch_plan,
     model_key,
+    vllm_device,
     vllm_version,
 )
 from pipeline.stages.source import model_folder

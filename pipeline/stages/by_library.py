@@ -29,11 +29,11 @@ from pipeline.formats.layout import Choice
 from pipeline.model.select import select
 from pipeline.model.structure import Structure, read_structure
 from pipeline.passing import passes
+from pipeline.processes import run_logged
 from pipeline.recipe.schema import Quantization
 from pipeline.schemes import scheme
 from pipeline.stage import Job, Output, Setting
 from pipeline.stages.calibrate import data_identity, read_tokens
-from pipeline.stages.commands import run_logged
 from pipeline.stages.source import model_folder
 from pipeline.versions import versions
 

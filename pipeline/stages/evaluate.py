@@ -1,8 +1,11 @@
-"""evaluate: a suite's tasks against one side's server, look by look, every sample and answer kept.
+"""evaluate: the tasks of a suite against one side, look by look; control: the baseline asked some items again.
 
 The baseline is asked everything. Of the candidate, a task that decides the verdict is held against the baseline after
 each look and is over as soon as the boundary says PASS or FAIL (`eval.statistics.sequential`, which the gate reads the
-same samples by). The baseline's evaluation knows nothing of a candidate and is shared by all recipes of its model.
+same samples by). The baseline is evaluated without regard to a candidate, for all recipes of its model.
+
+At temperature 0 a server is not deterministic: which requests share a batch decides how sums are rounded. The second
+time fewer requests are in flight, in other groups. What flips then is the floor that a flip of the candidate stands on.
 """
 
 from __future__ import annotations
@@ -22,8 +25,16 @@ from eval.statistics import sequential
 from eval.suites import SuiteTask
 from pipeline.errors import InvalidMeasurementError
 from pipeline.stage import Job, Output, Setting, Stage, write_json
-from pipeline.stages import data
-from pipeline.stages.asking import SAMPLES, Asker, asked_settings, asking, look_samples, samples_file, tidy
+from pipeline.stages.asking import (
+    SAMPLES,
+    Asker,
+    asked_settings,
+    asking,
+    look_samples,
+    remember_data,
+    samples_file,
+    tidy,
+)
 from pipeline.stages.asking import TASKS as TASKS  # where the tasks of our own lie
 from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, runtime_tools
 from pipeline.stages.servers import keep_log
@@ -84,12 +95,12 @@ class EvaluateStage(Stage):
                     loaded = {task.task: asker.load(task) for task in unfinished}
                     for task in unfinished:
                         _require_whole(task, loaded[task.task]["documents"])
-                        data.remember(setting, task)
+                        remember_data(setting, task)
                     for task in unfinished:
                         _evaluate(job, task, asker, loaded[task.task], self._baseline(job, task))
             sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}
             scores = {name: samples.mean for name, samples in sets.items()}
-        except (MeasurementError, DefinitionError) as error:
+        except (MeasurementError, DefinitionError, InvalidMeasurementError) as error:
             raise InvalidMeasurementError(f"evaluate {self.side}: {error}") from error
         tidy(job.path)
         write_json(job.path / ENVIRONMENT, environment_here(self.tools(setting)).to_json())
@@ -201,3 +212,72 @@ def _summary(samples: SampleSet) -> str:
     asked = len(samples.samples)
     early = f" after {asked:,} of {samples.planned:,} items" if asked < samples.planned else ""
     return f"{samples.task} {shown}{early}"
+
+
+# Prompts in one HTTP request: unlike the evaluation's, so that requests meet in other groups.
+_BATCH_SIZE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ControlStage(Stage):
+    """Shared by all recipes of a model, like the baseline's evaluation."""
+
+    key: str = "control"
+    family: str = "control"
+    version: int = 1
+
+    def inputs(self, setting: Setting) -> Mapping[str, str]:
+        """The baseline's server, its answers, the model for its tokenizer."""
+        return {"serve": "serve-baseline", "baseline": "evaluate-baseline", "model": "source"}
+
+    def settings(self, setting: Setting) -> Mapping[str, object]:
+        """What is asked, and how many of it."""
+        return {**asked_settings(setting, *_tasks(setting)), "control": setting.recipe.evaluation.control}
+
+    def tools(self, setting: Setting) -> Mapping[str, str]:
+        """What asks, tokenizes and answers."""
+        return {**versions("lm-eval", "transformers", "datasets"), **runtime_tools(setting)}
+
+    def run(self, job: Job) -> Output:
+        """Ask each task's items in one batch."""
+        setting = job.setting
+        tasks = _tasks(setting)
+        if not tasks:
+            return Output(result={"flips": {}}, summary="no task has answers that could flip")
+        tokenizer = model_folder(job.inputs["model"])
+        server = job.servers.get("baseline", launch_plan(setting, "baseline", tokenizer))
+        concurrency = max(1, setting.recipe.evaluation.concurrency // 2)
+        (job.path / SAMPLES).mkdir(exist_ok=True)
+        flips: dict[str, list[int]] = {}
+        try:
+            with asking(job, server, tokenizer, tasks, concurrency=concurrency, batch_size=_BATCH_SIZE) as asker:
+                for task in tasks:
+                    baseline = read_samples(job.inputs["baseline"].path, task)
+                    items = _items(setting, baseline)
+                    asker.load(task)
+                    with job.progress.bar(len(items), f"{task.task} items") as advance:
+                        asked = asker.ask(task, items, 0, advance)
+                    settings = {**asked.settings, "limit": setting.recipe.evaluation.limit}
+                    again = SampleSet(task.task, task.metric, asked.samples, task.kind, settings=settings)
+                    pairs = pair(baseline.on(again), again)
+                    changed = sum(a != b for a, b in zip(pairs.baseline, pairs.candidate, strict=True))
+                    flips[task.task] = [changed, len(items)]
+                    write_json(samples_file(job.path, task), again.to_json())
+        except (MeasurementError, DefinitionError, InvalidMeasurementError) as error:
+            raise InvalidMeasurementError(f"control: {error}") from error
+        tidy(job.path)
+        return Output(
+            result={"flips": flips},
+            summary=", ".join(f"{name}: {changed} of {items} flip" for name, (changed, items) in flips.items()),
+        )
+
+
+def _tasks(setting: Setting) -> list[SuiteTask]:
+    """Tasks whose items have answers that can flip; every document of a perplexity task changes a little."""
+    return [task for task in setting.suite.tasks if task.kind == "score"]
+
+
+def _items(setting: Setting, baseline: SampleSet) -> tuple[draw.Item, ...]:
+    first = [(sample.task, sample.doc_id) for sample in baseline.samples if sample.look == 0]
+    evaluation = setting.recipe.evaluation
+    return draw.some(first, evaluation.control or len(first), evaluation.seed)

@@ -22,7 +22,6 @@ from pipeline.stages.bench import read_launches
 from pipeline.stages.canary import read_comparison
 from pipeline.stages.evaluate import read_samples
 from pipeline.stages.inspect import INSPECTION, reasons_of
-from pipeline.stages.measured import measured_inputs
 from pipeline.stages.quantize import CHECKPOINT
 from pipeline.stages.serve import LAUNCH, Side
 from pipeline.stages.source import model_folder
@@ -33,6 +32,30 @@ if TYPE_CHECKING:
     from eval.samples import SampleSet
     from eval.suites import Suite
     from pipeline.recipe.schema import Recipe
+
+
+ORDER = ("baseline", "candidate")
+
+
+def asks_twice(setting: Setting) -> bool:
+    """Whether the baseline answers some items a second time."""
+    return setting.recipe.evaluation.control is not None
+
+
+def has_throughput(setting: Setting) -> bool:
+    """Whether what answers is the server whose speed matters."""
+    return setting.recipe.evaluation.runtime == "vllm"
+
+
+def measured_inputs(setting: Setting, *, stopped: bool = False) -> dict[str, str]:
+    """Keys of the stages that measure, by themselves; ``stopped``: of a run that ended with the canary."""
+    keys = [f"{kind}-{side}" for side in ORDER for kind in ("serve", "canary")]
+    if not stopped:
+        keys += [f"evaluate-{side}" for side in ORDER]
+        keys += ["control"] if asks_twice(setting) else []
+        keys += ["bench"] if has_throughput(setting) else []
+    return dict(zip(keys, keys, strict=True))
+
 
 GATE = "gate.json"
 

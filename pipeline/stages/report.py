@@ -27,9 +27,8 @@ from pipeline.reporting.contents import kv_scales, layer_errors, sizes
 from pipeline.serving import hardware
 from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages.evaluate import ANSWERS
-from pipeline.stages.gate import GATE
+from pipeline.stages.gate import GATE, ORDER, measured_inputs
 from pipeline.stages.inspect import INSPECTION
-from pipeline.stages.measured import ORDER, measured_inputs
 from pipeline.stages.quantize import needs_ranges
 from pipeline.stages.serve import LAUNCH, SIDES
 from pipeline.stages.source import model_folder

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.formats.tokenization import template_digest, tokenizer_digest
+from pipeline.serving.host.device import Device, device_here
 from pipeline.serving.launchers.reference import reference_plan
 from pipeline.serving.planning.remarks import (
     NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed
 )
 from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
 from pipeline.stage import Job, Output, Setting, Stage, write_json
-from pipeline.stages.answering import runtime_of
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
 from pipeline.toolchain import ENVIRONMENT, Environment, environment_here, environment_of
@@ -26,6 +28,8 @@ from pipeline.versions import versions
 if TYPE_CHECKING:
     from pipeline.serving.plan import LaunchPlan
     from pipeline.serving.running.logscan import LogScan
+    from pipeline.serving.running.server import Server
+
 
 Side = Literal["candidate", "baseline"]
 SIDES: tuple[Side, ...] = ("candidate", "baseline")
@@ -195,3 +199,41 @@ def runtime_tools(setting: Setting) -> dict[str, str]:
 def vllm_version(setting: Setting) -> dict[str, str]:
     """The serving environment's version, "absent" where there is none."""
     return {"vllm": "absent" if setting.vllm is None else setting.vllm.version}
+
+
+_LOGGED_DEVICE = re.compile(r"\bdevice_config=(\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """``runtime`` are the words that a verdict names, ``version`` what both sides must have in common.
+
+    ``kv_cache_dtype`` is that of the cache that is there ("auto", "fp8", ...), None where nobody says.
+    """
+
+    runtime: str
+    version: str
+    device: Device
+    kv_cache_dtype: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return asdict(self)
+
+
+def runtime_of(runtime: str, server: Server, scan: LogScan, log: Path) -> Answering:
+    """Ask a server, and read the ``log`` that was kept of it. Raises `ServingError` where it does not answer.
+
+    vLLM logs the kind of its device, because a machine with GPUs may run its CPU build.
+    """
+    if runtime == "reference":
+        facts = json.loads(server.get("/version"))
+        return Answering(facts["runtime"], facts["version"], Device(**facts["device"]), facts["kv_cache_dtype"])
+    version = f"vllm {server.version()}"
+    return Answering(version, version, vllm_device(log), scan.kv_cache_dtype)
+
+
+def vllm_device(log: Path) -> Device:
+    """The device of this machine that a vLLM of this machine runs on, by its ``log``."""
+    logged = _LOGGED_DEVICE.search(log.read_text(encoding="utf-8", errors="replace"))
+    return device_here(logged[1] if logged else "cuda")

@@ -12,7 +12,7 @@ import pytest
 from pipeline.measuring.client import Processes, Used, busiest
 from pipeline.measuring.reading import Reading
 from pipeline.measuring.watch import LoadWatch, Seen
-from pipeline.stages.commands import run_logged
+from pipeline.processes import run_logged
 
 TICK = os.sysconf("SC_CLK_TCK")
 CLIENT = """

@@ -29,8 +29,7 @@ from pipeline.errors import InvalidMeasurementError, StageError
 from pipeline.runner import Outcome
 from pipeline.serving.running.server import Server
 from pipeline.stages import asking
-from pipeline.stages.control import ControlStage
-from pipeline.stages.evaluate import EvaluateStage, read_samples
+from pipeline.stages.evaluate import ControlStage, EvaluateStage, read_samples
 from tests.eval.completions import Completions
 from tests.processes import below, processes_naming
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from eval.errors import MeasurementError
-from pipeline.errors import StageError
-from pipeline.stages.conversation import _user_of, conversation
+from pipeline.errors import InvalidMeasurementError, StageError
+from pipeline.processes import _user_of, conversation
 from tests.processes import processes_naming
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ for line in lines:
 OWNER = """
 import sys
 from pathlib import Path
-from pipeline.stages.conversation import conversation
+from pipeline.processes import conversation
 with conversation([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]), what="it", env={}) as talk:
     talk.ask({"what": "add", "numbers": []})
     Path(sys.argv[4]).touch()
@@ -56,7 +55,7 @@ def test_questions_news_and_answers(tmp_path: Path) -> None:
     news: list[Mapping[str, Any]] = []
     with conversation(argv(), tmp_path / "log", what="it", env={}) as talk:
         assert talk.ask({"what": "add", "numbers": [1, 2]}, news.append) == {"sum": 3}
-        with pytest.raises(MeasurementError, match=r"^no such thing$"):
+        with pytest.raises(InvalidMeasurementError, match=r"^no such thing$"):
             talk.ask({"what": "refuse"})
         assert talk.ask({"what": "add", "numbers": [5]}) == {"sum": 5}
     assert news == [{"expect": 2}, {"done": 1}, {"done": 1}]
@@ -75,7 +74,7 @@ def test_a_program_that_ends_before_it_answers_is_quoted(tmp_path: Path) -> None
 
 def test_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     users = iter([os.geteuid() + 1, os.geteuid()])
-    monkeypatch.setattr("pipeline.stages.conversation._user_of", lambda _: next(users))
+    monkeypatch.setattr("pipeline.processes._user_of", lambda _: next(users))
     first = PROGRAM.replace("lines =", "turned_away = connection.recv(1)\nconnection = socket.socket(socket.AF_UNIX)\n"
                             'connection.connect(sys.argv[-1].replace("@", "\\0", 1))\nlines =')  # fmt: skip
     with conversation([sys.executable, "-c", first], tmp_path / "log", what="it", env={}) as talk:

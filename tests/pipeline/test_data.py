@@ -8,7 +8,7 @@ from calibration.errors import CalibrationError
 from eval.suites import SuiteTask
 from pipeline.commits import Commits
 from pipeline.stage import Setting
-from pipeline.stages import data
+from pipeline.stages import asking
 from pipeline.stages.asking import asked_settings
 
 A, B = "a" * 40, "b" * 40
@@ -30,7 +30,7 @@ def hub(setting: Setting, *answers: str) -> Setting:
 def test_each_is_asked_once_and_stays(setting: Setting) -> None:
     asked = hub(setting, A)
     for _ in range(2):
-        assert data.commits(asked, TASK) == {"openai/gsm8k": A, "org/fixed": B}
+        assert asking.data_commits(asked, TASK) == {"openai/gsm8k": A, "org/fixed": B}
 
 
 def test_the_commit_is_in_the_fingerprint_and_its_name_alone_is_not(setting: Setting) -> None:
@@ -43,6 +43,6 @@ def test_the_commit_is_in_the_fingerprint_and_its_name_alone_is_not(setting: Set
 
 
 def test_without_a_network_what_was_read_last(setting: Setting) -> None:
-    data.remember(hub(setting, A, B), TASK)
-    assert data.commits(hub(setting), TASK) == {"openai/gsm8k": A, "org/more": B, "org/fixed": B}
-    assert data.commits(hub(setting, B), TASK)["openai/gsm8k"] == B
+    asking.remember_data(hub(setting, A, B), TASK)
+    assert asking.data_commits(hub(setting), TASK) == {"openai/gsm8k": A, "org/more": B, "org/fixed": B}
+    assert asking.data_commits(hub(setting, B), TASK)["openai/gsm8k"] == B

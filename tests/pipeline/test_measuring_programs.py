@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import StageError
-from pipeline.stages.commands import run_logged
+from pipeline.processes import run_logged
 
 ROOT = Path(__file__).parents[2]
 # Starts a child in a session of its own, says both process ids, and never ends.
@@ -26,7 +26,7 @@ time.sleep(600)
 OWNER = """
 import sys
 from pathlib import Path
-from pipeline.stages.commands import run_logged
+from pipeline.processes import run_logged
 run_logged([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]), what="it", env={})
 """
 

@@ -20,8 +20,7 @@ from pipeline.serving.running.logscan import scan_log
 from pipeline.serving.running.server import Server
 from pipeline.session import open_setting
 from pipeline.stage import Setting
-from pipeline.stages.answering import runtime_of
-from pipeline.stages.serve import ServeStage, launch_plan
+from pipeline.stages.serve import ServeStage, launch_plan, runtime_of
 from pipeline.stages.servers import Servers
 from pipeline.store.tree import Store
 
@@ -115,7 +114,7 @@ def test_vllm_ran_where_its_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
         asked.append(kind)
         return Device("mi300x", "AMD Instinct MI300X")
 
-    monkeypatch.setattr("pipeline.stages.answering.device_here", here)
+    monkeypatch.setattr("pipeline.stages.serve.device_here", here)
     monkeypatch.setattr(Server, "version", lambda self: "0.32.0")
     log = LOGS / "rocm-0.32.log"
     server = Server("model", "http://127.0.0.1:1", log, 1.0)

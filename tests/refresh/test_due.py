@@ -9,7 +9,7 @@ import pytest
 from eval.verdict import Verdict
 from pipeline import versions as installed_versions
 from pipeline.refresh.due import Due
-from pipeline.stages import calibrate, canary, control, evaluate, package, quantize, report
+from pipeline.stages import calibrate, canary, evaluate, package, quantize, report
 from tests.refresh.world import RECIPE, World
 
 SERVED = ("serve-baseline", "canary-baseline", "serve-candidate", "canary-candidate")
@@ -31,7 +31,7 @@ def upgraded(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     def now(*names: str) -> dict[str, str]:
         return {name: versions.get(name, version) for name, version in installed(*names).items()}
 
-    for module in (calibrate, quantize, evaluate, control, canary, report, package):
+    for module in (calibrate, quantize, evaluate, canary, report, package):
         monkeypatch.setattr(module, "versions", now)
 
 
