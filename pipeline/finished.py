@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.report.files import DATA, JUNIT, PAGE
+from eval.report.model import DATA, JUNIT, PAGE
 from pipeline.errors import UserError
 from pipeline.publish.release import EVIDENCE
 from pipeline.recipe.faults import did_you_mean

@@ -1,17 +1,118 @@
-"""Checkpoints side by side, in groups that share a baseline: only within one do accuracies have a common zero."""
+"""Checkpoints side by side, in groups that share a baseline: only within one do accuracies have a common zero.
+
+>>> here = ("mi300x", "AMD Instinct MI300X", "vllm")
+>>> small, fast, slow = Score(0.97, 0.3, 1.2, here), Score(0.99, 0.5, 1.4, here), Score(0.96, 0.5, 1.4, here)
+>>> front([small, fast, slow])    # which of them nothing beats
+(True, True, False)
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eval import accuracy
 from eval.accuracy import Accuracy
 from eval.comparison.contender import Contender, Place
-from eval.comparison.direct import Direct, compare_all
-from eval.comparison.front import Score, front
+from eval.errors import MeasurementError
+from eval.records import Record
+from eval.samples import Pairs, SampleSet, pair
 from eval.throughput import Throughput
 from eval.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What is weighed: `recovery` of the worst task (more is better), `size` over the baseline's (less is better),
+    `speed` over the baseline's in the worst cell (more is better; None: not measured), and where it was measured.
+    """  # fmt: skip
+
+    recovery: float
+    size: float
+    speed: float | None
+    place: Place
+
+
+def dominates(one: Score, other: Score) -> bool:
+    """Whether `one` is nowhere worse than `other` and somewhere better, in figures that can be compared.
+
+    A speed that only one of them has, or that comes from another place, can be neither better nor worse: then nothing
+    is dominated.
+    """
+    ours = [one.recovery, -one.size]
+    theirs = [other.recovery, -other.size]
+    if one.speed is not None and other.speed is not None and one.place == other.place:
+        ours.append(one.speed)
+        theirs.append(other.speed)
+    elif one.speed is not None or other.speed is not None:
+        return False
+    return all(a >= b for a, b in zip(ours, theirs, strict=True)) and ours != theirs
+
+
+def front(scores: Sequence[Score | None]) -> tuple[bool, ...]:
+    """For each score whether no other dominates it; None, which is no measurement, is never on the front."""
+    known = [score for score in scores if score is not None]
+    return tuple(score is not None and not any(dominates(other, score) for other in known) for score in scores)
+
+
+@dataclass(frozen=True, slots=True)
+class Direct(Record):
+    """One candidate against another on the items that both answered: `second` minus `first`, by their places.
+
+    The difference to the shared baseline cannot tell which is better: two candidates that each lose half a point may
+    lose it on the same items or on different ones.
+
+    In `results` the side called baseline is `first`, the one called candidate `second`. `unknown` are sentences about
+    tasks that could not be paired.
+    """
+
+    first: int
+    second: int
+    results: tuple[Accuracy, ...]
+    unknown: tuple[str, ...]
+
+
+def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: float = 0.95) -> tuple[Direct, ...]:
+    """Compare every two candidates on every task that both were asked.
+
+    `answers` maps a place to a candidate's samples by task. The two-sided intervals hold together at `confidence`:
+    each is at 1 - (1 - confidence) / intervals (Bonferroni), since with many pairs one would err by chance.
+    """
+    joined: list[tuple[int, int, list[Pairs], list[str]]] = []
+    for first, second in itertools.combinations(sorted(answers), 2):
+        pairs: list[Pairs] = []
+        unknown: list[str] = []
+        for task in answers[first]:
+            if task not in answers[second]:
+                continue
+            one, two = answers[first][task], answers[second][task]
+            try:
+                pairs.append(pair(one.on(two), two.on(one)))
+            except MeasurementError as error:
+                unknown.append(str(error))
+        joined.append((first, second, pairs, unknown))
+    count = sum(len(pairs) for _, _, pairs, _ in joined)
+    each = 1 - (1 - confidence) / max(1, count)
+    return tuple(_judged(first, second, pairs, unknown, each) for first, second, pairs, unknown in joined)
+
+
+def _judged(first: int, second: int, pairs: Sequence[Pairs], unknown: Sequence[str], confidence: float) -> Direct:
+    results, faults = [], list(unknown)
+    for joined in pairs:
+        try:
+            results.append(accuracy.compare(joined, confidence))
+        except MeasurementError as error:
+            faults.append(str(error))
+    return Direct(first, second, tuple(results), tuple(faults))
+
+
+def better(result: Accuracy) -> str:
+    """What the interval says of the second candidate."""
+    if result.interval_low > 0:
+        return "better"
+    return "worse" if result.interval_high < 0 else "no difference shown"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from eval.gate import GateReport
 from eval.report import numbers
 from eval.report.model import Report
-from eval.report.numbers import NO_BREAK, PER_CENT, percent, signed, three
-from eval.report.views.accuracy import level, unit_of
-from eval.report.views.first_screen import meaning, notes, runtime, worst_first
+from eval.report.numbers import NO_BREAK, PER_CENT, level, percent, signed, three, unit_of
+from eval.report.summary import meaning, notes, runtime, worst_first
 from eval.verdict import Verdict
 
 _BLANKS = re.compile(r"[^\S\xa0]+")
@@ -64,7 +63,7 @@ def accuracy(gate: GateReport) -> str:
         return ""
     rows = []
     for result in gate.accuracy:
-        unit, margin = unit_of(result), gate.policy.margins.get(result.task)
+        unit, margin = unit_of(result.kind), gate.policy.margins.get(result.task)
         low, high = unit.span(result.interval_low, result.interval_high)
         verdict = gate.verdict_of("accuracy", result.task)
         span = f"{signed(low)} to {signed(high)}".replace(" ", NO_BREAK)
@@ -73,12 +72,12 @@ def accuracy(gate: GateReport) -> str:
                 f"{result.task} ({result.metric})",
                 level(result, result.baseline),
                 level(result, result.candidate),
-                f"{unit.words(unit.scale(result.difference))} ({span})",
+                f"{unit.words(result.difference)} ({span})",
                 percent(result.recovery),
                 f"{result.items:,}" + (f" of {result.planned:,}" if result.items < result.planned else ""),
                 "shown only"
                 if margin is None or verdict is None
-                else f"{verdict.value} at {unit.words(unit.margin(margin))}",
+                else f"{verdict.value} at {unit.margin_words(margin)}",
             ]
         )
     confidence = f"{gate.accuracy[0].confidence:.0%}".replace("%", PER_CENT)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
+PAGE, DATA, CARD, JUNIT = "report.html", "report.json", "report.md", "junit.xml"
+"""The files of a report: for people, for programs, for a model card, for a CI system."""
+
 Direction = Literal["lost", "gained"]
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
+
+from eval.accuracy import Accuracy, change
+from eval.verdict import Verdict
 
 DASH = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -82,6 +86,59 @@ def signs(text: str) -> str:
 def finite(value: float, limit: float) -> float:
     """The value, held within +-limit: bounds of a look at which nothing may be decided are infinite."""
     return max(-limit, min(limit, value)) if not math.isnan(value) else limit
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How a change of accuracy is shown: points of a score; per cent of a perplexity, of which more is worse.
+
+    Differences are those of `Accuracy.difference`, below 0 is worse.
+    """
+
+    name: str
+    perplexity: bool
+
+    def scale(self, difference: float) -> float:
+        """A difference in the unit."""
+        return change("perplexity" if self.perplexity else "graded", finite(difference, 20.0))
+
+    def span(self, low: float, high: float) -> tuple[float, float]:
+        """An interval of differences in the unit, the lower end first."""
+        ends = (self.scale(low), self.scale(high))
+        return (min(ends), max(ends))
+
+    def margin(self, margin: float) -> float:
+        """Where a margin lies: -1 for a loss of one point, +2 for a perplexity of two per cent more."""
+        return 100 * margin if self.perplexity else -100 * margin
+
+    def words(self, difference: float) -> str:
+        """A difference with its unit."""
+        return f"{signed(self.scale(difference))}{PER_CENT if self.perplexity else POINT}"
+
+    def margin_words(self, margin: float) -> str:
+        """A margin with its unit."""
+        return f"{signed(self.margin(margin))}{PER_CENT if self.perplexity else POINT}"
+
+    def interval(self, low: float, high: float) -> str:
+        """An interval of differences, the lower end first."""
+        ends = self.span(low, high)
+        return f"{signed(ends[0])} \N{HORIZONTAL ELLIPSIS} {signed(ends[1])}"
+
+
+def unit_of(kind: str) -> Unit:
+    """The unit that a task's change is shown in, by its `Accuracy.kind`."""
+    perplexity = kind == "perplexity"
+    return Unit("change in perplexity, %" if perplexity else "change in accuracy, points", perplexity)
+
+
+def level(result: Accuracy, value: float) -> str:
+    """A score in per cent, or a perplexity."""
+    return three(value) if result.kind == "perplexity" else percent(value, 2)
+
+
+def tone(verdict: Verdict | None) -> str:
+    """The colour of a verdict; of what is shown only, a quiet one."""
+    return verdict.value.lower() if verdict else "muted"
 
 
 FILTERS = {

@@ -1,15 +1,48 @@
-"""The HTML page of a report."""
+"""The frame that all pages share, the page of a report, and the four files of one.
+
+A page loads nothing and runs no script. `frame.html.j2` is what a page extends, `page.css` the style of all of them.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from eval.gate import GateReport
-from eval.report.model import Report
-from eval.report.templates import environment
-from eval.report.views import accuracy, first_screen, flips, layers, run, throughput
+from eval.report import accuracy, flips, junit, layers, markdown, run, summary, throughput
+from eval.report.model import CARD, DATA, JUNIT, PAGE, Report
+from eval.report.numbers import FILTERS
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+FOLDER = Path(__file__).parent
+
+
+def environment(folder: Path = FOLDER) -> Environment:
+    """The templates of a folder and the frame, escaped, strict about names, with the filters of figures.
+
+    `style` is the style sheet of all pages, followed by the folder's own `page.css` where it has one.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    made = Environment(
+        loader=FileSystemLoader([folder, FOLDER]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= FILTERS
+    sheets = [sheet for place in dict.fromkeys((FOLDER, folder)) if (sheet := place / "page.css").is_file()]
+    made.globals["style"] = Markup("".join(sheet.read_text(encoding="utf-8") for sheet in sheets))  # noqa: S704 - our own files
+    return made
 
 
 def render(report: Report) -> str:
-    """Render a report as one HTML page that loads nothing and runs no script."""
+    """Render a report as one HTML page."""
     gate = GateReport.from_json(report["gate"])
     return (
         environment()
@@ -17,7 +50,7 @@ def render(report: Report) -> str:
         .render(
             report=report,
             gate=gate,
-            first=first_screen.view(report, gate),
+            first=summary.view(report, gate),
             accuracy=accuracy.view(gate),
             flips=flips.view(report, gate),
             canary=gate.canary,
@@ -27,3 +60,18 @@ def render(report: Report) -> str:
             run=run.view(report),
         )
     )
+
+
+def write(folder: Path, report: Report) -> Path:
+    """Write `report.json`, `report.html`, `report.md` and `junit.xml`; returns the path of the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (
+        (DATA, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"),
+        (CARD, markdown.render(report)),
+        (JUNIT, junit.render(report)),
+        (PAGE, render(report)),
+    ):
+        partial = folder / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(folder / name)
+    return folder / PAGE

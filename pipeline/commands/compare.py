@@ -134,7 +134,7 @@ def _of_each(names: Mapping[str, str]) -> str:
 
 
 def _print_tasks(console: Console, group: Group) -> None:
-    from eval.comparison import words
+    from eval.report.numbers import unit_of
     from pipeline.commands.tables import table
 
     if not group.tasks:
@@ -152,8 +152,8 @@ def _print_tasks(console: Console, group: Group) -> None:
                 name,
                 mark.letter,
                 "shown only" if verdict is None else verdict.value,
-                words.difference(result),
-                words.interval(result.kind, result.interval_low, result.interval_high),
+                unit_of(result.kind).words(result.difference),
+                unit_of(result.kind).interval(result.interval_low, result.interval_high),
                 f"{result.items:,}",
             )
     console.print(made)
@@ -182,8 +182,8 @@ def _print_speeds(console: Console, group: Group) -> None:
 
 
 def _print_direct(console: Console, group: Group) -> None:
-    from eval.comparison import words
-    from eval.comparison.direct import word
+    from eval.comparison.model import better
+    from eval.report.numbers import unit_of
     from pipeline.commands.tables import table
 
     if not group.direct:
@@ -194,10 +194,10 @@ def _print_direct(console: Console, group: Group) -> None:
     for direct in group.direct:
         pair = f"{group.marks[direct.second].letter} vs {group.marks[direct.first].letter}"
         for result in direct.results:
-            interval = words.interval(result.kind, result.interval_low, result.interval_high)
-            made.add_row(
-                pair, _plain(result.task), words.difference(result), interval, f"{result.items:,}", word(result)
-            )
+            unit = unit_of(result.kind)
+            interval = unit.interval(result.interval_low, result.interval_high)
+            change = unit.words(result.difference)
+            made.add_row(pair, _plain(result.task), change, interval, f"{result.items:,}", better(result))
         for reason in direct.unknown:
             made.add_row(pair, "", "", "", "", _plain(reason))
     console.print(made)

@@ -78,7 +78,7 @@ def command(
 
 def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     """The record that a person named. Raises `UserError` where there is none."""
-    from eval.report.files import DATA
+    from eval.report.model import DATA
     from pipeline import finished
     from pipeline.errors import UserError
     from pipeline.progress import reporter_for

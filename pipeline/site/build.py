@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.errors import MeasurementError
 from pipeline.errors import UserError
 from pipeline.locks import Lock
 from pipeline.site.page import render
@@ -86,7 +87,7 @@ def _known(output: Path, on_warning: Callable[[str], None]) -> Mapping[str, Row]
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ValueError(f"it is not of schema {SCHEMA}")
         rows = [Row.from_json(row) for row in data["runs"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (MeasurementError, ValueError, KeyError, TypeError) as error:
         on_warning(f"{path} cannot be read and is made anew from the store: {error}")
         return {}
     return {row.run: row for row in rows}

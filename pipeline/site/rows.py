@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from eval.accuracy import margin_in_units
 from eval.comparison.contender import Contender, read
 from eval.errors import MeasurementError
+from eval.records import Record
 from pipeline.finished import of_run
 from pipeline.stages.report import DATA
 from pipeline.store.runs import Run
@@ -20,11 +21,10 @@ NO_VERDICT = "NO VERDICT"
 UNFINISHED = "UNFINISHED"
 BROKEN = "BROKEN"
 PAGE_DIGITS = 16
-_FOLDER = re.compile(rf"[0-9a-f]{{{PAGE_DIGITS}}}")
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Task(Record):
     """One gated task of a run: the difference with its two-sided interval as in `eval.accuracy`, and its margin."""
 
     task: str
@@ -37,7 +37,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(Record):
     """The cell with the least ratio of output tokens per second, with its interval."""
 
     cell: str
@@ -47,10 +47,10 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(Record):
     """What a report says of its checkpoint; `page` is the copied report's folder, named by the digest of its files."""
 
-    page: str
+    page: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{PAGE_DIGITS}}}$")]
     model: str
     baseline: str
     scheme: str
@@ -68,7 +68,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Record):
     """A run: `status` is a verdict, NO VERDICT (it was not to go so far), BROKEN or UNFINISHED; `reasons` say why."""
 
     run: str
@@ -78,25 +78,6 @@ class Row:
     status: str
     reasons: tuple[str, ...]
     judged: Judged | None
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Row:
-        """Read back what `to_json` wrote; raises `ValueError` for anything else."""
-        try:
-            judged = data["judged"]
-            if judged is not None:
-                if not _FOLDER.fullmatch(judged["page"]):
-                    raise ValueError(f"{judged['page']!r} names no report")
-                tasks = tuple(Task(**task) for task in judged["tasks"])
-                speed = None if judged["speed"] is None else Speed(**judged["speed"])
-                judged = Judged(**{**judged, "tasks": tasks, "speed": speed})
-            return cls(**{**data, "reasons": tuple(map(str, data["reasons"])), "judged": judged})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a row of the index: {error!r}") from error
 
 
 def row_of(run: Run, store: Store) -> tuple[Row, Path | None]:

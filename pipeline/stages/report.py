@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from eval import prompts, record
 from eval.errors import MeasurementError
-from eval.report import joined
-from eval.report.files import CARD, JUNIT
-from eval.report.files import DATA as DATA
-from eval.report.files import PAGE as PAGE
-from eval.report.model import LaunchPlan, Report, TaskFlips
+from eval.report import flips
+from eval.report.model import CARD, JUNIT, LaunchPlan, Report, TaskFlips
+from eval.report.model import DATA as DATA
+from eval.report.model import PAGE as PAGE
 from eval.report.model import Stage as ShownStage
 from eval.verdict import Verdict
 from pipeline import __version__
@@ -71,7 +70,7 @@ class ReportStage(Stage):
 
     def run(self, job: Job) -> Output:
         """Gather, write the data, draw the page."""
-        from eval.report.files import write
+        from eval.report.page import write
 
         size = write(job.path, gather(job)).stat().st_size
         return Output(result={"page": PAGE}, summary=f"{PAGE}, {size / 1e3:,.0f} kB")
@@ -157,17 +156,17 @@ def _flips(setting: Setting, measured: Measurements, inputs: Mapping[str, Entry]
         if task.task in measured.samples:
             before, after = (_answers(inputs[f"evaluate-{side}"], task.task) for side in ORDER)
             baseline, candidate = measured.samples[task.task]
-            found.append(joined.flips(baseline, candidate, before, after))
+            found.append(flips.flips(baseline, candidate, before, after))
     return found
 
 
-def _answers(entry: Entry, task: str) -> joined.Answers:
+def _answers(entry: Entry, task: str) -> flips.Answers:
     """What a side answered, by item; nothing for a task without answers, such as a perplexity."""
     path = entry.path / ANSWERS / f"{task}.jsonl.gz"
     if not path.is_file():
         return {}
     with gzip.open(path, "rt", encoding="utf-8") as stream:
-        return joined.by_item(json.loads(line) for line in stream)
+        return flips.by_item(json.loads(line) for line in stream)
 
 
 def _prompts(setting: Setting, gate: GateReport) -> dict[str, str]:

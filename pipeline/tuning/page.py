@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.report.numbers import duration, figure
-from eval.report.plots.axes import plain_ticks
-from eval.report.svg import colour, inline
-from eval.report.svg import figure as drawing_of
-from eval.report.templates import environment
-from eval.report.views import WIDE, drawn
+from eval.report.page import environment
+from eval.report.plots import WIDE, colour, drawn, inline, plain_ticks
+from eval.report.plots import figure as drawing_of
 from pipeline.store.disk import write_atomic
 from pipeline.tuning.objective import frontier
 from pipeline.tuning.report import COMPARED, Report, percent
@@ -179,7 +177,7 @@ def pareto(marks: Sequence[Mark], *, x_title: str, width: int, name: str) -> str
                           va="center", textcoords="offset points", fontsize=11, color=ink, zorder=4,
                           fontweight="bold" if mark.best or mark.number == 0 else "normal")  # fmt: skip
         label = "; ".join(f"{mark.text}: {mark.y:,.0f} tokens/s at {mark.x:,.1f} ms" for mark in marks)
-        return inline(drawing, name=name, label=f"Output tokens/s against {x_title}. {label}", css_class="plot")
+        return inline(drawing, name=name, label=f"Output tokens/s against {x_title}. {label}")
 
 
 def _limits(axis: Any, marks: Sequence[Mark]) -> None:

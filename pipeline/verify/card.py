@@ -12,9 +12,9 @@ from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
 from eval.gate import GateReport
 from eval.report import markdown
-from eval.report.files import DATA
-from eval.report.views.accuracy import level
-from eval.report.views.first_screen import tiles
+from eval.report.model import DATA
+from eval.report.numbers import level
+from eval.report.summary import tiles
 from pipeline import __version__
 from pipeline.publish.allowed import SCORES
 from pipeline.publish.release import CARD

@@ -9,9 +9,9 @@ from typing import Any
 from eval.errors import MeasurementError
 from eval.gate import GateReport
 from eval.measurements import Measurements
-from eval.report import joined, junit, markdown, page
-from eval.report.files import CARD, DATA, JUNIT, PAGE
-from eval.report.views.accuracy import level
+from eval.report import flips, junit, markdown, page
+from eval.report.model import CARD, DATA, JUNIT, PAGE
+from eval.report.numbers import level
 from pipeline import __version__
 from pipeline.canonical import difference, plain
 from pipeline.publish.release import RECIPE
@@ -56,7 +56,7 @@ def _data(subject: Subject, data: Mapping[str, Any], measurements: Measurements,
             yield f"{DATA} says that the {side} takes {data['size'][f'{side}_bytes']} bytes, gate.json says {count}"
     found = {entry["task"]: [_place(flip) for flip in entry["flips"]] for entry in data["flips"]}
     for task, (baseline, candidate) in measurements.samples.items():
-        changed = [_place(flip) for flip in joined.flips(baseline, candidate, {}, {})["flips"]]
+        changed = [_place(flip) for flip in flips.flips(baseline, candidate, {}, {})["flips"]]
         if task in found and found[task] != changed:
             yield f"{DATA} lists other changed answers of {task} than the samples have"
     layers = subject.object(subject.evidence(INSPECTION))

@@ -14,10 +14,9 @@ import yaml
 from eval import record, suites
 from eval.gate import Policy, judge
 from eval.measurements import Measurements
-from eval.report import files as report_files
-from eval.report.files import DATA
-from eval.report.joined import flips
-from eval.report.model import Report
+from eval.report import page as report_files
+from eval.report.flips import flips
+from eval.report.model import DATA, Report
 from pipeline import __version__
 from pipeline.canonical import fingerprint
 from pipeline.digest import folder_digest

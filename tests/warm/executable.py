@@ -43,7 +43,7 @@ _LIBRARIES = (
     "pipeline.publish.card.rendering",
     "pipeline.publish.sbom", "pipeline.publish.secrets", "pipeline.reference.model", "pipeline.reference.service",
     "pipeline.reference.greedy", "pipeline.reference.text", "calibration.calibrate", "eval.report.page",
-    "eval.report.views", "eval.harness_client",
+    "eval.report.plots", "eval.harness_client",
 )  # fmt: skip
 _VLLM = (
     "vllm.entrypoints.cli.serve", "vllm.entrypoints.cli.benchmark.main",

@@ -10,8 +10,7 @@ import yaml
 
 from eval.accuracy import Accuracy
 from eval.gate import GateReport
-from eval.report.numbers import signed
-from eval.report.views.accuracy import unit_of
+from eval.report.numbers import signed, unit_of
 from pipeline.publish.card.facts import CardFacts
 
 FOLDER = ".eval_results"
@@ -43,13 +42,13 @@ def eval_results(facts: CardFacts) -> dict[str, str]:
 
 def _notes(result: Accuracy, whole: int, facts: CardFacts) -> str:
     """How many items, beside which baseline, with which uncertainty, on what."""
-    unit = unit_of(result)
+    unit = unit_of(result.kind)
     low, high = unit.span(result.interval_low, result.interval_high)
     asked = f"{result.items:,} items" if result.items == whole else f"{result.items:,} of {whole:,} items"
     harness = f"lm-eval {facts.report['versions'].get('lm-eval', '')}".strip()
     return (
         f"{harness}, {asked}; 16-bit baseline {100 * result.baseline:.2f} on the same items, change"
-        f" {unit.words(unit.scale(result.difference))} with a {result.confidence:.0%} interval of {signed(low)} to"
+        f" {unit.words(result.difference)} with a {result.confidence:.0%} interval of {signed(low)} to"
         f" {signed(high)}"
     ).replace("\N{NO-BREAK SPACE}", " ")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from eval.report.files import DATA
+from eval.report.model import DATA
 from pipeline.errors import StageError
 from pipeline.publish.card.base_card import base_metadata, front_matter
 from pipeline.publish.card.facts import Base, Calibrated, CardFacts, Made

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from eval.gate import GateReport
 from eval.report import markdown
-from eval.report.views.first_screen import meaning, notes, runtime
+from eval.report.summary import meaning, notes, runtime
 from pipeline.publish.card.facts import CardFacts
 from pipeline.publish.card.metadata import front_matter
 from pipeline.publish.card.sections import base_link, figures, licence, limits, made, verifying

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from eval.gate import GateReport
 from eval.report import markdown
 from eval.report.numbers import NO_BREAK, size
-from eval.report.views.first_screen import tiles
+from eval.report.summary import tiles
 from pipeline.publish.card.facts import Base, Calibrated, CardFacts
 from pipeline.publish.card.words import Markdown, block, code, codes, escaped, link, table
 from pipeline.publish.release import EVIDENCE, NOTICE, SIGNATURE

@@ -7,12 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from eval.accuracy import compare
 from eval.comparison.contender import Contender, read
-from eval.comparison.model import Comparison, letter, side_by_side, to_json
+from eval.comparison.model import (
+    Comparison,
+    Score,
+    better,
+    compare_all,
+    dominates,
+    front,
+    letter,
+    side_by_side,
+    to_json,
+)
 from eval.errors import MeasurementError
+from eval.samples import SampleSet, pair
 from eval.verdict import Verdict
-from tests.checkpoints import GOOD, SMALL, WORSE, Checkpoint
+from tests.checkpoints import GOOD, SMALL, WORSE, Checkpoint, answers
 
 
 def contender(checkpoint: Checkpoint, folder: Path) -> Contender:
@@ -150,3 +164,92 @@ def test_json_is_plain_and_by_letter(tmp_path: Path) -> None:
     assert group["contenders"]["B"]["verdict"] == "FAIL"
     assert group["contenders"]["B"]["reasons"]
     assert (group["direct"][0]["first"], group["direct"][0]["second"]) == ("A", "B")
+
+
+HERE, THERE = ("mi300x", "AMD Instinct MI300X", "vllm"), ("h100", "NVIDIA H100 80GB HBM3", "vllm")
+shares = st.sampled_from([0.9, 0.95, 1.0])
+scores = st.builds(Score, shares, shares, st.one_of(st.none(), shares), st.sampled_from([HERE, THERE]))
+
+
+def test_worse_everywhere_is_beaten_and_a_trade_is_not() -> None:
+    small, fast, bad = Score(0.97, 0.3, 1.2, HERE), Score(0.99, 0.5, 1.4, HERE), Score(0.96, 0.5, 1.4, HERE)
+    assert front([small, fast, bad]) == (True, True, False)
+
+
+def test_equal_scores_beat_nobody() -> None:
+    assert front([Score(0.97, 0.3, 1.2, HERE)] * 2) == (True, True)
+
+
+def test_speeds_of_two_places_are_never_weighed() -> None:
+    good, bad = Score(0.99, 0.3, 2.0, HERE), Score(0.9, 0.9, 0.5, THERE)
+    assert front([good, bad]) == (True, True)
+
+
+def test_a_speed_that_is_unknown_may_be_the_better_one() -> None:
+    assert front([Score(0.99, 0.3, 2.0, HERE), Score(0.9, 0.9, None, HERE)]) == (True, True)
+    assert front([Score(0.99, 0.3, None, HERE), Score(0.9, 0.9, None, THERE)]) == (True, False)
+
+
+def test_what_was_not_measured_is_not_on_the_front() -> None:
+    assert front([None, Score(0.9, 0.9, None, HERE)]) == (False, True)
+    assert front([]) == ()
+
+
+@given(st.lists(scores, min_size=1, max_size=8))
+def test_the_front_is_what_no_other_dominates(found: list[Score]) -> None:
+    marked = front(found)
+    for score, kept in zip(found, marked, strict=True):
+        assert kept == (not any(dominates(other, score) for other in found))
+        assert not dominates(score, score)
+    # Within one place domination is a strict order, so something is always left.
+    assert any(marked) or len({score.place for score in found}) > 1
+
+
+def losing(first: int, count: int, items: int = 1000) -> SampleSet:
+    return answers("facts", [float(not first <= number < first + count) for number in range(items)])
+
+
+def test_equal_scores_on_other_items_are_no_difference_but_many_flips() -> None:
+    (direct,) = compare_all({0: {"facts": losing(0, 50)}, 1: {"facts": losing(500, 50)}})
+    (result,) = direct.results
+    assert (result.difference, result.gains, result.losses) == (0.0, 50, 50)
+    assert better(result) == "no difference shown"
+
+
+def test_nested_losses_are_told_apart_where_the_baseline_cannot() -> None:
+    base = losing(0, 0)
+    less, more = losing(0, 40), losing(0, 52)
+    apart = [compare(pair(base, side)) for side in (less, more)]
+    assert apart[0].interval_low < apart[1].interval_high  # the two differences to the baseline overlap
+    (direct,) = compare_all({0: {"facts": less}, 1: {"facts": more}})
+    assert better(direct.results[0]) == "worse"
+    assert direct.results[0] == compare(pair(less, more))
+
+
+def test_intervals_hold_together() -> None:
+    sides = {number: {"facts": losing(0, 10 * number), "sums": answers("sums", [1, 0] * 50)} for number in range(3)}
+    found = [result for direct in compare_all(sides, 0.95) for result in direct.results]
+    assert len(found) == 6
+    assert [result.confidence for result in found] == [pytest.approx(1 - 0.05 / 6)] * 6
+
+
+def test_a_candidate_that_stopped_early_is_compared_on_what_both_were_asked() -> None:
+    early = losing(0, 20)
+    rows = tuple(replace(sample, look=sample.doc_id // 250) for sample in early.samples)
+    whole = replace(early, samples=rows, planned=1000, looks=4)
+    half = replace(whole, samples=rows[:500])
+    (direct,) = compare_all({0: {"facts": whole}, 1: {"facts": half}})
+    assert (direct.results[0].items, direct.unknown) == (500, ())
+
+
+def test_other_questions_are_not_compared() -> None:
+    other = losing(0, 5)
+    other = replace(other, samples=tuple(replace(s, prompt_hash="x") for s in other.samples))
+    (direct,) = compare_all({0: {"facts": losing(0, 5)}, 1: {"facts": other}})
+    assert direct.results == ()
+    assert "the prompt differs in 1000 of 1000 items" in direct.unknown[0]
+
+
+def test_tasks_of_one_side_only_are_left_out() -> None:
+    (direct,) = compare_all({0: {"facts": losing(0, 5)}, 2: {"sums": answers("sums", [1, 0])}})
+    assert (direct.first, direct.second, direct.results, direct.unknown) == (0, 2, (), ())

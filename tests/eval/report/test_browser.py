@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.report import files
+from eval.report import page
 from tests.eval.report import made
 from tests.pages import contrast, luminance, media
 
@@ -16,7 +16,7 @@ from tests.pages import contrast, luminance, media
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("reports")
-    return {name: files.write(folder / name, make()).as_uri() for name, make in made.VARIANTS.items()}
+    return {name: page.write(folder / name, make()).as_uri() for name, make in made.VARIANTS.items()}
 
 
 def requests(browser: Any) -> set[str]:
@@ -144,5 +144,5 @@ def test_paper_is_white_whatever_the_screen(browser: Any, urls: dict[str, str]) 
 
 
 def test_the_page_is_one_file(tmp_path: Path) -> None:
-    path = files.write(tmp_path, made.good())
+    path = page.write(tmp_path, made.good())
     assert path.stat().st_size < 2_000_000

@@ -11,7 +11,7 @@ import pytest
 
 from eval.gate import Policy
 from eval.measurements import Structure
-from eval.report import files, page
+from eval.report import page
 from eval.report.model import Flip, Report
 from eval.verdict import Verdict
 from tests.eval.report import made
@@ -51,7 +51,7 @@ def test_the_same_report_gives_the_same_bytes(report: Report, text: str) -> None
 
 
 def test_json_beside_the_page_is_what_was_rendered(report: Report, text: str, tmp_path: Path) -> None:
-    files.write(tmp_path, report)
+    page.write(tmp_path, report)
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.json", "report.md", "junit.xml"}
     again: Report = json.loads((tmp_path / "report.json").read_text())
     assert page.render(again) == text == (tmp_path / "report.html").read_text()

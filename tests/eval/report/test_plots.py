@@ -7,12 +7,10 @@ import math
 import pytest
 
 from eval.report import numbers
-from eval.report.plots.axes import Grid, number, shorten, whole_ticks
-from eval.report.plots.heatmap import BIT_DB, heatmap, scale, span
-from eval.report.plots.timeline import Bar, _packed
-from eval.report.svg import HEATS
-from eval.report.views.accuracy import Unit
-from eval.report.views.run import command
+from eval.report.layers import BIT_DB, heatmap, scale, span
+from eval.report.numbers import signed, unit_of
+from eval.report.plots import HEATS, Grid, number, shorten, whole_ticks
+from eval.report.run import Bar, _packed, command
 
 
 def bar(name: str, began: float, seconds: float) -> Bar:
@@ -87,7 +85,7 @@ def test_panels_of_a_grid_do_not_overlap() -> None:
 
 
 def test_a_perplexity_gets_worse_upwards_and_a_score_downwards() -> None:
-    score, perplexity = Unit("", False), Unit("", True)
+    score, perplexity = unit_of("graded"), unit_of("perplexity")
     assert score.scale(-0.01) == pytest.approx(-1)
     assert score.margin(0.01) == -1
     assert perplexity.scale(-math.log(1.02)) == pytest.approx(2)
@@ -95,6 +93,11 @@ def test_a_perplexity_gets_worse_upwards_and_a_score_downwards() -> None:
     assert perplexity.span(-0.02, 0.01) == (
         pytest.approx(100 * math.expm1(-0.01)),
         pytest.approx(100 * math.expm1(0.02)),
+    )
+    assert perplexity.interval(-0.02, 0.01) == f"{signed(-1.0)} \N{HORIZONTAL ELLIPSIS} +2.02"
+    assert (score.words(-0.015), perplexity.margin_words(0.02)) == (
+        f"{signed(-1.5)}\N{NO-BREAK SPACE}pt",
+        "+2.00\N{NO-BREAK SPACE}%",
     )
     assert math.isfinite(score.scale(-math.inf))
     assert math.isfinite(perplexity.scale(-math.inf))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.site.build import build
-from pipeline.site.plots import _dates
+from pipeline.site.page import _dates
 from pipeline.store.tree import Store
 from tests.checkpoints import GOOD, SMALL, run
 from tests.pages import visit

@@ -1,12 +1,52 @@
-"""When each stage ran and for how long."""
+"""How the run went, and how to make it again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any
 
-from eval.report.plots.axes import LETTER, locator, number
-from eval.report.svg import colour, figure, inline
+from eval.report.model import Report
+from eval.report.numbers import duration
+from eval.report.plots import LETTER, colour, drawn, figure, inline, locator, number
+from eval.report.summary import answered_by
+
+
+def view(report: Report) -> dict[str, Any]:
+    """The section's content."""
+    bars = [
+        Bar(
+            stage["name"],
+            datetime.fromisoformat(stage["started"]).timestamp(),
+            stage["seconds"],
+            duration(stage["seconds"]),
+            stage["cached"],
+        )
+        for stage in report["stages"]
+    ]
+    cached = [stage["seconds"] for stage in report["stages"] if stage["cached"]]
+    return {
+        "timeline": drawn(partial(timeline, bars), "timeline") if bars else None,
+        "total": sum(stage["seconds"] for stage in report["stages"]),
+        "cached": sum(cached) if cached else None,
+        "servers": [(plan, answered_by(plan), command(plan["env"], plan["argv"])) for plan in report["servers"]],
+    }
+
+
+def command(env: Mapping[str, str], argv: Sequence[str]) -> str:
+    """A shell command with one variable or flag a line."""
+    lines = [f"{key}={shlex.quote(value)}" for key, value in sorted(env.items())]
+    start = next((index for index, token in enumerate(argv) if token.startswith("--")), len(argv))
+    lines += [" ".join(map(shlex.quote, argv[:start]))] if start else []
+    for token in argv[start:]:
+        if token.startswith("--"):
+            lines.append(shlex.quote(token))
+        else:
+            lines[-1] += f" {shlex.quote(token)}"
+    return " \\\n  ".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +94,7 @@ def timeline(bars: Sequence[Bar], *, width: int, name: str) -> str:
         axis.grid(axis="x")
         axis.set_xlabel(f"{unit} of work")
         label = "; ".join(f"{bar.name}: {bar.words}" for bar, _ in places)
-        return inline(drawing, name=name, label=f"Stages. {label}", css_class="plot")
+        return inline(drawing, name=name, label=f"Stages. {label}")
 
 
 def _packed(bars: Sequence[Bar]) -> tuple[list[tuple[Bar, float]], list[float]]:

@@ -9,8 +9,7 @@ from typing import Any, get_args
 from eval.gate import Finding, GateReport, Kind
 from eval.report import numbers
 from eval.report.model import LaunchPlan, Report
-from eval.report.numbers import ARROW, TIMES
-from eval.report.views.accuracy import unit_of
+from eval.report.numbers import ARROW, TIMES, unit_of
 from eval.verdict import Verdict
 
 AT_ONCE = 4
@@ -112,10 +111,10 @@ def _accuracy(gate: GateReport) -> list[tuple[str, str, str]]:
     found = []
     if decided:
         worst = min(scored or decided, key=lambda result: result.difference / gate.policy.margins[result.task])
-        unit, margin = unit_of(worst), gate.policy.margins[worst.task]
-        said = f"{worst.task}, margin {unit.words(unit.margin(margin))}"
+        unit = unit_of(worst.kind)
+        said = f"{worst.task}, margin {unit.margin_words(gate.policy.margins[worst.task])}"
         caption = "Perplexity" if unit.perplexity else "Accuracy"
-        found.append((caption, unit.words(unit.scale(worst.difference)), said))
+        found.append((caption, unit.words(worst.difference), said))
     if scored:
         most = max(scored, key=lambda result: result.flip_rate)
         control = gate.control.get(most.task)

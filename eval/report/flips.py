@@ -1,0 +1,185 @@
+"""Flips: the items whose score changed with the answers behind them, and how many change by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+from eval.accuracy import Accuracy
+from eval.gate import Control, GateReport
+from eval.report.model import Direction, Flip, Report, TaskFlips
+from eval.report.numbers import percent
+from eval.report.plots import colour, drawn, figure, inline, plain_ticks, row_title
+from eval.samples import SampleSet
+
+Key = tuple[str, int, str]
+Answers = Mapping[Key, Mapping[str, Any]]
+
+
+def by_item(answers: Iterable[Mapping[str, Any]]) -> dict[Key, Mapping[str, Any]]:
+    """Answers by the item that they belong to; one that names none is left out, since it is only there to be seen."""
+    found: dict[Key, Mapping[str, Any]] = {}
+    for answer in answers:
+        task, number, name = answer.get("task"), answer.get("doc_id"), answer.get("filter")
+        if isinstance(task, str) and isinstance(number, int) and isinstance(name, str):
+            found[(task, number, name)] = answer
+    return found
+
+
+def flips(baseline: SampleSet, candidate: SampleSet, before: Answers, after: Answers) -> TaskFlips:
+    """The items of both sides whose score differs, in the order in which the candidate was asked."""
+    scores = {sample.key: sample.score for sample in baseline.samples}
+    found: list[Flip] = []
+    for sample in candidate.samples:
+        score = scores.get(sample.key)
+        if baseline.kind != "score" or score is None or score == sample.score:
+            continue
+        one, other = before.get(sample.key, {}), after.get(sample.key, {})
+        found.append(
+            {
+                "task": sample.task,
+                "doc_id": sample.doc_id,
+                "direction": "gained" if sample.score > score else "lost",
+                "scores": (score, sample.score),
+                "prompt": str(one.get("prompt", "")),
+                "target": str(one.get("target", "")),
+                "baseline": said(one),
+                "candidate": said(other),
+            }
+        )
+    return {"task": baseline.task, "flips": found}
+
+
+def said(answer: Mapping[str, Any]) -> str:
+    """What a side answered: its text with what was taken from it, or the choice that it took, of which.
+
+    A choice stands with its log likelihood in nats; the arrow marks the one that was taken.
+    """
+    response, choices, likelihoods = (
+        str(answer.get("response", "")),
+        answer.get("choices"),
+        answer.get("loglikelihoods"),
+    )
+    if isinstance(choices, list) and isinstance(likelihoods, list) and len(choices) == len(likelihoods):
+        return "\n".join(
+            f"{'→' if choice == response else ' '} {likelihood:9.3f}  {choice}".replace("-", "\N{MINUS SIGN}", 1)
+            for choice, likelihood in zip(choices, likelihoods, strict=True)
+        )
+    if isinstance(likelihoods, list) and len(likelihoods) == 1:
+        return f"{response or '(something else)'}   log likelihood of the right text {likelihoods[0]:.3f}"
+    extracted = answer.get("extracted")
+    if isinstance(extracted, str) and extracted.strip() != response.strip():
+        return f"{response}\n\n[taken as the answer: {extracted}]"
+    return response
+
+
+SHOWN = 100
+"""Flips of a task and direction that the page holds; report.json has all."""
+FOLDED, LONGEST, SHORTER = 700, 12_000, 3_000
+"""Characters of a text above which it is folded, and above which the page leaves out its middle: models that reason
+write tens of thousands. After the first of a task and direction, less is kept, so that a browser opens the page."""
+WHOLE = 10
+"""Flips of a task and direction that are kept longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text that may be long: what is seen at once, and the whole where that is more."""
+
+    start: str
+    whole: str | None
+    length: int
+
+
+def text(value: str, longest: int = LONGEST, *, end: bool = False) -> Text:
+    """Cut a text for the page, to ``longest`` characters at most.
+
+    With ``end`` its end is what is seen at once: a prompt ends in the question.
+    """
+    if len(value) <= FOLDED:
+        return Text(value, None, len(value))
+    cut = f"\N{HORIZONTAL ELLIPSIS}{value[-FOLDED:]}" if end else f"{value[:FOLDED]}\N{HORIZONTAL ELLIPSIS}"
+    half = longest // 2
+    left_out = len(value) - longest
+    whole = value if left_out <= 0 else (
+        f"{value[:half]}\n\n[{left_out:,} characters are left out here; report.json has them]\n\n{value[-half:]}"
+    )  # fmt: skip
+    return Text(cut, whole, len(value))
+
+
+def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
+    """The section's content; None where no task has answers that could flip."""
+    scored = [result for result in gate.accuracy if result.kind != "perplexity"]
+    if not scored:
+        return None
+    kept = {entry["task"]: entry["flips"] for entry in report["flips"]}
+    tasks = [
+        {
+            "result": result,
+            "directions": [_direction(name, kept.get(result.task, [])) for name in get_args(Direction)],
+            "known": any(kept.get(result.task, [])),
+        }
+        for result in scored
+    ]
+    return {
+        "tasks": tasks,
+        "plot": drawn(partial(bars, scored, gate.control), "flips"),
+        "controlled": any(result.task in gate.control for result in scored),
+    }
+
+
+def _direction(direction: Direction, found: list[Flip]) -> dict[str, Any]:
+    mine = [flip for flip in found if flip["direction"] == direction]
+    return {
+        "name": direction,
+        "flips": [
+            {
+                "flip": flip,
+                "prompt": text(flip["prompt"], end=True),
+                "target": text(flip["target"]),
+                "baseline": text(flip["baseline"], LONGEST if index < WHOLE else SHORTER),
+                "candidate": text(flip["candidate"], LONGEST if index < WHOLE else SHORTER),
+                "peek": _peek(flip),
+            }
+            for index, flip in enumerate(mine[:SHOWN])
+        ],
+        "more": max(0, len(mine) - SHOWN),
+    }
+
+
+def _peek(flip: Flip) -> str:
+    """The last line of the prompt that says something, which a mere "Answer:" does not."""
+    lines = [line.strip() for line in flip["prompt"].splitlines() if line.strip()]
+    said = [line for line in lines if len(line) > 24] or lines
+    return said[-1][-160:] if said else ""
+
+
+def bars(results: Sequence[Accuracy], floors: Mapping[str, Control], *, width: int, name: str) -> str:
+    """One stacked bar a task; the mark on it is the floor, the line through the mark its interval."""
+    row, top, bottom = 50, 4, 42
+    height = top + bottom + row * len(results)
+    said = []
+    with figure(width, height) as (drawing, axis):
+        drawing.subplots_adjust(left=0, right=1, top=1 - top / height, bottom=bottom / height)
+        known = [floors[result.task].high for result in results if result.task in floors]
+        axis.set_xlim(0, 1.06 * max(0.1, *(100 * share for share in (*known, *(r.flip_rate for r in results)))))
+        axis.set_ylim(len(results), 0)
+        for index, result in enumerate(results):
+            lost, gained = 100 * result.losses / result.items, 100 * result.gains / result.items
+            floor, tail, y = floors.get(result.task), percent(result.flip_rate), index + 0.68
+            axis.barh(y, lost, height=0.3, color=colour("fail"), linewidth=0, alpha=0.85)
+            axis.barh(y, gained, left=lost, height=0.3, color=colour("pass"), linewidth=0, alpha=0.85)
+            if floor is not None:
+                tail += f", floor {percent(floor.rate)}"
+                axis.plot([100 * floor.low, 100 * floor.high], [y, y], color=colour("ink"), linewidth=1.4)
+                axis.plot([100 * floor.rate] * 2, [y - 0.24, y + 0.24], color=colour("ink"), linewidth=2.4)
+            row_title(axis, index + 0.28, result.task, tail, width)
+            said.append(f"{result.task}: {lost:.2f} % lost, {gained:.2f} % gained")
+        axis.set_yticks([])
+        axis.spines["left"].set_visible(False)
+        axis.grid(axis="x")
+        plain_ticks(axis, x=max(3, width // 95))
+        axis.set_xlabel("items whose score changed, %")
+        return inline(drawing, name=name, label=f"Flips. {'; '.join(said)}")

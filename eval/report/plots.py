@@ -1,0 +1,326 @@
+"""What every page draws with: matplotlib's figures as inline SVG, panels and ticks, and the plot of intervals.
+
+A figure is drawn with stand-in colours, which become variables of the page's style sheet afterwards: one picture then
+serves the light and the dark theme. Text stays text, so that it can be searched, copied and read aloud. Each plot is
+drawn twice, for wide and for narrow screens, so that text keeps its size on a phone.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+
+WIDE, NARROW = 760, 340
+"""Widths in CSS pixels that plots are drawn for; the style sheet shows the one that fits."""
+
+_SERIES = 8
+_NAMES = ("ink", "muted", "rule", "baseline", "candidate", "pass", "inconclusive", "fail", "invalid", "paper")
+# Stand-ins differ in the last digits only, and no plot uses colours near them.
+_STAND_INS = {name: f"#0a0b{index:02x}" for index, name in enumerate(_NAMES)}
+_STAND_INS |= {f"series-{index}": f"#0a0c{index:02x}" for index in range(_SERIES)}
+HEATS = 9
+"""Steps of the colour scale of a heat map; step 0 is the least conspicuous."""
+_STAND_INS |= {f"heat-{index}": f"#0a0d{index:02x}" for index in range(HEATS)}
+
+PIXELS_PER_INCH = 72.0
+
+
+def colour(name: str) -> str:
+    """The stand-in for the CSS variable `--name`."""
+    return _STAND_INS[name]
+
+
+def series(index: int) -> str:
+    """The stand-in for the colour of the index-th series; colours repeat after eight."""
+    return _STAND_INS[f"series-{index % _SERIES}"]
+
+
+def heat(share: float) -> str:
+    """The stand-in for a place between 0 (least conspicuous) and 1 on the colour scale of a heat map."""
+    return _STAND_INS[f"heat-{min(HEATS - 1, max(0, int(share * HEATS)))}"]
+
+
+@contextmanager
+def figure(width: int, height: int) -> Iterator[tuple[Any, Any]]:
+    """A figure with one plain axis, sized in CSS pixels; it is closed afterwards."""
+    with panels(width, height, 1, 1) as (drawing, axes):
+        yield drawing, axes[0]
+
+
+@contextmanager
+def panels(width: int, height: int, rows: int, columns: int) -> Iterator[tuple[Any, list[Any]]]:
+    """A figure with a grid of plain axes, in the order of reading, sized in CSS pixels; it is closed afterwards."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "quantmint",
+        "text.parse_math": False,  # a task may be named with dollar signs
+        "font.size": 12,
+        "text.color": colour("ink"),
+        "axes.labelcolor": colour("muted"),
+        "axes.edgecolor": colour("rule"),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": colour("rule"),
+        "grid.linewidth": 0.8,
+        "xtick.color": colour("rule"),
+        "ytick.color": colour("rule"),
+        "xtick.labelcolor": colour("muted"),
+        "ytick.labelcolor": colour("muted"),
+        "legend.frameon": False,
+    }
+    with mpl.rc_context(settings):
+        drawing = Figure(figsize=(width / PIXELS_PER_INCH, height / PIXELS_PER_INCH), dpi=PIXELS_PER_INCH)
+        FigureCanvasSVG(drawing)
+        drawing.patch.set_visible(False)
+        axes = [drawing.add_subplot(rows, columns, number + 1) for number in range(rows * columns)]
+        for axis in axes:
+            axis.patch.set_visible(False)
+        yield drawing, axes
+
+
+def inline(drawing: Any, *, name: str, label: str) -> str:
+    """The figure as an `<svg>` element with ids that start with `name` and `label` as its accessible name."""
+    import matplotlib as mpl
+
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\g<1>{name}-", text)
+    for variable, stand_in in _STAND_INS.items():
+        text = text.replace(stand_in, f"var(--{variable})")
+    text = re.sub(r"font-family: [^;\"]*", "font-family: var(--sans)", text)
+    text = text.replace(
+        "font: 700 ", "font: 600 "
+    )  # the page's bold; matplotlib knows only the weights it has files of
+    size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
+    assert size is not None  # noqa: S101 - matplotlib always writes it
+    opening = (
+        f'<svg class="plot" role="img" aria-label="{html.escape(label)}" viewBox="{size[0][9:-1]}" '
+        f'style="max-width:{float(size[1]):.0f}px" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    )
+    return re.sub(r"^<svg[^>]*>", lambda _: opening, text)
+
+
+def drawn(draw: Callable[..., str], name: str, *, wide: int = WIDE) -> Markup:
+    """A plot for wide and for narrow screens. ``draw`` takes the width and the prefix of the ids."""
+    from markupsafe import Markup
+
+    both = (
+        f'<div class="wide">{draw(width=wide, name=f"{name}-w")}</div>'
+        f'<div class="narrow">{draw(width=NARROW, name=f"{name}-n")}</div>'
+    )
+    return Markup(both)  # noqa: S704 - our own SVG, whose text matplotlib escapes
+
+
+LETTER = 0.6
+"""Mean width of a letter, in units of the font size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Panels of equal size in pixels: room for the ticks at the left of and below each, and for a title above."""
+
+    width: int
+    columns: int
+    panels: int
+    panel_height: int
+    left: int = 48
+    right: int = 12
+    top: int = 30
+    bottom: int = 42
+    head: int = 0
+
+    @property
+    def rows(self) -> int:
+        """How many rows of panels there are."""
+        return -(-self.panels // self.columns)
+
+    @property
+    def height(self) -> int:
+        """Height of the whole figure."""
+        return self.head + self.rows * (self.top + self.panel_height + self.bottom)
+
+    def place(self, axes: Sequence[Any]) -> list[Any]:
+        """Put the axes where the panels are; axes without a panel are hidden. Returns those that have one."""
+        cell = self.width / self.columns
+        for number, axis in enumerate(axes):
+            row, column = divmod(number, self.columns)
+            low = self.height - self.head - row * (self.top + self.panel_height + self.bottom)
+            low -= self.top + self.panel_height
+            box = (column * cell + self.left, low, cell - self.left - self.right, self.panel_height)
+            sides = (self.width, self.height) * 2
+            axis.set_position([side / whole for side, whole in zip(box, sides, strict=True)])
+            axis.set_visible(number < self.panels)
+        return list(axes[: self.panels])
+
+
+def title(axis: Any, text: str, *, size: float = 13, left: int = 0) -> None:
+    """A bold title above an axis, from its left edge or ``left`` pixels before it."""
+    axis.annotate(text, (0, 1), (-left, 12), xycoords="axes fraction", textcoords="offset points", fontsize=size,
+                  fontweight="bold", color=colour("ink"), va="center")  # fmt: skip
+
+
+def row_title(axis: Any, y: float, text: str, tail: str, width: int, *, above: int = 0) -> None:
+    """A row's name at the left and what is said of it at the right, ``above`` points over its ``y``."""
+    room = width - LETTER * 12 * (len(tail) + 2)
+    for words, x, ha, weight, size, tint in (
+        (shorten(text, room, 14), 0, "left", "bold", 13, "ink"),
+        (tail, 1, "right", "normal", 12, "muted"),
+    ):
+        axis.annotate(words, (x, y), (0, above), xycoords=("axes fraction", "data"), textcoords="offset points",
+                      fontsize=size, fontweight=weight, ha=ha, va="center", color=colour(tint),
+                      bbox={"facecolor": colour("paper"), "edgecolor": "none", "pad": 1})  # fmt: skip
+
+
+def number(value: float) -> str:
+    """A tick or a value: three digits, thousands with commas."""
+    if value == 0:
+        return "0"
+    text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def locator(most: int, *, integer: bool = False) -> Any:
+    """Ticks at round numbers, at most so many intervals."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(max(1, most), integer=integer, steps=[1, 2, 2.5, 5, 10])
+
+
+def whole_ticks(numbers: Sequence[int], most: int) -> list[int]:
+    """Round numbers among consecutive ones, at most so many; all where there is room for them."""
+    if len(numbers) <= most:
+        return list(numbers)
+    ticks = locator(most, integer=True).tick_values(numbers[0], numbers[-1])
+    return [round(tick) for tick in ticks if numbers[0] <= tick <= numbers[-1]]
+
+
+def plain_ticks(axis: Any, *, x: int | None = None, y: int | None = None) -> None:
+    """Few ticks, written out, without marks; None leaves a direction alone."""
+    if x is not None:
+        axis.xaxis.set_major_locator(locator(x))
+        axis.xaxis.set_major_formatter(lambda value, _: number(value))
+    if y is not None:
+        axis.yaxis.set_major_locator(locator(y))
+        axis.yaxis.set_major_formatter(lambda value, _: number(value))
+    axis.tick_params(length=0)
+
+
+def at_values(axis: Any, values: Sequence[float], room: float) -> None:
+    """Ticks at these values of a logarithmic x axis, leaving out those that would collide in ``room`` pixels."""
+    low, high = axis.get_xlim()
+    scale = room / math.log(high / low)
+    kept: list[float] = []
+    for value in sorted(set(values), reverse=True):
+        if not kept or math.log(kept[-1] / value) * scale >= 12 * LETTER * (len(number(value)) + 1.5):
+            kept.append(value)
+    axis.set_xticks(kept[::-1], [number(value) for value in kept[::-1]])
+    axis.minorticks_off()
+
+
+def shorten(text: str, pixels: float, size: float) -> str:
+    """The text, or its two ends with an ellipsis between them where it is too wide for the pixels."""
+    letters = max(4, int(pixels / (LETTER * size)))
+    if len(text) <= letters:
+        return text
+    tail = letters // 3
+    return f"{text[: letters - tail - 1]}\N{HORIZONTAL ELLIPSIS}{text[-tail:]}"
+
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One estimate in the unit of the axis.
+
+    ``bounds`` are the two one-sided bounds that decide (None where none are computed), ``interval`` the two-sided
+    interval, ``bootstrap`` the resampled one. What lies on the worse side of ``limit`` is shaded; None: nothing
+    decides. ``tone`` is a colour of the page.
+    """
+
+    label: str
+    tail: str
+    value: float
+    interval: Span
+    limit: float | None
+    tone: str
+    bounds: Span | None = None
+    bootstrap: Span | None = None
+
+
+def forest(
+    rows: Sequence[Row],
+    *,
+    axis_label: str,
+    label: str,
+    width: int,
+    name: str,
+    neutral: float = 0.0,
+    mirrored: bool = False,
+    least_span: float = 0.4,
+) -> str:
+    """Rows as an inline SVG. Worse is at the left: below ``neutral``, or above it where the axis is ``mirrored``.
+
+    The thick bar spans the bounds, the thin line the interval, the two ticks below it are the bootstrap's.
+    """
+    row, top, bottom = 58, 6, 44
+    height = top + bottom + row * len(rows)
+    with figure(width, height) as (drawing, axis):
+        drawing.subplots_adjust(left=0, right=1, top=1 - top / height, bottom=bottom / height)
+        low, high = _limits(rows, neutral, least_span)
+        axis.set_xlim(*((high, low) if mirrored else (low, high)))
+        axis.set_ylim(len(rows), 0)
+        axis.axvline(neutral, color=colour("muted"), linewidth=1)
+        edge = high if mirrored else low
+        for index, item in enumerate(rows):
+            y, band = index + 0.66, [index + 0.42, index + 0.94]
+            ink = colour(item.tone)
+            if item.limit is not None:
+                axis.fill_betweenx(band, edge, item.limit, color=colour("fail"), alpha=0.1, linewidth=0)
+                axis.plot([item.limit] * 2, band, color=colour("fail"), linewidth=1.5)
+            axis.plot(item.interval, [y, y], color=ink, linewidth=1.5)
+            if item.bounds is not None:
+                axis.plot(item.bounds, [y, y], color=ink, linewidth=6, solid_capstyle="butt", alpha=0.4)
+            if item.bootstrap is not None:
+                axis.plot(item.bootstrap, [index + 0.82] * 2, color=ink, linewidth=1, alpha=0.75)
+                axis.plot(item.bootstrap, [index + 0.82] * 2, linestyle="none", marker="|", markersize=7, color=ink)
+            axis.plot([item.value], [y], "o", color=ink, markersize=8.5, markeredgecolor=colour("paper"),
+                      markeredgewidth=1.5)  # fmt: skip
+            row_title(axis, y, item.label, item.tail, width, above=21)
+        axis.set_yticks([])
+        axis.spines["left"].set_visible(False)
+        axis.grid(axis="x")
+        plain_ticks(axis, x=max(3, width // 95))
+        axis.set_xlabel(axis_label)
+        return inline(drawing, name=name, label=label)
+
+
+def _limits(rows: Sequence[Row], neutral: float, least: float) -> Span:
+    values = [neutral - least / 2, neutral + least / 2]
+    for item in rows:
+        spans = [item.interval, item.bounds, item.bootstrap]
+        values += [end for span in spans if span is not None for end in span if math.isfinite(end)]
+        values += [item.value] + ([] if item.limit is None else [item.limit])
+    low, high = min(values), max(values)
+    pad = 0.08 * (high - low)
+    return low - pad, high + pad

@@ -1,0 +1,227 @@
+"""Throughput and latency: curves over the load, ratios against what is promised, every launch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from eval.bench import CellResult, Launch
+from eval.gate import GateReport
+from eval.report.model import Report
+from eval.report.numbers import signed, tone
+from eval.report.plots import (
+    Grid,
+    Row,
+    at_values,
+    colour,
+    drawn,
+    forest,
+    inline,
+    locator,
+    number,
+    panels,
+    plain_ticks,
+    shorten,
+    title,
+)  # fmt: skip
+from eval.throughput import Throughput
+
+_LOAD = re.compile(r"[-_](?:c|r|rate|conc)\d[\d.]*$")
+LATENCIES = {"ttft": "Time to first token", "tpot": "Per further token", "itl": "Between tokens"}
+_SIDES = ((0, "muted", "s"), (1, "candidate", "o"))  # index, colour and mark of the baseline and the candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A cell with its load: how many requests were in flight (``rate`` False), or arrived each second."""
+
+    cell: Throughput
+    shape: str
+    load: float
+    rate: bool
+
+    @property
+    def speed(self) -> tuple[float, float]:
+        """Output tokens/s per GPU of the baseline and the candidate."""
+        return self.cell.baseline / self.cell.gpus, self.cell.candidate / self.cell.gpus
+
+
+def view(report: Report, gate: GateReport) -> dict[str, Any] | None:
+    """The section's content; None where nothing was measured."""
+    if not gate.throughput:
+        return None
+    launches = [Launch.from_json(launch) for launch in report["launches"]]
+    cells = [_measured(cell, launches) for cell in gate.throughput]
+    gpus = max(cell.gpus for cell in gate.throughput)
+    unit = "output tokens/s per GPU" if gpus > 1 else "output tokens/s"
+    racing = [item for item in cells if not item.rate]
+    return {
+        "gpus": gpus,
+        "unit": unit,
+        "curves": drawn(partial(_speeds, _groups(racing), unit=unit), "speed") if racing else None,
+        "ratios": drawn(partial(_ratios, gate, [item.cell for item in racing]), "ratio") if racing else None,
+        "rows": [
+            {
+                "item": item,
+                "verdict": gate.verdict_of("throughput", item.cell.cell),
+                "shown": item.rate,
+                "p": _p_value(item.cell),
+            }
+            for item in cells
+        ],
+        "latencies": [_latency(group, unit, f"latency-{index}") for index, group in enumerate(_groups(cells))],
+        "backing": _backing(gate.throughput),
+        "fields": [("ttft", "First token"), ("tpot", "Per further token"), ("itl", "Between tokens"),
+                   ("e2el", "Whole request")],
+        "goodput": any(cell.goodput for cell in gate.throughput),
+        "peaks": any(cell.peak_concurrency for cell in gate.throughput),
+        "launches": launches,
+        "machine": any(launch.machine.samples for launch in launches),
+    }  # fmt: skip
+
+
+def _p_value(cell: Throughput) -> float | None:
+    """That the candidate is faster; where a slower one was promised, that it is no slower than that."""
+    return cell.p_faster if cell.promise is None or cell.promise > 1 else cell.p_promise
+
+
+def _latency(group: Sequence[Measured], unit: str, name: str) -> dict[str, Any]:
+    """The latencies of one shape of request over its loads."""
+    x_title = "requests/s offered" if group[0].rate else unit
+    return {
+        "shape": group[0].shape,
+        "loads": [f"{item.load:g}" for item in group],
+        "rate": group[0].rate,
+        "plot": drawn(partial(_latencies, group, unit=x_title), name),
+    }
+
+
+def _backing(cells: Sequence[Throughput]) -> str:
+    """How many launches stand behind a figure."""
+    before, after = cells[0].launches
+    return f"{before} {'launch' if before == 1 else 'launches'} a side" if before == after else f"{before} and {after}"
+
+
+def _measured(cell: Throughput, launches: Sequence[Launch]) -> Measured:
+    found: CellResult | None = next((launch.cells[cell.cell] for launch in launches if cell.cell in launch.cells), None)
+    shape = _LOAD.sub("", cell.cell)
+    if found is not None and found.request_rate is not None:
+        return Measured(cell, shape, found.request_rate, True)
+    if found is not None and found.concurrency is None:  # all at once
+        return Measured(cell, shape, float(found.completed), False)
+    return Measured(cell, shape, float(found.concurrency or 1) if found is not None else 1.0, False)
+
+
+def _groups(cells: Sequence[Measured]) -> list[list[Measured]]:
+    """Cells of one shape and kind of load together, by rising load, in the order of the workload."""
+    found: dict[tuple[str, bool], list[Measured]] = {}
+    for item in cells:
+        found.setdefault((item.shape, item.rate), []).append(item)
+    return [sorted(group, key=lambda item: item.load) for group in found.values()]
+
+
+def _ratios(gate: GateReport, cells: Sequence[Throughput], *, width: int, name: str) -> str:
+    rows = []
+    for cell in cells:
+        promise = cell.promise if cell.promise is not None else gate.policy.min_ratio
+        rows.append(
+            Row(
+                label=cell.cell,
+                tail="shown only" if promise is None else f"promised {signed(100 * (promise - 1), 0)} %",
+                value=100 * (cell.ratio - 1),
+                interval=(100 * (cell.ratio_low - 1), 100 * (cell.ratio_high - 1)),
+                limit=None if promise is None else 100 * (promise - 1),
+                tone=tone(gate.verdict_of("throughput", cell.cell)),
+            )
+        )
+    label = "; ".join(f"{row.label}: {signed(row.value, 1)} %" for row in rows)
+    return forest(rows, axis_label="change in output tokens/s, %", label=f"Change in throughput. {label}", width=width,
+                  name=name, least_span=4.0)  # fmt: skip
+
+
+def _speeds(shapes: Sequence[Sequence[Measured]], *, unit: str, width: int, name: str) -> str:
+    """Output tokens/s against the load, one panel a shape of request: each launch a dot, lines join the medians."""
+    columns = 1 if width < 500 or len(shapes) == 1 else 2
+    grid = Grid(width, columns, len(shapes), 230, left=62, right=16, top=30 if len(shapes) > 1 else 12)
+    with panels(width, grid.height, grid.rows, grid.columns) as (drawing, axes):
+        for axis, group in zip(grid.place(axes), shapes, strict=False):
+            loads = [item.load for item in group]
+            axis.set_xscale("log", base=2)
+            axis.set_xlim(min(loads) / 1.45, max(loads) * 1.45)
+            for side, ink, marker in _SIDES:
+                axis.plot(loads, [item.speed[side] for item in group], color=colour(ink), linewidth=2, zorder=2)
+                for item in group:
+                    values = [
+                        value / item.cell.gpus
+                        for value in (item.cell.values_baseline, item.cell.values_candidate)[side]
+                    ]
+                    axis.plot([item.load] * len(values), values, linestyle="none", marker=marker, markersize=6.5,
+                              color=colour(ink), alpha=0.8, markeredgecolor=colour("paper"), markeredgewidth=0.8,
+                              zorder=3)  # fmt: skip
+            axis.set_ylim(0, 1.12 * max(max(item.speed) for item in group))
+            at_values(axis, loads, width / columns - grid.left - grid.right)
+            plain_ticks(axis, y=5)
+            axis.grid(axis="y")
+            axis.set_xlabel("requests in flight")
+            axis.set_ylabel(unit)
+            if len(shapes) > 1:
+                title(axis, shorten(group[0].shape, width / columns, 14), left=grid.left)
+        label = "; ".join(
+            f"{item.cell.cell}: {item.speed[0]:,.0f} to {item.speed[1]:,.0f}" for group in shapes for item in group
+        )
+        return inline(drawing, name=name, label=f"{unit} against the load. {label}")
+
+
+def _latencies(group: Sequence[Measured], *, unit: str, width: int, name: str) -> str:
+    """What a higher load costs each request, one panel a latency: solid the median, dashed the 99th percentile."""
+    columns = 1 if width < 500 else min(3, len(LATENCIES))
+    grid = Grid(width, columns, len(LATENCIES), 170, left=50, right=18, top=34)
+    said = []
+    with panels(width, grid.height, grid.rows, grid.columns) as (drawing, axes):
+        for axis, (field, words) in zip(grid.place(axes), LATENCIES.items(), strict=False):
+            _panel(axis, group, field)
+            axis.set_xlabel(unit)
+            title(axis, words, left=grid.left)
+            ends = [
+                ", ".join("{:.3g} to {:.3g}".format(*item.cell.latency[f"{field}_{which}"]) for item in group)
+                for which in ("p50", "p99")
+            ]
+            said.append(f"{words}: median {ends[0]}, 99th percentile {ends[1]}")
+        return inline(drawing, name=name, label=f"Latency in ms, baseline to candidate. {'; '.join(said)}")
+
+
+def _panel(axis: Any, group: Sequence[Measured], field: str) -> None:
+    """One latency (a field of `CellResult` less its percentile) against output tokens/s, with its intervals."""
+    values: list[float] = []
+    fastest = 0.0
+    for side, ink, marker in _SIDES:
+        speed = [item.load if item.rate else item.speed[side] for item in group]
+        fastest = max(fastest, *speed)
+        for which, style, alpha in (("p50", "-", 1.0), ("p99", (0, (4, 2)), 0.85)):
+            for x, item in zip(speed, group, strict=True):
+                span = item.cell.latency_intervals.get(f"{field}_{which}")
+                if span is not None:
+                    values += span[side]
+                    axis.plot([x, x], span[side], color=colour(ink), linewidth=3.5, alpha=0.35, solid_capstyle="butt")
+            middle = [item.cell.latency[f"{field}_{which}"][side] for item in group]
+            values += middle
+            axis.plot(speed, middle, linestyle=style, color=colour(ink), linewidth=1.8, marker=marker, markersize=6,
+                      markeredgecolor=colour("paper"), markeredgewidth=0.8, alpha=alpha)  # fmt: skip
+    axis.set_xlim(0, 1.08 * fastest)
+    if max(values) > 25 * min(values) > 0:
+        axis.set_yscale("log")
+        axis.set_ylim(min(values) / 1.6, max(values) * 1.6)
+        axis.yaxis.set_major_formatter(lambda value, _: number(value))
+        axis.minorticks_off()
+        axis.tick_params(length=0)
+    else:
+        axis.set_ylim(0, 1.12 * max(*values, 1e-9))
+        plain_ticks(axis, y=4)
+    axis.xaxis.set_major_locator(locator(3))
+    axis.xaxis.set_major_formatter(lambda value, _: number(value))
+    axis.tick_params(length=0)
+    axis.grid(axis="y")
+    axis.set_ylabel("ms", labelpad=2)
