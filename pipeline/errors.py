@@ -22,6 +22,8 @@ A message is one paragraph: what was found, what was expected. ``hint`` is what 
 
 from __future__ import annotations
 
+from pipeline.transience import is_transient_status
+
 
 class QuantmintError(Exception):
     """Root of the tree; carries a one-paragraph message and, where there is one, the way out.
@@ -64,7 +66,7 @@ class RefusalError(ServingError):
     """A server that is there answered a request with an error: ``status`` is HTTP's, ``answer`` the body."""
 
     def __init__(self, message: str, *, status: int, answer: str, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint, transient=status >= 500)
+        super().__init__(message, hint=hint, transient=is_transient_status(status))
         self.status = status
         self.answer = answer
 

@@ -17,7 +17,6 @@ from typing import Any
 from eval.verdict import Verdict
 from pipeline.canonical import fingerprint
 from pipeline.errors import InspectionError, QuantmintError, StageError, StoreError
-from pipeline.passing import passes
 from pipeline.planning import after_stop, find_entry, stopped_by
 from pipeline.progress import Reporter
 from pipeline.stage import Job, Planned, Setting
@@ -25,6 +24,7 @@ from pipeline.stages.inspect import reasons_of
 from pipeline.stages.servers import Servers
 from pipeline.store.entries import Entry
 from pipeline.store.runs import RunLog
+from pipeline.transience import is_transient
 
 RELEASING = ("package", "sign", "publish")
 """Stages that only a PASS is given to, in the order in which they run."""
@@ -149,7 +149,7 @@ def _step(
         raise StageError(
             f"stage {planned.key} broke: {type(error).__name__}: {error}",
             hint="Run with --debug for the traceback; the same command goes on from the last commit.",
-            transient=passes(error),
+            transient=is_transient(error),
         ) from error
     seconds = time.monotonic() - began
     reporter.finished(planned.key, number, total, seconds, str(entry.record.result.get("summary", "")))

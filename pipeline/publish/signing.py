@@ -21,10 +21,10 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 from pipeline.errors import StageError, UserError
-from pipeline.passing import passes
 from pipeline.publish.keys import is_encrypted, private_fingerprint, public_fingerprint
 from pipeline.publish.release import SIGNATURE
 from pipeline.publish.signature import BrokenSignatureError, OtherSignerError, SignatureError, Signed, read_signature
+from pipeline.transience import is_transient
 
 if TYPE_CHECKING:
     from model_signing.signing import Config as Signing
@@ -141,7 +141,7 @@ def _sigstore() -> Iterator[None]:
         raise StageError(
             f"Sigstore cannot be asked: {str(error).strip() or type(error).__name__}.",
             hint="Signing without a key, and checking such a signature, need a network; a key needs none.",
-            transient=passes(error),
+            transient=is_transient(error),
         ) from error
 
 

@@ -23,11 +23,11 @@ from eval.errors import MeasurementError
 from eval.harness_log import Asked, read_asked
 from eval.suites import TASKS_FOLDER, SuiteTask, located
 from pipeline.errors import QuantmintError, StageError, StoreError
-from pipeline.passing import told_to_pass
 from pipeline.processes import Conversation, conversation
 from pipeline.serving.running.server import Server
 from pipeline.stage import Job, Setting
 from pipeline.store.disk import sha256_of, write_atomic
+from pipeline.transience import says_transient
 
 _MEMORY = "dataset-commits.json"
 
@@ -159,7 +159,7 @@ def asking(
             yield Asker(job, talk)
     except StageError as error:
         server.get("/health")  # where the server has died, that is the error to tell
-        error.transient = told_to_pass(error.message)
+        error.transient = says_transient(error.message)
         raise
 
 

@@ -28,13 +28,13 @@ from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from pipeline.formats.layout import Choice
 from pipeline.model.select import select
 from pipeline.model.structure import Structure, read_structure
-from pipeline.passing import passes
 from pipeline.processes import run_logged
 from pipeline.recipe.schema import Quantization
 from pipeline.schemes import scheme
 from pipeline.stage import Job, Output, Setting
 from pipeline.stages.calibrate import data_identity, read_tokens
 from pipeline.stages.source import model_folder
+from pipeline.transience import is_transient
 from pipeline.versions import versions
 
 CHECKPOINT = "checkpoint"
@@ -209,7 +209,7 @@ def _samples(job: Job, work: Path, folder: Path) -> Path | None:
     try:
         samples = read_tokens(section, folder, trust_remote_code=job.setting.recipe.trust_remote_code)
     except CalibrationError as error:
-        raise StageError(f"calibration: {error}", transient=passes(error)) from error
+        raise StageError(f"calibration: {error}", transient=is_transient(error)) from error
     save_samples(samples, path)
     return path
 

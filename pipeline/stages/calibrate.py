@@ -15,12 +15,12 @@ from calibration.texts import at_commit
 from pipeline.commits import Commits
 from pipeline.device import resolve_devices
 from pipeline.errors import QuantmintError, StageError, UserError
-from pipeline.passing import passes
 from pipeline.recipe.schema import Calibration
 from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.source import model_folder
 from pipeline.store.disk import sha256_of
 from pipeline.toolchain import ENVIRONMENT, environment_here
+from pipeline.transience import is_transient
 from pipeline.versions import versions
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class CalibrateStage(Stage):
                 elsewhere=places,
             )
         except CalibrationError as error:
-            raise StageError(f"calibration: {error}", transient=passes(error)) from error
+            raise StageError(f"calibration: {error}", transient=is_transient(error)) from error
         finally:
             if spread is not None:
                 spread.release()  # the model is still loaded there
@@ -154,7 +154,7 @@ def pinned_set(section: Calibration) -> CalibrationSet:
     try:
         return at_commit(load_set(section.set))
     except CalibrationError as error:
-        raise UserError(f"calibration set {section.set}: {error}.", transient=passes(error)) from None
+        raise UserError(f"calibration set {section.set}: {error}.", transient=is_transient(error)) from None
 
 
 def _identity(section: Calibration, commits: Commits) -> Mapping[str, object]:

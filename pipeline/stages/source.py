@@ -11,13 +11,13 @@ from pipeline.canonical import fingerprint
 from pipeline.digest import MODEL_FILES, file_digests, folder_digest, model_files
 from pipeline.errors import StageError, UserError
 from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.passing import passes
 from pipeline.progress import Progress
 from pipeline.publish.release import CARD
 from pipeline.recipe.schema import Source as SourceSection
 from pipeline.stage import Job, Output, Setting, SourceIdentity, Stage, write_json
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
+from pipeline.transience import is_transient
 
 LOCATION = "location.json"
 
@@ -85,7 +85,7 @@ def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed:
             f"{source.repo}@{source.revision}: cannot be resolved to a commit: {_first_line(error)}",
             hint="Check the name and, for a gated model, `hf auth login`; without a network write the 40-digit commit "
             "as `revision`, or plan with --config FOLDER.",
-            transient=passes(error),
+            transient=is_transient(error),
         ) from None
     return SourceIdentity(None, str(commit), source.repo, marks)
 
@@ -118,7 +118,7 @@ def config_folder(identity: SourceIdentity) -> Path:
         raise UserError(
             f"{identity.repo}@{identity.digest[:12]}: config.json cannot be fetched: {_first_line(error)}",
             hint="Without a network, plan with --config FOLDER.",
-            transient=passes(error),
+            transient=is_transient(error),
         ) from None
 
 
@@ -152,7 +152,7 @@ def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> P
         raise StageError(
             f"{identity.repo}@{identity.digest[:12]}: the download failed: {_first_line(error)}",
             hint="What was fetched is kept: the same command goes on.",
-            transient=passes(error),
+            transient=is_transient(error),
         ) from error
 
 

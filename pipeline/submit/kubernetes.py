@@ -14,11 +14,11 @@ from typing import Any
 import yaml
 
 from pipeline.errors import StageError, UserError
-from pipeline.passing import passes
 from pipeline.serving.render.comments import dump
 from pipeline.submit.place import BROKEN, State, Submitted
 from pipeline.submit.pod import CONTAINER, Pod, manifest
 from pipeline.submit.task import Task
+from pipeline.transience import is_transient
 
 _TIMEOUT_S = 60
 _QUIET_S = 300
@@ -227,7 +227,7 @@ def _answers() -> Iterator[None]:
         raise UserError(f"the Kubernetes API refused ({error.status}): {said}") from error
     except HTTPError as error:
         why = getattr(error, "reason", None) or error
-        raise StageError(f"the Kubernetes API cannot be reached: {why}", transient=passes(error)) from error
+        raise StageError(f"the Kubernetes API cannot be reached: {why}", transient=is_transient(error)) from error
 
 
 def _message(error: Any) -> str:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import QuantmintError, StageError, UserError
-from pipeline.passing import passes
 from pipeline.submit.place import BROKEN, State, Submitted, follow
 from pipeline.submit.task import Task, program_here, require_no_secret, require_plain
+from pipeline.transience import is_transient
 
 RUNS: Final = "has found room"
 """What `run_attached` shows of a job, after its identifier, once it runs: who limits its time counts from there."""
@@ -256,7 +256,7 @@ def _answers(hint: str | None = None) -> Iterator[None]:
             raise StageError(f"Ray's dashboard cannot do it now: {said}", hint=hint, transient=True) from error
         raise UserError(f"Ray refused: {said}") from error
     except Exception as error:
-        if passes(error) or getattr(error, "status", 0) >= 500:  # aiohttp's, of an answer
+        if is_transient(error) or getattr(error, "status", 0) >= 500:  # aiohttp's, of an answer
             raise StageError(f"no Ray dashboard answers: {error}", hint=hint, transient=True) from error
         if type(error).__module__.partition(".")[0] not in _CLIENTS or isinstance(error, ValueError):
             raise

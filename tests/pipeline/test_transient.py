@@ -13,11 +13,10 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from pipeline.errors import RefusalError, StageError, StoreError, UserError
-from pipeline.passing import passes, told_to_pass
-from pipeline.publish.storage.calls import AnswerError
 from pipeline.serving.running.server import Server
 from pipeline.stage import SourceIdentity
 from pipeline.stages import source
+from pipeline.transience import is_transient, is_transient_status, says_transient
 
 REQUEST = httpx.Request("GET", "https://hub/api")
 
@@ -58,7 +57,7 @@ def raised_from(cause: BaseException) -> Exception:
     ids=repr,
 )
 def test_faults_that_pass(error: Exception, may: bool) -> None:
-    assert passes(error) is may
+    assert is_transient(error) is may
 
 
 @pytest.mark.parametrize(
@@ -74,14 +73,13 @@ def test_faults_that_pass(error: Exception, may: bool) -> None:
     ],
 )
 def test_what_a_program_said_last(words: str, may: bool) -> None:
-    assert told_to_pass(words) is may
+    assert says_transient(words) is may
 
 
-@pytest.mark.parametrize("status", [429, 500, 503, 403, 404])
+@pytest.mark.parametrize("status", [429, 500, 503, 403, 404, 501])
 def test_what_a_server_answers(status: int) -> None:
-    busy = status in {429, 500, 503}
-    assert AnswerError("x", status=status, code="").transient is busy
-    assert RefusalError("x", status=status, answer="").transient is (status >= 500)
+    assert is_transient_status(status) is (status in {429, 500, 503})
+    assert RefusalError("x", status=status, answer="").transient is is_transient_status(status)
 
 
 def test_a_server_that_died_after_it_was_ready() -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pipeline.errors import StageError, UserError
 from pipeline.progress import Progress, reporter_for
+from pipeline.transience import is_transient_status
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -119,7 +120,7 @@ class Client:
             return UserError(f"{self.repo}: cannot {what}: HF_HUB_OFFLINE is set.", hint="Unset it to publish.")
         if isinstance(error, LocalTokenNotFoundError):
             return no_token(self.repo)
-        if _is_passing(error) or (status is not None and (status == 429 or status >= 500)):
+        if _is_passing(error) or (status is not None and is_transient_status(status)):
             asked = _asked_for(error)
             later = f" in {asked:.0f} s, as the Hub asks" if asked is not None and asked > _PATIENCE else ""
             kept = f"What was sent is kept: the same command goes on{later}."
@@ -213,7 +214,7 @@ def _is_passing(error: BaseException) -> bool:
     if isinstance(error, OfflineModeIsEnabled) or "CERTIFICATE_VERIFY_FAILED" in str(error):
         return False
     if (status := status_of(error)) is not None:
-        return (status == 429 or status >= 500) and (_asked_for(error) or 0) <= _PATIENCE
+        return is_transient_status(status) and (_asked_for(error) or 0) <= _PATIENCE
     http = _http_library()
     no_answer = (
         http.TimeoutException,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from pipeline.errors import QuantmintError, StageError, UserError
+from pipeline.transience import is_transient_status
 
 ATTEMPTS: Final = 6
 FIRST_WAIT_S = 0.5
@@ -99,7 +100,7 @@ def _passes(error: BaseException) -> bool:
 
 
 def _is_busy(status: int, code: str) -> bool:
-    return status == 429 or (status >= 500 and status != 501) or code in _BUSY
+    return is_transient_status(status) or code in _BUSY
 
 
 def _answer(error: BaseException) -> tuple[int, str, str] | None:

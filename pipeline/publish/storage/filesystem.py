@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from pipeline.errors import StageError, UserError
-from pipeline.passing import passes
 from pipeline.publish.copying import Advance, changed, chunks
 from pipeline.publish.release import File
 from pipeline.publish.storage.objects import Content, require_small
+from pipeline.transience import is_transient
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -167,5 +167,5 @@ class FileSystemObjects:
             raise StageError(
                 f"{self._place}: could not {doing}: {error or type(error).__name__}",
                 hint="Run the same command again: what was sent is kept.",
-                transient=passes(error),
+                transient=is_transient(error),
             ) from error
