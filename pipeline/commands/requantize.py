@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,10 @@ from pipeline.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from pipeline.fleet.events import Ended, Summary
     from pipeline.fleet.forecast import Foreseen
-    from pipeline.fleet.requests import Options
-    from pipeline.fleet.round import Fleet
-    from pipeline.fleet.summary import Ended, Summary
+    from pipeline.fleet.jobs import Options
+    from pipeline.fleet.rounds import Fleet
     from pipeline.refresh.due import Due
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -108,7 +108,7 @@ def command(
     does not hold up the others; faults of networks and servers are tried again. Stopped at any moment, the same command
     goes on. Ends with the worst of the recipes' exit codes: 5, 2, 4, 1, 3, 0.
     """
-    from pipeline.fleet.requests import Options
+    from pipeline.fleet.jobs import Options
     from pipeline.refresh.due import all_recipes
 
     named = tuple(dict.fromkeys(recipes)) or all_recipes(folder)
@@ -129,7 +129,7 @@ def command(
     )
     if dry_run:
         return _foresee(named, options, as_json)
-    summary = _run(named, options, as_json, metrics_file)
+    summary = _run(named, options, metrics_file)
     if as_json:
         emit(summary.to_json())
     else:
@@ -137,17 +137,23 @@ def command(
     return summary.exit_code
 
 
-def _run(named: Sequence[str], options: Options, as_json: bool, metrics_file: Path | None) -> Summary:
-    from pipeline.fleet.display import shown
-    from pipeline.fleet.events import Event
-    from pipeline.fleet.requests import Request
-    from pipeline.fleet.round import Fleet
+def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> Summary:
+    from pipeline.fleet.events import Event, line_of
+    from pipeline.fleet.jobs import Request
+    from pipeline.fleet.rounds import Fleet
     from pipeline.notices.outlets import outlets
 
-    with shown(lines=as_json) as (show, warn), outlets(options.store, warn=warn, metrics_file=metrics_file) as told:
+    def say(line: str) -> None:
+        with suppress(OSError):  # a log on a full disk, or who read it is gone: the recipes are not
+            click.echo(line, err=True)
+
+    def warn(message: str) -> None:
+        say(f"warning: {message}")
+
+    with outlets(options.store, warn=warn, metrics_file=metrics_file) as told:
 
         def hear(event: Event) -> None:
-            show(event)
+            say(line_of(event))
             told.hear(event)
 
         fleet = Fleet(options, on_event=hear, warn=warn)
@@ -172,9 +178,9 @@ def stopping(fleet: Fleet) -> Iterator[None]:
 
 def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
     from pipeline.fleet.devices import NONE, devices_of, free_of
+    from pipeline.fleet.events import worst
     from pipeline.fleet.forecast import foresee
-    from pipeline.fleet.requests import Request
-    from pipeline.fleet.summary import worst
+    from pipeline.fleet.jobs import Request
     from pipeline.progress import reporter_for
     from pipeline.refresh.state import RecipeState, read_state
     from pipeline.serving.host.machine import Machine

@@ -138,7 +138,7 @@ def run(
     again. Several may run on one store. --json prints a JSON object a line. QUANTMINT_WEBHOOK names an address that is
     told how it goes; docs/notices.md says what it is sent.
     """
-    from pipeline.fleet.requests import Options
+    from pipeline.fleet.jobs import Options
     from pipeline.notices.outlets import outlets
     from pipeline.schedule.resident import Resident
 
@@ -186,7 +186,7 @@ class Log:
         """Something that the fleet did."""
         from dataclasses import asdict
 
-        from pipeline.fleet.display import line_of
+        from pipeline.fleet.events import line_of
 
         if self._as_json:
             facts = {name: value for name, value in asdict(event).items() if value not in (None, "", ())}

@@ -13,19 +13,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.fleet.quoting import last_line, quotable
 from pipeline.refresh.state import folder_of
 from pipeline.serving.launchers.child import Child
 from pipeline.store.disk import disk_errors
-from pipeline.submit.ray import RUNS
 
 _KEPT: Final = 5
 _POLL_S: Final = 0.1
 _LINE: Final = 4096  # bytes
 _STAGE: Final = re.compile(rb"^\[(\d+/\d+)\] ([^\s:]+): started$", re.MULTILINE)
-_ROOM: Final = re.compile(rb"\S+ " + RUNS.encode() + rb"$", re.MULTILINE)
-_FINISHED: Final = re.compile(rb"\[\d+/\d+\] ([!-~]+): done in ")
 _NOT_A_CHILDS: Final = re.compile(r"QUANTMINT_WEBHOOK\w*")
+_SECRET_NAME: Final = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_?KEY|WEBHOOK", re.IGNORECASE
+)
+_TOKEN: Final = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{12,}")
+_IN_ADDRESS: Final = re.compile(r"(?<=://)[^/@\s]+@|(?<=[a-z0-9])\?[^\s\"'<>)]*(?:[Ss]ignature|[Tt]oken)=[^\s\"'<>)]*")
+_CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_LONGEST: Final = 2000
+_TAIL: Final = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Attempted:
 
     ``exit_code`` is its own, 128 + N after signal N. ``answer`` is the JSON object that it printed, {} for none.
     ``seconds`` are those in which it ran: none of a wait for room in a cluster. ``cut_short``: we ended it. ``error``
-    is one line, "" where there is none to tell. ``finished`` are keys of stages that it made to their end.
+    is one line, "" where there is none to tell.
     """
 
     exit_code: int
@@ -43,7 +47,6 @@ class Attempted:
     log: Path
     cut_short: bool = False
     error: str = ""
-    finished: frozenset[str] = frozenset()
 
     @property
     def verdict(self) -> str | None:
@@ -65,12 +68,7 @@ class Attempted:
     @property
     def transient(self) -> bool:
         """Whether it says that the same command may succeed in a while."""
-        return self.answer.get("transient") is True
-
-    @property
-    def killed(self) -> bool:
-        """Whether a signal ended it that was not ours."""
-        return not self.cut_short and not 0 <= self.exit_code < 128
+        return not self.cut_short and self.answer.get("transient") is True
 
     @property
     def places(self) -> tuple[Mapping[str, object], ...]:
@@ -92,36 +90,33 @@ def attempt(
 ) -> Attempted:
     """Run a child to its end, or until ``stop`` is set, or for ``limit_s`` seconds.
 
-    ``queues``: it asks a cluster for room first, and its time begins when it says that it has found it. What it starts
-    ends with it, and with us. ``on_stage`` hears ``3/12 calibrate``. Raises `StoreError` where the log
-    cannot be written.
+    ``queues``: it asks a cluster for room first, and its time begins with its first stage. What it starts ends with it,
+    and with us. ``on_stage`` hears ``3/12 calibrate``. Raises `StoreError` where the log cannot be written.
     """
-    first = time.monotonic()
-    began, room = None if queues else first, threading.Event()
+    began = None if queues else time.monotonic()
     printed = log.with_suffix(".out")
     with disk_errors(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         child = Child(argv, environment, log, grace=grace_s, output=printed)
+
+    def hear(stage: str) -> None:
+        nonlocal began
+        began = began or time.monotonic()
+        on_stage(stage)
+
     seen, late = 0, False
     try:
-        while child.exit_code is None and not stop.wait(_POLL_S):
+        while child.exit_code is None and not late and not stop.wait(_POLL_S):
+            seen = _tell_stage(log, seen, hear)
             late = limit_s is not None and began is not None and time.monotonic() - began > limit_s
-            if late:
-                break
-            seen = _tell_stage(log, seen, on_stage, room.set)
-            if began is None and room.is_set():
-                began = time.monotonic()
         cut = child.exit_code is None
     finally:
         child.let_go()
         child.wait()
-    if began is None and not cut:  # too short for anybody to see it run
-        began = first
     seconds = 0.0 if began is None else time.monotonic() - began
-    code = child.exit_code
+    code = 5 if child.exit_code is None else child.exit_code
     answer = _answer(printed)
     printed.unlink(missing_ok=True)
-    code = 5 if code is None else code
     if late and cut:
         error = f"ended after {seconds / 3600:.2g} h, which is as long as refresh.max_hours lets it run"
     elif cut or "verdict" in answer:
@@ -132,7 +127,7 @@ def attempt(
         said = last_line(log, environment)
         how = f"signal {code - 128 if code > 128 else -code}" if not 0 <= code < 128 else f"exit code {code}"
         error = f"ended by {how}" + (f": {said}" if said else "")
-    return Attempted(code, answer, seconds, log, cut, error, _finished(log))
+    return Attempted(code, answer, seconds, log, cut, error)
 
 
 def child_variables(ours: Mapping[str, str]) -> dict[str, str]:
@@ -145,17 +140,41 @@ def new_log(root: Path, name: str) -> Path:
     folder = folder_of(root) / "logs" / name
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for old in sorted(folder.glob("*.log"))[: 1 - _KEPT]:
+        # An output that is there is of a child whose fleet was killed: we hold the recipe's lock.
+        for old in (*sorted(folder.glob("*.log"))[: 1 - _KEPT], *folder.glob("*.out")):
             old.unlink(missing_ok=True)
-        for left in folder.glob("*.out"):  # of a child whose fleet was killed: we hold the recipe's lock
-            left.unlink(missing_ok=True)
     return folder / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ')}.log"
 
 
-def _tell_stage(
-    log: Path, seen: int, on_stage: Callable[[str], None], on_room: Callable[[], None] = lambda: None
-) -> int:
-    """Tell the newest stage of what the log has grown since ``seen`` bytes, and room; returns where to go on."""
+def quotable(text: str, environment: Mapping[str, str]) -> str:
+    """A message as one paragraph without control characters, halves of characters and secrets."""
+    whole = text.encode(errors="replace").decode()  # a file's name need not be UTF-8, and a terminal refuses its rest
+    said = " ".join(_CONTROL.sub("", whole).split())
+    return without_secrets(said, environment)[:_LONGEST]
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """A text without the values of variables that are named as secrets, and without what looks like a token."""
+    values = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 6}
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "[secret]")
+    return _IN_ADDRESS.sub("", _TOKEN.sub("[secret]", text))
+
+
+def last_line(log: Path, environment: Mapping[str, str]) -> str:
+    """The last line of a log that says something, fit to be quoted; "" for none."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, log.stat().st_size - _TAIL))
+            text = stream.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines = [line for line in map(str.strip, _CONTROL.sub("", text.replace("\r", "\n")).splitlines()) if line]
+    return quotable(lines[-1], environment) if lines else ""
+
+
+def _tell_stage(log: Path, seen: int, on_stage: Callable[[str], None]) -> int:
+    """Tell the newest stage of what the log has grown since ``seen`` bytes; returns where to go on."""
     try:
         size = os.stat(log).st_size  # noqa: PTH116 - ten times a second
         if size == seen:
@@ -167,20 +186,10 @@ def _tell_stage(
         return seen
     # A library's bar writes for hours without an end of line: only the last of that may become a line of ours.
     whole = grown.rfind(b"\n") + 1 or max(0, len(grown) - _LINE)
-    if _ROOM.search(grown[:whole]):
-        on_room()
     found = _STAGE.findall(grown[:whole])
     if found:
         on_stage(b" ".join(found[-1]).decode(errors="replace"))
     return seen + whole
-
-
-def _finished(log: Path) -> frozenset[str]:
-    try:
-        with log.open("rb") as stream:
-            return frozenset(found[1].decode() for line in stream if (found := _FINISHED.match(line)))
-    except OSError:
-        return frozenset()
 
 
 def _answer(printed: Path) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from pipeline.errors import UserError
-from pipeline.fleet.locking import try_lock
-from pipeline.locks import STALE_AFTER_S, Lock, is_held
+from pipeline.locks import HEARTBEAT_S, STALE_AFTER_S, Lock, is_held
 from pipeline.refresh.state import folder_of
 from pipeline.serving.host.machine import Machine
 from pipeline.serving.host.topology import amd_gpus
@@ -137,6 +136,19 @@ def give_back(locks: Iterable[Lock]) -> None:
     """Release locks, the last one first."""
     for lock in reversed(list(locks)):
         lock.release()
+
+
+def try_lock(lock: Lock) -> bool:
+    """Take a lock that is free, or that a dead process left; False where somebody lives who has it.
+
+    Returns at once, but for one thing: that a holder on another machine is dead is known only after a second look,
+    a heartbeat later.
+    """
+    if lock.acquire(timeout=0):
+        return True
+    if is_held(lock.path, stale_after=STALE_AFTER_S, now=time.time()):
+        return False
+    return lock.acquire(timeout=HEARTBEAT_S + 1)
 
 
 def _nvidia(machine: Machine) -> list[str]:

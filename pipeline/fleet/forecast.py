@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from pipeline.fleet.devices import Devices
-from pipeline.fleet.job import Job, causes_of, devices_needed, impossible, not_run, unrun
+from pipeline.fleet.events import Ended
+from pipeline.fleet.jobs import Job, Options, Request, causes_of, devices_needed, not_run, unrun
 from pipeline.fleet.order import Room, next_begin, ordered, unaffordable
-from pipeline.fleet.requests import Options, Request
-from pipeline.fleet.summary import Ended
 from pipeline.refresh.due import Due
 from pipeline.refresh.state import RecipeState
 
@@ -45,27 +44,22 @@ def foresee(
     left: list[Ended] = []
     jobs: dict[str, Job] = {}
     for request, due, state in found:
-        ended = not_run(request, due, state, everything=options.runs_everything) or impossible(request, due, devices)
+        ended = not_run(request, due, state, options, devices)
         if ended is None:
             jobs.setdefault(due.name, Job(request, due, state, since=now, ready=now))
         else:
             left.append(ended)
-    waiting = {name: job.waiting(any_devices=devices.variable is not None) for name, job in jobs.items()}
-    slots = options.slots(len(devices.numbers))
-    seconds = None if options.max_hours is None else options.max_hours * 3600
+    room = Room(now, options.slots(len(devices.numbers)), free, options.max_s, options.max_disk)
+    waiting = {name: job.waiting(devices) for name, job in jobs.items()}
     begun: dict[str, tuple[int, ...]] = {}
-    while True:
-        rest = [one for name, one in waiting.items() if name not in begun]
-        room = Room(now=now, slots=slots - len(begun), free=free, left_s=seconds, left_bytes=options.max_disk)
-        begin = next_begin(rest, room)
-        if begin is None:
-            break
-        begun[begin.name] = begin.devices
-        free = tuple(number for number in free if number not in begin.devices)
+    while (begin := next_begin([one for one in waiting.values() if one.name not in begun], room)) is not None:
+        name, taken = begin
+        begun[name] = taken
+        room = replace(room, slots=room.slots - 1, free=tuple(set(room.free) - set(taken)))
     runs = []
     for one in ordered(waiting.values(), now):
         job = jobs[one.name]
-        never = unaffordable(one, Room(now=now, slots=0, left_s=seconds, left_bytes=options.max_disk))
+        never = unaffordable(one, room)
         if never is not None:
             left.append(unrun(job, "left", 0, never))
             continue

@@ -1,7 +1,5 @@
 """Which recipe goes next: a pure function of what waits, what is free and what is left.
 
-    begin = next_begin(waiting, Room(now=clock(), slots=1, free=(0, 1)))
-
 By priority, then by name. One that has waited for an hour counts a point more, for each hour: recipes of a low priority
 have their turn where others come without end. One that needs more devices than are free keeps what is free for itself:
 smaller ones that come after it would otherwise take them again and again. What needs no device passes it.
@@ -9,7 +7,7 @@ smaller ones that come after it would otherwise take them again and again. What 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _AGING_S = 3600.0
@@ -19,9 +17,8 @@ _AGING_S = 3600.0
 class Waiting:
     """A recipe in the queue; times are seconds of one monotonic clock.
 
-    ``devices`` is how many it takes, ``since`` when it was queued, ``ready`` the soonest that it may begin.
-    ``elsewhere``: another process had it when it was last tried, which puts it behind the others for an hour.
-    ``expected_s`` is how long it took the last time, 0 where nobody knows.
+    ``devices`` is how many it takes, ``since`` when it was queued, ``ready`` the soonest that it may begin, and
+    ``expected_s`` how long it took the last time, 0 where nobody knows.
     """
 
     name: str
@@ -29,53 +26,39 @@ class Waiting:
     devices: int = 0
     since: float = 0.0
     ready: float = 0.0
-    elsewhere: bool = False
     expected_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What there is for another recipe: ``slots`` of it, ``free`` devices by number, what is left (None: no limit).
-
-    ``running`` are names of recipes that are not begun twice.
-    """
+    """What there is for another recipe: ``slots`` of it, ``free`` devices by number, what is left (None: no limit)."""
 
     now: float
     slots: int
     free: tuple[int, ...] = ()
-    running: frozenset[str] = frozenset()
     left_s: float | None = None
     left_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """A recipe to begin, and the numbers of its devices."""
-
-    name: str
-    devices: tuple[int, ...]
 
 
 def ordered(waiting: Iterable[Waiting], now: float) -> list[Waiting]:
     """The queue, the next one first."""
 
-    def place(one: Waiting) -> tuple[bool, float, str]:
-        waited = max(0.0, now - one.since)
-        return one.elsewhere and waited < _AGING_S, -(one.priority + waited // _AGING_S), one.name
+    def place(one: Waiting) -> tuple[float, str]:
+        return -(one.priority + max(0.0, now - one.since) // _AGING_S), one.name
 
     return sorted(waiting, key=place)
 
 
-def next_begin(waiting: Iterable[Waiting], room: Room) -> Begin | None:
-    """The recipe that begins now; None where none may."""
+def next_begin(waiting: Iterable[Waiting], room: Room) -> tuple[str, tuple[int, ...]] | None:
+    """The name of the recipe that begins now, and the numbers of its devices; None where none may."""
     if room.slots < 1:
         return None
-    free = sorted(set(room.free))
+    free = sorted(room.free)
     for one in ordered(waiting, room.now):
-        if one.ready > room.now or one.name in room.running or unaffordable(one, room) is not None:
+        if one.ready > room.now or unaffordable(one, room) is not None:
             continue
         if one.devices <= len(free):
-            return Begin(one.name, tuple(free[: one.devices]))
+            return one.name, tuple(free[: one.devices])
         free = []  # kept for this one
     return None
 
@@ -92,11 +75,6 @@ def unaffordable(one: Waiting, room: Room) -> str | None:
     if one.expected_s > left:
         return f"it took {_hours(one.expected_s)} the last time, and {_hours(left)} are left"
     return None
-
-
-def wake_at(waiting: Collection[Waiting], now: float) -> float | None:
-    """When one becomes ready that is not yet; None where there is no such one."""
-    return min((one.ready for one in waiting if one.ready > now), default=None)
 
 
 def _hours(seconds: float) -> str:

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from pipeline.errors import QuantmintError, UserError
 from pipeline.fleet.events import Event
-from pipeline.fleet.requests import Look, Options, Request
-from pipeline.fleet.round import Fleet
+from pipeline.fleet.jobs import Look, Options, Request
+from pipeline.fleet.rounds import Fleet
 from pipeline.schedule.recipes import EXAMPLE, LATE, Scheduled, here, load_scheduled
 
 _LONGEST_SLEEP_S: Final = 30.0  # a sleeping machine's time does not pass for a wait, and files of recipes change

@@ -10,10 +10,9 @@ import sys
 import threading
 from pathlib import Path
 
-from pipeline.fleet.events import Event
-from pipeline.fleet.requests import Options, Request
-from pipeline.fleet.round import Fleet
-from pipeline.fleet.summary import Summary
+from pipeline.fleet.events import Event, Summary
+from pipeline.fleet.jobs import Options, Request
+from pipeline.fleet.rounds import Fleet
 
 
 def main(store: str, python: str) -> None:

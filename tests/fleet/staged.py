@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.verdict import Verdict
-from pipeline.fleet.events import Event
-from pipeline.fleet.requests import Look, Options, Request
-from pipeline.fleet.round import Fleet
-from pipeline.fleet.summary import Ended, Summary
+from pipeline.fleet.events import Ended, Event, Summary
+from pipeline.fleet.jobs import Look, Options, Request
+from pipeline.fleet.rounds import Fleet
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 from pipeline.refresh.due import Due
 from pipeline.refresh.state import RecipeState, read_state, write_state

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.commands.requantize import stopping
 from pipeline.fleet.events import Event
-from pipeline.fleet.requests import Request
+from pipeline.fleet.jobs import Request
 from tests.fleet.staged import Stage
 
 

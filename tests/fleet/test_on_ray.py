@@ -14,7 +14,7 @@ from tests.fleet.staged import CHILD, Stage, by_name
 
 def test_all_at_once_and_no_device_of_ours(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Devices("HIP_VISIBLE_DEVICES", (Device(0, "0"),))
-    monkeypatch.setattr("pipeline.fleet.round.devices_of", lambda *_: ours)
+    monkeypatch.setattr("pipeline.fleet.rounds.devices_of", lambda *_: ours)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
     names = [stage.recipe(f"r{number}", gpus=8) for number in range(4)]
     child = (sys.executable, "-I", "-S", str(CHILD), str(stage.children))
@@ -28,8 +28,10 @@ def test_all_at_once_and_no_device_of_ours(stage: Stage, monkeypatch: pytest.Mon
 
 
 def test_the_command_of_a_child(stage: Stage) -> None:
-    options = stage.options(on="auto", submit_command=("quantmint", "submit"), remote="s3://b/c", device="cpu")
-    words = options.command_line("a", ["gate"])
+    options = stage.options(
+        on="auto", submit_command=("quantmint", "submit"), remote="s3://b/c", device="cpu", redo=("gate",)
+    )
+    words = options.command_line("a")
     own = ["--device", "cpu", "--remote-store", "s3://b/c", "--redo", "gate"]
     told = ["--ray", "auto", "--attached", "--json", "--store", str(stage.store)]
     assert words == ["quantmint", "submit", "a", *told, "--", *own]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.fleet.order import Begin, Room, Waiting, next_begin, ordered, unaffordable, wake_at
+from pipeline.fleet.order import Room, Waiting, next_begin, ordered, unaffordable
 
 HOUR = 3600.0
 
@@ -20,7 +20,6 @@ def queues(*, devices: int = 4) -> st.SearchStrategy[list[Waiting]]:
         devices=st.integers(0, devices),
         since=st.floats(0, 5 * HOUR),
         ready=st.floats(0, 2 * HOUR),
-        elsewhere=st.booleans(),
         expected_s=st.floats(0, 4 * HOUR),
     )
     return st.lists(one, max_size=8, unique_by=lambda waiting: waiting.name)
@@ -31,7 +30,6 @@ ROOMS = st.builds(
     now=st.floats(0, 10 * HOUR),
     slots=st.integers(0, 4),
     free=st.lists(st.integers(0, 7), unique=True, max_size=4).map(tuple),
-    running=st.frozensets(st.text("abcdefgh", min_size=1, max_size=3), max_size=3),
     left_s=st.none() | st.floats(-HOUR, 6 * HOUR),
     left_bytes=st.none() | st.integers(-5, 5),
 )
@@ -42,13 +40,13 @@ def test_what_begins_may_begin(queue: list[Waiting], room: Room) -> None:
     begin = next_begin(queue, room)
     if begin is None:
         return
-    one = next(waiting for waiting in queue if waiting.name == begin.name)
+    name, devices = begin
+    one = next(waiting for waiting in queue if waiting.name == name)
     assert room.slots >= 1
     assert one.ready <= room.now
-    assert one.name not in room.running
-    assert len(begin.devices) == one.devices == len(set(begin.devices))
-    assert set(begin.devices) <= set(room.free)
-    assert list(begin.devices) == sorted(begin.devices)
+    assert len(devices) == one.devices == len(set(devices))
+    assert set(devices) <= set(room.free)
+    assert list(devices) == sorted(devices)
     assert room.left_s is None or one.expected_s <= room.left_s
     assert room.left_s is None or room.left_s > 0
     assert room.left_bytes is None or room.left_bytes > 0
@@ -59,9 +57,9 @@ def test_nobody_is_passed_over_but_for_a_reason(queue: list[Waiting], room: Room
     begin = next_begin(queue, room)
     blocked = False
     for one in ordered(queue, room.now):
-        if begin is not None and one.name == begin.name:
+        if begin is not None and one.name == begin[0]:
             return
-        may = one.ready <= room.now and one.name not in room.running and unaffordable(one, room) is None
+        may = one.ready <= room.now and unaffordable(one, room) is None
         if may:  # it was passed: it needs more devices than are free, or than one before it left
             assert room.slots == 0 or one.devices > len(room.free) or (blocked and one.devices > 0)
             blocked = True
@@ -70,7 +68,7 @@ def test_nobody_is_passed_over_but_for_a_reason(queue: list[Waiting], room: Room
 
 @given(queues())
 def test_the_order_is_by_priority_then_name_where_nobody_waited_for_long(queue: list[Waiting]) -> None:
-    fresh = [replace(one, since=0.0, elsewhere=False) for one in queue]
+    fresh = [replace(one, since=0.0) for one in queue]
     found = ordered(fresh, 10.0)
     assert found == sorted(fresh, key=lambda one: (-one.priority, one.name))
 
@@ -82,39 +80,39 @@ def test_everyone_is_begun_once_and_no_device_is_shared(
     """A machine as it goes on: recipes begin whenever they may, and end in any order."""
     waiting = {one.name: one for one in queue if one.devices <= devices}
     names = set(waiting)
-    running: dict[str, Begin] = {}
+    running: dict[str, tuple[int, ...]] = {}
     begun: list[str] = []
     now = 0.0
     while waiting or running:
-        taken = [number for begin in running.values() for number in begin.devices]
+        taken = [number for begun_on in running.values() for number in begun_on]
         assert len(taken) == len(set(taken)) <= devices
         free = tuple(number for number in range(devices) if number not in taken)
-        begin = next_begin(waiting.values(), Room(now, slots - len(running), free, frozenset(running)))
+        begin = next_begin(waiting.values(), Room(now, slots - len(running), free))
         if begin is not None:
-            del waiting[begin.name]
-            running[begin.name] = begin
-            begun.append(begin.name)
+            name, running[begin[0]] = begin
+            del waiting[name]
+            begun.append(name)
             continue
         if running:
             running.pop(dice.choice(sorted(running)))  # type: ignore[attr-defined]
             now += 60.0
         else:
-            wake = wake_at(list(waiting.values()), now)
-            assert wake is not None, "nothing runs, nothing is to be waited for, and nothing begins"
-            now = wake
+            later = [one.ready for one in waiting.values() if one.ready > now]
+            assert later, "nothing runs, nothing is to be waited for, and nothing begins"
+            now = min(later)
     assert sorted(begun) == sorted(names)
 
 
-@given(st.integers(-100, 100), st.integers(0, 4), st.booleans())
-def test_nobody_starves_where_others_come_without_end(priority: int, devices: int, elsewhere: bool) -> None:
+@given(st.integers(-100, 100), st.integers(0, 4))
+def test_nobody_starves_where_others_come_without_end(priority: int, devices: int) -> None:
     """One slot, and each time that it is free a new recipe of the highest priority waits too."""
-    patient = Waiting("z", priority=priority, devices=devices, elsewhere=elsewhere)
+    patient = Waiting("z", priority=priority, devices=devices)
     now = 0.0
     for turn in range(1000):
         rival = Waiting(f"a{turn}", priority=100, devices=1, since=now)
         begin = next_begin([patient, rival], Room(now, 1, (0, 1, 2, 3)))
         assert begin is not None
-        if begin.name == "z":
+        if begin[0] == "z":
             return
         now += HOUR
     raise AssertionError("it never had its turn")
@@ -124,14 +122,13 @@ def test_one_that_needs_many_devices_keeps_those_that_are_free() -> None:
     large, small, none = Waiting("a", devices=4), Waiting("b", devices=1), Waiting("c")
     room = Room(0.0, 2, (1, 2, 3))
     assert next_begin([large, small], room) is None
-    assert next_begin([large, small, none], room) == Begin("c", ())
-    assert next_begin([small], room) == Begin("b", (1,))
+    assert next_begin([large, small, none], room) == ("c", ())
+    assert next_begin([small], room) == ("b", (1,))
 
 
 def test_what_waits_for_its_next_attempt_holds_up_nobody() -> None:
     later, other = Waiting("a", priority=9, devices=2, ready=50.0), Waiting("b", devices=2)
-    assert next_begin([later, other], Room(0.0, 1, (0, 1))) == Begin("b", (0, 1))
-    assert wake_at([later, other], 0.0) == 50.0
+    assert next_begin([later, other], Room(0.0, 1, (0, 1))) == ("b", (0, 1))
 
 
 def test_why_something_is_not_begun_any_more() -> None:

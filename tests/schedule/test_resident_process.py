@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.cli import cli
 from pipeline.errors import UserError
-from pipeline.fleet.requests import Options
+from pipeline.fleet.jobs import Options
 from tests.fleet.staged import Stage, alive
 from tests.processes import processes_naming
 from tests.schedule.conftest import Written

@@ -37,7 +37,7 @@ _LIBRARIES = (
     "cyclonedx.output.json", "detect_secrets.core.scan", "tenacity", "rich.progress", "httpx",
     # Ours take a second as well: models of pydantic, tables.
     "pipeline.cli", "pipeline.commands.requantize", "pipeline.commands.run", "pipeline.runner", "pipeline.session",
-    "pipeline.planning", "pipeline.preflight", "pipeline.refresh.due", "pipeline.fleet.round", "pipeline.fleet.display",
+    "pipeline.planning", "pipeline.preflight", "pipeline.refresh.due", "pipeline.fleet.rounds",
     "pipeline.notices.outlets", "pipeline.engines.stream.engine", "pipeline.inspection.inspect",
     "pipeline.tracking.after_run", "pipeline.publish.opening", "pipeline.publish.hub.target",
     "pipeline.publish.card.rendering",

@@ -1,23 +1,22 @@
-"""A round from its requests to its summary, with real children."""
+"""A round from its requests to its summary, with real children, on devices that another fleet may want too."""
 
 from __future__ import annotations
 
 import json
-import sys
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from eval.verdict import Verdict
-from pipeline.fleet.attempt import attempt
-from pipeline.fleet.events import Event
-from pipeline.fleet.job import Job
-from pipeline.fleet.requests import Request
-from pipeline.fleet.summary import Summary
+from pipeline.fleet.devices import Device, Devices, give_back, take
+from pipeline.fleet.events import Event, Summary
+from pipeline.fleet.jobs import Request
 from pipeline.refresh.due import Due
-from pipeline.refresh.state import RecipeState
 from tests.fleet.staged import Stage, by_name
 
 
@@ -117,16 +116,6 @@ def test_stages_and_logs(stage: Stage) -> None:
     assert "quantize: started" in Path(str(ended.log)).read_text()
 
 
-def test_the_last_logs_are_kept(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.fleet.attempt._KEPT", 2)
-    stage.recipe("a", "transient")
-    ended = by_name(stage.run(retries=3, first_wait_s=0.001))["a"]
-    assert len(stage.seen("a")) == 4
-    logs = sorted((stage.store / "refresh" / "logs" / "a").iterdir())
-    assert len(logs) == 2
-    assert str(logs[-1]) == ended.log
-
-
 def test_requests_that_come_while_it_runs(stage: Stage) -> None:
     stage.recipe("a", f"wait {stage.folder / 'go'}")
     stage.recipe("b")
@@ -159,23 +148,6 @@ def test_requests_that_come_while_it_runs(stage: Stage) -> None:
     assert len(stage.seen("a")) == len(stage.seen("b")) == 1
 
 
-def test_the_summary_is_kept(stage: Stage) -> None:
-    stage.recipe("a", "crash no module named x")
-    summary = stage.run()
-    (path,) = (stage.store / "refresh" / "rounds").iterdir()
-    kept = json.loads(path.read_text())
-    assert kept["exit_code"] == summary.exit_code == 5
-    assert kept["ended"][0]["reason"] == "ended by exit code 1: ValueError: no module named x"
-    assert kept["ended"][0]["log"].endswith(".log")
-
-
-def test_only_so_many_rounds_are_kept(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.fleet.summary._KEPT", 3)
-    for _ in range(5):
-        stage.run()
-    assert len(list((stage.store / "refresh" / "rounds").iterdir())) == 3
-
-
 def test_a_secret_that_a_child_prints_is_not_repeated(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret-value")
     stage.recipe("a", "crash denied for very-secret-value and hf_abcdefghijklmnopqrstuv at https://u:p@host/x")
@@ -183,37 +155,132 @@ def test_a_secret_that_a_child_prints_is_not_repeated(stage: Stage, monkeypatch:
     assert ended.reason.endswith("denied for [secret] and [secret] at https://host/x")
 
 
-def test_a_look_that_breaks_fails_its_recipes_and_nothing_else(stage: Stage) -> None:
-    def look(_recipes: Sequence[str]) -> tuple[Due, ...]:
-        raise RuntimeError("a fault of ours")
+def test_what_is_asked_for_after_the_order_to_stop_holds_up_no_end(stage: Stage) -> None:
+    """A schedule's time that comes while children are given their grace."""
+    stage.recipe("a")
+    fleet = stage.fleet()
+    fleet.stop(signal.SIGTERM)
+    fleet.add([Request("a", "schedule")])
+    found: list[Summary] = []
+    thread = threading.Thread(target=lambda: found.append(fleet.run()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert [ended.state for ended in found[0].ended] == ["interrupted"]
+    assert (found[0].exit_code, stage.looks) == (143, [])
+
+
+def test_a_fault_of_the_look_tells_no_secret(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "not-for-a-webhook")
+
+    def look(_: Sequence[str]) -> tuple[Due, ...]:
+        raise RuntimeError("https://me:pw@proxy refused\nAuthorization: Bearer not-for-a-webhook")
 
     fleet = stage.fleet(look=look)
     fleet.add([Request("a")])
     fleet.close()
     (ended,) = fleet.run().ended
-    assert (ended.state, ended.exit_code, ended.reason) == ("failed", 5, "RuntimeError: a fault of ours")
+    assert ended.reason == "RuntimeError: https://proxy refused Authorization: Bearer [secret]"
 
 
-def test_what_was_made_again_is_not_made_again_once_more(stage: Stage) -> None:
+def test_what_could_not_be_asked_is_not_said_to_be_current(stage: Stage) -> None:
     stage.recipe("a")
-    due = Due("a", "a", "due", "", stages=tuple((key, "cached") for key in ("calibrate", "evaluate-b", "evaluate-c")))
-    job = Job(Request("a"), due, RecipeState(name="a"), since=0.0, ready=0.0)
-    assert job.left_of(["evaluate", "calibrate"]) == ["evaluate", "calibrate"]
-    job.made = frozenset({"evaluate-b", "calibrate"})
-    assert job.left_of(["evaluate", "calibrate", "gate"]) == ["evaluate-c", "gate"]
+    answer = "org/base: cannot resolve main to a commit"
+    stage.states["a"] = Due("a", "a", "unknown", answer, unknown=(answer,))
+    summary = stage.run()
+    (ended,) = summary.ended
+    assert (ended.state, ended.exit_code, ended.reason, ended.attempts) == ("unknown", 0, answer, 0)
+    assert summary.exit_code == 0
+    assert [event.state for event in stage.events if event.kind == "finished"] == ["unknown"]
 
 
-def test_which_stages_a_child_made(stage: Stage) -> None:
-    log = stage.folder / "a.log"
-    said = ("[1/9] source: cached: x", "[2/9] calibrate: done in 3.0 s: y", "[3/9] quantize: started")
-    code = "import sys; sys.stderr.write(sys.argv[1])"
-    attempted = attempt(
-        [sys.executable, "-I", "-S", "-c", code, "\n".join(said)],
-        log,
-        environment={},
-        grace_s=1.0,
-        limit_s=None,
-        stop=threading.Event(),
-        on_stage=lambda _: None,
-    )
-    assert attempted.finished == {"calibrate"}
+def test_what_a_place_answers_tells_no_secret(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "not-for-a-webhook")
+    stage.recipe("a")
+    answer = "the proxy: no not-for-a-webhook here"
+    stage.states["a"] = Due("a", "a", "broken", answer, unknown=(answer,))
+    summary = stage.run()
+    assert "not-for-a-webhook" not in json.dumps(summary.to_json())
+    assert stage.warnings == ["the proxy: no [secret] here"]
+
+
+def test_two_files_with_one_name_are_not_taken_for_one(stage: Stage) -> None:
+    """What both publish would go over the other's, and which one ran would be a matter of order."""
+    stage.recipe("a")
+    ours = stage.recipes["a"]
+    stage.recipes["other/a.yaml"] = replace(ours, path=ours.path.with_name("other.yaml"))
+
+    def look(recipes: Sequence[str]) -> tuple[Due, ...]:
+        return tuple(replace(stage.look(["a"])[0], loaded=stage.recipes[recipe]) for recipe in recipes)
+
+    fleet = stage.fleet(look=look)
+    fleet.add([Request("a"), Request("other/a.yaml")])
+    fleet.close()
+    found = {name: (ended.state, ended.exit_code) for name, ended in by_name(fleet.run()).items()}
+    assert found == {"a": ("ran", 0), "other/a.yaml": ("broken", 2)}
+    assert len(stage.seen("a")) == 1
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``devices(4)``: the machine has so many Instinct GPUs."""
+
+    def have(count: int) -> None:
+        found = Devices("HIP_VISIBLE_DEVICES", tuple(Device(number, str(number)) for number in range(count)))
+        monkeypatch.setattr("pipeline.fleet.rounds.devices_of", lambda *_: found)
+
+    return have
+
+
+def test_each_has_as_many_as_its_target(stage: Stage, devices: Callable[[int], None]) -> None:
+    devices(4)
+    stage.recipe("two", f"wait {stage.folder / 'go'}", gpus=2, priority=2)
+    stage.recipe("one", gpus=1, priority=1)
+    stage.recipe("cpu")
+    stage.recipe("eight", gpus=8)
+
+    def hear(event: Event) -> None:
+        if event.kind == "finished" and event.recipe == "cpu":
+            (stage.folder / "go").touch()  # all three ran beside each other
+
+    fleet = stage.fleet(hear)
+    fleet.add(Request(name) for name in stage.recipes)
+    fleet.close()
+    ended = by_name(fleet.run())
+    assert {name: stage.seen(name)[0]["devices"] for name in ("two", "one", "cpu")} == {
+        "two": ["0,1", None],
+        "one": ["2", None],
+        "cpu": ["-1", None],
+    }
+    assert (ended["eight"].state, ended["eight"].exit_code) == ("failed", 2)
+    assert ended["eight"].reason == "its target has 8 devices, and this fleet has 4"
+    assert stage.locks() == []
+
+
+def test_two_fleets_and_one_device(stage: Stage, devices: Callable[[int], None]) -> None:
+    devices(1)
+    for name in "abcd":
+        stage.recipe(name, gpus=1)
+    summaries: list[Summary] = []
+    fleets = [stage.fleet(), stage.fleet()]
+    for fleet, names in zip(fleets, ("ab", "cd"), strict=True):
+        fleet.add(Request(name) for name in names)
+        fleet.close()
+    threads = [threading.Thread(target=lambda fleet=fleet: summaries.append(fleet.run())) for fleet in fleets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(ended.verdict or "" for summary in summaries for ended in summary.ended) == ["PASS"] * 4
+    spans = sorted((stage.seen(name)[0]["began"], stage.ends(name)[0]) for name in "abcd")
+    assert all(ended < began for (_, ended), (began, _) in pairwise(spans)), "never two at a time"
+    assert stage.locks() == []
+
+
+def test_a_device_that_another_fleet_has_is_left_to_it(stage: Stage, devices: Callable[[int], None]) -> None:
+    devices(2)
+    stage.recipe("a", gpus=1)
+    held = take(stage.store, (0,), {})
+    assert held is not None
+    assert by_name(stage.run())["a"].verdict == "PASS"
+    assert stage.seen("a")[0]["devices"] == ["1", None]
+    give_back(held)

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
-import io
 from typing import Any
 
-from rich.console import Console
-
-from pipeline.fleet.display import Board, line_of, shown
-from pipeline.fleet.events import Event
+from pipeline.fleet.events import Event, line_of
 
 
 def event(kind: Any, recipe: str = "llama8b-ptpc", **facts: Any) -> Event:
@@ -51,33 +47,3 @@ def test_lines_for_a_log() -> None:
     assert str(line_of(EVENTS[-1])).endswith("(log: store/refresh/logs/a.log)")
     held = event("held", state="held", verdict="FAIL", exit_code=1, reason="judged before")
     assert line_of(held) == "llama8b-ptpc: held: judged before"
-
-
-def rendered(board: Board) -> list[list[str]]:
-    console = Console(width=80, file=io.StringIO(), force_terminal=False)
-    console.print(board)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return [line.split() for line in text.splitlines() if len(line.split()) > 1]
-
-
-def test_the_table_has_room_for_names_and_shows_who_does_what() -> None:
-    now = [100.0]
-    board = Board(lambda: now[0])
-    for one in EVENTS:
-        board.hear(one)
-    now[0] = 190.0
-    rows = {row[0]: row[1:] for row in rendered(board)}
-    assert rows["llama8b-ptpc"] == ["running", "90", "s", "4/12", "inspect"]
-    assert rows["qwen-mxfp4"][:4] == ["failed", "1", "h", "07"]
-    board.hear(PASSED)
-    assert {row[0]: row[1] for row in rendered(board)}["llama8b-ptpc"] == "PASS"
-
-
-def test_elsewhere_than_on_a_terminal_there_are_lines() -> None:
-    stream = io.StringIO()
-    with shown(lines=False, stream=stream) as (hear, warn):
-        hear(PASSED)
-        warn("the disk is slow")
-    assert stream.getvalue() == (
-        "llama8b-ptpc: PASS in 12 min, released v20261121-00000001\nwarning: the disk is slow\n"
-    )
