@@ -20,6 +20,7 @@ from eval.gate import GateReport, Policy, judge
 from eval.measurements import Measurements
 from eval.samples import SampleSet
 
+NAME = "gate.json"
 SCHEMA = 2
 LARGEST = 1 << 30
 """Bytes that a sample file may unpack to: MMLU takes four million, and a record may come from anywhere."""
@@ -45,7 +46,7 @@ def write(folder: Path, measurements: Measurements, report: GateReport) -> Path:
             task: _write_samples(folder, task, "again", again, taken) for task, again in measurements.control.items()
         },
     }
-    path = folder / "gate.json"
+    path = folder / NAME
     content = {"schema": SCHEMA, **report.to_json(), "measurements": {**measurements.to_json(), **files}}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+INSPECTION = "inspection.json"
+"""The file that an inspection is kept in, in the store and in the evidence of a release."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

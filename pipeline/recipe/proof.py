@@ -8,11 +8,15 @@ gate:
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from pipeline.recipe.section import Section, wrong
+
+if TYPE_CHECKING:
+    from eval.gate import Policy
+    from eval.suites import Suite
 
 Runtime = Literal["vllm", "reference"]
 
@@ -128,6 +132,27 @@ class Gate(Section):
     accuracy: AccuracyGate = Field(default_factory=AccuracyGate, description="Loss of accuracy that is accepted.")
     canary: CanaryGate = Field(default_factory=CanaryGate, description="What stops a broken checkpoint in a minute.")
     throughput: ThroughputGate = Field(default_factory=ThroughputGate, description="Speed that is required.")
+
+    def policy(self, suite: Suite, hardware: str) -> Policy:
+        """The limits of a judgement, on a suite that has its margins; speed is promised of `hardware`."""
+        from eval.canary import CanaryPolicy
+        from eval.gate import Policy
+
+        rate = self.accuracy.expected_flip_rate
+        return Policy.for_suite(
+            suite,
+            margin=self.accuracy.margin,
+            confidence=self.accuracy.confidence,
+            power=self.accuracy.power,
+            baseline_score=dict(self.accuracy.baseline_score),
+            baseline_tolerance=self.accuracy.baseline_tolerance,
+            canary=CanaryPolicy(self.canary.min_agreement, self.canary.max_kl),
+            min_ratio=self.throughput.min_ratio,
+            launches=self.throughput.launches,
+            throughput_confidence=self.throughput.confidence,
+            hardware=hardware,
+            **({} if rate is None else {"expected_flip_rate": rate}),
+        )
 
 
 class Tracking(Section):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eval import record
-from eval.canary import CanaryPolicy
 from eval.gate import Policy, judge
 from eval.gate.headlines import claims
 from eval.measurements import Measurements, Structure
@@ -30,8 +29,6 @@ from pipeline.store.entries import Entry
 if TYPE_CHECKING:
     from eval.measurements import Both
     from eval.samples import SampleSet
-    from eval.suites import Suite
-    from pipeline.recipe.schema import Recipe
 
 
 ORDER = ("baseline", "candidate")
@@ -57,7 +54,7 @@ def measured_inputs(setting: Setting, *, stopped: bool = False) -> dict[str, str
     return dict(zip(keys, keys, strict=True))
 
 
-GATE = "gate.json"
+GATE = record.NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,27 +116,7 @@ _ORDER: tuple[Side, ...] = ("baseline", "candidate")
 
 def policy_of(setting: Setting) -> Policy:
     """The recipe's promises on its suite."""
-    return promised(setting.recipe, setting.suite)
-
-
-def promised(recipe: Recipe, suite: Suite) -> Policy:
-    """A recipe's promises on a suite that has its margins. What it promises of speed, it promises of its target."""
-    gate = recipe.gate
-    rate = gate.accuracy.expected_flip_rate
-    return Policy.for_suite(
-        suite,
-        margin=gate.accuracy.margin,
-        confidence=gate.accuracy.confidence,
-        power=gate.accuracy.power,
-        baseline_score=dict(gate.accuracy.baseline_score),
-        baseline_tolerance=gate.accuracy.baseline_tolerance,
-        canary=CanaryPolicy(gate.canary.min_agreement, gate.canary.max_kl),
-        min_ratio=gate.throughput.min_ratio,
-        launches=gate.throughput.launches,
-        throughput_confidence=gate.throughput.confidence,
-        hardware=recipe.target.hardware,
-        **({} if rate is None else {"expected_flip_rate": rate}),
-    )
+    return setting.recipe.gate.policy(setting.suite, setting.recipe.target.hardware)
 
 
 def checkpoint_digest(entry: Entry) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.engines.ranges import scale_ranges
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.inspection.findings import INSPECTION as INSPECTION
 from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.model.select import select
 from pipeline.model.structure import Structure, read_structure
@@ -16,8 +17,6 @@ from pipeline.stages.calibrate import RANGES
 from pipeline.stages.quantize import needs_ranges
 from pipeline.stages.source import model_folder
 from pipeline.store.entries import Entry
-
-INSPECTION = "inspection.json"
 
 
 @dataclass(frozen=True, slots=True)

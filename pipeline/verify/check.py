@@ -52,20 +52,6 @@ def not_checked(name: str, reason: str, *details: str) -> Check:
     return Check(name, Outcome.NOT_CHECKED, reason, details)
 
 
-def reworded(name: str, faults: Sequence[str], holds: str, other: Sequence[str], *, same: bool) -> Check:
-    """A check of texts: ``faults`` are wrong figures, ``other`` what is not word for word as it is written here.
-
-    Words prove nothing where another version wrote them, and of the ``same`` only the number is known: between two
-    numbers lie many states of a program.
-    """
-    if faults or (same and not other):
-        return judged(name, faults, holds)
-    if not same:
-        return judged(name, (), holds, details=("another version of quantmint wrote it: its words were not compared",))
-    reason = "its figures are right, its words are not those written here: edited, or of another state of quantmint"
-    return not_checked(name, reason, *other)
-
-
 def exit_code(checks: Sequence[Check]) -> int:
     """1 where something fails, 3 where nothing does but something could not be checked, else 0."""
     outcomes = {check.outcome for check in checks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from eval import suites
@@ -11,20 +12,16 @@ from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.canonical import Change, difference, plain
 from pipeline.recipe.schema import Recipe
-from pipeline.stages.gate import promised
-from pipeline.verify.artefact import artefact_of
 from pipeline.verify.check import Check, fails, judged
 from pipeline.verify.subject import Subject
 
-NAME = "gate"
 
-
-def check(subject: Subject) -> Check:
+def check_gate(subject: Subject) -> Check:
     """Judge again from the samples and launches; nothing of the recorded verdict is used."""
     try:
         measurements, recorded, found = subject.record
     except MeasurementError as error:
-        return fails(NAME, str(error).replace(f"{subject.folder}/", ""))
+        return fails("gate", str(error).replace(f"{subject.folder}/", ""))
     faults = []
     if found.verdict is not Verdict.PASS:
         faults.append(f"the numbers lead to {found.verdict.value}, only a PASS is published: {found.reasons[0]}")
@@ -32,7 +29,7 @@ def check(subject: Subject) -> Check:
     manifest = subject.manifest
     if manifest is not None and manifest.artefact != recorded.artefact:
         faults.append(f"gate.json judged {recorded.artefact[:16]}…, quantmint.json says {manifest.artefact[:16]}…")
-    artefact = artefact_of(subject)
+    artefact = subject.artefact
     if artefact != recorded.artefact:
         faults.append(f"gate.json judged {recorded.artefact[:16]}…, the checkpoint here is {artefact[:16]}…")
     faults += [
@@ -42,7 +39,7 @@ def check(subject: Subject) -> Check:
     items = sum(len(candidate.samples) for _, candidate in measurements.samples.values())
     said = f"PASS again, from {items:,} items of {len(measurements.samples)} tasks"
     launches = f" and {len(measurements.launches)} launches" if measurements.launches else ""
-    return judged(NAME, faults, f"{said}{launches}, for this checkpoint")
+    return judged("gate", faults, f"{said}{launches}, for this checkpoint")
 
 
 def _promises(subject: Subject, recorded: GateReport) -> list[Change]:
@@ -56,7 +53,10 @@ def _promises(subject: Subject, recorded: GateReport) -> list[Change]:
     found: Any = plain(recorded.policy.to_json())
     made = manifest.stages.get("gate")
     settings = made.payload.get("settings") if made else None
-    given = settings.get("policy") if isinstance(settings, dict) else None
+    given: Any = settings.get("policy") if isinstance(settings, dict) else None
+    # By way of the same reader: a number that JSON writes as 0 or 0.0 is one number.
+    with suppress(MeasurementError):
+        given = Policy.from_json(given).to_json()
     faults = difference(given, found)
     recipe = Recipe.model_validate(dict(manifest.recipe))
     same = manifest.quantmint == __version__
@@ -66,8 +66,7 @@ def _promises(subject: Subject, recorded: GateReport) -> list[Change]:
         if same:
             raise
         return faults
-    # By way of the same reader: a number that JSON writes as 0 or 0.0 is one number.
-    asked: Any = plain(Policy.from_json(promised(recipe, suite).to_json()).to_json())
+    asked: Any = plain(Policy.from_json(recipe.gate.policy(suite, recipe.target.hardware).to_json()).to_json())
     if not same:
         own = {task: asked["margins"].get(task) for task in recipe.gate.accuracy.margins}
         asked["margins"] = found["margins"] | {task: margin for task, margin in own.items() if margin is not None}

@@ -1,31 +1,33 @@
-"""Whether the in-toto statement says of this release what quantmint.json says, file by file and stage by stage."""
+"""Whether provenance, bill of materials and licence say what quantmint.json says."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.canonical import Change, difference
+from pipeline.publish.licences import table, terms
 from pipeline.publish.lineage import Lineage
 from pipeline.publish.manifest import Manifest
-from pipeline.publish.release import PROVENANCE, File
+from pipeline.publish.release import CARD, NOTICE, PROVENANCE, SBOM, File
 from pipeline.publish.statement import BUILD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE, statement
-from pipeline.verify.check import Check, fails, judged
+from pipeline.recipe.yaml_positions import parse
+from pipeline.verify.check import Check, fails, judged, not_checked
 from pipeline.verify.subject import Subject
 
-NAME = "provenance"
 _SHOWN = 5
 _ESSENTIAL = ("$.predicate.buildDefinition.externalParameters", "$.predicate.buildDefinition.internalParameters")
 
 
-def check(subject: Subject) -> Check:
+def check_provenance(subject: Subject) -> Check:
     """Hold the subjects against the files, then the rest against the statement that the manifest stands for."""
     manifest = subject.known
     found = subject.object(PROVENANCE)
     predicate = found.get("predicate")
     kinds = (found.get("_type"), found.get("predicateType"))
     if kinds != (STATEMENT_TYPE, PREDICATE_TYPE) or not isinstance(predicate, dict):
-        return fails(NAME, f"{PROVENANCE} is no in-toto statement of SLSA provenance v1")
+        return fails("provenance", f"{PROVENANCE} is no in-toto statement of SLSA provenance v1")
     faults = list(_subjects(subject, found.get("subject")))
     expected = statement(_lineage(manifest), _files(subject), manifest.quantmint)
     other = [change for change in difference(expected, found) if not change.path.startswith("$.subject")]
@@ -40,7 +42,7 @@ def check(subject: Subject) -> Check:
     origin = f"{base.repo}@{base.commit}" if base.repo else f"a folder ({str(base.sha256)[:16]}…)"
     details = () if known else (f"its build type is not {BUILD_TYPE}: only recipe, stages and subjects were compared",)
     return judged(
-        NAME, faults, f"from {origin} by {len(manifest.stages)} stages, as quantmint.json says", details=details
+        "provenance", faults, f"from {origin} by {len(manifest.stages)} stages, as quantmint.json says", details=details
     )
 
 
@@ -92,3 +94,65 @@ def _told(change: Change) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def check_sbom(subject: Subject) -> Check:
+    """Read the CycloneDX document and look every recorded tool up in it."""
+    data = subject.object(SBOM)
+    if data.get("bomFormat") != "CycloneDX" or not isinstance(data.get("components"), list):
+        return fails("sbom", f"{SBOM} is no CycloneDX document")
+    listed = {(entry.get("name"), entry.get("version")) for entry in data["components"] if isinstance(entry, dict)}
+    faults = [
+        f"{SBOM} does not list {tool} {version}, which quantmint.json names"
+        for tool, versions in subject.known.tools.items()
+        for version in versions.split(", ")
+        if (_name(tool), version) not in listed
+    ]
+    faults += _model(subject, data)
+    return judged("sbom", faults, f"{len(listed)} components, every recorded tool among them")
+
+
+def _model(subject: Subject, data: Mapping[str, Any]) -> Iterator[str]:
+    """Files of the model that the document says other digests of."""
+    for entry in data["metadata"]["component"].get("components", ()):
+        found = {content["content"] for content in entry["hashes"] if content["alg"] == "SHA-256"}
+        here = subject.known.files.get(entry["name"])
+        if here is None or found != {here.sha256}:
+            yield f"{SBOM} speaks of another {entry['name']} than quantmint.json"
+
+
+def _name(distribution: str) -> str:
+    """A distribution's name as the document spells it."""
+    return distribution.lower().replace("_", "-")
+
+
+def check_licence(subject: Subject) -> Check:
+    """Look the licence that the card names up, and what it asks for among the files."""
+    text = subject.text(CARD)
+    front = re.match(r"---\n(.*?\n)---\n", text, re.DOTALL)
+    data: dict[str, Any] = parse(front[1], CARD).data if front else {}
+    top = [name for name in subject.listing.files if "/" not in name]
+    found = terms(data, top)
+    key = found.hub_name or found.id
+    if key not in table():
+        named = f"{found.name} is not in the table of licences" if key != "unknown" else "the card names no licence"
+        return not_checked("licence", f"{named}, so what it asks of those who pass the model on is not known here")
+    faults = []
+    link = data.get("license_link")
+    copies = [name for name in found.files if name.upper().startswith(("LICENSE", "LICENCE"))]
+    if table()[key].get("text") and not copies and not link:
+        faults.append(f"{found.name} must go with the files, and there is neither LICENSE nor a link to it")
+    notices = [name for name in (NOTICE, *found.files) if subject.has(name)]
+    if found.notice is not None and not any(found.notice in _flat(subject.text(name)) for name in notices):
+        faults.append(f"{found.name} asks for a file NOTICE that says: {found.notice}")
+    faults += [
+        f"{found.name} asks the card to say: {sentence}"
+        for sentence in found.display
+        if _flat(sentence) not in _flat(text)
+    ]
+    beside = f", with {', '.join(found.files)}" if found.files else ""
+    return judged("licence", faults, f"{found.name}{beside}")
+
+
+def _flat(text: str) -> str:
+    return " ".join(re.sub(r"\\(.)", r"\1", text).split())

@@ -1,54 +1,72 @@
-"""Whether the report shows the gate's numbers: its data against the evidence, its pages against its data."""
+"""Whether the report and the card show the gate's numbers: data against the evidence, tables against the record.
+
+The page of the report is drawn from its data by whoever made the release: its bytes are in the manifest, and it is
+never opened here.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from html.parser import HTMLParser
 from typing import Any
 
+import yaml
+
+from eval.accuracy import Accuracy
+from eval.bench import Launch
 from eval.errors import MeasurementError
 from eval.gate import GateReport
 from eval.measurements import Measurements
-from eval.report import flips, junit, markdown, page
-from eval.report.model import CARD, DATA, JUNIT, PAGE
+from eval.report.flips import flips
+from eval.report.model import DATA
 from eval.report.numbers import level
-from pipeline import __version__
 from pipeline.canonical import difference, plain
-from pipeline.publish.release import RECIPE
+from pipeline.inspection.findings import INSPECTION
+from pipeline.publish.allowed import SCORES
+from pipeline.publish.release import CARD, RECIPE
+from pipeline.recipe.yaml_positions import parse
 from pipeline.reporting.contents import layer_errors
-from pipeline.stages.inspect import INSPECTION
-from pipeline.verify.check import Check, fails, reworded
-from pipeline.verify.reading import UnreadableError
-from pipeline.verify.subject import Subject
+from pipeline.verify.check import Check, fails, judged
+from pipeline.verify.subject import Subject, UnreadableError
 
-NAME = "report"
-_DRAWN = (("<svg", "</svg>"), ("<style>", "</style>"))
 _SHOWN = 3
-_LONGEST = 1 << 18  # characters up to the end of a tag; beyond that the time of taking one apart grows with its square
 _LARGEST = 1 << 27  # bytes of report.json, which quotes answers, and models that reason write long ones
-_LIVE = ("script", "iframe", "frame", "object", "embed", "base", "form", "applet", "audio", "video")
-_LOADED = ("src", "href", "srcset", "action")
+_FRONT = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
+_ESCAPED = re.compile(r"\\(.)")
+_SHORT = 1 << 16  # bytes of a file of scores
 
 
-def check(subject: Subject) -> Check:
-    """Compare, number by number; the page is never shown, only taken apart as text."""
+def check_report(subject: Subject) -> Check:
+    """Compare, number by number."""
     try:
         measurements, gate, _ = subject.record
     except MeasurementError as error:
-        return fails(NAME, f"there is no record of the gate to hold it against: {error}")
+        return fails("report", f"there is no record of the gate to hold it against: {error}")
     data = subject.object(subject.evidence(DATA), largest=_LARGEST)
-    faults = list(_data(subject, data, measurements, gate))
-    if not faults:
-        faults += _figures(subject.text(subject.evidence(PAGE)), gate)
-    same = data["versions"].get("quantmint") == __version__
-    other = [] if faults or not same else list(_pages(subject, data))
-    return reworded(NAME, faults, "its figures are the gate's, in the data and on the page", other, same=same)
+    return judged("report", list(_data(subject, data, measurements, gate)), "its figures are the gate's")
+
+
+def check_card(subject: Subject) -> Check:
+    """Hold every row about a task, the metadata, and the scores for the Hub against the evidence."""
+    try:
+        _, gate, _ = subject.record
+    except MeasurementError as error:
+        return fails("card", f"there is no record of the gate to hold it against: {error}")
+    text = subject.text(CARD)
+    faults = [*_tables(text, gate), *_metadata(subject, text), *_scores(subject, gate)]
+    manifest = subject.known
+    for what, wanted in (("checkpoint", manifest.artefact), ("commit of the base", manifest.base.commit)):
+        if wanted is not None and wanted not in text:
+            faults.append(f"{CARD} does not name the {what}, {wanted[:16]}…")
+    return judged("card", faults, f"its figures are the gate's, for {len(gate.accuracy)} tasks")
 
 
 def _data(subject: Subject, data: Mapping[str, Any], measurements: Measurements, gate: GateReport) -> Iterator[str]:
     """Where report.json says otherwise than what it was made from."""
-    yield from _other("the gate's report", gate.to_json(), data["gate"])
-    yield from _other("the launches", [launch.to_json() for launch in measurements.launches], data["launches"])
+    # By way of the same readers: a number that JSON writes as 0 or 0.0 is one number.
+    yield from _other("the gate's report", gate.to_json(), GateReport.from_json(data["gate"]).to_json())
+    launches = [Launch.from_json(launch).to_json() for launch in data["launches"]]
+    yield from _other("the launches", [launch.to_json() for launch in measurements.launches], launches)
     if data["recipe"] != subject.text(RECIPE):
         yield f"{DATA} shows another recipe than {RECIPE}"
     for side, count in zip(("baseline", "candidate"), measurements.weights, strict=True):
@@ -56,7 +74,7 @@ def _data(subject: Subject, data: Mapping[str, Any], measurements: Measurements,
             yield f"{DATA} says that the {side} takes {data['size'][f'{side}_bytes']} bytes, gate.json says {count}"
     found = {entry["task"]: [_place(flip) for flip in entry["flips"]] for entry in data["flips"]}
     for task, (baseline, candidate) in measurements.samples.items():
-        changed = [_place(flip) for flip in flips.flips(baseline, candidate, {}, {})["flips"]]
+        changed = [_place(flip) for flip in flips(baseline, candidate, {}, {})["flips"]]
         if task in found and found[task] != changed:
             yield f"{DATA} lists other changed answers of {task} than the samples have"
     layers = subject.object(subject.evidence(INSPECTION))
@@ -76,112 +94,79 @@ def _other(what: str, expected: object, found: object) -> Iterator[str]:
     """The places where two trees differ; the first few, each with both values."""
     other = difference(plain(expected), plain(found))
     for change in other[:_SHOWN]:
-        yield f"{DATA}: {what}: {change.path[2:]} is {_short(change.new)}, the evidence says {_short(change.old)}"
+        yield f"{DATA}: {what}: {change.path[2:]} is {change.new!r:.60}, the evidence says {change.old!r:.60}"
     if len(other) > _SHOWN:
         yield f"{DATA}: {what}: {len(other) - _SHOWN} more differences"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _place(flip: Mapping[str, Any]) -> tuple[object, ...]:
     return flip["task"], flip["doc_id"], flip["direction"], tuple(flip["scores"])
 
 
-def _figures(text: str, gate: GateReport) -> Iterator[str]:
-    """Tasks whose row on the page does not have the gate's scores, and a verdict that is not the gate's."""
-    if any(len(piece) > _LONGEST for piece in text.split(">")):
-        raise UnreadableError(f"{PAGE} has more than {_LONGEST:,} characters without the end of a tag")
-    cells = _Cells()
-    cells.feed(text)
-    yield from dict.fromkeys(f"{PAGE} holds {what}, and a report runs nothing and loads nothing" for what in cells.live)
-    if gate.verdict.value not in cells.stamps:
-        yield f"{PAGE} does not show the verdict {gate.verdict.value}"
+def _tables(text: str, gate: GateReport) -> Iterator[str]:
+    """Tasks whose scores the card does not give, or gives otherwise in any row of any table."""
+    rows = [_cells(line) for line in text.splitlines() if line.startswith("|")]
+    if f"**{gate.verdict.value}**" not in text:
+        yield f"{CARD} does not show the verdict {gate.verdict.value}"
     for result in gate.accuracy:
-        wanted = {level(result, result.baseline), level(result, result.candidate)}
-        rows = [row for row in cells.rows if row and row[0].startswith(result.task)]
-        if not any(wanted <= set(row) for row in rows):
-            yield f"{PAGE} does not show the gate's scores of {result.task}: {', '.join(sorted(wanted))}"
+        name = _plain(f"{result.task} ({result.metric})")
+        about = [row for row in rows if row and row[0] == name]
+        wanted = [_plain(level(result, value)) for value in (result.baseline, result.candidate)]
+        if not about:
+            yield f"{CARD}: the card has no scores of {result.task}, which the gate judged"
+        for row in about:
+            if row[1:3] != wanted:
+                found, expected = " and ".join(row[1:3]), " and ".join(wanted)
+                yield f"{CARD}: the card's numbers are not the gate's: {result.task} {found}, the gate says {expected}"
 
 
-class _Cells(HTMLParser):
-    """The text of every table's cells by row, of what is stamped as the verdict, and whatever would run or load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rows: list[list[list[str]]] = []
-        self._stamps: list[list[str]] = []
-        self.live: list[str] = []
-        self._into: list[str] | None = None
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """The text of each cell."""
-        return [["".join(cell) for cell in row] for row in self._rows]
-
-    @property
-    def stamps(self) -> list[str]:
-        """What is stamped."""
-        return ["".join(stamp) for stamp in self._stamps]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Begin a row, a cell or the stamp; note what a browser would act on."""
-        if tag in _LIVE or (tag == "meta" and ("http-equiv", "refresh") in attrs):
-            self.live.append(f"<{tag}>")
-        for name, value in attrs:
-            harmless = ("#", "data:image/", "data:,", *(("https://", "http://") if tag == "a" else ()))
-            if name.startswith("on") or (name.endswith(_LOADED) and not (value or "").startswith(harmless)):
-                self.live.append(f"{name}={_short(value)}")
-        if tag == "tr":
-            self._rows.append([])
-        elif tag in ("td", "th"):
-            self._into = [] if self._rows else None
-            if self._into is not None:
-                self._rows[-1].append(self._into)
-        elif tag == "p" and ("class", "stamp") in attrs:
-            self._into = []
-            self._stamps.append(self._into)
-
-    def handle_endtag(self, tag: str) -> None:
-        """End a cell or the stamp."""
-        if tag in ("td", "th", "p"):
-            self._into = None
-
-    def handle_data(self, data: str) -> None:
-        """Collect the text."""
-        if self._into is not None:
-            self._into.append(data.strip())
+def _cells(line: str) -> list[str]:
+    """The cells of a row, as they are read."""
+    parts = re.split(r"(?<!\\)\|", line.strip())
+    return [_plain(_ESCAPED.sub(r"\1", cell)) for cell in parts[1:-1]]
 
 
-def _pages(subject: Subject, data: Mapping[str, Any]) -> Iterator[str]:
-    """Pages that are not what the data says, drawn again. Drawings are left out: their paths follow the library's
-    version, and every figure in them stands in a table as well."""
-    report: Any = data
-    for name, render in ((CARD, markdown.render), (JUNIT, junit.render), (PAGE, page.render)):
-        if name != PAGE and not subject.has(subject.evidence(name)):
-            continue  # only the page and its data are of every release
-        there, again = subject.text(subject.evidence(name)), render(report)
-        if name == PAGE:
-            there, again = _undrawn(there), _undrawn(again)
-        if there != again:
-            yield f"{name} is not what {DATA} is written as here{_first_difference(there, again)}"
+def _plain(text: str) -> str:
+    """Text whose blanks are all the same: a figure keeps its unit by one that does not break."""
+    return " ".join(text.split())
 
 
-def _undrawn(text: str) -> str:
-    """A page without its drawings and styles; one that never ends is looked for once, and stays."""
-    for begin, end in _DRAWN:
-        kept, at = [], 0
-        while (start := text.find(begin, at)) >= 0 and (stop := text.find(end, start)) >= 0:
-            kept.append(text[at:start])
-            at = stop + len(end)
-        text = "".join([*kept, text[at:]])
-    return text
+def _metadata(subject: Subject, text: str) -> Iterator[str]:
+    front = _FRONT.match(text)
+    if front is None:
+        yield f"{CARD} has no metadata"
+        return
+    data = parse(front[1], CARD).data
+    repo = subject.known.base.repo
+    found = data.get("base_model")
+    if ([found] if isinstance(found, str) else found) != ([repo] if repo else None):
+        yield f"{CARD}: base_model is {found}, quantmint.json says {repo}"
+    if repo and data.get("base_model_relation") != "quantized":
+        yield f"{CARD}: base_model_relation is {data.get('base_model_relation')}, expected quantized"
 
 
-def _first_difference(there: str, again: str) -> str:
-    for found, expected in zip(there.splitlines(), again.splitlines(), strict=False):
-        if found != expected:
-            return f": found {_short(found.strip())}, expected {_short(expected.strip())}"
-    return ""
+def _scores(subject: Subject, gate: GateReport) -> Iterator[str]:
+    """Files of scores that are not the gate's."""
+    known = {result.task: result for result in gate.accuracy}
+    for name, size in subject.listing.files.items():
+        if not name.startswith(f"{SCORES}/"):
+            continue
+        task = name.removeprefix(f"{SCORES}/").rpartition(".")[0]
+        if size > _SHORT:
+            raise UnreadableError(f"{name} is larger than {_SHORT:,} bytes")
+        if task not in known:
+            yield f"{name} is about a task that the gate did not judge"
+            continue
+        text = subject.text(name)
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise UnreadableError(f"{name} has aliases, by which a short text becomes one without end")
+        entries: Any = yaml.safe_load(text)
+        yield from _entries(name, entries if isinstance(entries, list) else [entries], known[task])
+
+
+def _entries(name: str, entries: list[Any], result: Accuracy) -> Iterator[str]:
+    for entry in entries:
+        value = entry.get("value") if isinstance(entry, dict) else None
+        expected = round(100 * result.candidate, 2)
+        if value != expected:
+            yield f"{name}: the value is {value}, the gate says {expected}"

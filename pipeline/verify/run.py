@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from pipeline.errors import QuantmintError, UserError
 from pipeline.progress import Progress
@@ -14,34 +12,17 @@ from pipeline.publish import manifest as manifests
 from pipeline.publish.keys import public_fingerprint
 from pipeline.publish.release import MANIFEST
 from pipeline.publish.signing import hashed
-from pipeline.verify import card, digests, files, gate, licence, provenance, recipe, recorded, report, sbom, signature
-from pipeline.verify import structure as tensors
 from pipeline.verify.check import Check, Outcome, fails, not_checked
-from pipeline.verify.reading import UnreadableError, listing, read_object
-from pipeline.verify.signature import Trust
-from pipeline.verify.subject import Subject
+from pipeline.verify.checkpoint import check_recipe, check_structure
+from pipeline.verify.files import check_digests, check_files, check_manifest
+from pipeline.verify.gate import check_gate
+from pipeline.verify.provenance import check_licence, check_provenance, check_sbom
+from pipeline.verify.report import check_card, check_report
+from pipeline.verify.signature import Trust, check_signature
+from pipeline.verify.subject import Subject, UnreadableError, listing, read_object
 
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    name: str
-    check: Callable[[Subject], Check]
-    alone: bool = False  # it can be made where quantmint.json cannot be read
-
-
-_STEPS: Final = (
-    _Step(recorded.NAME, recorded.check),
-    _Step(files.NAME, files.check),
-    _Step(digests.NAME, digests.check),
-    _Step(provenance.NAME, provenance.check),
-    _Step(recipe.NAME, recipe.check, alone=True),
-    _Step(tensors.NAME, tensors.check, alone=True),
-    _Step(gate.NAME, gate.check, alone=True),
-    _Step(report.NAME, report.check, alone=True),
-    _Step(card.NAME, card.check),
-    _Step(sbom.NAME, sbom.check),
-    _Step(licence.NAME, licence.check),
-)
+_ALONE = ("signature", "recipe", "structure", "gate", "report")
+"""Checks that can be made where quantmint.json cannot be read."""
 
 
 def verify(
@@ -82,15 +63,28 @@ def verify(
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
     manifest, unread = _manifest(root)
     subject = Subject(root, there, found, manifest, progress, word, tag)
-    steps = [*_STEPS[:3], _Step(signature.NAME, partial(signature.check, trust=trust), alone=True), *_STEPS[3:]]
+    steps: dict[str, Callable[[Subject], Check]] = {
+        "manifest": check_manifest,
+        "files": check_files,
+        "digests": check_digests,
+        "signature": partial(check_signature, trust=trust),
+        "provenance": check_provenance,
+        "recipe": check_recipe,
+        "structure": check_structure,
+        "gate": check_gate,
+        "report": check_report,
+        "card": check_card,
+        "sbom": check_sbom,
+        "licence": check_licence,
+    }
     checks: list[Check] = []
-    for step in steps:
-        if unread is not None and step.name == recorded.NAME:
+    for name, check in steps.items():
+        if unread is not None and name == "manifest":
             checks.append(unread)
-        elif manifest is None and not step.alone:
-            checks.append(not_checked(step.name, f"{MANIFEST} cannot be read"))
+        elif manifest is None and name not in _ALONE:
+            checks.append(not_checked(name, f"{MANIFEST} cannot be read"))
         else:
-            checks.append(_made(step, subject))
+            checks.append(_made(name, check, subject))
     return tuple(checks)
 
 
@@ -102,8 +96,8 @@ def _manifest(root: Path) -> tuple[manifests.Manifest | None, Check | None]:
         schema = _schema(root)
         if schema is not None and schema > manifests.SCHEMA:
             reason = f"{MANIFEST} has schema {schema}, this version of quantmint reads {manifests.SCHEMA}"
-            return None, not_checked(recorded.NAME, reason, "install a newer quantmint")
-        return None, fails(recorded.NAME, error.message.replace(f"{root}/", ""))
+            return None, not_checked("manifest", reason, "install a newer quantmint")
+        return None, fails("manifest", error.message.replace(f"{root}/", ""))
 
 
 def _schema(root: Path) -> int | None:
@@ -114,17 +108,15 @@ def _schema(root: Path) -> int | None:
     return schema if isinstance(schema, int) else None
 
 
-def _made(step: _Step, subject: Subject) -> Check:
+def _made(name: str, check: Callable[[Subject], Check], subject: Subject) -> Check:
     """A check, however it ends: what a stranger wrote may break any reader, and that is a finding too."""
     try:
-        return step.check(subject)
+        return check(subject)
     except ModuleNotFoundError as error:
-        return not_checked(
-            step.name, f"this needs {error.name}, which is not installed", "pip install 'quantmint[all]'"
-        )
+        return not_checked(name, f"this needs {error.name}, which is not installed", "pip install 'quantmint[all]'")
     except UnreadableError as error:
-        return fails(step.name, str(error))
+        return fails(name, str(error))
     except QuantmintError as error:
-        return fails(step.name, error.message.replace(f"{subject.folder}/", ""))
+        return fails(name, error.message.replace(f"{subject.folder}/", ""))
     except Exception as error:  # the files are anybody's: whatever they break is named with its check
-        return Check(step.name, Outcome.FAILS, f"it cannot be read: {type(error).__name__}: {str(error)[:200]}")
+        return Check(name, Outcome.FAILS, f"it cannot be read: {type(error).__name__}: {str(error)[:200]}")

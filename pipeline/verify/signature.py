@@ -12,7 +12,6 @@ from pipeline.publish.signature import SignatureError, Signed, read_signature
 from pipeline.verify.check import Check, Outcome, fails, judged, not_checked
 from pipeline.verify.subject import Subject
 
-NAME = "signature"
 _SHOWN = 5
 _UNSIGNED = (
     "the other checks prove that what lies here agrees with itself; whoever can write here could have made all of it "
@@ -35,30 +34,30 @@ class Trust:
         return self.key is not None or self.identity is not None
 
 
-def check(subject: Subject, trust: Trust) -> Check:
+def check_signature(subject: Subject, trust: Trust) -> Check:
     """Verify the signature by the trusted key or identity, and hold what it covers against every file."""
     if not subject.has(SIGNATURE):
         return _unsigned(trust)
     try:
         signed = read_signature(subject.folder / SIGNATURE)
     except SignatureError as error:
-        return fails(NAME, _short(subject, error))
+        return fails("signature", _short(subject, error))
     faults = _differences(subject, signed)
     if not trust.someone:
         if faults:
-            return fails(NAME, *faults)
+            return fails("signature", *faults)
         reason = f"it is signed by {signed.signer}; no --key or --identity says who it should be"
         if trust.unsigned:
-            return Check(NAME, Outcome.OK, f"{reason}, which --unsigned accepts", (_UNSIGNED,))
-        return not_checked(NAME, reason, "anybody can sign a release, and call himself anything")
+            return Check("signature", Outcome.OK, f"{reason}, which --unsigned accepts", (_UNSIGNED,))
+        return not_checked("signature", reason, "anybody can sign a release, and call himself anything")
     try:
         signing.verified(subject.folder / SIGNATURE, key=trust.key, identity=trust.identity, issuer=trust.issuer)
     except SignatureError as error:
-        return fails(NAME, _short(subject, error), *faults)
+        return fails("signature", _short(subject, error), *faults)
     except StageError as error:
-        return not_checked(NAME, error.message)
+        return not_checked("signature", error.message)
     said = f"signed by {signed.signer}, over every one of {len(signed.digests)} files"
-    return judged(NAME, faults, said, details=_on_word(subject))
+    return judged("signature", faults, said, details=_on_word(subject))
 
 
 def _short(subject: Subject, error: SignatureError) -> str:
@@ -67,10 +66,12 @@ def _short(subject: Subject, error: SignatureError) -> str:
 
 def _unsigned(trust: Trust) -> Check:
     if trust.unsigned:
-        return Check(NAME, Outcome.OK, "nobody signed it, which --unsigned accepts", (_UNSIGNED,))
+        return Check("signature", Outcome.OK, "nobody signed it, which --unsigned accepts", (_UNSIGNED,))
     if trust.someone:
-        return fails(NAME, f"there is no {SIGNATURE}: nobody signed it, or the signature was taken away", _UNSIGNED)
-    return not_checked(NAME, "nobody signed it (--unsigned accepts that)", _UNSIGNED)
+        return fails(
+            "signature", f"there is no {SIGNATURE}: nobody signed it, or the signature was taken away", _UNSIGNED
+        )
+    return not_checked("signature", "nobody signed it (--unsigned accepts that)", _UNSIGNED)
 
 
 def _differences(subject: Subject, signed: Signed) -> list[str]:

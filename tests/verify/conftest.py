@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from eval import suites
-from eval.report import page
-from eval.report.model import Report
 from pipeline.cli import main
 from pipeline.progress import PlainReporter
 from pipeline.publish.release import SIGNATURE
@@ -46,23 +43,6 @@ def made(_suites: None, models: Models, quantize: Quantize, tmp_path_factory: py
     folder = tmp_path_factory.mktemp("honest") / "llama-ptpc"
     shutil.copytree(quantize("llama", "compressed-tensors").folder, folder)
     return honest.make(folder, models("llama"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _drawn_once() -> Iterator[None]:
-    """The same report gives the same page: it is drawn once, and not for every test."""
-    known: dict[str, str] = {}
-
-    def render(report: Report) -> str:
-        key = json.dumps(report)
-        if key not in known:
-            known[key] = original(report)
-        return known[key]
-
-    original = page.render
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "render", render)
-        yield
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from eval.report.model import DATA, Report
 from pipeline import __version__
 from pipeline.canonical import fingerprint
 from pipeline.digest import folder_digest
-from pipeline.inspection.findings import Inspection
+from pipeline.inspection.findings import INSPECTION, Inspection
 from pipeline.publish import manifest as manifests
 from pipeline.publish.card import facts as card_facts
 from pipeline.publish.card.facts import CardFacts
@@ -33,8 +33,6 @@ from pipeline.publish.sbom import sbom
 from pipeline.publish.statement import encode, statement
 from pipeline.recipe.schema import Recipe
 from pipeline.reporting.contents import layer_errors
-from pipeline.stages.gate import promised
-from pipeline.stages.inspect import INSPECTION
 from tests.checkpoints import Checkpoint, answers
 
 WHEN = "2026-03-14T09:26:53.000Z"
@@ -179,7 +177,7 @@ def make(folder: Path, source: Path) -> Path:
     (evidence / INSPECTION).write_text(json.dumps(_inspect(folder, source).to_json()))
     sizes = (open_checkpoint(source).nbytes, open_checkpoint(folder).nbytes)
     measured = _measurements(artefact, sizes)
-    policy = promised(Recipe.model_validate(recipe), suites.load("two", suites.FOLDER))
+    policy = Recipe.model_validate(recipe).gate.policy(suites.load("two", suites.FOLDER), "mi300x")
     judged = judge(measured, policy)
     record.write(evidence, measured, judged)
     stages = {

@@ -51,11 +51,6 @@ def better_report(folder: Path) -> None:
     edit(folder / REPORT, lambda data: data["gate"]["accuracy"][0].update(candidate=0.97))
 
 
-def better_page(folder: Path) -> None:
-    path = folder / "quantmint/report.html"
-    path.write_text(path.read_text().replace("90.25", "97.25"))
-
-
 def swapped_numbers(folder: Path) -> None:
     """The two columns of a row change places."""
     path = folder / CARD
@@ -133,7 +128,6 @@ def unlisted_tool(folder: Path) -> None:
 TAMPERINGS = [
     (flip_a_byte, "gate", "the checkpoint here is"),
     (better_report, "report", "accuracy[0].candidate is 0.97, the evidence says 0.9025"),
-    (better_page, "report", "does not show the gate's scores of facts"),
     (swapped_numbers, "card", "the card's numbers are not the gate's: facts 90.25 % and 90.00 %"),
     (other_base, "card", "base_model is ['org/other'], quantmint.json says org/llama"),
     (another_scheme, "recipe", "quantization.scheme is 'fp8', quantmint.json says 'ptpc_fp8'"),

@@ -1,4 +1,4 @@
-"""Whether recipe.yaml is the recipe that this checkpoint was made by, as far as config.json can tell."""
+"""Whether the tensors are what config.json says of them, and config.json what recipe.yaml asks for."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from pydantic import ValidationError
 from pipeline.canonical import difference
 from pipeline.errors import UserError
 from pipeline.formats.layout import layout_of
+from pipeline.inspection.findings import Finding
+from pipeline.inspection.inspect import inspect_checkpoint
+from pipeline.inspection.structure import check_structure as structure_findings
 from pipeline.model.select import select
 from pipeline.publish.release import RECIPE
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.translate import faults_of
 from pipeline.recipe.yaml_positions import parse
 from pipeline.verify.check import Check, fails, judged, not_checked
-from pipeline.verify.model import UnknownModelError
-from pipeline.verify.subject import Subject
+from pipeline.verify.subject import Subject, UnknownModelError
 
-NAME = "recipe"
 _SHOWN = 5
 
 
-def check(subject: Subject) -> Check:
+def check_recipe(subject: Subject) -> Check:
     """Read the recipe as a run would, and hold it against the manifest and the configuration."""
     try:
         document = parse(subject.text(RECIPE), RECIPE)
         recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
-        return fails(NAME, *(str(fault) for fault in faults_of(error, document)))
+        return fails("recipe", *(str(fault) for fault in faults_of(error, document)))
     except UserError as error:
-        return fails(NAME, error.message)
+        return fails("recipe", error.message)
     faults = []
     if subject.manifest is not None:
         faults += [
@@ -41,9 +42,9 @@ def check(subject: Subject) -> Check:
         faults += _against_config(subject, recipe)
     except UnknownModelError as error:
         if not faults:
-            return not_checked(NAME, f"what it asks for was not held against config.json: {error.message}")
+            return not_checked("recipe", f"what it asks for was not held against config.json: {error.message}")
     said = recipe.quantization
-    return judged(NAME, faults, f"{said.scheme}, KV cache {said.kv_cache}, {said.format}: what config.json says")
+    return judged("recipe", faults, f"{said.scheme}, KV cache {said.kv_cache}, {said.format}: what config.json says")
 
 
 def _against_config(subject: Subject, recipe: Recipe) -> list[str]:
@@ -74,3 +75,29 @@ def _against_config(subject: Subject, recipe: Recipe) -> list[str]:
     ]
     more = [f"{len(other) - _SHOWN} more modules have another scheme"] if len(other) > _SHOWN else []
     return faults + other[:_SHOWN] + more
+
+
+def check_structure(subject: Subject) -> Check:
+    """Inspect the checkpoint as `quantmint inspect` does; where only headers were fetched, those."""
+    try:
+        checkpoint, structure = subject.model
+        form = layout_of(checkpoint.config)
+        if subject.vouched:
+            modules = [*structure.linear, *structure.kept]
+            claims = form.claims(checkpoint.config["quantization_config"], modules)
+            found = [_told(finding) for finding in structure_findings(checkpoint, structure, claims)]
+            if found:
+                return fails("structure", *found)
+            reason = f"the headers of {len(checkpoint.tensors)} tensors are right; their numbers were not fetched"
+            return not_checked("structure", reason, "without --remote they are fetched and checked")
+        with subject.progress.bar(checkpoint.nbytes, "B") as advance:
+            inspection = inspect_checkpoint(checkpoint, structure, advance=advance)
+    except UnknownModelError as error:
+        return not_checked("structure", error.message)
+    except UserError as error:
+        return fails("structure", error.message)
+    return judged("structure", list(map(_told, inspection.findings)), f"{form.name}: {inspection.summary()}")
+
+
+def _told(finding: Finding) -> str:
+    return f"{finding.rule}: {finding.where}: {finding.message}"
