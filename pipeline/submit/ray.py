@@ -128,7 +128,7 @@ class RayJobs:
         if self._waits:  # Ray writes into its log before it has found room
             return
         client = self._connect()
-        logging.getLogger(type(client).__module__).setLevel(logging.WARNING)  # it tells of its own connection
+        logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # it tells of its own connection
         passed = 0
 
         def fresh(piece: str) -> None:

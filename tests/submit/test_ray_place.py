@@ -47,7 +47,7 @@ def dashboard() -> Iterator[str]:
     command += [f"--port={port}", f"--ray-client-server-port={client}", f"--dashboard-port={web}"]
     command += [f"--dashboard-agent-listen-port={agent}"]
     command += ["--no-monitor", "--include-log-monitor=false"]  # what scales a cluster, what reads logs to drivers
-    command += [f"--temp-dir={folder}", "--num-cpus=1", "--num-gpus=0", f"--object-store-memory={80 << 20}"]
+    command += [f"--temp-dir={folder}", "--num-cpus=2", "--num-gpus=0", f"--object-store-memory={80 << 20}"]
     env = {**os.environ, "RAY_raylet_start_wait_time_s": "180"}
     with (folder / "head.out").open("wb") as log:
         head = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
@@ -84,7 +84,7 @@ def test_a_recipe_runs_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("QUANTMINT_STORE", raising=False)
-    assert ended("tiny-ptpc-fp8kv", "--ray", dashboard, "--follow", "--json", "--", "--until", "source") == 0
+    assert ended("tiny-ptpc", "--ray", dashboard, "--follow", "--json", "--", "--until", "source") == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert (told["place"], told["state"], told["exit_code"]) == ("ray", "SUCCEEDED", 0)
@@ -136,7 +136,6 @@ def test_a_run_there_as_if_it_were_here(
     out, err = capsys.readouterr()
     assert json.loads(out) == {"verdict": "INCONCLUSIVE"}
     assert "\n[1/2] source: started\n" in err
-    assert "has found room\n" in err
 
 
 def test_without_a_dashboard_it_says_so() -> None:

@@ -65,7 +65,7 @@ def followed(there: Slurm, job: str) -> tuple[int | None, str, list[str]]:
 @pytest.mark.slow
 @needs_slurm
 def test_a_recipe_runs_there(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert ended("tiny-ptpc-fp8kv", "--slurm", "--follow", "--json", "--", "--until", "source") == 0
+    assert ended("tiny-ptpc", "--slurm", "--follow", "--json", "--", "--until", "source") == 0
     out, err = capfd.readouterr()
     told = json.loads(out)
     assert (told["state"], told["exit_code"]) == ("COMPLETED", 0)
