@@ -2,7 +2,7 @@
 
 ::
 
-    with spread_over("ray://head", setting, reporter) as spread:
+    with spread_over("ray://head", recipe, device="auto", source=None, store=root, progress=reporter) as spread:
         run_plan(plan, replace(setting, spread=spread), reporter)
 
 Parts are plain tasks of Ray: it chooses the nodes, repeats what was lost with one, and tells what is finished. Files go
@@ -24,15 +24,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from calibration.shares import Order, Share
 from pipeline.cluster import tasks
-from pipeline.cluster.address import address_of
-from pipeline.cluster.connection import connect, disconnect, warning_of
-from pipeline.cluster.nodes import CORES_A_SHARD, Ask, Node, ask_for, kinds, named, nodes_of
-from pipeline.cluster.sameness import Facts, Probe, facts_here, versions_here
-from pipeline.cluster.waiting import RETRIES, answers, results
+from pipeline.cluster.connection import address_of, connect, disconnect, warning_of
+from pipeline.cluster.nodes import (
+    CORES_A_SHARD,
+    Ask,
+    Facts,
+    Node,
+    Probe,
+    ask_for,
+    facts_here,
+    kinds,
+    named,
+    nodes_of,
+    versions_here,
+)
+from pipeline.cluster.tasks import RETRIES, answers, results
 from pipeline.errors import StageError, UserError
 from pipeline.progress import Progress
+from pipeline.recipe.schema import Recipe
 from pipeline.serving.launchers.on_cluster import Cluster
-from pipeline.stage import Setting
 from pipeline.store.disk import disk_errors
 
 if TYPE_CHECKING:
@@ -43,15 +53,19 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def spread_over(on: str | None, setting: Setting, progress: Progress) -> Iterator[RaySpread | None]:
+def spread_over(
+    on: str | None, recipe: Recipe, *, device: str, source: Path | None, store: Path, progress: Progress
+) -> Iterator[RaySpread | None]:
     """The cluster that ``--on`` names, ready and its nodes found to be alike; None for this process alone.
+
+    ``source`` is the model's folder where it is there already, ``store`` the folder of the results.
 
     Raises `UserError` where there is none, where a node differs, and for a recipe whose engine cannot be spread.
     """
     if on is None:
         yield None
         return
-    engine = setting.recipe.quantization.engine
+    engine = recipe.quantization.engine
     if engine != "stream":
         raise UserError(
             f"--on: found it with quantization.engine: {engine}, which works in one process, expected stream.",
@@ -60,14 +74,14 @@ def spread_over(on: str | None, setting: Setting, progress: Progress) -> Iterato
     address = address_of(on, os.environ)
     if (warning := warning_of(address, os.environ)) is not None:
         progress.warn(warning)
-    spread = RaySpread(address, setting.device, progress)
+    spread = RaySpread(address, device, progress)
     try:
-        folder, root = setting.source.folder, setting.store.root.absolute()
+        root = store.absolute()
         shared = next(place for place in (root, *root.parents) if place.is_dir())
         with disk_errors(shared):
-            spread.require_same([] if folder is None else [folder], [shared])
+            spread.require_same([] if source is None else [source], [shared])
         progress.say(f"spread over {len(spread.nodes)} nodes: {spread.hardware}")
-        if len(spread.kinds) > 1 and setting.recipe.calibration is not None:
+        if len(spread.kinds) > 1 and recipe.calibration is not None:
             progress.warn(
                 f"the nodes are of {len(spread.kinds)} kinds, {spread.hardware}: the last bit of a range depends on "
                 "which of them measures it"

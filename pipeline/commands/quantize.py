@@ -72,7 +72,15 @@ def quantize(
         _show_plan(job, look_ahead(job), state, as_json=as_json)
         return 0
     reporter = reporter_for(json=as_json)
-    with spread_over(on, job.setting, reporter) as spread:
+    spread_to = spread_over(
+        on,
+        job.setting.recipe,
+        device=job.setting.device,
+        source=job.setting.source.folder,
+        store=job.setting.store.root,
+        progress=reporter,
+    )
+    with spread_to as spread:
         made = make(replace(job, setting=replace(job.setting, spread=spread)), reporter)
     _show_result(job, job.record, made=made, as_json=as_json)
     return 0

@@ -87,7 +87,15 @@ def run(
     plan = build_plan(setting, until)
     for name in redo:
         cut(plan, name)
-    with spread_over(on, setting, reporter) as spread:
+    spread_to = spread_over(
+        on,
+        setting.recipe,
+        device=setting.device,
+        source=setting.source.folder,
+        store=setting.store.root,
+        progress=reporter,
+    )
+    with spread_to as spread:
         setting = replace(setting, spread=spread)
         require_means(plan, setting, redo)
         outcome = run_plan(plan, setting, reporter, redo=redo)

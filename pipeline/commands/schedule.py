@@ -272,7 +272,7 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
 
 def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     """What all forms have in common, checked."""
-    from pipeline.cluster.address import jobs_address_of
+    from pipeline.cluster.connection import jobs_address_of
     from pipeline.errors import UserError
     from pipeline.schedule.export import Export
     from pipeline.serving.running.child_environment import SECRET

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pipeline.cluster.address import jobs_address_of
+from pipeline.cluster.connection import jobs_address_of
 from pipeline.errors import UserError
 from pipeline.fleet.devices import Device, Devices
 from tests.fleet.staged import CHILD, Stage, by_name

@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster.address import address_of, endpoint_of
-from pipeline.cluster.connection import forget_secrets, warning_of
-from pipeline.cluster.nodes import Ask, Node, ask_for, kinds, named, nodes_of
-from pipeline.cluster.sameness import Probe, facts_here, require_versions, versions_here
+from pipeline.cluster.connection import address_of, endpoint_of, forget_secrets, warning_of
+from pipeline.cluster.nodes import (
+    Ask,
+    Node,
+    Probe,
+    ask_for,
+    facts_here,
+    kinds,
+    named,
+    nodes_of,
+    require_versions,
+    versions_here,
+)
 from pipeline.engines.stream.shard import PARTIAL_SUFFIX
 from pipeline.errors import UserError
 
