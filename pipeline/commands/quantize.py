@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import default_store, device_option, emit, json_option, on_option
+from pipeline.commands.options import device_option, emit, json_option, on_option
 
 if TYPE_CHECKING:
     from pipeline.quantization import Outlook, QuantizationJob
@@ -119,8 +119,8 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
     from pipeline.cost.forecast import forecast
     from pipeline.store.disk import free_bytes
 
-    recipe, store = job.setting.recipe, default_store()
-    costs = forecast(expected.source, expected.structure, recipe, job.setting.device, store)
+    recipe = job.setting.recipe
+    costs = forecast(expected.source, expected.structure, recipe, job.setting.device)
     prediction, free = expected.prediction, free_bytes(job.out)
     if as_json:
         emit(

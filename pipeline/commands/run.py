@@ -73,7 +73,7 @@ def run(
     from pipeline.session import open_setting
     from pipeline.store.remote.tier import open_tier
     from pipeline.store.tree import Store
-    from pipeline.tracking.after_run import log_run
+    from pipeline.tracking.mlflow_server import log_run
 
     reporter = reporter_for(json=as_json)
     setting = open_setting(
@@ -191,7 +191,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     missing = missing_stages(plan, setting)
     model = model_for(setting, config_folder or fetched(setting.source))
     prediction = predict(*model, setting.recipe)
-    costs = forecast(*model, setting.recipe, setting.device, store_path)
+    costs = forecast(*model, setting.recipe, setting.device)
     download, copied = setting.source.folder is None, setting.recipe.publish.folder is not None
     needed = disk_needed(prediction, missing, download=download, copied=copied)
     where = store_path.absolute()

@@ -95,7 +95,6 @@ _BOUNDS = {
     "spill": "hidden states on the disk",
 }
 _ORIGINS = {
-    "probed": "by rates that were probed here",
     "table": "by the rates of such machines",
     "borrowed": "by that machine's rates, for nothing is known of this one",
 }

@@ -1,31 +1,22 @@
-"""How fast a machine moves and computes weights: probed here and remembered, or taken from a table of known ones.
+"""How fast known machines move and compute weights: the table `machines.yaml`.
 
-    >>> known("two-cores").device_kind
-    'cpu'
-
-The table is `machines.yaml`. What was probed is a file in the store, by what identifies a machine; losing it costs
-another probe.
+>>> known("two-cores").device_kind
+'cpu'
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
 
-from pipeline.canonical import fingerprint
-
-Origin = Literal["probed", "table", "borrowed"]
-_MEMORY = "machine-rates.json"
+Origin = Literal["table", "borrowed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,50 +50,21 @@ class Rates:
         return self.kernels.get(name) or min(self.kernels.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What rates depend on: one that differs in any of it is another machine."""
-
-    processor: str
-    cores: int
-    device: str
-    torch: str
-    filesystem: str
-
-
-def identify(device: str, store: Path) -> Identity:
-    """This machine, with the device that computes and the filesystem that the store is on."""
+def rates_of(device: str) -> tuple[Rates, Origin]:
+    """The rates of this machine with a device of PyTorch ("cpu", "cuda:0"), or of one with a like device."""
     import torch
 
-    return Identity(
-        processor=_processor(),
-        cores=len(os.sched_getaffinity(0)),
-        device="cpu" if device == "cpu" else torch.cuda.get_device_name(device),
-        torch=torch.__version__,
-        filesystem=_filesystem(store),
-    )
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
+    return rates_for(name, len(os.sched_getaffinity(0)))
 
 
-def rates_for(identity: Identity, store: Path) -> tuple[Rates, Origin]:
-    """What was probed on this machine, else its row of the table, else the row of a machine with a like device."""
-    remembered = _remembered(store).get(fingerprint(asdict(identity)))
-    if remembered is not None:
-        with suppress(TypeError, KeyError):
-            return Rates(**remembered["rates"]), "probed"
-    rows = _document()
-    for row in rows.values():
-        if all(str(text) in str(getattr(identity, name)) for name, text in row["when"].items()):
+def rates_for(device: str, cores: int) -> tuple[Rates, Origin]:
+    """The row of a device by its name ("cpu", "NVIDIA H100 80GB HBM3"), else that of a machine with a like device."""
+    for row in _document().values():
+        when = row["when"]
+        if str(when["device"]) in device and when.get("cores", cores) == cores:
             return _rates(row), "table"
-    return known("two-cores" if identity.device == "cpu" else "h100"), "borrowed"
-
-
-def remember(identity: Identity, rates: Rates, store: Path) -> None:
-    """Keep what was probed, for this machine's next plan."""
-    everything = {**_remembered(store), fingerprint(asdict(identity)): {**asdict(identity), "rates": asdict(rates)}}
-    store.mkdir(parents=True, exist_ok=True)
-    partial = store / f"{_MEMORY}.{os.getpid()}.partial"
-    partial.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
-    partial.replace(store / _MEMORY)
+    return known("two-cores" if device == "cpu" else "h100"), "borrowed"
 
 
 def known(name: str) -> Rates:
@@ -118,33 +80,3 @@ def _rates(row: Mapping[str, Any]) -> Rates:
 def _document() -> Mapping[str, Any]:
     text = resources.files("pipeline.cost").joinpath("machines.yaml").read_text(encoding="utf-8")
     return MappingProxyType(yaml.safe_load(text))
-
-
-def _remembered(store: Path) -> dict[str, Any]:
-    try:
-        memory = json.loads((store / _MEMORY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return memory if isinstance(memory, dict) else {}
-
-
-def _processor() -> str:
-    import platform
-
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _filesystem(path: Path) -> str:
-    """Type of the filesystem that a path is on, or will be."""
-    path = path.absolute()
-    best, kind = "", "unknown"
-    with suppress(OSError):
-        for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
-            _, mounted, found, *_ = line.split()
-            if path.is_relative_to(mounted) and len(mounted) >= len(best):
-                best, kind = mounted, found
-    return kind

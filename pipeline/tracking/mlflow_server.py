@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipeline.errors import UserError
-from pipeline.tracking.content import FINGERPRINT, Content
+from pipeline.errors import QuantmintError, UserError
+from pipeline.finished import of_entry
+from pipeline.tracking.content import FINGERPRINT, Content, content_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
+
+    from pipeline.stage import Setting
+    from pipeline.store.entries import Entry
 
 _QUIET: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # seven, which is the default, keep a finished run waiting for minutes
@@ -65,6 +69,22 @@ def log(content: Content, uri: str, experiment: str) -> Logged:
         _fill(client, run.info.run_id, content)
         client.set_terminated(run.info.run_id)
         return Logged(run.info.run_id, experiment, new=True)
+
+
+def log_run(setting: Setting, report: Entry, warn: Callable[[str], None]) -> str | None:
+    """Log a report where the recipe asks for it; returns MLflow's name of the run, None where it was not logged.
+
+    What goes wrong is a warning: the run itself is made and proven.
+    """
+    tracking = setting.recipe.tracking
+    if tracking.mlflow is None:
+        return None
+    try:
+        return log(content_of(of_entry(report, setting.store)), tracking.mlflow, tracking.experiment).run_id
+    except QuantmintError as error:
+        later = f"quantmint track {setting.recipe.name} --mlflow {tracking.mlflow}"
+        warn(f"{error.message}; the run is not affected. To log it later: {later}")
+        return None
 
 
 def refuse_credentials(uri: str) -> None:

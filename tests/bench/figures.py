@@ -124,7 +124,7 @@ def table(result: Mapping[str, Any]) -> str:
                 ("resident", predicted["memory"] / 1e6, ours["peak_rss"] / 1e6, "{:.0f} MB"),
             )
             lines.append(
-                "  predicted as by `quantmint plan --probe`: "
+                "  predicted as by `quantmint plan`: "
                 + ", ".join(f"{name} {form.format(said)} ({said / was - 1:+.0%})" for name, said, was, form in pairs)
             )
         if (same := result["same_bytes"].get(case)) is not None:

@@ -25,8 +25,7 @@ from typing import Any
 
 import click
 
-from pipeline.cost.forecast import machine_here
-from pipeline.cost.stages import Machine
+from pipeline.cost.forecast import Machine, machine_here
 from tests.bench import figures
 from tests.bench.contenders import BATCH, CASES, CONTENDERS, Task, absent, how
 from tests.bench.machine import describe
@@ -111,7 +110,7 @@ class Bench:
 
 def predict(task: Task, source: Path, machine: Machine) -> dict[str, float]:
     """What `quantmint plan` would say of a case: seconds until written and durable, and resident bytes."""
-    from pipeline.cost.stages import calibrate_cost, quantize_cost
+    from pipeline.cost.forecast import calibrate_cost, quantize_cost
     from pipeline.cost.volume import calibrate_volume, quantize_volume
     from pipeline.engines.stream.plan import plan_shards
     from pipeline.formats.checkpoint import open_checkpoint
@@ -226,8 +225,7 @@ def main(
             "doubled": {},
             "predicted": {},
         }
-        # Asked of this machine while it is as quiet as it will be; the store is the folder that all of them write to.
-        rates, _ = machine_here(device, work, probing=True)
+        rates, _ = machine_here(device)
         result["rates"] = asdict(rates.rates)
         for case in cases:
             task = Task(case, device, samples, length, mode)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.cost.forecast import Machine, calibrate_cost, quantize_cost
 from pipeline.cost.rates import known
-from pipeline.cost.stages import Machine, calibrate_cost, quantize_cost
 from pipeline.cost.volume import CalibrateVolume, QuantizeVolume
 
 Quantized = Callable[[str, str], QuantizeVolume]

@@ -69,7 +69,7 @@ SCHEMA: dict[str, Any] = {
                 "rates": {
                     "type": "object",
                     "required": ["origin", "machine", "kernels"],
-                    "properties": {"origin": {"enum": ["probed", "table", "borrowed"]}},
+                    "properties": {"origin": {"enum": ["table", "borrowed"]}},
                 },
                 "stages": {"type": "object", "required": ["quantize"], "additionalProperties": COST},
             },

@@ -14,9 +14,8 @@ import pytest
 from pipeline.finished import find
 from pipeline.store.tree import Store
 from pipeline.tracking import mlflow_server as server_side
-from pipeline.tracking.after_run import log_run
 from pipeline.tracking.content import FINGERPRINT, Content, content_of
-from pipeline.tracking.mlflow_server import TrackingError, log
+from pipeline.tracking.mlflow_server import TrackingError, log, log_run
 from tests.checkpoints import GOOD, run
 from tests.pipeline.tracking.conftest import free_port
 
