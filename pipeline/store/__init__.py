@@ -16,10 +16,8 @@ On disk: ``<stage>/<fingerprint>/`` with ``record.json``, its ``.work`` folder, 
 """
 
 from pipeline.store.disk import disk_errors
-from pipeline.store.entries import Entry
-from pipeline.store.records import FileFact, Record
+from pipeline.store.entries import Entry, FileFact, Record
 from pipeline.store.runs import Run, RunLog, list_runs
-from pipeline.store.tree import Store
-from pipeline.store.working import Work
+from pipeline.store.tree import Store, Work
 
 __all__ = ["Entry", "FileFact", "Record", "Run", "RunLog", "Store", "Work", "disk_errors", "list_runs"]

@@ -20,7 +20,7 @@ from typing import Final
 
 from pipeline.locks import Lock, is_held
 from pipeline.store.disk import disk_errors
-from pipeline.store.records import FINGERPRINT, RECORD
+from pipeline.store.entries import FINGERPRINT, RECORD
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import QUARANTINE, REFRESH, RESERVED, RUNS, STAGE, TRASH, Store
 
@@ -193,8 +193,8 @@ def _survey(root: Path, now: float) -> Iterator[Found]:
 
 
 def _survey_refresh(folder: Path, now: float) -> Iterator[Found]:
-    """Locks, logs and scraps; states and rounds are small, few, and nobody's but the recipe's."""
-    for place in (folder, folder / "devices", folder / "rounds"):
+    """Locks, logs and scraps; states are small, few, and nobody's but the recipe's."""
+    for place in (folder, folder / "devices"):
         for path in _children(place):
             if path.suffix == ".lock":
                 yield _found(path, "lock", held=is_held(path, stale_after=GRACE_S, now=now))

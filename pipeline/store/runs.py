@@ -17,7 +17,7 @@ from typing import Final
 from pipeline.canonical import Json
 from pipeline.locks import runs_still, this_process
 from pipeline.store.disk import disk_errors, write_atomic
-from pipeline.store.records import check_result, timestamp
+from pipeline.store.entries import check_result, timestamp
 
 RUN_SCHEMA: Final = 1
 _RUNS: Final = "runs"

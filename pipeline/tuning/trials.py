@@ -22,8 +22,7 @@ from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running.diagnosis import diagnose
 from pipeline.serving.running.logscan import scan_log
 from pipeline.serving.running.server import Server
-from pipeline.store.tree import Store
-from pipeline.store.working import Work
+from pipeline.store.tree import Store, Work
 from pipeline.tuning.space import Trial
 from pipeline.tuning.subject import STAGE, Subject
 

@@ -85,17 +85,9 @@ def test_the_bytes_are_fixed() -> None:
     assert fingerprint({}) == "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
 
 
-def test_one_is_told_from_one_point_nought_and_true() -> None:
-    assert len({fingerprint({"x": value}) for value in (1, 1.0, True, "1")}) == 4
-
-
 def test_subclasses_count_by_their_value() -> None:
     assert canonical_json([Loud("x"), Named.A, Level.LOW]) == b'["x","a",1]'
     assert [type(item) for item in plain([Loud("x"), Level.LOW])] == [str, int]  # type: ignore[union-attr]
-
-
-def test_unicode_is_not_normalized() -> None:
-    assert canonical_json("é") != canonical_json("e\u0301")
 
 
 @pytest.mark.parametrize(
@@ -130,11 +122,6 @@ def test_unstable_values_are_refused_with_their_place(keys: list[str], bad: obje
     assert str(caught.value).startswith(f"{place} ")
     assert word in str(caught.value)
     assert isinstance(caught.value, StageError)
-
-
-def test_the_place_of_a_list_item() -> None:
-    with pytest.raises(UnstableValueError, match=r"^\$\.files\[1\]\.size is a set, which"):
-        canonical_json({"files": [{"size": 1}, {"size": set()}]})
 
 
 def test_a_value_that_contains_itself() -> None:

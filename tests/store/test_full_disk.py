@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.canonical import fingerprint
 from pipeline.errors import StoreError
-from pipeline.store import RunLog, Store, disk_errors
+from pipeline.store import Store, disk_errors
 
 PAYLOAD: dict[str, object] = {"stage": "quantize", "version": 1, "inputs": {}}
 DIGEST = fingerprint(PAYLOAD)
@@ -65,18 +65,6 @@ def test_full_at_the_record(small_disk: Path) -> None:
     entry.verify()
 
 
-def test_full_before_the_start(small_disk: Path) -> None:
-    filler = fill(small_disk)
-    store = Store(small_disk / "store")
-    with pytest.raises(StoreError, match="the disk is full"), store.working("quantize", DIGEST):
-        raise AssertionError
-    with pytest.raises(StoreError, match="the disk is full"):
-        RunLog.start(store.root, "tiny", "0" * 64, [])
-    filler.unlink()
-    assert [path.name for path in store.root.rglob("*") if path.is_file() and "TAG" not in path.name] == []
-    commit(store)
-
-
 def test_a_limit_on_the_size_of_files(tmp_path: Path, child: Callable[[Callable[[], None], int], int]) -> None:
     """Needs no rights: every write past the limit fails, as on a full disk."""
     store = Store(tmp_path)
@@ -115,11 +103,6 @@ def test_each_fault_says_where_it_happened(tmp_path: Path, number: int, words: s
     assert str(path) in str(caught.value)
     assert words in str(caught.value)
     assert caught.value.hint
-
-
-def test_an_error_elsewhere_is_not_the_stores(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), Store(tmp_path).working("quantize", DIGEST):
-        (tmp_path / "model" / "config.json").read_text()
 
 
 def commit(store: Store) -> None:

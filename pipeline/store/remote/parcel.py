@@ -19,8 +19,7 @@ from typing import Any, Final
 from pipeline.canonical import fingerprint
 from pipeline.publish.names import require_safe
 from pipeline.serving.host.device import Device
-from pipeline.store.entries import Entry
-from pipeline.store.records import FINGERPRINT, Record
+from pipeline.store.entries import FINGERPRINT, Entry, Record
 
 SCHEMA: Final = 1
 _KEYS: Final = {"schema", "folder", "record", "inputs", "device"}

@@ -22,7 +22,7 @@ from pipeline.recipe.faults import did_you_mean
 from pipeline.serving.host.device import Device, device_here
 from pipeline.store.entries import Entry
 from pipeline.store.remote.parcel import Parcel, ParcelError, contents, decode, pack
-from pipeline.store.working import Work
+from pipeline.store.tree import Work
 
 HERE_ONLY: Final = frozenset({"source", "quantize", "publish"})
 """Families that stay: paths of this machine, weights, and what was published from here."""

@@ -17,8 +17,7 @@ from pipeline.recipe.publishing import Publish
 from pipeline.session import open_setting
 from pipeline.stage import Job, Setting
 from pipeline.store.disk import sha256_of
-from pipeline.store.entries import Entry
-from pipeline.store.records import FileFact, Record
+from pipeline.store.entries import Entry, FileFact, Record
 from pipeline.store.tree import Store
 from tests.eval.report import made as reports
 
