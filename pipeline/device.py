@@ -53,8 +53,7 @@ def device_title(devices: Iterable[str]) -> str:
     """What devices call themselves: ``8 x AMD Instinct MI300X``, or the model of the CPU."""
     import torch
 
-    from pipeline.serving.host.device import cpu_name
-    from pipeline.serving.host.machine import Machine
+    from pipeline.machine import Machine, cpu_name
 
     found = Counter(
         torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name(Machine())

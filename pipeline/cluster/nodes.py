@@ -134,8 +134,7 @@ def facts_here(folders: Sequence[Path], probes: Sequence[Path] = (), answer: str
     ``probes`` is read, and ``answer`` is written beside it.
     """
     from calibration.room import free_bytes
-    from pipeline.serving.host.device import cpu_name
-    from pipeline.serving.host.machine import Machine
+    from pipeline.machine import Machine, cpu_name
 
     seen: dict[str, str | None] = {}
     for probe in probes:

@@ -41,9 +41,9 @@ def command(
     """
     from dataclasses import replace
 
+    from pipeline.machine import Machine
     from pipeline.serving.host.checks import examine
     from pipeline.serving.host.finding import script
-    from pipeline.serving.host.machine import Machine
     from pipeline.serving.host.model import wanted_of
     from pipeline.serving.host.subject import look
     from pipeline.serving.planning.target import checked, parse_target

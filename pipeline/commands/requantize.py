@@ -181,9 +181,9 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
     from pipeline.fleet.events import worst
     from pipeline.fleet.forecast import foresee
     from pipeline.fleet.jobs import Request
+    from pipeline.machine import Machine
     from pipeline.progress import reporter_for
     from pipeline.refresh.state import RecipeState, read_state
-    from pipeline.serving.host.machine import Machine
 
     reporter = reporter_for(json=as_json)
     devices = NONE if options.on is not None else devices_of(Machine(), options.devices)

@@ -12,8 +12,8 @@ from typing import Final
 
 from pipeline.errors import UserError
 from pipeline.locks import HEARTBEAT_S, STALE_AFTER_S, Lock, is_held
+from pipeline.machine import Machine
 from pipeline.refresh.state import folder_of
-from pipeline.serving.host.machine import Machine
 from pipeline.serving.host.topology import amd_gpus
 from pipeline.serving.host.visible import CUDA, HIP, ROCR, chosen, visible_amd, visible_cuda
 

@@ -34,9 +34,9 @@ from pipeline.fleet.events import Ended, Event, State, Summary
 from pipeline.fleet.jobs import Job, Look, Options, Request, again_in_s, not_run, other_file, ran, state_after, unrun
 from pipeline.fleet.order import Room, Waiting, next_begin, unaffordable
 from pipeline.locks import Lock
+from pipeline.machine import Machine
 from pipeline.publish.folder import RELEASES
 from pipeline.refresh.state import RecipeState, folder_of, read_state, write_state
-from pipeline.serving.host.machine import Machine
 from pipeline.store.disk import disk_errors
 
 if TYPE_CHECKING:

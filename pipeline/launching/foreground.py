@@ -114,8 +114,8 @@ def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator
 
 def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
     """What the machine lacks for the plan, as `quantmint doctor` finds it."""
+    from pipeline.machine import Machine
     from pipeline.serving.host.checks import preflight
-    from pipeline.serving.host.machine import Machine
     from pipeline.serving.host.model import wanted_by
 
     vllm = None if request.environment is None else request.environment.executable

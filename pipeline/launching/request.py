@@ -77,8 +77,8 @@ def target_for(text: str | None, recipe: Recipe | None) -> Target:
     if text is None and recipe is not None:
         return parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}")
     if text is None or text == "auto":
+        from pipeline.machine import Machine
         from pipeline.serving.host.detect import detect
-        from pipeline.serving.host.machine import Machine
 
         return detect(Machine()).target
     return parse_target(text)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.machine import Machine
 from pipeline.measuring.reading import Reading
-from pipeline.serving.host.machine import Machine
 from pipeline.serving.host.topology import amd_gpus
 from pipeline.serving.host.visible import visible_amd
 

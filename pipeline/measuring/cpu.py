@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from pipeline.machine import Machine
 from pipeline.measuring.reading import Reading
-from pipeline.serving.host.machine import Machine
 
 _CPUS = "sys/devices/system/cpu/cpu[0-9]*"
 _MHZ = re.compile(r"^cpu MHz\s*:\s*([\d.]+)", re.MULTILINE)

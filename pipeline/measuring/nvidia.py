@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 
+from pipeline.machine import Machine
 from pipeline.measuring.reading import Reading
-from pipeline.serving.host.machine import Machine
 from pipeline.serving.host.visible import visible_cuda
 
 _FIELDS = ("clocks.sm", "temperature.gpu", "power.draw")

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Literal
 
+from pipeline.machine import Machine
 from pipeline.measuring.amd import amd_sensor
 from pipeline.measuring.cpu import CpuSensor
 from pipeline.measuring.nvidia import nvidia_sensor
 from pipeline.measuring.reading import Sensor
-from pipeline.serving.host.machine import Machine
 
 
 def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[str, str]) -> Sensor | None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.formats.tokenization import template_digest, tokenizer_digest
-from pipeline.serving.host.device import Device, device_here
+from pipeline.machine import Device
+from pipeline.serving.host.device import device_here
 from pipeline.serving.launchers.reference import reference_plan
 from pipeline.serving.planning.remarks import (
     NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed

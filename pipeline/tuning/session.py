@@ -19,10 +19,10 @@ from pipeline.errors import UserError
 from pipeline.launching.model import ServedModel, fetched, find_model
 from pipeline.launching.request import target_for
 from pipeline.locks import Lock
+from pipeline.machine import Machine
 from pipeline.progress import Reporter
 from pipeline.recipe.schema import Recipe
 from pipeline.serving.environment import find_vllm
-from pipeline.serving.host.machine import Machine
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.profiles import profile

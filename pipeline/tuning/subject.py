@@ -14,10 +14,10 @@ from typing import TypeAlias
 from eval.workloads import Cell, Workload
 from pipeline.canonical import fingerprint
 from pipeline.errors import UserError
+from pipeline.machine import Machine
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.hardware import hardware
 from pipeline.serving.host.detect import Detected, detect
-from pipeline.serving.host.machine import Machine
 from pipeline.serving.plan import LaunchPlan, Layout
 from pipeline.serving.planning.target import Target
 from pipeline.tuning.space import TUNABLEOP, Point, Trial, Value

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.fleet.devices import Device, Devices, devices_of, free_of, give_back, take
-from pipeline.serving.host.machine import Machine
+from pipeline.machine import Machine
 
 UUIDS = "GPU-aaaa\nGPU-bbbb\nGPU-cccc\nGPU-dddd\n"
 

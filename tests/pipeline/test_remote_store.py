@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import StageError
+from pipeline.machine import Device
 from pipeline.planning import missing_stages
 from pipeline.publish.storage.objects import open_objects
-from pipeline.serving.host.device import Device
 from pipeline.stage import Job
 from pipeline.store.remote.parcel import ParcelError, decode
 from pipeline.store.remote.tier import RemoteTier

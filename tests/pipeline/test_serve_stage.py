@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.machine import Device
 from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
-from pipeline.serving.host.device import Device
 from pipeline.serving.launchers.on_cluster import ClusterLauncher
 from pipeline.serving.plan import LaunchPlan, Layout
 from pipeline.serving.running.logscan import scan_log

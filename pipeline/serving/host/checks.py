@@ -17,9 +17,9 @@ from types import MappingProxyType
 
 import yaml
 
+from pipeline.machine import Machine
 from pipeline.serving.host.finding import Finding, Outcome
 from pipeline.serving.host.look import devices, gpus, kernel, network, processor, software
-from pipeline.serving.host.machine import Machine
 from pipeline.serving.host.subject import Subject, Wanted, look, target_of
 from pipeline.serving.plan import LaunchPlan
 

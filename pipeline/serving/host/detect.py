@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.machine import Machine
 from pipeline.serving import hardware as accelerators
 from pipeline.serving.hardware import Hardware
-from pipeline.serving.host.machine import Machine
 from pipeline.serving.host.topology import AmdGpu, amd_gpus
 from pipeline.serving.host.visible import CUDA, ROCR, visible_amd, visible_cuda
 from pipeline.serving.planning.target import Target

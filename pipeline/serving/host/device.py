@@ -6,26 +6,11 @@ Device(hardware='cpu', name='AMD EPYC 9654 96-Core Processor')
 
 from __future__ import annotations
 
-import platform
-from dataclasses import asdict, dataclass
-
+from pipeline.machine import Device, Machine, cpu_name
 from pipeline.serving import hardware as accelerators
 from pipeline.serving.host.detect import detect
-from pipeline.serving.host.machine import Machine
 
 _GPU_NAME = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """``hardware`` is a name of the table, ``name`` what the driver or the kernel calls the device."""
-
-    hardware: str
-    name: str
-
-    def to_json(self) -> dict[str, str]:
-        """A plain mapping of the fields."""
-        return asdict(self)
 
 
 def device_here(kind: str, machine: Machine | None = None) -> Device:
@@ -41,12 +26,3 @@ def device_here(kind: str, machine: Machine | None = None) -> Device:
         return Device("cpu", cpu_name(machine))
     told = (machine.run(_GPU_NAME) or "").strip().splitlines() if found.accelerator.kind == "cuda" else []
     return Device(found.hardware, told[0].strip() if told else accelerators.hardware(found.hardware).title)
-
-
-def cpu_name(machine: Machine) -> str:
-    """The CPU's model as the kernel has it; the architecture where it has none."""
-    for line in (machine.text("proc/cpuinfo") or "").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()

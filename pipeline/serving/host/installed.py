@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.machine import Machine
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.host.machine import Machine
 
 # Prints the versions of distributions, and what torch's version.py assigns. find_spec imports no top-level package.
 _ASK = """

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import QuantmintError, UserError
+from pipeline.machine import Machine
 from pipeline.serving.environment import find_vllm
 from pipeline.serving.host.detect import Detected, detect
 from pipeline.serving.host.installed import Installed, installed
-from pipeline.serving.host.machine import Machine
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.planning.target import Target, parse_target
 

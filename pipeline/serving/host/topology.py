@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.serving.host.machine import Machine
+from pipeline.machine import Machine
 
 AMD = 0x1002
 _NODES = "sys/class/kfd/kfd/topology/nodes"

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pipeline.canonical import fingerprint
+from pipeline.machine import Device
 from pipeline.publish.names import require_safe
-from pipeline.serving.host.device import Device
 from pipeline.store.entries import FINGERPRINT, Entry, Record
 
 SCHEMA: Final = 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.serving.host.device import Device, device_here
+from pipeline.machine import Device
+from pipeline.serving.host.device import device_here
 from tests.serving.host import trees
 from tests.serving.host.trees import machine
 

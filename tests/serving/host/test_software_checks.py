@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.machine import Machine
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.host.installed import installed
-from pipeline.serving.host.machine import Machine
 from pipeline.serving.host.subject import Wanted
 from tests.serving.host import trees
 from tests.serving.host.trees import machine

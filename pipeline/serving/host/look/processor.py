@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pipeline.machine import Machine
 from pipeline.serving.host.finding import Outcome, Status
-from pipeline.serving.host.machine import Machine
 from pipeline.serving.host.subject import Subject
 
 _LEAST = 4 << 30  # what vLLM's own processes and a small KV cache take

@@ -10,11 +10,12 @@ Nothing here changes anything.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,6 +120,27 @@ class Machine:
     def glob(self, pattern: str) -> list[Path]:
         """Paths below the root that match, those of numbered names in the order of their numbers."""
         return sorted(self.root.glob(pattern), key=_natural)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """``hardware`` is a name of the table, ``name`` what the driver or the kernel calls the device."""
+
+    hardware: str
+    name: str
+
+    def to_json(self) -> dict[str, str]:
+        """A plain mapping of the fields."""
+        return asdict(self)
+
+
+def cpu_name(machine: Machine) -> str:
+    """The CPU's model as the kernel has it; the architecture where it has none."""
+    for line in (machine.text("proc/cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
