@@ -178,7 +178,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     from pipeline.cost.forecast import forecast
     from pipeline.planning import build_plan, foreseen, missing_stages
     from pipeline.preflight import disk_needed, model_for, predict, require_disk
-    from pipeline.recipe.proof_checks import as_asked
+    from pipeline.recipe.checks import as_asked
     from pipeline.serving.hardware import cautions
     from pipeline.session import open_setting
     from pipeline.stages.gate import policy_of

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.errors import UserError
-from pipeline.recipe.publishing import Hub, Publish, Storage
+from pipeline.recipe.sections import Hub, Publish, Storage
 
 
 def elsewhere(

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import yaml
 
-from pipeline.recipe.publishing import Licence
+from pipeline.recipe.sections import Licence
 
 Redistribution = Literal["yes", "conditions", "no", "unknown"]
 

@@ -8,9 +8,11 @@ lacks, where it may be planned all the same.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,16 @@ from calibration.errors import CalibrationError
 from calibration.sets import load_set
 from eval import suites, workloads
 from eval.errors import DefinitionError
+from eval.suites import Suite
+from eval.throughput import fewest_launches
 from eval.workloads import Workload
 from pipeline.engines.algorithms import algorithm
 from pipeline.errors import UserError
 from pipeline.recipe import modules
 from pipeline.recipe.faults import Fault, YamlPath, did_you_mean
 from pipeline.recipe.load import LoadedRecipe
-from pipeline.recipe.proof_checks import accuracy_faults, throughput_faults
-from pipeline.recipe.widths import InputWidth, input_widths, misfit
+from pipeline.recipe.modules import text_config
+from pipeline.recipe.sections import Evaluation, Gate
 from pipeline.schemes import scheme
 from pipeline.serving import hardware as accelerators
 from pipeline.serving.hardware import refusal
@@ -342,3 +346,108 @@ def _groups(
         found = misfit(widths, divisor, gpus)
         if found is not None:
             yield loaded.fault(path, f"found {name} with {found}, expected a multiple of {divisor} on each GPU")
+
+
+def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
+    """Margins that the suite's items cannot test in as many looks, and scores of tasks that it does not have."""
+    gate = loaded.recipe.gate.accuracy
+    suite = suite.judged_by(gate.margins)
+    if not any(task.gated for task in suite.tasks):
+        yield loaded.fault(("gate", "accuracy", "margins"), "found null for every task that decides, expected one left")
+    asked = as_asked(suite, loaded.recipe.evaluation, loaded.recipe.gate)
+    looks = loaded.recipe.evaluation.looks
+    for sentence in suites.untestable(asked, gate.margin, gate.confidence, gate.power, looks):
+        yield loaded.fault(("gate", "accuracy", "margin"), sentence)
+    known = [task.task for task in suite.tasks]
+    named = [("baseline_score", name) for name in gate.baseline_score] + [("margins", name) for name in gate.margins]
+    for field, name in named:
+        if name not in known:
+            yield loaded.fault(
+                ("gate", "accuracy", field, name),
+                f"found no such task in suite {suite.name}, "
+                f"expected one of {', '.join(known)}{did_you_mean(name, known)}",
+            )
+    answer = max((task.max_gen_tokens or 0 for task in suite.tasks), default=0)
+    if answer >= loaded.recipe.target.max_model_len:
+        yield loaded.fault(
+            ("target", "max_model_len"),
+            f"found {loaded.recipe.target.max_model_len}, expected more than {answer}: "
+            f"suite {suite.name} lets a model answer with that many tokens",
+        )
+
+
+def throughput_faults(loaded: LoadedRecipe, workload: Workload | None) -> Iterator[Fault]:
+    """A promise of speed that nothing measures, or that so few launches cannot show; `workload` where it is known."""
+    gate = loaded.recipe.gate.throughput
+    if gate.min_ratio is None:
+        return
+    promise = ("gate", "throughput", "min_ratio")
+    if loaded.recipe.evaluation.runtime == "reference":
+        found = f"found {gate.min_ratio:g} with evaluation.runtime reference"
+        yield loaded.fault(promise, f"{found}, expected null: that runtime measures no throughput")
+    elif workload is not None and all(math.isfinite(cell.rate or math.inf) for cell in workload.cells):
+        found = f"found {gate.min_ratio:g}, but every cell of workload {workload.name} offers a fixed rate of requests"
+        yield loaded.fault(promise, f"{found}, expected null: latency is what such a load measures")
+    fewest = fewest_launches(gate.confidence)
+    if gate.launches < fewest:
+        yield loaded.fault(
+            ("gate", "throughput", "launches"),
+            f"found {gate.launches}, expected at least {fewest}: with fewer on each side no outcome is significant at "
+            f"{gate.confidence:.0%} confidence, however clear",
+        )
+
+
+def as_asked(suite: Suite, evaluation: Evaluation, gate: Gate) -> Suite:
+    """A suite as a recipe has it asked: no more items than its limit, and as many flips as it expects."""
+    tasks = tuple(
+        replace(
+            task,
+            items=min(task.items, evaluation.limit or task.items),
+            expected_flip_rate=gate.accuracy.expected_flip_rate or task.expected_flip_rate,
+        )
+        for task in suite.tasks
+    )
+    return replace(suite, tasks=tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class InputWidth:
+    """in_features of some modules; `split` where tensor parallelism gives each GPU only its share of them."""
+
+    name: str
+    features: int
+    split: bool
+
+
+def input_widths(config: Mapping[str, Any]) -> tuple[InputWidth, ...]:
+    """The distinct widths that a config.json declares; what it does not declare is left out."""
+    return tuple(_widths(text_config(config)))
+
+
+def misfit(widths: tuple[InputWidth, ...], divisor: int, gpus: int) -> str | None:
+    """Why groups of `divisor` do not fit some width on one or on all GPUs, as what was found; None when all fit."""
+    for width in widths:
+        if width.features % divisor:
+            return f"{width.name} {width.features}"
+        if width.split and width.features % (divisor * gpus):
+            return f"{width.name} {width.features} over {gpus} GPUs"
+    return None
+
+
+def _widths(config: Mapping[str, Any]) -> Iterator[InputWidth]:
+    def number(key: str) -> int:
+        value = config.get(key)
+        return value if isinstance(value, int) else 0
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    if hidden:
+        yield InputWidth("hidden_size", hidden, split=False)
+    for key in ("q_lora_rank", "kv_lora_rank"):
+        if number(key):
+            yield InputWidth(key, number(key), split=False)
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        if number(key):
+            yield InputWidth(key, number(key), split=True)
+    if heads:
+        head = number("v_head_dim") or number("head_dim") or hidden // heads
+        yield InputWidth("num_attention_heads x head_dim", heads * head, split=True)

@@ -1,16 +1,25 @@
-"""The recipe's JSON Schema, which editors complete and check by.
+"""What the schema of recipes says: in JSON for editors, and in words for messages.
 
     # yaml-language-server: $schema=recipe.schema.json
 
-It differs from the models in what one file may leave out: with `extends`, required fields may come from there.
+Every "expected ..." comes from the JSON Schema of the models, so that a message cannot disagree with what editors
+complete. Errors of pydantic become faults here: at file:line:column, with what was found, what was expected and the
+nearest spelling.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline.recipe.faults import Fault, Place, YamlPath, did_you_mean, nearest, shown
 from pipeline.recipe.schema import Recipe
+from pipeline.recipe.yaml_positions import Document
 
 #: Sections whose fields can be inherited one by one.
 _MERGED = {"Quantization": "quantization", "Calibration": "calibration"}
@@ -53,3 +62,142 @@ def schema() -> dict[str, Any]:
 def schema_text() -> str:
     """The schema as it is kept in `recipes/recipe.schema.json`."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+@cache
+def _root() -> dict[str, Any]:
+    return Recipe.model_json_schema()
+
+
+def resolve(fragment: dict[str, Any]) -> dict[str, Any]:
+    """Follow a reference; of `X or null`, take X."""
+    if "anyOf" in fragment:
+        fragment = next(option for option in fragment["anyOf"] if option.get("type") != "null")
+    if "$ref" in fragment:
+        fragment = _root()["$defs"][fragment["$ref"].rpartition("/")[2]]
+    return fragment
+
+
+def at(path: YamlPath) -> dict[str, Any] | None:
+    """The schema of the value at a path; None where the schema has no such place."""
+    fragment: dict[str, Any] | None = _root()
+    for part in path:
+        if fragment is None:
+            return None
+        if isinstance(part, int):
+            fragment = fragment.get("items")
+        else:
+            fragment = fragment.get("properties", {}).get(part) or fragment.get("additionalProperties") or None
+        fragment = resolve(fragment) if isinstance(fragment, dict) else None
+    return fragment
+
+
+def keys(path: YamlPath) -> list[str]:
+    """Keys that the mapping at a path may have."""
+    names = list((at(path) or {}).get("properties", ()))
+    return names if path else [*names, "extends"]
+
+
+def places_of(key: str) -> list[str]:
+    """Dotted names of the fields with this key, anywhere in a recipe."""
+    return [name for name in _fields(_root(), "") if name.rpartition(".")[2] == key]
+
+
+def phrase(path: YamlPath) -> str:
+    """What may stand at a path: "one of fp8, mxfp4", "a whole number of at least 1"."""
+    fragment = at(path) or {}
+    if "enum" in fragment:
+        return f"one of {', '.join(fragment['enum'])}"
+    match fragment.get("type"):
+        case "string" if "pattern" in fragment:
+            return f"text that matches {fragment['pattern'].strip('^$')}"
+        case "string":
+            return "text"
+        case "integer":
+            return "a whole number" + _limits(fragment)
+        case "number":
+            return "a number" + _limits(fragment)
+        case "boolean":
+            return "true or false"
+        case "array":
+            return "a list with at least one item" if fragment.get("minItems") else "a list"
+        case "object" if "properties" in fragment:
+            return f"a mapping with {', '.join(fragment['properties'])}"
+        case "object":
+            return "a mapping"
+        case _:
+            return "another value"
+
+
+def _limits(fragment: dict[str, Any]) -> str:
+    words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "up to", "exclusiveMaximum": "below"}
+    found = [f"{word} {fragment[key]:g}" for key, word in words.items() if key in fragment]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _fields(fragment: dict[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in fragment.get("properties", {}).items():
+        yield prefix + key
+        yield from _fields(resolve(value), f"{prefix}{key}.")
+
+
+def faults_of(error: ValidationError, document: Document) -> list[Fault]:
+    """One fault for each error; `document` is the merged recipe that was validated."""
+    details = error.errors(include_url=False)
+    unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+    # A misspelt key is one fault, not an unknown key with a missing one.
+    misspelt = {(*path[:-1], nearest(path[-1], keys(path[:-1]))) for path in unknown}
+    return [
+        _fault(detail, document)
+        for detail in details
+        if not (detail["type"] == "missing" and detail["loc"] in misspelt)
+    ]
+
+
+def place_of(path: YamlPath, document: Document, *, key: bool = False) -> Place:
+    """Where a path stands: its value, or its key; for what is absent, the nearest mapping that should hold it."""
+    first, second = (document.keys, document.values) if key else (document.values, document.keys)
+    if path in first or path in second:
+        return first.get(path) or second[path]
+    while path and path not in document.keys and path not in document.values:
+        path = path[:-1]
+    return document.keys.get(path) or document.values[path]
+
+
+def _fault(detail: ErrorDetails, document: Document) -> Fault:
+    path: YamlPath = detail["loc"]
+    match detail["type"]:
+        case "missing":
+            return Fault(place_of(path, document), path, f"found nothing, expected {phrase(path)}")
+        case "extra_forbidden":
+            return Fault(place_of(path, document, key=True), path, _unknown(path))
+        case "rule":
+            return _rule(path, detail.get("ctx", {}), detail["input"], document)
+    return Fault(place_of(path, document), path, _mismatch(path, detail["input"]))
+
+
+def _unknown(path: YamlPath) -> str:
+    *parent, key = path
+    valid = keys(tuple(parent))
+    hint = did_you_mean(key, valid)
+    elsewhere = places_of(str(key))
+    if not hint and not parent and len(elsewhere) == 1:
+        hint = f' (did you mean "{elsewhere[0]}"?)'
+    return f"found an unknown key, expected one of {', '.join(sorted(valid))}{hint}"
+
+
+def _rule(path: YamlPath, context: Mapping[str, Any], value: Any, document: Document) -> Fault:
+    if context["at"]:
+        path = (*path, context["at"])
+        value = value[context["at"]]
+    found, expected = context["found"] or shown(value), context["expected"]
+    hint = did_you_mean(value, (at(path) or {}).get("enum", ()))
+    return Fault(place_of(path, document), path, f"found {found}, expected {expected}{hint}")
+
+
+def _mismatch(path: YamlPath, value: Any) -> str:
+    fragment = at(path) or {}
+    expected = phrase(path)
+    if fragment.get("type") == "string" and isinstance(value, bool | int | float):
+        expected += " (put it in quotes)"
+    return f"found {shown(value)}, expected {expected}{did_you_mean(value, fragment.get('enum', ()))}"

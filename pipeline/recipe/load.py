@@ -23,8 +23,8 @@ from pydantic import ValidationError
 
 from pipeline.errors import RecipeError, UserError
 from pipeline.recipe.faults import OPTIONS, Fault, Place, YamlPath, nearest, refuse, shown, shown_path
+from pipeline.recipe.json_schema import faults_of, place_of
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.translate import faults_of, place_of
 from pipeline.recipe.yaml_positions import Document, Dumper, read
 
 _OWN = ("name", "description", "extends")

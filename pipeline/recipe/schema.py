@@ -20,10 +20,7 @@ from calibration.errors import CalibrationError
 from calibration.observers import ExpertTokens, Observation, ObserverName
 from calibration.sets import load_set
 from pipeline import schemes
-from pipeline.recipe.proof import Evaluation, Gate, Tracking
-from pipeline.recipe.publishing import Publish
-from pipeline.recipe.refreshing import Refresh
-from pipeline.recipe.section import PRINTABLE, Section, wrong
+from pipeline.recipe.sections import PRINTABLE, Evaluation, Gate, Publish, Refresh, Section, Tracking, wrong
 from pipeline.schemes import Engine, Format
 from pipeline.serving import hardware
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 from pipeline.canonical import ABSENT, Json, difference
 from pipeline.publish.manifest import Manifest
 from pipeline.recipe.faults import YamlPath
-from pipeline.recipe.refreshing import Cause
+from pipeline.recipe.sections import Cause
 
 RECIPE: Final = "recipe"
 """The ``stage`` of a change that is a line of the recipe."""

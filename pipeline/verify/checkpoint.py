@@ -14,8 +14,8 @@ from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.inspection.structure import check_structure as structure_findings
 from pipeline.model.select import select
 from pipeline.publish.release import RECIPE
+from pipeline.recipe.json_schema import faults_of
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.translate import faults_of
 from pipeline.recipe.yaml_positions import parse
 from pipeline.verify.check import Check, fails, judged, not_checked
 from pipeline.verify.subject import Subject, UnknownModelError

@@ -11,7 +11,7 @@ from eval import prompts
 from eval.canary import Answer, CanaryAnswers, CanaryPolicy, compare, judge
 from eval.verdict import Verdict
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.proof import CanaryGate
+from pipeline.recipe.sections import CanaryGate
 from tests.served.cases import MODEL, Case, make_case
 
 torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from pipeline.publish.hub.target import HubTarget
 from pipeline.publish.release import Release
 from pipeline.publish.storage import StorageTarget
 from pipeline.publish.target import Target
-from pipeline.recipe.publishing import Hub
+from pipeline.recipe.sections import Hub
 from tests.hub.standin import Fault, HubStandIn
 from tests.publish.conftest import Bucket, MakeRelease, bucket, s3_server
 

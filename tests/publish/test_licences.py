@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.publish.licences import refusal, table, terms
-from pipeline.recipe.publishing import Licence
+from pipeline.recipe.sections import Licence
 
 LLAMA = {"license": "llama3.3"}
 ACCEPTED = Licence(accepted=True)

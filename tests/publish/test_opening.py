@@ -14,7 +14,7 @@ from pipeline.publish.folder import FolderTarget
 from pipeline.publish.hub.target import HubTarget
 from pipeline.publish.opening import open_target, published_folder, serving_name, targets_of
 from pipeline.publish.storage import StorageTarget
-from pipeline.recipe.publishing import Publish
+from pipeline.recipe.sections import Publish
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import LoadedRecipe, load_recipe
+from pipeline.recipe.load import LoadedRecipe, load_recipe
 
 Write = Callable[..., Path]
 

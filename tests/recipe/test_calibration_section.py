@@ -10,8 +10,8 @@ import pytest
 
 from calibration.observers import Observation
 from pipeline.errors import RecipeError
-from pipeline.recipe import LoadedRecipe
 from pipeline.recipe.checks import check
+from pipeline.recipe.load import LoadedRecipe
 
 Load = Callable[[str], LoadedRecipe]
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import LoadedRecipe, refuse
 from pipeline.recipe.checks import check, check_run
+from pipeline.recipe.faults import refuse
+from pipeline.recipe.load import LoadedRecipe
 
 Load = Callable[[str], LoadedRecipe]
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"

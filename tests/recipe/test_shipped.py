@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import recipes
-from pipeline.recipe import load_recipe, recipe_names
 from pipeline.recipe.checks import check, check_run
 from pipeline.recipe.json_schema import schema, schema_text
+from pipeline.recipe.load import load_recipe, recipe_names
 from pipeline.recipe.yaml_positions import parse, read
 
 RECIPES = Path(recipes.__path__[0])

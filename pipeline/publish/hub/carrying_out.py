@@ -18,7 +18,7 @@ from pipeline.publish.hub.upload import upload
 from pipeline.publish.manifest import ManifestError, decode
 from pipeline.publish.release import MANIFEST, SIGNATURE, Release
 from pipeline.publish.target import Published
-from pipeline.recipe.publishing import Hub
+from pipeline.recipe.sections import Hub
 
 
 def publish(client: Client, release: Release, section: Hub | None, *, candidate: bool) -> Published:

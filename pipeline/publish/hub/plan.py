@@ -18,7 +18,7 @@ from pipeline.publish.hub.settings import changes, is_listed
 from pipeline.publish.hub.tree import Remote, differences, has_identity, is_same, some, tree
 from pipeline.publish.release import MANIFEST, Release
 from pipeline.publish.target import Operation
-from pipeline.recipe.publishing import Hub
+from pipeline.recipe.sections import Hub
 
 
 @dataclass(frozen=True, slots=True)

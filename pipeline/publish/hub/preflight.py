@@ -15,7 +15,7 @@ from pipeline.publish.hub.tree import content, tree
 from pipeline.publish.hub.upload import is_small
 from pipeline.publish.names import require_safe
 from pipeline.publish.release import CARD, MANIFEST, Release
-from pipeline.recipe.publishing import Hub
+from pipeline.recipe.sections import Hub
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard

@@ -11,7 +11,7 @@ from typing import Final
 from pipeline.errors import UserError
 from pipeline.publish.hub.client import Client
 from pipeline.publish.hub.repository import Repository
-from pipeline.recipe.publishing import Hub
+from pipeline.recipe.sections import Hub
 
 PUBLIC: Final = "public"
 _SLUG: Final = re.compile(r"[^/\s]+/\S+-[0-9a-f]{24}")

@@ -23,7 +23,7 @@ from pipeline.publish.hub.plan import by_request, operations, plan
 from pipeline.publish.hub.preflight import preflight, require_access
 from pipeline.publish.release import Release
 from pipeline.publish.target import Listed, Operation, Published
-from pipeline.recipe.publishing import Hub
+from pipeline.recipe.sections import Hub
 
 
 @dataclass(frozen=True, slots=True)

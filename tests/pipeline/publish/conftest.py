@@ -16,7 +16,7 @@ from pipeline.canonical import fingerprint
 from pipeline.publish import manifest as manifests
 from pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
 from pipeline.publish.release import CARD, MANIFEST, SIGNATURE, File, tag_of
-from pipeline.recipe.publishing import Publish
+from pipeline.recipe.sections import Publish
 from pipeline.stage import Job, Setting
 from pipeline.stages.gate import checkpoint_digest
 from pipeline.stages.publish import PublishStage

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.publish.admission import require_admission
-from pipeline.recipe.publishing import Hub, Licence, Publish, Storage
+from pipeline.recipe.sections import Hub, Licence, Publish, Storage
 from pipeline.stage import Setting
 from tests.hub.standin import HubStandIn
 

@@ -12,7 +12,7 @@ from pipeline.publish.card.facts import Base, Calibrated, CardFacts, Made
 from pipeline.publish.card.launches import launches
 from pipeline.publish.licences import terms
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.publishing import Licence
+from pipeline.recipe.sections import Licence
 from pipeline.schemes import scheme
 from pipeline.serving.model.facts import as_quantized, model_facts
 from tests.eval.report import made as reports

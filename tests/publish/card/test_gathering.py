@@ -13,7 +13,7 @@ import pytest
 from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.publish.card import CardFacts, eval_results, render
 from pipeline.publish.card.gathering import gather, settings
-from pipeline.recipe.publishing import Publish
+from pipeline.recipe.sections import Publish
 from pipeline.session import open_setting
 from pipeline.stage import Job, Setting
 from pipeline.store.disk import sha256_of

@@ -10,7 +10,7 @@ import pytest
 from pipeline.publish.card import CardFacts, render
 from pipeline.publish.card.metadata import front_matter, metadata
 from pipeline.publish.licences import terms
-from pipeline.recipe.publishing import Licence
+from pipeline.recipe.sections import Licence
 from tests.hub.standin import HubStandIn
 from tests.publish.card import made
 

@@ -14,7 +14,7 @@ from pipeline.progress import PlainReporter
 from pipeline.publish.hub.target import HubTarget
 from pipeline.publish.release import Release
 from pipeline.publish.target import Published
-from pipeline.recipe.publishing import Hub
+from pipeline.recipe.sections import Hub
 from tests.hub.standin import HubStandIn
 
 REPO = "my-org/tiny"

@@ -1,0 +1,374 @@
+"""What a recipe says about its proof, its publication and its upkeep, and what all of its sections share.
+
+evaluation: {suite: core}
+gate:
+  accuracy: {margin: 0.01}
+  throughput: {min_ratio: 1.1, launches: 4}
+publish: {folder: published}
+refresh: {schedule: 0 3 * * 6}
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from eval.gate import Policy
+    from eval.suites import Suite
+
+
+PRINTABLE = r"^[^\x00-\x1f]+$"
+"""Pattern of paths and addresses: none can hold the rest."""
+
+
+def wrong(expected: str, *, found: str = "", at: str = "") -> PydanticCustomError:
+    """A fault of a rule: `found` stands for the value itself where it is empty, `at` for a field below it."""
+    return PydanticCustomError("rule", "expected {expected}", {"found": found, "expected": expected, "at": at})
+
+
+class Section(BaseModel):
+    """What all sections share: no unknown keys, no silent conversion, no change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Runtime = Literal["vllm", "reference"]
+
+
+class Evaluation(Section):
+    """How good the checkpoint is: the tasks that the baseline and the candidate both answer."""
+
+    suite: str = Field(default="core", description="Name of a suite in eval/suites.")
+    limit: int | None = Field(
+        default=None, ge=1, description="Use at most so many items of each task, drawn by the seed (null: all of them)."
+    )
+    concurrency: int = Field(default=32, ge=1, description="Requests in flight.")
+    runtime: Runtime = Field(
+        default="vllm",
+        description="What answers. vllm: the server that will serve the checkpoint. reference: transformers with the "
+        "weights that the bytes stand for, activations and KV cache rounded as the format says; for formats that no "
+        "vLLM here loads. It measures no throughput, and the verdict names it.",
+    )
+    looks: int = Field(
+        default=4,
+        ge=1,
+        le=20,
+        description="How often a task's items are judged while they are asked: a clear case stops early, by an "
+        "alpha-spending boundary that keeps the error rates. 1: only at the end.",
+    )
+    control: int | None = Field(
+        default=500,
+        ge=20,
+        description="Items of each task that the baseline answers a second time: how many answers change by "
+        "themselves (null: none).",
+    )
+    seed: int = Field(default=1234, ge=0, description="Seed of the order of items and of few-shot examples.")
+
+
+class AccuracyGate(Section):
+    """How much accuracy may be lost, and how sure the gate must be."""
+
+    margin: float = Field(
+        default=0.01, gt=0, lt=1, description="Largest loss that is accepted, as a fraction: 0.01 is one point."
+    )
+    margins: dict[str, Annotated[float, Field(gt=0, lt=1)] | None] = Field(
+        default_factory=dict,
+        description="Margins of single tasks in place of the suite's, relative for a perplexity (0.02: two per cent "
+        "more); null: the task is shown and does not decide.",
+    )
+    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of the one-sided bound.")
+    power: float = Field(
+        default=0.8,
+        ge=0.5,
+        lt=1,
+        description="Chance that a lossless checkpoint passes; a suite too small for it is refused.",
+    )
+    expected_flip_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of items whose score changes (null: what the suite expects of each task).",
+    )
+    baseline_score: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="Score that the 16-bit baseline is known to reach, by task (a perplexity for perplexity tasks); "
+        "where it is elsewhere, nothing is judged.",
+    )
+    baseline_tolerance: float = Field(
+        default=0.03,
+        gt=0,
+        lt=1,
+        description="How far from it the baseline may be, beside its sampling error; relative for a perplexity.",
+    )
+
+
+class CanaryGate(Section):
+    """What a checkpoint must show before the long evaluation: it says much the same as its baseline, token by token."""
+
+    # These stop what is broken; whether something coarse is good enough is the evaluation's to say. Published for
+    # 4-bit weights (IQ4_XS): 90 % and 0.04 nats; for 2-bit weights of a 4B model (IQ2_S): 70 % and 0.6 nats (llama.cpp,
+    # pull requests 12557 and 19661). The embedded model of four layers: 74 to 82 % and 0.1 nats with MXFP4 rounded to
+    # nearest; with the scales of one layer doubled 47 to 66 % and 0.7 to 1.2 nats, with four times those 13 to 46 %
+    # and 1.8 to 2.6 nats.
+    min_agreement: float = Field(
+        default=0.7,
+        ge=0,
+        le=1,
+        description="Least share of positions whose likeliest token is the baseline's, on held-out prompts.",
+    )
+    max_kl: float = Field(
+        default=0.5, gt=0, description="Largest mean KL divergence of the next token from the baseline's, in nats."
+    )
+
+
+class ThroughputGate(Section):
+    """How fast the checkpoint must be, on the target's hardware."""
+
+    min_ratio: float | None = Field(
+        default=1.0,
+        gt=0,
+        description="Least ratio of the candidate's output tokens/s to the 16-bit baseline's. Above 1: this gain and a "
+        "significant one. Up to 1: no slower than this, shown by an equivalence test. null: shown only.",
+    )
+    launches: int = Field(
+        default=4,
+        ge=1,
+        le=20,
+        description="Fresh launches of the server on each side, in the order ABBA BAAB. Three are the fewest that an "
+        "exact test can decide by at 95 %.",
+    )
+    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of the exact one-sided rank test.")
+
+
+class Gate(Section):
+    """What a checkpoint must show before it is published."""
+
+    accuracy: AccuracyGate = Field(default_factory=AccuracyGate, description="Loss of accuracy that is accepted.")
+    canary: CanaryGate = Field(default_factory=CanaryGate, description="What stops a broken checkpoint in a minute.")
+    throughput: ThroughputGate = Field(default_factory=ThroughputGate, description="Speed that is required.")
+
+    def policy(self, suite: Suite, hardware: str) -> Policy:
+        """The limits of a judgement, on a suite that has its margins; speed is promised of `hardware`."""
+        from eval.canary import CanaryPolicy
+        from eval.gate import Policy
+
+        rate = self.accuracy.expected_flip_rate
+        return Policy.for_suite(
+            suite,
+            margin=self.accuracy.margin,
+            confidence=self.accuracy.confidence,
+            power=self.accuracy.power,
+            baseline_score=dict(self.accuracy.baseline_score),
+            baseline_tolerance=self.accuracy.baseline_tolerance,
+            canary=CanaryPolicy(self.canary.min_agreement, self.canary.max_kl),
+            min_ratio=self.throughput.min_ratio,
+            launches=self.throughput.launches,
+            throughput_confidence=self.throughput.confidence,
+            hardware=hardware,
+            **({} if rate is None else {"expected_flip_rate": rate}),
+        )
+
+
+class Tracking(Section):
+    """Where the figures of a run are logged, beside the report."""
+
+    mlflow: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Tracking URI of an MLflow server (null: none). A key for it is read from MLflow's own variables.",
+    )
+    experiment: str = Field(default="quantmint", min_length=1, description="Experiment that the runs are put into.")
+
+    @field_validator("mlflow")
+    @classmethod
+    def _no_key(cls, value: str | None) -> str | None:
+        if value is not None and "@" in value.partition("//")[2].partition("/")[0]:
+            raise wrong(
+                "none: MLflow reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+                found="a user or a password in an address",
+            )
+        return value
+
+
+def _without_credentials(address: object) -> object:
+    if isinstance(address, str) and "@" in address:
+        # The message must not repeat what it refuses.
+        raise wrong("an address without credentials, which come from the environment", found="an address with an @")
+    return address
+
+
+Address = Annotated[str, BeforeValidator(_without_credentials)]
+
+
+class Hub(Section):
+    """A repository of the Hugging Face Hub, or of a server that speaks its protocol (HF_ENDPOINT)."""
+
+    repo: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Repository as organisation/name; it is created if it is not there.",
+    )
+    private: bool = Field(default=True, description="Only members of the organisation see it.")
+    gated: Literal["auto", "manual"] | None = Field(
+        default=None,
+        description="Readers share their address first, and are let in automatically or by hand (null: not gated).",
+    )
+    via: Literal["commit", "pull-request"] = Field(
+        default="commit",
+        description="commit: one commit. pull-request: one commit on a pull request, verified there and then merged.",
+    )
+    collection: str | None = Field(
+        default=None,
+        min_length=1,
+        pattern=PRINTABLE,
+        description="Collection that lists the repository: its slug (organisation/title-id), or a title of one of the "
+        "organisation's, which is created if it is not there.",
+    )
+
+
+class Storage(Section):
+    """A bucket or a file system that fsspec reaches; S3 and what is compatible with it."""
+
+    url: Address = Field(
+        pattern=r"^[a-z][a-z0-9+.-]*://[^\x00-\x1f?#]+$",
+        description="Prefix that receives a subfolder with the recipe's name: s3://bucket/prefix. Credentials come "
+        "from the environment or the provider's own files, never from here.",
+    )
+    endpoint: Address | None = Field(
+        default=None,
+        pattern=r"^https?://[^\x00-\x20]+$",
+        description="Address of an S3-compatible server (null: AWS, or what AWS_ENDPOINT_URL says).",
+    )
+
+
+class Signing(Section):
+    """Who vouches for what is published: a key, or an identity."""
+
+    key: str | None = Field(
+        default=None,
+        min_length=1,
+        pattern=PRINTABLE,
+        description="PEM file with an elliptic-curve private key, relative to this file; its passphrase is read from "
+        "QUANTMINT_SIGNING_PASSPHRASE.",
+    )
+    keyless: bool = Field(
+        default=False,
+        description="Sign with the identity of the workload or person through Sigstore; needs a network.",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Signing:
+        if (self.key is not None) == self.keyless:
+            found = "both" if self.keyless else "neither"
+            raise wrong("a key or `keyless: true`", found=found)
+        return self
+
+
+class Licence(Section):
+    """What the source's own card does not say, or asks to be agreed to."""
+
+    id: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9][a-z0-9.-]*$",
+        description="Identifier of the licence as the Hub writes it: apache-2.0, llama3.3, ... (null: the source's).",
+    )
+    link: str | None = Field(
+        default=None, pattern=r"^(https://[^\x00-\x20]+|LICENSE[A-Za-z0-9._-]*)$", description="Where its text is."
+    )
+    accepted: bool = Field(
+        default=False,
+        description="The conditions of the source's licence on passing on what is made from it are known and met; "
+        "asked for where a licence has such conditions.",
+    )
+
+
+class Publish(Section):
+    """Where a checkpoint that passed goes."""
+
+    folder: str | None = Field(
+        default="published",
+        min_length=1,
+        pattern=PRINTABLE,
+        description="Folder that receives a subfolder with the recipe's name; relative to where the run starts "
+        "(null: no folder).",
+    )
+    hub: Hub | None = Field(default=None, description="Repository of the Hub (null: none).")
+    storage: Storage | None = Field(default=None, description="Bucket (null: none).")
+    to: Literal["release", "candidate"] = Field(
+        default="release",
+        description="release: it is what readers get at once. candidate: it waits beside what they get for "
+        "`quantmint promote`.",
+    )
+    keep: int | None = Field(
+        default=None,
+        ge=1,
+        description="Releases that stay; older ones are removed after a publication, never the current one or a "
+        "candidate (null: all stay).",
+    )
+    sign: Signing | None = Field(default=None, description="Signature over all files (null: none).")
+    licence: Licence = Field(default_factory=Licence, description="Terms of the source, where its card is silent.")
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> Publish:
+        if self.folder is None and self.hub is None and self.storage is None:
+            raise wrong("a folder, a hub or a storage", found="none of them")
+        return self
+
+
+Cause = Literal["base", "dataset", "recipe", "toolchain", "serving"]
+"""What can change between two releases of a recipe."""
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+
+def _cron(expression: str) -> str:
+    from pipeline.schedule.cron import fault_of
+
+    fault = fault_of(expression)
+    if fault is not None:
+        raise wrong(f"a cron expression of five fields ({fault})")
+    return expression
+
+
+def _zone(name: str) -> str:
+    from zoneinfo import ZoneInfo, available_timezones
+
+    from pipeline.recipe.faults import did_you_mean
+
+    try:
+        ZoneInfo(name)
+    except (KeyError, ValueError, OSError):
+        near = did_you_mean(name, sorted(available_timezones()))
+        raise wrong(f"a time zone of the IANA database, such as Europe/Paris{near}") from None
+    return name
+
+
+class Refresh(Section):
+    """When `quantmint schedule` looks whether the recipe is due, and what `requantize` may spend on it."""
+
+    schedule: Annotated[str, AfterValidator(_cron)] | None = Field(
+        default=None,
+        description="Cron expression of five fields (minute, hour, day of month, month, day of week), with Debian "
+        "cron's meaning: 0 3 * * 6 (null: only when somebody asks).",
+    )
+    timezone: Annotated[str, AfterValidator(_zone)] = Field(
+        default="UTC", description="Time zone of the expression, by its IANA name: Europe/Berlin."
+    )
+    missed: Literal["run", "skip"] = Field(
+        default="run",
+        description="A time at which no scheduler ran. run: once, when one runs again, however many were missed. skip: "
+        "the next time is waited for.",
+    )
+    triggers: tuple[Cause, ...] = Field(
+        default=CAUSES,
+        strict=False,
+        min_length=1,
+        description="What makes it due. base: a new commit of the model. dataset: of a calibration or evaluation "
+        "set. recipe: the recipe itself. toolchain: quantmint or a library that shapes bytes or scores. serving: vLLM, "
+        "its image or the launch plan.",
+    )
+    priority: int = Field(default=0, ge=-100, le=100, description="What is due is run highest first, then by name.")
+    max_hours: float | None = Field(
+        default=None, gt=0, description="Hours that one attempt may take before it is ended (null: no limit)."
+    )
