@@ -19,10 +19,10 @@ _COMMANDS = {
     "quantize": ("quantize", "Make", "Quantize one model without a recipe."),
     "submit": ("submit", "Make", "Run a recipe on Slurm, Kubernetes or a Ray cluster."),
     "inspect": ("quantize", "Prove", "Prove a quantized checkpoint's structure, anybody's."),
-    "gate": ("gate", "Prove", "Judge again from a record, or from what was published."),
+    "gate": ("judge", "Prove", "Judge again from a record, or from what was published."),
     "report": ("report", "Prove", "Print where a recipe's report is."),
     "compare": ("compare", "Prove", "Put checkpoints side by side: accuracy, size, throughput."),
-    "verify": ("verify", "Prove", "Check all that a release says, with nothing but what was published."),
+    "verify": ("judge", "Prove", "Check all that a release says, with nothing but what was published."),
     "serve": ("serve", "Serve", "Serve a model with the knobs that its hardware calls for, or print the launch."),
     "tune": ("tune", "Serve", "Measure which knobs serve a model best, and print them for its recipe."),
     "doctor": ("doctor", "Serve", "Check whether this machine is ready to serve."),
@@ -40,8 +40,8 @@ _COMMANDS = {
     "schema": ("recipes", "Look", "Print the JSON Schema of recipes."),
     "explain": ("run", "Look", "Say why each stage would run again."),
     "runs": ("run", "Look", "List past runs."),
-    "site": ("site", "Look", "Render an index of all runs, with their reports."),
-    "track": ("track", "Look", "Log a finished run to MLflow."),
+    "site": ("report", "Look", "Render an index of all runs, with their reports."),
+    "track": ("report", "Look", "Log a finished run to MLflow."),
     "gc": ("run", "Look", "Remove store entries that no recent run uses."),
 }
 

@@ -1,4 +1,4 @@
-"""quantmint report RECIPE_OR_PATH"""
+"""quantmint report, site, track: what runs came to, as files, as an index of all, and in an experiment tracker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS = ("html", "markdown", "junit", "json")
 @vllm_option
 @store_option
 @json_option
-def command(subject: str, form: str, output: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> int:
+def report(subject: str, form: str, output: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> int:
     """Show the report of a recipe, of a published folder or of an entry of the store.
 
     Of a recipe it is that of its current state; where that has none, of its last run, which is then said.
@@ -86,3 +86,60 @@ def _folder(subject: str, vllm: str | None, store_path: Path) -> Path:
     since = f"`quantmint explain {subject}` says what changed since"
     click.echo(f"this is the report of the run of {run.started}; {since}", err=True)
     return entry.path
+
+
+@click.command(name="site")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("site"),
+    show_default=True,
+    help="Folder of the site; what is there is brought up to date.",
+)
+@store_option
+@json_option
+def site(output: Path, store_path: Path, as_json: bool) -> int:
+    """Render an index of all runs with their reports: plain files for any web server, or to be opened from the disk.
+
+    Runs that the store has forgotten stay in the index; delete the folder to begin anew.
+    """
+    from pipeline.progress import reporter_for
+    from pipeline.recipe.faults import shown_path
+    from pipeline.site.build import INDEX, build
+    from pipeline.store.tree import Store
+
+    reporter = reporter_for(json=as_json)
+    built = build(output, Store(store_path, on_warning=reporter.warn), on_warning=reporter.warn)
+    page = (output / INDEX).resolve()
+    if as_json:
+        emit({"page": str(page), "copied": built.copied, "runs": [row.to_json() for row in built.rows]})
+        return 0
+    click.echo(f"{len(built.rows)} runs, {built.copied} new reports")
+    click.echo(f"page  {shown_path(page)}")
+    return 0
+
+
+@click.command(name="track")
+@click.argument("finished", metavar="PATH_OR_RECIPE")
+@click.option("--mlflow", "uri", required=True, metavar="URI", help="MLflow's tracking server: http://host:5000.")
+@click.option("--experiment", default="quantmint", show_default=True, help="Experiment that the run is put into.")
+@store_option
+@json_option
+def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: bool) -> int:
+    """Log a finished run to MLflow: its recipe, figures, verdict and report. What is there already stays as it is.
+
+    PATH_OR_RECIPE is a published folder, a report.json, a report in the store, or the name of a recipe that was run.
+    A key is read from MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+    """
+    from pipeline.finished import find
+    from pipeline.store.tree import Store
+    from pipeline.tracking.content import content_of
+    from pipeline.tracking.mlflow_server import log
+
+    content = content_of(find(finished, Store(store_path)))
+    logged = log(content, uri, experiment)
+    if as_json:
+        emit({"run_id": logged.run_id, "experiment": experiment, "new": logged.new, "fingerprint": content.fingerprint})
+    else:
+        click.echo(f"{'logged' if logged.new else 'was logged before:'} {content.name}, run {logged.run_id}")
+    return 0

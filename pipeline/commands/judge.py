@@ -1,0 +1,292 @@
+"""quantmint gate, verify: a verdict from its recorded numbers, a release from what was published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from eval import record
+from eval.accuracy import Accuracy
+from eval.errors import MeasurementError
+from eval.gate import GateReport, Headline, Policy, changes, judge
+from eval.report.summary import worst_first
+from eval.throughput import Throughput
+from eval.verdict import Verdict
+from pipeline.commands.options import emit, json_option, store_option
+from pipeline.commands.tables import paragraph, table, terminal
+
+if TYPE_CHECKING:
+    from pipeline.store.tree import Store
+    from pipeline.verify.check import Check
+
+_SHOWN = 8  # details of a check that are printed
+
+
+_FRACTION = click.FloatRange(0, 1, min_open=True, max_open=True)
+
+
+@click.command(name="gate")
+@click.argument("subject", metavar="PATH_OR_RECIPE")
+@click.option("--margin", type=_FRACTION, help="Judge by this margin on every gated task; 0.01 is one point.")
+@click.option(
+    "--confidence",
+    type=click.FloatRange(0.5, 1, max_open=True),
+    help="Judge at this confidence, of accuracy and of throughput.",
+)
+@click.option(
+    "--min-ratio",
+    type=click.FloatRange(0, min_open=True),
+    help="Judge by this ratio to the baseline's output tokens/s.",
+)
+@store_option
+@json_option
+def gate(
+    subject: str,
+    margin: float | None,
+    confidence: float | None,
+    min_ratio: float | None,
+    store_path: Path,
+    as_json: bool,
+) -> int:
+    """Judge again from the recorded numbers, by the recorded limits or by your own.
+
+    PATH_OR_RECIPE is a published folder, a gate.json or its folder, a report in the store, the name of a recipe that
+    was run, or a release elsewhere (org/name[@TAG], s3://bucket/prefix/name[@TAG]), of which only the evidence is
+    fetched. Nothing of the recorded verdict is used; whether it is the same is said. Ends with the verdict's exit code.
+    """
+    from pipeline.errors import UserError
+    from pipeline.store.tree import Store
+
+    file = _record_of(subject, Store(store_path), as_json=as_json)
+    try:
+        measurements, recorded = record.read(file)
+    except MeasurementError as error:
+        hint = "A record is a gate.json with the samples/ that were written beside it."
+        raise UserError(str(error), hint=hint) from None
+    policy = _own(recorded.policy, margin, confidence, min_ratio)
+    own = policy != recorded.policy
+    report = judge(measurements, policy)
+    differences = () if own else changes(recorded, report)
+    if as_json:
+        facts = {
+            "path": str(file),
+            "judged_by": "your policy" if own else "the recorded policy",
+            "recorded": recorded.verdict.value,
+            "differences": list(differences),
+        }
+        emit({**facts, **report.to_json()})
+    else:
+        print_judgement(report, recorded, file, own=own, differences=differences)
+    return report.verdict.exit_code
+
+
+def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
+    """The record that a person named. Raises `UserError` where there is none."""
+    from eval.report.model import DATA
+    from pipeline import finished
+    from pipeline.errors import UserError
+    from pipeline.progress import reporter_for
+    from pipeline.publish.release import EVIDENCE
+    from pipeline.stages.gate import GATE
+    from pipeline.verify.place import record_of
+
+    elsewhere = record_of(subject, reporter_for(json=as_json))
+    path = Path(subject) if elsewhere is None else elsewhere
+    if path.is_file() and path.name != DATA:
+        return path
+    places = [path / GATE, path / EVIDENCE / GATE]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None and not (path.is_dir() and not (path / DATA).is_file()):
+        found = finished.find(subject, store).gate
+    if found is None:
+        hint = "quantmint writes one into stage gate's entry of the store, and beside what it publishes."
+        raise UserError(f"{subject}: found no {GATE}, neither there nor in {EVIDENCE}/.", hint=hint)
+    return found
+
+
+def _own(policy: Policy, margin: float | None, confidence: float | None, min_ratio: float | None) -> Policy:
+    if margin is not None:
+        policy = replace(policy, margins=dict.fromkeys(policy.margins, margin))
+    if confidence is not None:
+        policy = replace(policy, confidence=confidence, throughput_confidence=confidence)
+    return policy if min_ratio is None else replace(policy, min_ratio=min_ratio)
+
+
+_COLOURS = {
+    Verdict.PASS: "green",
+    Verdict.INCONCLUSIVE: "yellow",
+    Verdict.FAIL: "red",
+    Verdict.INVALID: "magenta",
+}
+
+
+def print_judgement(
+    report: GateReport, recorded: GateReport, path: Path, *, own: bool, differences: Sequence[str]
+) -> None:
+    """The first screen of a report, in text; `own` says that the limits are not the recorded ones."""
+    word = click.style(report.verdict.value, fg=_COLOURS[report.verdict], bold=True)
+    click.echo(f"{word}  checkpoint {report.artefact}")
+    click.echo(f"measured with {report.runtime} on {report.device or 'unknown device'} ({report.hardware})")
+    if own:
+        click.echo(f"judged by your policy; by its own, {path} says {recorded.verdict.value}")
+    elif differences:
+        click.echo(click.style(f"{path} does not follow from its own numbers:", fg="red", bold=True))
+        for difference in differences:
+            click.echo(f"  {difference}")
+    else:
+        click.echo(f"judged by its own policy; {path} says the same")
+    click.echo()
+    console = terminal()
+    for finding in worst_first(report.findings):
+        label = f" {finding.label}" if finding.label else ""
+        click.echo(paragraph(console, f"  {finding.verdict.value + label:<12} ", f"{finding.kind}: {finding.reason}"))
+    if report.accuracy:
+        _print_accuracy(console, report.accuracy)
+    if report.throughput:
+        _print_throughput(console, report.throughput)
+    if report.headlines:
+        _print_headlines(console, report.headlines)
+
+
+def _print_accuracy(console: Console, results: Sequence[Accuracy]) -> None:
+    interval = f"{results[0].confidence:.0%} interval"
+    numbers = ("items", "baseline", "candidate", "change", interval, "recovery")
+    rows = table("task", *numbers, right=numbers)
+    for result in results:
+        level = "{:.4g}" if result.kind == "perplexity" else "{:.2%}"
+        rows.add_row(
+            escape(result.task),
+            f"{result.items:,}",
+            level.format(result.baseline),
+            level.format(result.candidate),
+            f"{100 * result.difference:+.2f}",
+            f"{100 * result.interval_low:+.2f}…{100 * result.interval_high:+.2f}",
+            "-" if result.recovery is None else f"{result.recovery:.1%}",
+        )
+    console.print(rows)
+
+
+def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
+    numbers = ("launches", "baseline tok/s", "candidate", "ratio", "interval")
+    rows = table("cell", *numbers, right=numbers)
+    for cell in cells:
+        before, after = cell.launches
+        rows.add_row(
+            escape(cell.cell),
+            f"{before}" if before == after else f"{before}, {after}",
+            f"{cell.baseline:,.0f}",
+            f"{cell.candidate:,.0f}",
+            f"{cell.ratio:.3f}",
+            f"{cell.ratio_low:.3f}…{cell.ratio_high:.3f}" if cell.repeated else "-",
+        )
+    console.print(rows)
+
+
+def _print_headlines(console: Console, headlines: Sequence[Headline]) -> None:
+    rows = table("the guides say", "factor", "here", "source", right=("factor", "here"))
+    for headline in headlines:
+        rows.add_row(
+            escape(headline.title),
+            f"{'up to ' if headline.upto else ''}{headline.promised:g}",
+            "not measured" if headline.measured is None else f"{headline.measured:.2f}",
+            escape(headline.source),
+        )
+    console.print(rows)
+
+
+@click.command(name="verify")
+@click.argument("subject", metavar="REPO_OR_PATH")
+@click.option(
+    "--key", type=click.Path(path_type=Path), help="PEM file with the public key of whom you trust to publish it."
+)
+@click.option("--identity", help="Whom you trust, where it was signed without a key: an address or a workflow's URL.")
+@click.option("--issuer", help="Who vouches for that identity: the OpenID provider's URL.")
+@click.option("--unsigned", is_flag=True, help="Accept a release that nobody vouches for.")
+@click.option("--revision", help="Tag of the release, also as REPO@TAG (default: the current one).")
+@click.option(
+    "--remote",
+    is_flag=True,
+    help="Of a repository of the Hub: fetch no weights. Their digests are the Hub's word, their numbers unchecked.",
+)
+@json_option
+def verify_release(
+    subject: str,
+    key: Path | None,
+    identity: str | None,
+    issuer: str | None,
+    unsigned: bool,
+    revision: str | None,
+    remote: bool,
+    as_json: bool,
+) -> int:
+    """Check everything that can be checked of a release, with nothing but what was published.
+
+    REPO_OR_PATH is a folder, a repository (org/name, org/name@TAG), or a bucket (s3://bucket/prefix/name). Every file
+    is hashed, the signature and the provenance are followed, the checkpoint is inspected and the gate judges again.
+
+    Ends with 0 when everything holds, with 1 when something does not, with 3 when nothing fails but something could
+    not be checked (a release without a signature, or no key to check one with), with 2 when there is no release.
+    """
+    from pipeline.errors import UserError
+    from pipeline.progress import reporter_for
+    from pipeline.publish.fetching import OtherBytesError
+    from pipeline.publish.keys import public_fingerprint
+    from pipeline.verify.check import exit_code, fails
+    from pipeline.verify.place import opened
+    from pipeline.verify.run import verify
+    from pipeline.verify.signature import Trust
+
+    if key is not None and (identity or issuer):
+        raise UserError("found --key as well as --identity or --issuer, expected one of the two ways to name a signer")
+    if (identity is None) != (issuer is None):
+        raise UserError("found one of --identity and --issuer, expected both: names are only unique at an issuer")
+    if key is not None and not key.is_file():
+        raise UserError(f"--key: {key}: no such file")
+    if key is not None:
+        public_fingerprint(key)  # before a large model is fetched
+    progress = reporter_for(json=as_json)
+    try:
+        with opened(subject, revision, remote=remote, progress=progress) as found:
+            trust = Trust(key, identity, issuer, unsigned)
+            checks = verify(found.folder, trust, progress, vouched=found.vouched, tag=found.tag)
+    except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
+        checks = (fails("digests", error.message, "it was not fetched; nothing else was checked"),)
+    if as_json:
+        emit({"place": subject, "exit_code": exit_code(checks), "checks": [check.to_json() for check in checks]})
+    else:
+        _print_checks(subject, checks)
+    return exit_code(checks)
+
+
+def _print_checks(place: str, checks: Sequence[Check]) -> None:
+    """A line for each check, what it found below it, and what all of them together say."""
+    from pipeline.verify.check import Outcome, exit_code
+
+    marks = {Outcome.OK: ("✓", "green"), Outcome.FAILS: ("✗", "red"), Outcome.NOT_CHECKED: ("?", "yellow")}
+    ends = {0: ("VERIFIED", "green"), 1: ("FAILS", "red"), 3: ("NOT ALL CHECKED", "yellow")}
+    console = terminal()
+    word, colour = ends[exit_code(checks)]
+    click.echo(f"{click.style(word, fg=colour, bold=True)}  {_plain(place)}")
+    click.echo()
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        mark, colour = marks[check.outcome]
+        said = "" if check.outcome is Outcome.OK else f"{check.outcome.value}: "
+        # The escape sequences of a colour take no room: the mark is coloured after the lines were broken.
+        text = paragraph(console, f"  {mark} {check.name:<{width}}  ", said + _plain(check.reason))
+        click.echo(text.replace(mark, click.style(mark, fg=colour), 1))
+        for detail in check.details[:_SHOWN]:
+            click.echo(paragraph(console, " " * (width + 6), _plain(detail)))
+        if len(check.details) > _SHOWN:
+            click.echo(f"{' ' * (width + 6)}{len(check.details) - _SHOWN} more; --json has all")
+
+
+def _plain(text: str) -> str:
+    """What a stranger wrote, on one line and without what would move a cursor or turn letters around."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
