@@ -72,7 +72,7 @@ soak: $(TEST_ENV)  ## 200 rounds of a recipe, most of them killed: what is left 
 
 bench-memory-fit: $(TEST_ENV)  ## the KV cache that plans predict beside the one that vLLM makes, on this GPU and CPU
 	@QUANTMINT_MEMORY_FIT=$${QUANTMINT_MEMORY_FIT:-memory-fit.jsonl} $(BIN)/python -m pytest -q -s \
-	  tests/gpu/test_memory_fit.py tests/serving/memory/test_memory_real_vllm.py $(ARGS)
+	  tests/gpu/test_memory_fit.py tests/serving/planning/test_memory_real_vllm.py $(ARGS)
 
 bench-throughput: $(TEST_ENV)  ## served beside bf16 on this GPU: ratios over fresh launches; ARGS="--hardware mi300x"
 	@$(BIN)/python -m tests.bench.throughput $(ARGS)

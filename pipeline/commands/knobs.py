@@ -22,7 +22,7 @@ from pipeline.commands.options import emit, json_option
 def command(name: str | None, version: str | None, document: Path | None, as_json: bool) -> int:
     """List what a launch of vLLM can set, or say of one NAME when it gets which value, and why."""
     from pipeline.serving.knobs.page import conditions, entry, existence, page, refresh, versions
-    from pipeline.serving.knobs.table import Knob, knob, replacement, table
+    from pipeline.serving.knobs.table import Knob, knob, table
     from pipeline.serving.versions import parse_version
 
     def plain(item: Knob) -> dict[str, object]:
@@ -33,7 +33,6 @@ def command(name: str | None, version: str | None, document: Path | None, as_jso
             "about": item.about,
             "versions": existence(item),
             "default": item.default,
-            "replaced_by": item.replaced_by,
             "replaces": item.replaces,
             "sweep": item.sweep,
             "guides": item.guides,
@@ -51,7 +50,7 @@ def command(name: str | None, version: str | None, document: Path | None, as_jso
             ],
         }
         if version is not None:
-            found |= {"known": item.known(parse_version(version)), "instead": replacement(item.name, version)}
+            found["known"] = item.known(parse_version(version))
         return found
 
     if document is not None:
@@ -71,8 +70,7 @@ def command(name: str | None, version: str | None, document: Path | None, as_jso
             return 0
         click.echo(entry(found))
         if version is not None and not found.known(parse_version(version)):
-            instead = replacement(name, version)
-            click.echo(f"\nvLLM {version} does not have it" + (f"; {instead} takes its place." if instead else "."))
+            click.echo(f"\nvLLM {version} does not have it.")
         return 0
     number = None if version is None else parse_version(version)
     shown = [item for item in table().values() if number is None or item.known(number)]

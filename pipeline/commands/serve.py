@@ -142,7 +142,7 @@ def _serving(text: str | None, launcher: str | None, *, planning: bool) -> tuple
     from pipeline.errors import QuantmintError, UserError
     from pipeline.launching.options import version_of
     from pipeline.serving.environment import find_vllm
-    from pipeline.serving.planning.remarks import NEWEST_READ
+    from pipeline.serving.knobs.table import NEWEST_READ
 
     version = version_of(text)
     elsewhere = planning or launcher in ("docker", "endpoint")
@@ -165,11 +165,11 @@ def _show(request: Request, form: str, given: dict[str, Any]) -> None:
     if form == "json":
         emit({**plan.to_json(), "processes": [_plain(one) for one in processes], "facts": _facts(request.model.facts)})
     elif form == "shell":
-        from pipeline.serving.render.shell import script
+        from pipeline.serving.render.invocation import script
 
         click.echo(script(plan, processes), nl=False)
     elif form == "compose":
-        from pipeline.serving.render.compose import compose
+        from pipeline.serving.render.docker import compose
 
         click.echo(compose(plan, processes, image=given["image"]), nl=False)
     elif form == "kubernetes":
@@ -178,7 +178,7 @@ def _show(request: Request, form: str, given: dict[str, Any]) -> None:
         click.echo(manifests(plan, processes, image=given["image"], claim=given["volume_claim"]), nl=False)
     else:
         from pipeline.serving.render.explain import explain
-        from pipeline.serving.render.shell import script
+        from pipeline.serving.render.invocation import script
 
         installed = None if request.environment is None else request.environment.version
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)

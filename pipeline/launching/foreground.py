@@ -19,7 +19,6 @@ import click
 
 from pipeline.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.invocation import is_ray
 from pipeline.serving.running.logscan import Finding, LogScan
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def _launcher(request: Request, plan: LaunchPlan, processes: Sequence[Process], 
     if how.kind == "docker":
         return DockerLauncher(how.image, node_rank=how.node_rank)
     assert request.environment is not None  # noqa: S101 - looked for before anything else
-    if how.kind == "ray" or (how.kind is None and any(is_ray(process) for process in processes)):
+    if how.kind == "ray":
         from pipeline.serving.launchers.ray_cluster import RayLauncher
 
         return RayLauncher(request.environment.executable, node_rank=how.node_rank)

@@ -22,9 +22,7 @@ from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.planning.launch_request import KvDtype
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.processes import processes
-from pipeline.serving.planning.profiles import Profile, profile
-from pipeline.serving.planning.profiles import table as profiles
-from pipeline.serving.planning.target import Target, parse_target
+from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
 
 
 @dataclass(frozen=True, slots=True)

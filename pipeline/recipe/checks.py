@@ -35,7 +35,7 @@ from pipeline.schemes import scheme
 from pipeline.serving import hardware as accelerators
 from pipeline.serving.hardware import refusal
 from pipeline.serving.knobs import table as knobs
-from pipeline.serving.knobs.passed import checked_arguments
+from pipeline.serving.knobs.overrides import checked_arguments
 
 #: What an engine imports beside PyTorch and transformers, and what that is called when it is installed.
 _PACKAGES: Mapping[str, Mapping[str, str]] = {

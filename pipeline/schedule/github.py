@@ -24,7 +24,7 @@ from pipeline.schedule.export import (
     signs_keyless,
 )
 from pipeline.schedule.recipes import Scheduled
-from pipeline.serving.render.comments import dump
+from pipeline.serving.render.invocation import dump
 
 CHECKOUT: Final = "actions/checkout@de0fac2e4500dabe0009e67214ff5f5447ce83dd"
 _CHECKOUT_VERSION: Final = "v6.0.2"

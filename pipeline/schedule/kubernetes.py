@@ -14,7 +14,7 @@ from typing import Any, Final
 from pipeline.schedule.export import PREFIX, Export, classic_or_refuse, refusal
 from pipeline.schedule.recipes import LATE, Scheduled
 from pipeline.serving.hardware import hardware
-from pipeline.serving.render.comments import dump
+from pipeline.serving.render.invocation import dump
 from pipeline.serving.render.kubernetes import object_name
 from pipeline.submit.pod import Claim, Pod, Reference, job_spec, require_lasting
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipeline.formats.tokenization import template_digest, tokenizer_digest
 from pipeline.machine import Device
 from pipeline.serving.host.device import device_here
-from pipeline.serving.launchers.reference import reference_plan
-from pipeline.serving.planning.remarks import (
+from pipeline.serving.knobs.table import (
     NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed
 )
+from pipeline.serving.launchers.reference import reference_plan
 from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
 from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.servers import keep_log
@@ -142,8 +142,7 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
     from pipeline.recipe.modules import assigned
     from pipeline.serving.model.facts import as_quantized, facts_of_config
     from pipeline.serving.planning.planner import plan_serving
-    from pipeline.serving.planning.profiles import profile
-    from pipeline.serving.planning.target import parse_target
+    from pipeline.serving.planning.target import parse_target, profile
 
     recipe = setting.recipe
     if recipe.evaluation.runtime == "reference":

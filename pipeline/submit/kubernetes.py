@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import StageError, UserError
-from pipeline.serving.render.comments import dump
+from pipeline.serving.render.invocation import dump
 from pipeline.submit.place import BROKEN, State, Submitted
 from pipeline.submit.pod import CONTAINER, Pod, manifest
 from pipeline.submit.task import Task

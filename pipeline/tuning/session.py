@@ -25,8 +25,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.serving.environment import find_vllm
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.profiles import profile
-from pipeline.serving.planning.target import Target
+from pipeline.serving.planning.target import Target, profile
 from pipeline.store.disk import disk_errors
 from pipeline.store.runs import RunLog
 from pipeline.store.tree import Store

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from pipeline.errors import UserError
-from pipeline.serving.knobs.table import known_in, replacement, table
+from pipeline.serving.knobs.table import known_in, table
 from pipeline.serving.plan import LaunchPlan
 
 Value: TypeAlias = "str | bool"
@@ -180,10 +180,7 @@ def given_axes(given: Sequence[tuple[str, tuple[Value, ...]]], *, version: str) 
         if entry.kind not in {"flag", "env"}:
             raise UserError(f"--knob {knob}: a sweep changes arguments and variables of vLLM, this is a {entry.kind}'s")
         if not known_in(knob, version):
-            instead = replacement(knob, version)
-            raise UserError(
-                f"--knob {knob}: vLLM {version} does not know it", hint=f"{instead} took its place" if instead else None
-            )
+            raise UserError(f"--knob {knob}: vLLM {version} does not know it")
         earlier = axes[knob].values if knob in axes else ()
         axes[knob] = Axis(knob, tuple(dict.fromkeys((*earlier, *values))), knob in gated())
     return tuple(axes.values())

@@ -20,9 +20,9 @@ import pytest
 
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.hardware import hardware
-from pipeline.serving.memory.fit import fit
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import Layout, Memory
+from pipeline.serving.planning.memory import fit
 from pipeline.serving.running.logscan import scan_log
 from tests.serving.shapes import write_shape
 

@@ -23,11 +23,12 @@ def test_the_page_is_the_table(quantmint: Callable[..., Any], tmp_path: Path) ->
 
 def test_the_command(quantmint: Callable[..., Any]) -> None:
     assert {row["name"] for row in quantmint("knobs", "--json").json} == table().keys()
-    old = {row["name"] for row in quantmint("knobs", "--vllm", "0.12.0", "--json").json}
-    assert "VLLM_ATTENTION_BACKEND" in old
-    assert "--attention-backend" not in old
-    ended = quantmint("knobs", "VLLM_ALL2ALL_BACKEND", "--vllm", "0.24.0")
-    assert "vLLM 0.24.0 does not have it; --all2all-backend takes its place." in ended.out
-    assert quantmint("knobs", "VLLM_ALL2ALL_BACKEND", "--vllm", "0.24.0", "--json").json["known"] is False
+    old = {row["name"] for row in quantmint("knobs", "--vllm", "0.19.0", "--json").json}
+    assert "--attention-backend" in old
+    assert "--numa-bind" not in old
+    unknown = ("knobs", "VLLM_CPU_ATTN_SPLIT_KV", "--vllm", "0.19.0")
+    assert "vLLM 0.19.0 does not have it." in quantmint(*unknown).out
+    assert quantmint(*unknown, "--json").json["known"] is False
+    assert "--attention-backend does its work there" in quantmint("knobs", "VLLM_ATTENTION_BACKEND").err
     assert "did you mean 'NCCL_MIN_NCHANNELS'" in quantmint("knobs", "NCCL_MIN_CHANNELS").err
     assert "--kv-cache-dtype" in quantmint("knobs").out

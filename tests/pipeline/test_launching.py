@@ -14,8 +14,7 @@ from pipeline.launching.options import overrides_of, speculation_of, version_of
 from pipeline.launching.request import Request, profile_for, target_for
 from pipeline.progress import PlainReporter
 from pipeline.recipe.load import load_recipe
-from pipeline.serving.planning.profiles import profile
-from pipeline.serving.planning.target import Target, parse_target
+from pipeline.serving.planning.target import Target, parse_target, profile
 from pipeline.stage import SourceIdentity
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"

@@ -15,8 +15,7 @@ from pipeline.errors import UserError
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.profiles import profile
-from pipeline.serving.planning.target import parse_target
+from pipeline.serving.planning.target import parse_target, profile
 from pipeline.serving.running.child_environment import child_environment
 
 VOCABULARY = 256

@@ -16,8 +16,7 @@ from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.profiles import profile
-from pipeline.serving.planning.target import parse_target
+from pipeline.serving.planning.target import parse_target, profile
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

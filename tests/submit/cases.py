@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline.recipe.load import load_recipe
-from pipeline.serving.render.comments import dump
+from pipeline.serving.render.invocation import dump
 from pipeline.submit import ray
 from pipeline.submit import script as slurm_script
 from pipeline.submit.mounts import Mount, Needs

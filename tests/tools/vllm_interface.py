@@ -1,14 +1,14 @@
 """What one version of vLLM accepts, read from its source without running it.
 
-    python -m tests.tools.vllm_interface vllm-0.33.0.tar.gz vllm-0.32.0/ --out tests/assets/vllm
+    python -m tests.tools.vllm_interface vllm-0.34.0.tar.gz vllm-0.33.0/
 
-Takes source distributions, packed or unpacked (0.15 has none: its unpacked wheel is as good), and writes
-``<version>.json`` for each:
+Takes source distributions, packed or unpacked (an unpacked wheel is as good), and enters each
+into the table ``tests/assets/vllm.tsv``, a line an entry: KIND, NAME, FIRST and LAST version that has it. Kinds are
 
     flags    option strings of `vllm serve`, with the --no- forms of switches
     bench    option strings of `vllm bench`
     env      VLLM_* variables of envs.py
-    choices  by option or variable: the values that a Literal, an enumeration or a list of choices allows
+    another  an option or variable: the values that a Literal, an enumeration or a list of choices allows
 
 The arguments of the engine are the ``add_argument`` calls of engine/arg_utils.py; those of the frontend are the fields
 of ``FrontendArgs`` wherever that class lives. A switch is what the field's type says: argparse gives it a --no- form.
@@ -18,17 +18,26 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
+import itertools
 import re
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Final, TypeAlias
 
-_BACKENDS = ("AttentionBackendEnum", "_Backend")  # _Backend until 0.11
+from pipeline.serving.versions import parse_version
+
+Interface: TypeAlias = dict[str, set[str]]
+TABLE: Final = Path(__file__).parents[1] / "assets" / "vllm.tsv"
+HEADER: Final = (
+    "# What each version of vLLM accepts: KIND, NAME, FIRST and LAST version. Made by tests/tools/vllm_interface.py.",
+    "# Two that AMD's images for Instinct pin, 0.19 (rocm/vllm:rocm7.13.0_*_vllm_0.19.1) and 0.23 (rocm7.14.1_cdna_*),",
+    "# the last eight that are known, 0.26 to 0.33 (AMD's images of ROCm 10 have 0.27 and 0.29), and those between.",
+)
+_BACKENDS = "AttentionBackendEnum"
 _CHOICES_OF_FIELDS = {
     "--kv-cache-dtype": ("CacheConfig", "cache_dtype"),
     "--all2all-backend": ("ParallelConfig", "all2all_backend"),
@@ -129,24 +138,19 @@ class _Source:
         return list(dict.fromkeys(found))
 
 
-def interface(root: Path) -> dict[str, Any]:
+def interface(root: Path) -> Interface:
     """What the version in a source folder (the one that holds ``vllm/``) accepts."""
     package = root / "vllm"
     source = _Source()
     entry = _defining(package / "entrypoints", "class FrontendArgs")
     enumeration = next(
         path
-        for where in ("v1/attention/backends", "attention", "platforms")
-        if (package / where).is_dir()
-        for path in sorted((package / where).rglob("*.py"))
-        if re.search(r"^class (AttentionBackendEnum|_Backend)\b", path.read_text(encoding="utf-8"), re.M)
+        for path in sorted((package / "v1" / "attention" / "backends").rglob("*.py"))
+        if re.search(rf"^class {_BACKENDS}\b", path.read_text(encoding="utf-8"), re.M)
     )
     arguments = ast.parse((package / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     trees = [arguments, _parse(entry), _parse(enumeration)]
-    configs = (
-        [package / "config.py"] if (package / "config.py").exists() else sorted((package / "config").rglob("*.py"))
-    )
-    for tree in (*trees, *map(_parse, configs)):
+    for tree in (*trees, *map(_parse, sorted((package / "config").rglob("*.py")))):
         source.add(tree)
     environment, choices = _environment(_parse(package / "envs.py"))
     flags = _added(arguments, source) | _added(trees[1], source) | _frontend(source)
@@ -154,14 +158,13 @@ def interface(root: Path) -> dict[str, Any]:
         values = source.literals(source.annotation(owner, name))
         if flag in flags and values:
             choices[flag] = values
-    choices["attention backends"] = _backends(source)
+    choices["--attention-backend"] = _backends(source)
     bench: set[str] = set().union(*(_added(_parse(path), source) for path in (package / "benchmarks").rglob("*.py")))
     return {
-        "version": _version(root),
-        "flags": sorted(flags),
-        "bench": sorted(bench),
-        "env": sorted(environment),
-        "choices": choices,
+        "flags": flags,
+        "bench": bench,
+        "env": environment,
+        **{name: set(values) for name, values in choices.items() if values},
     }
 
 
@@ -231,12 +234,8 @@ def _frontend(source: _Source) -> set[str]:
 
 
 def _backends(source: _Source) -> list[str]:
-    for name in _BACKENDS:
-        if name in source.classes:
-            body = source.classes[name].body
-            targets = [item.targets[0] for item in body if isinstance(item, ast.Assign)]
-            return [target.id for target in targets if isinstance(target, ast.Name)]
-    return []
+    targets = [item.targets[0] for item in source.classes[_BACKENDS].body if isinstance(item, ast.Assign)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _environment(tree: ast.Module) -> tuple[set[str], dict[str, list[str]]]:
@@ -259,11 +258,36 @@ def _environment(tree: ast.Module) -> tuple[set[str], dict[str, list[str]]]:
     return names, choices
 
 
+def read_table(path: Path = TABLE) -> dict[str, Interface]:
+    """Every version of the table, the oldest first: the names of each kind."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    versions = next(line.split()[2:] for line in lines if line.startswith("# versions:"))
+    found: dict[str, Interface] = {version: {} for version in versions}
+    for kind, name, first, last in (line.split("\t") for line in lines if not line.startswith("#")):
+        for version in versions[versions.index(first) : versions.index(last) + 1]:
+            found[version].setdefault(kind, set()).add(name)
+    return found
+
+
+def table_text(interfaces: Mapping[str, Interface]) -> str:
+    """The table of these versions; an entry that went and came back has a line for each time."""
+    versions = sorted(interfaces, key=parse_version)
+    entries = sorted({(kind, name) for found in interfaces.values() for kind, names in found.items() for name in names})
+    lines = [*HEADER, f"# versions: {' '.join(versions)}"]
+    for kind, name in entries:
+        there = [name in interfaces[version].get(kind, ()) for version in versions]
+        for has, run in itertools.groupby(range(len(versions)), key=there.__getitem__):
+            if has:
+                numbers = list(run)
+                lines.append(f"{kind}\t{name}\t{versions[numbers[0]]}\t{versions[numbers[-1]]}")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", type=Path, help="vllm-X.Y.Z.tar.gz, or its unpacked folder")
-    parser.add_argument("--out", type=Path, default=Path("tests/assets/vllm"))
     given = parser.parse_args()
+    interfaces = read_table()
     for path in given.sources:
         with tempfile.TemporaryDirectory() as scratch:
             root = path
@@ -272,10 +296,10 @@ def main() -> None:
                     wanted = [item for item in archive if item.name.endswith((".py", "PKG-INFO"))]
                     archive.extractall(scratch, members=wanted, filter="data")
                 root = next(Path(scratch).iterdir())
-            found = interface(root)
-        target = given.out / f"{found['version']}.json"
-        target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        sys.stdout.write(f"{target}: {len(found['flags'])} options, {len(found['env'])} variables\n")
+            version, found = _version(root), interface(root)
+        sys.stdout.write(f"{version}: {len(found['flags'])} options, {len(found['env'])} variables\n")
+        interfaces[version] = found
+    TABLE.write_text(table_text(interfaces), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from pipeline.errors import StageError, UserError
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.profiles import profile
-from pipeline.serving.planning.target import parse_target
+from pipeline.serving.planning.target import parse_target, profile
 from pipeline.tuning.space import BASE, Trial
 from pipeline.tuning.subject import TUNED_FILE as FILE
 from pipeline.tuning.subject import serving_with, tuning

@@ -17,8 +17,8 @@ from pipeline.publish.card.launches import launches
 from pipeline.publish.licences import TEXTS, terms
 from pipeline.recipe.schema import Recipe
 from pipeline.schemes import scheme
+from pipeline.serving.knobs.table import NEWEST_READ
 from pipeline.serving.model.facts import model_facts
-from pipeline.serving.planning.remarks import NEWEST_READ
 from pipeline.stage import Job, Setting
 from pipeline.stages.gate import checkpoint_digest
 from pipeline.stages.inspect import INSPECTION

@@ -18,10 +18,8 @@ from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.planning.planner import layout_words, plan_serving
 from pipeline.serving.planning.processes import processes
-from pipeline.serving.planning.profiles import profile
-from pipeline.serving.planning.target import Target, parse_target
-from pipeline.serving.render.invocation import servers
-from pipeline.serving.render.shell import command, script
+from pipeline.serving.planning.target import Target, parse_target, profile
+from pipeline.serving.render.invocation import command, script, servers
 
 SHOWN: Final = ("mi300x", "mi355x")
 """What every card has a command for; the recipe's own target comes first."""

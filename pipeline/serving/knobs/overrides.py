@@ -1,12 +1,19 @@
-"""What a recipe or a command line sets by a knob's name, checked before it wins over the table's rules."""
+"""What a recipe or a command line says itself: knobs by their names, and arguments that are passed on as they are.
+
+    >>> [reason.knob for reason in checked_arguments(["--reasoning-parser", "deepseek_r1"])]
+    ['--reasoning-parser']
+
+A knob is checked before it wins over the table's rules. Arguments that the table has nothing to say about (parsers of
+tool calls, chat templates) are vLLM's own parser's to judge.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pipeline.errors import UserError
-from pipeline.serving.knobs.table import knob, known_in, replacement
-from pipeline.serving.plan import Layout
+from pipeline.serving.knobs.table import knob, known_in, table
+from pipeline.serving.plan import Layout, Reason
 from pipeline.serving.planning.target import Target
 
 #: Knobs that say the layout: they become one, so that memory and processes follow.
@@ -30,6 +37,8 @@ _NOT_OURS = frozenset(
     }
 )
 _BENCHMARK = "Benchmarks"
+#: Arguments with a secret.
+_KEYS = frozenset({"--api-key", "--hf-token"})
 #: Knobs whose value the plan must know as a number.
 _NUMBERS = frozenset({"--max-num-seqs", "--max-num-batched-tokens", "--block-size", *_SIZES})
 
@@ -37,8 +46,8 @@ _NUMBERS = frozenset({"--max-num-seqs", "--max-num-batched-tokens", "--block-siz
 def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict[str, str | bool]:
     """The same, in their order.
 
-    UserError for a name that the table lacks (with the nearest spelling), for a knob that this version of vLLM lacks
-    (with what took its place), for one that a launch or its launcher sets, and for text where a number belongs.
+    UserError for a name that the table lacks, for a knob that this version of vLLM lacks, for one that a launch or its
+    launcher sets, and for text where a number belongs.
     """
     for name, value in overrides.items():
         entry = knob(name)
@@ -49,11 +58,7 @@ def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict
         if value is False:
             continue
         if not known_in(name, version):
-            other = replacement(name, version)
-            raise UserError(
-                f"vLLM {version} does not know {name}",
-                hint=entry.never if other is None else f"{other} does its work there",
-            )
+            raise UserError(f"vLLM {version} does not know {name}", hint=entry.never or None)
         if name in _NUMBERS and (isinstance(value, bool) or not value.isdecimal()):
             raise UserError(f"{name} is {value!r}: expected a whole number")
         if name == "--gpu-memory-utilization" and not (isinstance(value, str) and _share(value)):
@@ -85,3 +90,32 @@ def _share(text: str) -> bool:
         return 0 < float(text) <= 1
     except ValueError:
         return False
+
+
+def checked_arguments(arguments: Sequence[str]) -> tuple[Reason, ...]:
+    """Why each is there. UserError for a word that belongs to no flag, a knob of the table, and a secret."""
+    found: list[Reason] = []
+    for word in arguments:
+        if not word.startswith("--"):
+            if not found:
+                raise UserError(
+                    f"arguments for vllm serve: found {word!r} first, expected a flag such as --chat-template"
+                )
+            last = found[-1]
+            found[-1] = last._replace(value=word if last.value == "on" else f"{last.value} {word}")
+            continue
+        name, _, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name in _KEYS:
+            raise UserError(
+                f"{name} would stand in the process list, in logs and in records",
+                hint="Servers listen on the loopback interface; a proxy before them asks for keys.",
+            )
+        knob = next((known for known in (name, f"--{name.removeprefix('--no-')}") if known in table()), None)
+        if knob is not None:
+            raise UserError(
+                f"{name} is a knob of the plan, which would not know of it",
+                hint=f"Say it with --set {knob.removeprefix('--')}=VALUE, or under `serve: knobs:` of the recipe.",
+            )
+        found.append(Reason(name, value or "on", "passed on as it was given", "given"))
+    return tuple(found)

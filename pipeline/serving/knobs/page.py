@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.serving.knobs.table import Knob, Rule, table
+from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, Knob, Rule, table
 from pipeline.serving.versions import Version
 
 REFRESH = "quantmint knobs --markdown docs/serving-knobs.md"
@@ -30,8 +30,11 @@ vLLM, why, and who says so. The first line of a table that holds is taken; a kno
 | ROCm FP8 2024 | ROCm blog, Enhancing vLLM Inference on AMD GPUs |
 | vLLM parallelism | vLLM documentation, Parallelism and Scaling |
 
-Where guides contradict each other, the later one wins unless vLLM's source says otherwise for a version. The source was
-read from 0.11 to 0.33; nothing here was run on an Instinct."""
+Supported are vLLM {OLDEST_READ} to {NEWEST_READ}: the last eight minor versions that are known (0.26 to 0.33), the two
+older ones that AMD's images for Instinct pin, 0.19 (`rocm/vllm:rocm7.13.0_*_vllm_0.19.1`) and 0.23
+(`rocm/vllm:rocm7.14.1_cdna_*_vllm_0.23.0`), and what lies between. Older ones are refused, and what only they have is
+not here. Where guides contradict each other, the later one wins unless vLLM's source says otherwise for a version.
+Nothing here was run on an Instinct."""
 
 
 def page() -> str:
@@ -61,7 +64,7 @@ def entry(knob: Knob) -> str:
 
 
 def versions(first: Version, end: Version) -> str:
-    """A range in words: "0.13 and later", "before 0.15", "0.11.1 to before 0.16"; empty for every version."""
+    """A range in words: "0.22 and later", "before 0.28", "0.22 to before 0.26"; empty for every version."""
     if not first and not end:
         return ""
     since, until = ".".join(map(str, first)), ".".join(map(str, end))
@@ -103,8 +106,6 @@ def _facts(knob: Knob) -> list[str]:
         found.append(f"default: {knob.default}")
     if knob.replaces:
         found.append(f"replaces {', '.join(f'`{name}`' for name in knob.replaces)}")
-    if knob.replaced_by:
-        found.append(f"replaced by {', '.join(f'`{name}`' for name in knob.replaced_by)}")
     if knob.sweep:
         found.append(f"tuning tries {', '.join(f'`{value}`' for value in knob.sweep)}")
     return found

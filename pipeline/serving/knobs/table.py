@@ -1,10 +1,7 @@
 """The table of serving knobs: what each is, in which versions of vLLM it exists, and which value it gets when.
 
-    >>> knob = table()["--attention-backend"]
-    >>> knob.known((0, 12)), knob.known((0, 33))
+    >>> table()["--numa-bind"].known((0, 19)), table()["--numa-bind"].known((0, 33))
     (False, True)
-    >>> replacement("VLLM_ATTENTION_BACKEND", "0.33.0")
-    '--attention-backend'
 
 A knob is chosen by facts about model, hardware, layout, workload and version: `Knob.choose` takes the first of its
 rules that holds. The table is ``entries/*.yaml``, whose files and entries keep their order; its syntax is described
@@ -21,74 +18,19 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal
 
 from pipeline.errors import UserError
-from pipeline.serving.versions import Version, parse_version, trimmed, within
+from pipeline.recipe.yaml_positions import parse
+from pipeline.serving.versions import Version, parse_version, within
+
+OLDEST_READ, NEWEST_READ = "0.19.0", "0.33.0"
+"""The versions of vLLM that the tables of knobs and backends were written for; older ones are refused."""
 
 Kind = Literal["flag", "env", "host", "docker"]
 """An argument of `vllm serve`, an environment variable, a setting of the machine, an option of `docker run`."""
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
 Fact = str | int | float
-
-YES_NO = ("yes", "no")
-FACTS: Mapping[str, tuple[str, ...] | type] = MappingProxyType(
-    {
-        # where
-        "kind": ("rocm", "cuda", "cpu"),
-        "hardware": str,
-        "arch": str,
-        "nodes": int,
-        "container": YES_NO,
-        "cpu_threads": int,
-        "cpu_kv_gib": int,
-        # what for
-        "purpose": ("serve", "measure"),
-        "profile": ("latency", "streaming", "throughput", "offline"),
-        "concurrency": int,
-        "engine_concurrency": int,
-        "context": int,
-        "max_model_len": int,
-        "model_len_given": YES_NO,
-        "served_model_name": str,
-        "trust_remote_code": YES_NO,
-        "speculative": YES_NO,
-        "speculative_config": str,
-        "vllm_version": str,
-        "tuned_gemms": YES_NO,
-        "tunableop_file": str,
-        # the model
-        "family": ("gpt-oss", "dsa", "mla", "moe", "dense"),
-        "attention": ("mha", "mla", "dsa", "none"),
-        "experts": int,
-        "shared_experts": int,
-        "density": float,
-        "hybrid": YES_NO,
-        "sliding": YES_NO,
-        "multimodal": YES_NO,
-        "encoder_share": float,
-        "head_dim": int,
-        "parameters_b": float,
-        "quantization": str,
-        "format": str,
-        "kv_cache_dtype": ("auto", "fp8"),
-        "aiter_mla": YES_NO,  # AITER's latent attention takes the heads that one accelerator gets
-        "chunked": YES_NO,  # some layers attend to chunks, and prompts may be longer than one
-        "mm_prefix": YES_NO,  # tokens of an image attend to each other in both directions
-        # how it is laid out
-        "tp": int,
-        "pp": int,
-        "dp": int,
-        "ep": YES_NO,
-        "replicas": int,
-        "gpus": int,
-        "node_gpus": int,
-        "packed": int,
-        "executor": ("mp", "ray", "none"),
-    }
-)
-"""What a rule may ask: the values that a fact can have, or its type."""
 
 _COMPARISON = re.compile(r"(>=|<=|!=|>|<)\s*(-?\d+(?:\.\d+)?)")
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
@@ -143,8 +85,8 @@ class Knob:
     """One entry of the table.
 
     It exists from ``first`` up to ``end``, without the ``gaps``; an empty version leaves that side open. ``outside``
-    says that it is not vLLM's own, but torch's, RCCL's, the kernel's or Docker's. ``sweep`` holds what tuning tries,
-    ``never`` why no rule sets it.
+    says that it is not vLLM's own, but torch's, RCCL's, the kernel's or Docker's. ``replaces`` are names of it in older
+    versions than those supported, ``sweep`` holds what tuning tries, ``never`` why no rule sets it.
     """
 
     name: str
@@ -155,7 +97,6 @@ class Knob:
     first: Version
     end: Version
     gaps: tuple[tuple[Version, Version], ...]
-    replaced_by: tuple[str, ...]
     replaces: tuple[str, ...]
     default: str
     sweep: tuple[str, ...]
@@ -188,55 +129,65 @@ def known_in(name: str, version: str) -> bool:
     return knob(name).known(parse_version(version))
 
 
-def replacement(name: str, version: str) -> str | None:
-    """What does a knob's work in a version that lacks it; None where it is still there or nothing took its place."""
-    number = parse_version(version)
-    seen = {name}
-    ahead = [name]
-    while ahead:
-        entry = knob(ahead.pop(0))
-        if entry.known(number):
-            return None if entry.name == name else entry.name
-        # A version older than the knob needs its predecessor, a younger one its successor.
-        older = bool(entry.first) and trimmed(number) < trimmed(entry.first)
-        for other in entry.replaces if older else entry.replaced_by:
-            if other not in seen:
-                seen.add(other)
-                ahead.append(other)
-    return None
-
-
 def knob(name: str) -> Knob:
-    """An entry by its name. UserError, with the nearest spelling, where there is none."""
+    """An entry by its name. UserError where there is none, with what took its place or the nearest spelling."""
     entry = table().get(name)
-    if entry is None:
-        near = difflib.get_close_matches(name, table(), n=1)
-        raise UserError(f"no knob {name!r} in the table" + (f" (did you mean {near[0]!r}?)" if near else ""))
-    return entry
+    if entry is not None:
+        return entry
+    for other in table().values():
+        if name in other.replaces:
+            raise UserError(f"vLLM {OLDEST_READ} and later have no {name}", hint=f"{other.name} does its work there")
+    near = difflib.get_close_matches(name, table(), n=1)
+    raise UserError(f"no knob {name!r} in the table" + (f" (did you mean {near[0]!r}?)" if near else ""))
 
 
 @cache
 def table() -> Mapping[str, Knob]:
     """Every knob by its name, in the order of the files and of their entries."""
-    from pipeline.serving.knobs.files import read_knobs
-
     folder = resources.files("pipeline.serving.knobs") / "entries"
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
-    return MappingProxyType(read_knobs({f"entries/{item.name}": item.read_text(encoding="utf-8") for item in files}))
+    rows: dict[str, Any] = {}
+    for item in files:
+        rows |= parse(item.read_text(encoding="utf-8"), f"entries/{item.name}").data
+    return MappingProxyType({name: _knob(name, dict(row)) for name, row in rows.items()})
 
 
-def parse_condition(text: str) -> Condition:
-    """Comparisons separated by commas: ">= 4, <= 8". `ValueError` where the text is anything else."""
-    parts = [_COMPARISON.fullmatch(part.strip()) for part in text.split(",")]
+def _knob(name: str, row: dict[str, Any]) -> Knob:
+    """An entry; TypeError for a key that none has."""
+    outside = "vllm" in row and row["vllm"] is None
+    first, end = _range(row.pop("vllm", None))
+    lists: dict[str, Any] = {key: tuple(row.pop(key, ())) for key in ("replaces", "sweep", "guides")}
+    gaps, rules = tuple(map(_range, row.pop("gaps", ()))), tuple(_rule(**rule) for rule in row.pop("rules", ()))
+    texts: dict[str, Any] = {"default": "", "disagreement": "", "never": ""}
+    texts |= {key: " ".join(text.split()) for key, text in row.items()}
+    return Knob(name=name, outside=outside, first=first, end=end, gaps=gaps, rules=rules, **lists, **texts)
+
+
+def _rule(
+    value: str | Literal[True],
+    why: str,
+    source: str,
+    when: Mapping[str, Any] | None = None,
+    vllm: list[str | None] | None = None,
+) -> Rule:
+    conditions = {name: parse_condition(given) for name, given in (when or {}).items()}
+    return Rule(value, conditions, *_range(vllm), " ".join(why.split()), " ".join(source.split()))
+
+
+def _range(bounds: list[str | None] | None) -> tuple[Version, Version]:
+    first, end = (parse_version(bound) if bound else () for bound in bounds or (None, None))
+    return first, end
+
+
+def parse_condition(given: str | list[Fact]) -> Condition:
+    """A list of values, or comparisons separated by commas: ">= 4, <= 8". `ValueError` for anything else."""
+    if isinstance(given, list):
+        return Condition(values=tuple(map(str, given)))
+    parts = [_COMPARISON.fullmatch(part.strip()) for part in given.split(",")]
     found = [(part[1], float(part[2])) for part in parts if part is not None]
     if len(found) != len(parts):
-        raise ValueError(f'expected a list of values or comparisons like ">= 32", found {text!r}')
+        raise ValueError(f'expected a list of values or comparisons like ">= 32", found {given!r}')
     return Condition(comparisons=tuple(found))
-
-
-def placeholders(value: str) -> tuple[str, ...]:
-    """Names of the facts that a value mentions."""
-    return tuple(_PLACEHOLDER.findall(value))
 
 
 def _text(fact: Fact) -> str:

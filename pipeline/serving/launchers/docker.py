@@ -21,7 +21,7 @@ from pipeline.serving.launchers.deployment import Deployment, Say, deployed, log
 from pipeline.serving.launchers.local import BALANCER, require_model
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.docker import docker_run
-from pipeline.serving.render.invocation import containers, image_of
+from pipeline.serving.render.invocation import image_of
 from pipeline.serving.running.child_environment import OFFLINE, child_environment
 
 #: How the client finds its engine. Its credentials lie in files that these name.
@@ -58,17 +58,15 @@ class DockerLauncher:
         docker = shutil.which("docker")
         if docker is None:
             raise UserError("there is no `docker` command on PATH", hint="Install it, or take another launcher.")
-        groups = containers([process for process in processes if process.node == self.node_rank])
-        if not groups:
+        mains = [process for process in processes if process.node == self.node_rank]
+        if not mains:
             raise UserError(f"this launch has nothing to run on node {self.node_rank}")
-        names = [f"quantmint-{os.getpid()}-{number}" for number in range(len(groups))]
-        mains = [group[-1] for group in groups]
+        names = [f"quantmint-{os.getpid()}-{number}" for number in range(len(mains))]
         say(f"running {image_of(plan, self.image)} as {', '.join(names)}")
 
         def start(process: Process, port: int | None) -> Child:
-            number = mains.index(process)
-            name, group = names[number], (*groups[number][:-1], replace(process, port=port))
-            command = docker_run(plan, group, image=self.image, name=name, more_env=tuple(sorted(OFFLINE.items())))
+            name, own = names[mains.index(process)], replace(process, port=port)
+            command = docker_run(plan, own, image=self.image, name=name, more_env=tuple(sorted(OFFLINE.items())))
             passed = {name: value for name, value in os.environ.items() if _CLIENT.fullmatch(name)}
             end = [
                 [docker, "stop", f"--time={self.stop_grace:.0f}", name],

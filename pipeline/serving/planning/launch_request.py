@@ -1,27 +1,31 @@
 """Everything that a launch is planned from except its layout, and what a layout makes of it: knobs with reasons.
 
-The facts that the rules of the knob table ask for are put together here and nowhere else.
+The facts that the rules of the knob table ask for are put together here and nowhere else; among them which attention
+backend an Instinct GPU runs, and what that takes (`attention.yaml`). AITER's kernels for latent attention assert the
+heads of one accelerator when layers are built, after the weights of a 700 GB model were read.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
+
+import yaml
 
 from pipeline.recipe.schema import Speculative
 from pipeline.serving import hardware as accelerators
 from pipeline.serving.knobs.table import Fact, table, value_of
-from pipeline.serving.memory.fit import fit, kv_bytes_per_token
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import HostCheck, Layout, Memory, Reason
-from pipeline.serving.planning.attention import aiter_mla, mm_prefix
-from pipeline.serving.planning.profiles import Profile
-from pipeline.serving.planning.target import Target
-from pipeline.serving.versions import parse_version
+from pipeline.serving.planning.memory import fit, kv_bytes_per_token
+from pipeline.serving.planning.target import Profile, Target
+from pipeline.serving.versions import Version, parse_version, within
 
 Purpose = Literal["serve", "measure"]
 KvDtype = Literal["auto", "fp8"]
@@ -32,6 +36,7 @@ SET, GIVEN = "set in the recipe or on the command line", "given"
 _CPU_KV_MOST_GIB = 4
 #: What vLLM takes where a launch says nothing (config/cache.py, config/scheduler.py, engine/arg_utils.py).
 _SEQS, _BATCHED, _GRAPHS = 1024, 8192, "FULL_AND_PIECEWISE"
+_BACKEND = "--attention-backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class LaunchRequest:
     tunableop: str | None = None
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> Version:
         """The version as numbers."""
         return parse_version(self.version)
 
@@ -138,21 +143,18 @@ class LaunchRequest:
         )
 
     def knob_facts(self, layout: Layout) -> dict[str, Fact]:
-        """The facts that rules of the knob table ask for; `knobs.FACTS` says what each may be."""
+        """The facts that rules of the knob table ask for."""
         facts, accelerator, profile = self.facts, self.target.accelerator, self.profile
         engines = layout.data * layout.replicas * layout.packed
         return {
             "kind": accelerator.kind,
-            "hardware": accelerator.name,
             "arch": accelerator.arch or "",
             "nodes": layout.nodes,
             "vllm_version": ".".join(str(part) for part in self.numbers),
-            "container": "no",
             "cpu_threads": self.cpu_threads,
             "cpu_kv_gib": self._cpu_kv_gib(),
             "purpose": self.purpose,
             "profile": profile.name,
-            "concurrency": profile.concurrency,
             # A measured server meets the whole load by itself.
             "engine_concurrency": math.ceil(
                 profile.concurrency / (layout.data if self.purpose == "measure" else engines)
@@ -169,9 +171,6 @@ class LaunchRequest:
             "tunableop_file": self.tunableop or "",
             "family": facts.family,
             "attention": facts.attention,
-            "experts": facts.experts,
-            "shared_experts": facts.shared_experts,
-            "density": facts.density or 0.0,
             "hybrid": _yes(facts.hybrid),
             "sliding": _yes(facts.sliding_layers > 0),
             "multimodal": _yes(facts.multimodal),
@@ -179,7 +178,6 @@ class LaunchRequest:
             "head_dim": facts.head_dim,
             "parameters_b": facts.parameters / 1e9,
             "quantization": facts.quantization,
-            "format": facts.checkpoint_format,
             "kv_cache_dtype": self.kv_cache_dtype,
             "aiter_mla": _yes(aiter_mla(facts, layout.tensor, self.numbers)),
             "mm_prefix": _yes(mm_prefix(facts)),
@@ -188,11 +186,8 @@ class LaunchRequest:
             "pp": layout.pipeline,
             "dp": layout.data,
             "ep": _yes(layout.expert),
-            "replicas": layout.replicas,
             "gpus": layout.gpus,
-            "node_gpus": self.target.gpus,
             "packed": layout.packed,
-            "executor": executor(layout),
         }
 
     def _cpu_kv_gib(self) -> int:
@@ -214,13 +209,6 @@ def speculative_config(speculative: Speculative) -> str:
     return json.dumps({"method": speculative.method, **model, "num_speculative_tokens": speculative.tokens})
 
 
-def executor(layout: Layout) -> str:
-    """What starts an engine's workers: Ray where one engine spans nodes, processes on one node, nothing on one GPU."""
-    if layout.tensor * layout.pipeline == 1:
-        return "none"
-    return "ray" if layout.nodes > 1 and layout.data == 1 else "mp"
-
-
 def opposites(name: str) -> tuple[str, ...]:
     """The flag that says the contrary of a flag: ``--no-X`` and ``--X``."""
     if not name.startswith("--"):
@@ -234,6 +222,55 @@ def cudagraph_mode(flags: Mapping[str, str | None]) -> str | None:
         return None
     said = json.loads(flags.get("--compilation-config") or "{}").get("cudagraph_mode")
     return said or _GRAPHS
+
+
+class Takes(NamedTuple):
+    """``heads`` are numbers of attention heads on one accelerator, None for any; ``source`` is where that stands."""
+
+    heads: tuple[int, ...] | None
+    fp8: bool
+    source: str
+
+
+def takes(backend: str | None, version: Version) -> Takes:
+    """What a backend takes in a version of vLLM; everything, where the table knows no limit."""
+    for row in _document()["takes"].get(backend, ()):
+        first, end = (parse_version(bound) if bound else () for bound in row["vllm"])
+        if within(version, first, end):
+            return Takes(None if row["heads"] == "any" else tuple(row["heads"]), row["fp8"], row["source"])
+    return Takes(None, True, "")
+
+
+def aiter_mla(facts: ModelFacts, tensor: int, version: Version) -> bool:
+    """Whether AITER's latent attention takes this model's heads, split over ``tensor`` accelerators."""
+    heads = takes("ROCM_AITER_MLA", version).heads
+    return facts.attention == "mla" and (heads is None or facts.heads // tensor in heads)
+
+
+def mm_prefix(facts: ModelFacts) -> bool:
+    """Whether tokens of an image attend to each other in both directions, which AITER's backends do not do."""
+    return facts.multimodal and facts.model_type in _document()["mm_prefix"]
+
+
+def running(facts: ModelFacts, kind: str, env: Mapping[str, str], argv: Sequence[str]) -> str | None:
+    """The backend that a launch's log must name; None where that cannot be told from here."""
+    if _BACKEND in argv:
+        return argv[argv.index(_BACKEND) + 1]
+    if kind != "rocm" or facts.attention == "none":
+        return None
+    switched_on = env.get("VLLM_ROCM_USE_AITER") == "1"
+    if facts.attention == "mla":
+        return "ROCM_AITER_MLA" if switched_on and env.get("VLLM_ROCM_USE_AITER_MLA") != "0" else "TRITON_MLA"
+    if not switched_on:
+        return None
+    return "ROCM_AITER_MLA_SPARSE" if facts.attention == "dsa" else "ROCM_ATTN"
+
+
+@cache
+def _document() -> dict[str, Any]:
+    text = resources.files("pipeline.serving.planning").joinpath("attention.yaml").read_text(encoding="utf-8")
+    document: dict[str, Any] = yaml.safe_load(text)
+    return document
 
 
 def _yes(holds: bool) -> str:

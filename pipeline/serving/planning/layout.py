@@ -5,6 +5,9 @@
 
 Pure: what a layout leaves for the KV cache is asked of ``memory_of``. A layout *has room* when one request of full
 length fits; it is *comfortable* when the KV caches of all servers also hold the profile's share of what is in flight.
+
+Whether a model can be cut up as a layout says is read from vLLM 0.32 (config/model.py, layers/linear.py,
+layers/quantization, layers/fused_moe): a fault is what it refuses, a caution what it computes with a slower kernel.
 """
 
 from __future__ import annotations
@@ -19,14 +22,17 @@ import yaml
 
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import Layout, Memory
-from pipeline.serving.planning.profiles import Profile
-from pipeline.serving.planning.splitting import split_faults
-from pipeline.serving.planning.target import Target
+from pipeline.serving.planning.target import Profile, Target
 
 LOW, HIGH = 128, 512
 """Requests in flight up to which, and from which on, the guides decide (ROCm 2026: Parallelism strategies)."""
 
 MemoryOf = Callable[[Layout], Memory]
+
+#: Methods whose loader pads what does not divide.
+_PADDED = frozenset({"mxfp4"})
+#: AITER's assembly kernels for MXFP4 take whole tiles of this many columns.
+_MX_TILE = 256
 
 
 class Row(NamedTuple):
@@ -267,21 +273,10 @@ def _notes(case: _Case, layout: Layout) -> Iterator[str]:
             f"{profile.concurrency} requests in flight lie between the guides' {LOW} and {HIGH}, where the crossing is:"
             f" the {profile.name} profile decided; measure both layouts (ROCm 2026: Data Parallel Attention (advanced))"
         )
-    if profile.concurrency <= LOW and profile.for_throughput and layout.gpus > 1:
-        yield (
-            f"at {profile.concurrency} requests in flight the later guide's table asks for one engine on all"
-            " accelerators; for throughput the post of 2024 prefers independent servers on the fewest that fit: measure"
-            " both (vLLM MI300X 2024: Tensor Parallelism)"
-        )
     if density_band(facts) == "unsettled" and facts.family == "moe" and layout.gpus > 1:
         yield (
             f"{facts.density:.2g} % of the experts work on a token, and the guides decide nothing between 1 and 3 %:"
             " measure with and without expert parallelism"
-        )
-    if layout.expert and facts.experts < 2 * layout.tensor * layout.data:
-        yield (
-            f"{facts.experts} experts on {layout.tensor * layout.data} accelerators: each holds one, and the busiest"
-            " expert sets the pace; measure it against independent servers on fewer accelerators"
         )
     idle = (target.gpus * target.nodes) - layout.gpus * layout.replicas
     if idle:
@@ -294,3 +289,64 @@ def _notes(case: _Case, layout: Layout) -> Iterator[str]:
         )
     if target.nodes > 1 and layout.nodes == 1:
         yield "the model fits in one node: every node runs its own servers, and nothing crosses between nodes"
+
+
+def split_faults(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
+    """Why vLLM would refuse this layout, one clause each; empty where it would not."""
+    tensor = layout.tensor
+    found = []
+    if facts.heads % tensor:
+        found.append(f"{facts.heads} attention heads cannot be split over {tensor} GPUs")
+    elif facts.attention == "mha" and max(tensor, facts.kv_heads) % min(tensor, facts.kv_heads):
+        found.append(f"{facts.kv_heads} key-value heads can be neither split over {tensor} GPUs nor repeated evenly")
+    if layout.pipeline > facts.layers:
+        found.append(f"{facts.layers} layers do not fill {layout.pipeline} stages")
+    if layout.expert and not facts.experts:
+        found.append("there are no experts to spread")
+    elif layout.expert and facts.experts < tensor * layout.data:
+        found.append(f"{facts.experts} experts do not fill {tensor * layout.data} GPUs")
+    group = facts.group
+    if group is not None and facts.checkpoint_format not in _PADDED:
+        for noun, width, parts in _widths(facts, layout):
+            if width % (group * parts):
+                found.append(
+                    f"{noun} of {width} cannot be split over {parts} GPUs in whole groups of {group}"
+                    f" ({facts.quantization})"
+                )
+    return tuple(found)
+
+
+def split_cautions(facts: ModelFacts, layout: Layout, *, kind: str) -> tuple[str, ...]:
+    """What works and costs: slower kernels, repeated heads."""
+    found = []
+    tensor = layout.tensor
+    if facts.attention == "mha" and facts.kv_heads and tensor > facts.kv_heads:
+        found.append(
+            f"{facts.kv_heads} key-value heads are repeated {tensor // facts.kv_heads} times over tensor parallelism of"
+            f" {tensor}: each GPU caches one, so the KV cache does not shrink beyond {facts.kv_heads} GPUs"
+        )
+    if kind == "rocm" and facts.quantization.startswith("mxfp4") and facts.checkpoint_format not in _PADDED:
+        odd = [f"{noun} {width // parts}" for noun, width, parts in _widths(facts, layout) if width // parts % _MX_TILE]
+        if odd:
+            found.append(
+                f"what one GPU holds is no multiple of {_MX_TILE} ({', '.join(odd)}): AITER's assembly MXFP4 kernel"
+                " leaves those layers to a slower one (vLLM 0.32 layers/quantization/quark)"
+            )
+    return tuple(found)
+
+
+def _widths(facts: ModelFacts, layout: Layout) -> list[tuple[str, int, int]]:
+    """Inputs of layers that tensor parallelism cuts, each with the number of parts; what is kept whole is left out."""
+    tensor = layout.tensor
+    found = []
+    if facts.intermediate:
+        found.append(("an MLP width", facts.intermediate, tensor))
+    if facts.experts and facts.expert_intermediate:
+        if not layout.expert:
+            # Without expert parallelism vLLM cuts experts over tensor and data parallelism together.
+            found.append(("an expert width", facts.expert_intermediate, tensor * layout.data))
+        if facts.shared_experts:
+            found.append(("a shared expert's width", facts.expert_intermediate * facts.shared_experts, tensor))
+    if facts.attention == "mha":
+        found.append(("an attention output", facts.heads * facts.head_dim, tensor))
+    return [(noun, width, parts) for noun, width, parts in found if parts > 1]

@@ -6,39 +6,49 @@
     (('vllm', 'serve', '/models/m'), 8)
 
 Pure: the same arguments give the same plan, and nothing is read but the package's tables. The layout comes first
-(`layout.py`), then the knobs that it calls for (`knobs.py`), then what they leave for the KV cache (`memory.py`), and
-last what a reader should know (`remarks.py`).
+(`layout.py`), then the knobs that it calls for (`launch_request.py`), then what they leave for the KV cache
+(`memory.py`), and last what a reader should know. A model that does not fit is refused with the smallest changes that
+would make it fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.recipe.schema import Speculative
 from pipeline.serving import hardware as accelerators
-from pipeline.serving.knobs.overrides import checked_overrides, layout_said
-from pipeline.serving.knobs.passed import checked_arguments
+from pipeline.serving.knobs.overrides import checked_arguments, checked_overrides, layout_said
+from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import LaunchPlan, Layout, Memory, Reason
-from pipeline.serving.planning.attention import known_on_rocm, running, takes
-from pipeline.serving.planning.launch_request import GIVEN, LEN_FLAG, SET, KvDtype, LaunchRequest, Purpose
-from pipeline.serving.planning.layout import Choice, choose
-from pipeline.serving.planning.profiles import Profile
-from pipeline.serving.planning.remarks import OLDEST_READ, remarks
-from pipeline.serving.planning.shortfall import shortfall
-from pipeline.serving.planning.splitting import split_faults
-from pipeline.serving.planning.target import Target, checked
-from pipeline.serving.versions import parse_version
+from pipeline.serving.planning.launch_request import (
+    GIVEN,
+    LEN_FLAG,
+    SET,
+    KvDtype,
+    LaunchRequest,
+    Purpose,
+    aiter_mla,
+    running,
+    takes,
+)
+from pipeline.serving.planning.layout import Choice, choose, split_cautions, split_faults
+from pipeline.serving.planning.target import Profile, Target, checked
+from pipeline.serving.versions import Version, parse_version
 
 _KV_FLAG = "--kv-cache-dtype"
+_BACKENDS = {"mla": "ROCM_AITER_MLA", "dsa": "ROCM_AITER_MLA_SPARSE"}
 _IMAGE = "image"  # the container's one knob that is no option of `docker run`
 #: Contexts that are tried, in tokens, where nobody says one: the longest that fits is taken.
 _CONTEXTS = (32768, 16384, 8192, 4096, 2048)
+#: Requests in flight between which speculative decoding was seen to pay, and the tokens that are accepted (ROCm 2026).
+_SPECULATION, _SPECULATIVE_TOKENS = (16, 64), 2
 
 
 def plan_serving(
@@ -74,20 +84,26 @@ def plan_serving(
     checked(target)
     if packed < 1:
         raise UserError(f"pack is {packed}: expected 1 or more servers on an accelerator")
-    said = checked_overrides(overrides or {}, vllm_version)
     version = parse_version(vllm_version)
-    if version < parse_version(OLDEST_READ)[:2]:
-        raise UserError(f"vLLM {vllm_version} is older than the tables of knobs, which begin at {OLDEST_READ}")
+    if version[:2] < parse_version(OLDEST_READ)[:2]:
+        raise UserError(
+            f"vLLM {vllm_version} is older than {OLDEST_READ}, the oldest that is supported",
+            hint=f"update vLLM; plans are made for {OLDEST_READ} to {NEWEST_READ}",
+        )
+    said = checked_overrides(overrides or {}, vllm_version)
     dtype, explicit = _kv_dtype(facts, said, kv_cache_dtype)
     dtype = _readable(facts, target, version, dtype, explicit=explicit)
-    _loads(facts, target, version, dtype)
+    refusal = accelerators.refusal(target.hardware, facts.quantization, dtype, facts.checkpoint_format)
+    if refusal is not None:
+        raise UserError(refusal)
+    asked = _length(facts, said, profile)
     request = LaunchRequest(
         facts=facts,
         target=target,
         profile=profile,
         version=vllm_version,
-        max_model_len=_length(facts, said, profile) or min(_CONTEXTS[0], facts.context),
-        len_given=_length(facts, said, profile) is not None,
+        max_model_len=asked or min(_CONTEXTS[0], facts.context),
+        len_given=asked is not None,
         kv_cache_dtype=dtype,
         purpose=purpose,
         overrides=MappingProxyType(said),
@@ -106,19 +122,15 @@ def plan_serving(
 def _laid_out(request: LaunchRequest, given: Layout | None, packed: int) -> tuple[LaunchRequest, Choice]:
     """The request with its context settled, and the layout."""
     said = given or layout_said(request.overrides, request.target, busy=request.profile.for_throughput)
-    lengths = (
-        [request.max_model_len]
-        if request.len_given
-        else [
-            length for length in dict.fromkeys((request.max_model_len, *_CONTEXTS)) if length <= request.max_model_len
-        ]
-    )
+    lengths = [request.max_model_len]
+    if not request.len_given:
+        lengths += [length for length in _CONTEXTS if length < request.max_model_len]
     for length in lengths:
         tried = replace(request, max_model_len=length)
         choice = _fixed(tried, said, by_caller=given is not None) if said is not None else _chosen(tried, packed)
         if choice is not None:
             return tried, choice
-    raise shortfall(request, lambda other: _chosen(other, packed))
+    raise _shortfall(request, packed)
 
 
 def _chosen(request: LaunchRequest, packed: int = 1) -> Choice | None:
@@ -167,10 +179,10 @@ def _assembled(model: str, request: LaunchRequest, choice: Choice) -> LaunchPlan
         layout=layout,
         memory=request.memory(layout),
         host=settings.host,
-        warnings=(*choice.notes, *remarks(request, layout)),
+        warnings=(*choice.notes, *_remarks(request, layout)),
         docker=tuple(word for pair in settings.docker if pair[0] != _IMAGE for word in pair if word is not None),
         image=dict(settings.docker).get(_IMAGE),
-        attention_backend=running(request.facts, kind, request.numbers, settings.env, argv),
+        attention_backend=running(request.facts, kind, settings.env, argv),
         target=str(request.target),
         profile=request.profile.name,
         vllm_version=request.version,
@@ -200,11 +212,9 @@ def _kv_dtype(facts: ModelFacts, said: Mapping[str, str | bool], given: KvDtype 
     return ("fp8" if facts.kv_cache_scheme == "fp8" else "auto"), False
 
 
-def _readable(
-    facts: ModelFacts, target: Target, version: tuple[int, ...], dtype: KvDtype, *, explicit: bool
-) -> KvDtype:
+def _readable(facts: ModelFacts, target: Target, version: Version, dtype: KvDtype, *, explicit: bool) -> KvDtype:
     """The type that this version's attention can read; UserError where somebody asked for another."""
-    backend = {"mla": "ROCM_AITER_MLA", "dsa": "ROCM_AITER_MLA_SPARSE"}.get(facts.attention)
+    backend = _BACKENDS.get(facts.attention)
     if dtype == "auto" or target.accelerator.kind != "rocm" or takes(backend, version).fp8:
         return dtype
     if explicit:
@@ -213,17 +223,6 @@ def _readable(
             hint="leave the cache in 16 bit (kv_cache: auto), or plan for a later vLLM",
         )
     return "auto"
-
-
-def _loads(facts: ModelFacts, target: Target, version: tuple[int, ...], dtype: KvDtype) -> None:
-    refusal = accelerators.refusal(target.hardware, facts.quantization, dtype, facts.checkpoint_format)
-    if refusal is not None:
-        raise UserError(refusal)
-    if target.accelerator.kind == "rocm" and not known_on_rocm(facts, version):
-        raise UserError(
-            f"vLLM {'.'.join(map(str, version))} has no sparse attention on ROCm (platforms/rocm.py)",
-            hint="0.12 is the first that serves DeepSeek-V3.2 and its like there",
-        )
 
 
 def _length(facts: ModelFacts, said: Mapping[str, str | bool], profile: Profile) -> int | None:
@@ -239,3 +238,118 @@ def _length(facts: ModelFacts, said: Mapping[str, str | bool], profile: Profile)
     if asked is not None and asked > facts.context:
         raise UserError(f"a context of {asked:,} tokens is asked for, but the model ends at {facts.context:,}")
     return asked
+
+
+def _remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:
+    """What to know before a plan is started, in the order in which it matters, one sentence each."""
+    facts, accelerator, load = request.facts, request.target.accelerator, request.profile.concurrency
+    yield from accelerators.cautions(
+        accelerator.name, facts.quantization, request.kv_cache_dtype, facts.checkpoint_format
+    )
+    yield from split_cautions(facts, layout, kind=accelerator.kind)
+    if accelerator.kind == "rocm" and facts.attention == "mla":
+        known = takes("ROCM_AITER_MLA", request.numbers)
+        if not aiter_mla(facts, layout.tensor, request.numbers):
+            yield (
+                f"{facts.heads // layout.tensor} attention heads on each GPU: AITER's latent attention takes"
+                f" {' or '.join(map(str, known.heads or ()))} in vLLM {request.version}, so the slower Triton kernel"
+                f" runs ({known.source})"
+            )
+    if accelerator.kind == "rocm" and facts.kv_cache_scheme == "fp8" and request.kv_cache_dtype == "auto":
+        yield "the checkpoint has scales for an FP8 KV cache, which is not used: it stays in 16 bit"
+    if request.speculative is not None and request.speculative.tokens > _SPECULATIVE_TOKENS:
+        yield (
+            f"{request.speculative.tokens} speculative tokens: more than {_SPECULATIVE_TOKENS} were seen to be accepted"
+            " less often and to lower throughput (ROCm 2026: Speculative decoding)"
+        )
+    low, high = _SPECULATION
+    if request.speculative is not None and not low <= load <= high:
+        yield (
+            f"speculative decoding was seen to pay between {low} and {high} requests in flight, not at {load}: measure"
+            " without it (ROCm 2026: Speculative decoding)"
+        )
+    if not request.len_given and request.max_model_len < facts.context:
+        yield (
+            f"planned for {request.max_model_len:,} tokens of the {facts.context:,} that the model knows, because"
+            " nobody said how long requests are: --max-model-len says it"
+        )
+    if request.purpose == "measure" and layout.replicas * layout.packed > 1:
+        yield (
+            f"one of {layout.replicas * layout.packed} independent servers is measured: the whole target gives as many"
+            " times its throughput"
+        )
+    if request.numbers[:2] > parse_version(NEWEST_READ)[:2]:
+        yield f"vLLM {request.version} is newer than the tables of this plan, which end at {NEWEST_READ}"
+
+
+def _shortfall(request: LaunchRequest, packed: int) -> UserError:
+    """The refusal of a model that no layout of the target has room for: the parts in GB, and what would do."""
+    target = f"{request.target} ({request.target.accelerator.title})"
+    best = _closest(request)
+    if best is None:
+        faults = split_faults(request.facts, Layout(request.target.gpus))
+        return UserError(
+            f"the model cannot be split over {target}: {'; '.join(faults)}", hint=_hint(request, packed, 0)
+        )
+    layout, memory = best
+    each = "the process" if request.target.accelerator.kind == "cpu" else "each accelerator"
+    needed = memory.kv_bytes_per_token * request.max_model_len
+    message = (
+        f"{request.facts.architecture or 'the model'} does not fit {target}: of {_gb(memory.total)} GB in {each} vLLM"
+        f" may take {_gb(memory.budget)}; with {layout_words(layout)} weights take {_gb(memory.weights)}, activations"
+        f" {_gb(memory.activations)} and graphs {_gb(memory.graphs)}, which leaves {_gb(max(0, memory.kv_cache))} for a"
+        f" KV cache that needs {_gb(needed)} for one request of {request.max_model_len:,} tokens"
+    )
+    return UserError(message, hint=_hint(request, packed, max(0, memory.kv_tokens)))
+
+
+def _closest(request: LaunchRequest) -> tuple[Layout, Memory] | None:
+    """The layout over all of the target's accelerators that leaves the most, with its memory."""
+    gpus, nodes = request.target.gpus, request.target.nodes
+    sizes = [tensor for tensor in range(1, gpus + 1) if gpus % tensor == 0]
+    layouts = [Layout(tensor, gpus // tensor * nodes, nodes=nodes) for tensor in sizes]
+    if request.facts.experts and gpus * nodes > 1:
+        layouts += [Layout(tensor, data=gpus // tensor * nodes, expert=True, nodes=nodes) for tensor in sizes]
+    found = [(layout, request.memory(layout)) for layout in layouts if not split_faults(request.facts, layout)]
+    # Where nothing is left either way, the largest tensor parallelism is what a reader expects to see.
+    return max(found, key=lambda pair: (max(0, pair[1].kv_cache), pair[0].tensor), default=None)
+
+
+def _hint(request: LaunchRequest, packed: int, kv_tokens: int) -> str:
+    ways = list(_ways(request, packed, kv_tokens))
+    return "it fits with " + "; or ".join(ways) if ways else "no target of the table holds it: quantize it further"
+
+
+def _ways(request: LaunchRequest, packed: int, kv_tokens: int) -> Iterator[str]:
+    """More accelerators, larger ones, a smaller cache, a shorter context: the least of each that does."""
+
+    def fits(**changes: Any) -> bool:
+        return _chosen(replace(request, **changes), packed) is not None
+
+    target, row = request.target, request.target.accelerator
+    sizes = [(gpus, 1) for gpus in (1, 2, 4, 8) if gpus <= row.gpus_per_node]
+    sizes += [(row.gpus_per_node, nodes) for nodes in (2, 4, 8)]
+    more = [
+        replace(target, gpus=gpus, nodes=nodes) for gpus, nodes in sizes if gpus * nodes > target.gpus * target.nodes
+    ]
+    larger = [
+        replace(target, hardware=name, hbm_bytes=None)
+        for name, other in accelerators.table().items()
+        if other.kind == row.kind and (other.hbm_bytes or 0) > (target.memory or 0)
+        if target.gpus <= other.gpus_per_node
+    ]
+    for others in (more if row.kind != "cpu" else [], larger):
+        enough = next((other for other in others if fits(target=other)), None)
+        if enough is not None:
+            yield f"--target {enough}"
+    backend = _BACKENDS.get(request.facts.attention)
+    readable = request.facts.attention != "none" and takes(backend, request.numbers).fp8
+    if request.kv_cache_dtype == "auto" and readable and fits(kv_cache_dtype="fp8"):
+        yield "an FP8 KV cache (--kv-cache-dtype fp8, best with calibrated scales: kv_cache: fp8 in a recipe)"
+    context = kv_tokens // 1024 * 1024
+    if 0 < context < request.max_model_len and fits(max_model_len=context):
+        yield f"a context of {context:,} tokens"
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:,.1f}"

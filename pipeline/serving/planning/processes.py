@@ -4,10 +4,8 @@
     [((0, 1), 8000), ((2, 3), 8001)]
 
 CUDA_VISIBLE_DEVICES selects accelerators, on ROCm as well; HIP_VISIBLE_DEVICES stays unset, because two that differ
-raise (ROCm 2026: Tensor parallelism). Only `ray start` gets it on ROCm: Ray hands accelerators to its workers in that
-variable, and they would inherit the other one (vLLM 0.33 platforms/rocm.py). An engine that spans nodes runs on Ray, as
-both guides say, although vLLM has a launcher of its own since 0.11.1 (--nnodes): Ray is what they were measured with.
-Data parallel engines on several nodes need none: the other nodes run theirs headless.
+raise (ROCm 2026: Tensor parallelism). A server that spans nodes is one process on each: the first answers, the others
+are headless. Where one engine spans them, vLLM's own executor joins their workers (--nnodes).
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.planning.target import parse_target
 
 PORT = 8000
-RAY_PORT = 6379
 DATA_PORT = 13345
 """Where the engines of other nodes find the first one."""
 
@@ -38,8 +35,7 @@ def processes(
         if host_ips and len(host_ips) < layout.nodes:
             raise UserError(f"{len(host_ips)} addresses for {layout.nodes} nodes: expected one for each")
         addresses = tuple(host_ips[: layout.nodes]) or tuple(f"NODE_{node}_IP" for node in range(layout.nodes))
-        spanning = _headless if layout.data > 1 else _ray
-        return tuple(spanning(plan, port, addresses, first_gpu))
+        return tuple(_spanning(plan, port, addresses, first_gpu))
     return tuple(_servers(plan, port, first_gpu))
 
 
@@ -55,35 +51,21 @@ def _servers(plan: LaunchPlan, port: int, first_gpu: int) -> Iterator[Process]:
         yield Process(group // per_node, "server", number, gpus, port + number, env, plan.argv)
 
 
-def _headless(plan: LaunchPlan, port: int, addresses: Sequence[str], first_gpu: int) -> Iterator[Process]:
-    """Data parallel engines: the first node answers, the others run theirs without a server."""
+def _spanning(plan: LaunchPlan, port: int, addresses: Sequence[str], first_gpu: int) -> Iterator[Process]:
+    """One server on several nodes: its data parallel engines, or its one engine."""
     layout = plan.layout
     here = layout.gpus // layout.nodes
     gpus = tuple(range(first_gpu, first_gpu + here))
     local = layout.data // layout.nodes
-    shared = (
-        *("--data-parallel-size-local", str(local), "--data-parallel-address", addresses[0]),
-        *("--data-parallel-rpc-port", str(DATA_PORT)),
-    )
     for node, address in enumerate(addresses):
+        if layout.data > 1:
+            own = ["--data-parallel-size-local", str(local), "--data-parallel-address", addresses[0]]
+            own += ["--data-parallel-rpc-port", str(DATA_PORT)]
+            own += ["--data-parallel-start-rank", str(node * local)] if node else []
+        else:
+            own = ["--nnodes", str(layout.nodes), "--node-rank", str(node), "--master-addr", addresses[0]]
         env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "VLLM_HOST_IP": address}
         if node == 0:
-            yield Process(0, "server", 0, gpus, port, env, (*plan.argv, *shared))
+            yield Process(0, "server", 0, gpus, port, env, (*plan.argv, *own))
         else:
-            argv = (*plan.argv, *shared, "--data-parallel-start-rank", str(node * local), "--headless")
-            yield Process(node, "headless", 0, gpus, None, env, argv)
-
-
-def _ray(plan: LaunchPlan, port: int, addresses: Sequence[str], first_gpu: int) -> Iterator[Process]:
-    """A Ray cluster, and the one server on its head that uses all of it."""
-    here = plan.layout.gpus // plan.layout.nodes
-    gpus = tuple(range(first_gpu, first_gpu + here))
-    head = f"{addresses[0]}:{RAY_PORT}"
-    visible = "HIP_VISIBLE_DEVICES" if parse_target(plan.target).accelerator.kind == "rocm" else "CUDA_VISIBLE_DEVICES"
-    for node, address in enumerate(addresses):
-        env = {visible: ",".join(map(str, gpus)), "VLLM_HOST_IP": address}
-        where = ("--head", "--port", str(RAY_PORT)) if node == 0 else ("--address", head)
-        argv = ("ray", "start", *where, "--node-ip-address", address, "--num-gpus", str(here), "--block")
-        yield Process(node, "ray-head" if node == 0 else "ray-worker", 0, gpus, None, env, argv)
-    # Ray hands accelerators out: the server's own process must see none of its own choosing.
-    yield Process(0, "server", 0, gpus, port, {"VLLM_HOST_IP": addresses[0]}, plan.argv)
+            yield Process(node, "headless", 0, gpus, None, env, (*plan.argv, *own, "--headless"))

@@ -1,15 +1,25 @@
-"""The machines of a launch, as a user names them.
+"""What a launch is planned for: the machines, as a user names them, and the load.
 
     >>> parse_target("mi300x:16")
     Target(hardware='mi300x', gpus=8, nodes=2, hbm_bytes=None)
+    >>> profile("throughput", concurrency=256).request_tokens
+    2048
 
-``NAME:GPUS`` fills nodes one after the other; ``NAME:GPUSxNODES`` says how they are shared out.
+``NAME:GPUS`` fills nodes one after the other; ``NAME:GPUSxNODES`` says how they are shared out. A profile is latency,
+streaming, throughput or offline work: the rows of `profiles.yaml`. A workload of ``eval/workloads`` names its own.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+
+import yaml
 
 from pipeline.errors import UserError
 from pipeline.serving import hardware as accelerators
@@ -69,3 +79,50 @@ def checked(target: Target) -> Target:
     if target.nodes < 1:
         raise UserError(f"nodes is {target.nodes}: expected 1 or more")
     return target
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One row, with the load at hand.
+
+    ``concurrency`` counts requests in flight over all servers of a launch. ``max_model_len`` (tokens of a prompt with
+    its answer) is None where the plan shall choose. ``request_tokens`` are those of a usual request, and ``share`` is
+    how much of ``concurrency * request_tokens`` the KV caches must hold before a layout counts as fitting.
+    """
+
+    name: str
+    title: str
+    about: str
+    watch: tuple[str, ...]
+    concurrency: int
+    request_tokens: int
+    share: float
+    max_model_len: int | None = None
+
+    @property
+    def for_throughput(self) -> bool:
+        """Whether tokens per second of the machine count for more than those of one request."""
+        return self.name in {"throughput", "offline"}
+
+
+def profile(name: str, *, concurrency: int | None = None, max_model_len: int | None = None) -> Profile:
+    """The profile of that name; UserError with the nearest name where there is none, or for a number below one."""
+    if name not in profiles():
+        near = difflib.get_close_matches(name, profiles(), n=1)
+        raise UserError(
+            f"unknown profile {name!r}: expected one of {', '.join(profiles())}",
+            hint=f"did you mean {near[0]!r}?" if near else None,
+        )
+    for noun, number in (("concurrency", concurrency), ("context", max_model_len)):
+        if number is not None and number < 1:
+            raise UserError(f"{noun} is {number}: expected 1 or more")
+    row = profiles()[name]
+    return replace(row, concurrency=concurrency or row.concurrency, max_model_len=max_model_len)
+
+
+@cache
+def profiles() -> Mapping[str, Profile]:
+    """Every profile by name, in the order of the file."""
+    text = resources.files("pipeline.serving.planning").joinpath("profiles.yaml").read_text(encoding="utf-8")
+    rows = yaml.safe_load(text).items()
+    return MappingProxyType({name: Profile(name=name, **{**row, "watch": tuple(row["watch"])}) for name, row in rows})

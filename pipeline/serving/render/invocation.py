@@ -1,12 +1,18 @@
-"""What one process of a launch runs: its variables and its arguments, whole.
+"""What the processes of a launch run, as arguments, as a script, and as the comments and the YAML of a manifest.
 
-Every form of a launch is made from this, so that a script, a container and a manifest start the same thing.
+Every form of a launch is made from `variables` and `arguments`, so that a script, a container and a manifest start the
+same thing. `script` is to read, copy and run: ``bash launch.sh``, on several nodes ``bash launch.sh NODE``.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
 
 from pipeline.errors import UserError
 from pipeline.serving.hardware import Hardware, hardware
@@ -15,7 +21,9 @@ from pipeline.serving.plan import LaunchPlan, Process
 LOOPBACK = "127.0.0.1"
 """Where a server listens unless something stands between it and the network: it asks nobody for a password."""
 
-_RAY, _BLOCK = frozenset({"ray-head", "ray-worker"}), "--block"
+_WIDTH = 100
+_COMMENT_WIDTH = 116
+_TRAP = "trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null || true; wait' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM"
 
 
 def variables(plan: LaunchPlan, process: Process) -> dict[str, str]:
@@ -30,42 +38,6 @@ def arguments(process: Process, *, host: str = LOOPBACK) -> tuple[str, ...]:
         return argv
     listening = [] if "--host" in argv else ["--host", host]
     return (*argv, *listening, *([] if "--port" in argv else ["--port", str(process.port)]))
-
-
-def containers(processes: Sequence[Process]) -> tuple[tuple[Process, ...], ...]:
-    """The processes that share a container: a server joins Ray through its own node's, and must find it in /tmp."""
-    found: list[tuple[Process, ...]] = []
-    for node in sorted({process.node for process in processes}):
-        here = [process for process in processes if process.node == node]
-        joined = tuple(process for process in here if process.role in _RAY)
-        others = [process for process in here if process.role not in _RAY]
-        found += [(*joined, others[0]), *((other,) for other in others[1:])] if others else [joined]
-    return tuple(found)
-
-
-def contained(processes: Sequence[Process], *, host: str = LOOPBACK) -> tuple[str, ...]:
-    """The command line of a container. A container ends with its first process, so `ray start` must not return there.
-
-    Before a server, a shell starts Ray and then becomes the server, whose arguments it never reads.
-    """
-    *before, last = processes
-    argv = arguments(last, host=host)
-    if last.role in _RAY and _BLOCK not in argv:
-        argv = (*argv, _BLOCK)
-    if not before:
-        return argv
-    started = " && ".join(shlex.join(returning(process)) for process in before)
-    return ("/bin/sh", "-c", f'{started} && exec "$@"', "sh", *argv)
-
-
-def returning(process: Process) -> tuple[str, ...]:
-    """`ray start` as it comes back when Ray is up, for a server that is started after it and must not race it."""
-    return tuple(word for word in process.argv if word != _BLOCK)
-
-
-def is_ray(process: Process) -> bool:
-    """Whether the process is a node of a Ray cluster."""
-    return process.role in _RAY
 
 
 def servers(processes: Sequence[Process]) -> tuple[Process, ...]:
@@ -91,3 +63,97 @@ def image_of(plan: LaunchPlan, given: str | None = None) -> str:
 def title(plan: LaunchPlan) -> str:
     """What is served where, in one line."""
     return f"{plan.served_model_name} on {plan.target}, {plan.profile}, planned for vLLM {plan.vllm_version}"
+
+
+def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBACK) -> str:
+    """The script, ending with a newline. Servers listen on ``host``."""
+    nodes = sorted({process.node for process in processes})
+    lines = ["#!/usr/bin/env bash", f"# {title(plan)}", *(f"# note: {warning}" for warning in plan.warnings)]
+    lines += ["set -euo pipefail", ""]
+    if accelerator(plan).kind == "rocm":
+        lines += ["# vLLM selects by CUDA_VISIBLE_DEVICES and stops where the two differ.", "unset HIP_VISIBLE_DEVICES"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.env.items()]
+    if len(nodes) == 1:
+        return _text([*lines, "", *_node(processes, host)])
+    if any(process.env.get("VLLM_HOST_IP", "").startswith("NODE_") for process in processes):
+        lines += ["", "# NODE_0_IP and so on stand for the nodes' addresses on their private network."]
+    lines += ["", f'case "${{1:?which node: {" ".join(map(str, nodes))}}}" in']
+    for node in nodes:
+        here = [process for process in processes if process.node == node]
+        roles = ", ".join(dict.fromkeys(process.role for process in here))
+        address = next((process.env["VLLM_HOST_IP"] for process in here if "VLLM_HOST_IP" in process.env), None)
+        lines += [f"{node})", f"  # ---- node {node}{f' ({address})' if address else ''}: {roles}"]
+        lines += [f"  {line}" if line else "" for line in _node(here, host)]
+        lines += ["  ;;"]
+    return _text([*lines, "*) echo 'no such node' >&2; exit 2 ;;", "esac"])
+
+
+def command(process: Process, *, host: str = LOOPBACK) -> str:
+    """One process as a command that can be pasted: its own variables, then its arguments, an option a line."""
+    words = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
+    words += [shlex.quote(word) for word in arguments(process, host=host)]
+    return " \\\n  ".join(_lines(words))
+
+
+def _node(processes: Sequence[Process], host: str) -> Iterator[str]:
+    """What one node runs. One server replaces the shell; several run beside each other and end together.
+
+    A shell without job control starts its background processes deaf to Ctrl-C, so the script tells them.
+    """
+    if len(processes) == 1:
+        assignments = "env " if processes[0].env else ""  # `exec` takes a program
+        yield from f"exec {assignments}{command(processes[0], host=host)}".splitlines()
+        return
+    yield _TRAP
+    for process in processes:
+        yield f"# replica {process.replica}, GPUs {', '.join(map(str, process.gpus)) or 'none'}"
+        yield from f"{command(process, host=host)} &".splitlines()
+    yield "wait -n  # the first that ends, ends the script, and the script the others"
+
+
+def _lines(words: Iterable[str]) -> list[str]:
+    """Words in lines: each option begins one, with its value; what stands before the first option shares its line."""
+    lines: list[str] = []
+    for word in words:
+        if lines and not word.startswith("--") and len(lines[-1]) + len(word) < _WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def _text(lines: Iterable[str]) -> str:
+    return "\n".join(lines) + "\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what occurs twice twice: readers of a manifest follow no anchors."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+# Text that Kubernetes' reader takes for a truth or a number, and PyYAML does not: y, 5e8, 0o17.
+_BOOL, _NUMBER = re.compile(r"[yYnN]"), re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+|[-+]?0o[0-7_]+")
+for _tag, _pattern, _first in (("bool", _BOOL, "yYnN"), ("float", _NUMBER, "-+.0123456789")):
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern.pattern})$"), list(_first))
+
+
+def dump(*documents: Mapping[str, Any]) -> str:
+    """The documents as YAML, keys in the order that they have."""
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def comments(plan: LaunchPlan) -> str:
+    """Lines that begin with ``#``, each ended by a newline."""
+    lines = [title(plan), "made by `quantmint serve`; make it again rather than edit it: the knobs belong together", ""]
+    lines += [line for warning in plan.warnings for line in _wrapped(f"warning: {warning}")]
+    lines += [line for reason in plan.reasons for line in _wrapped(f"{reason.knob}: {reason.why} [{reason.source}]")]
+    lines += [line for check in plan.host for line in _wrapped(f"host: {check.name} {check.expected}: {check.why}")]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    yield from textwrap.wrap(
+        text, _COMMENT_WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )

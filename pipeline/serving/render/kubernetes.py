@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.comments import comments, dump
-from pipeline.serving.render.compose import START_PERIOD_S
-from pipeline.serving.render.docker import mounted, options
-from pipeline.serving.render.invocation import accelerator, arguments, contained, image_of, variables
+from pipeline.serving.render.docker import START_PERIOD_S, mounted, options
+from pipeline.serving.render.invocation import accelerator, arguments, comments, dump, image_of, variables
 
 PORT = 8000
 _ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, which nothing outside the cluster reaches
@@ -61,29 +60,20 @@ def _deployment(plan: LaunchPlan, process: Process, image: str | None, claim: st
             # No GPU is free for a second pod beside the one that it replaces.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
             "selector": {"matchLabels": labels},
-            "template": _pod(plan, [process], labels, {}, plan.layout.gpus, image, claim),
+            "template": _pod(plan, process, labels, {}, plan.layout.gpus, image, claim),
         },
     }
 
 
 def _group(plan: LaunchPlan, group: Sequence[Process], image: str | None, claim: str | None) -> dict[str, Any]:
-    nodes = sorted({process.node for process in group})
-    addresses = {process.node: process.env.get("VLLM_HOST_IP", "") for process in group}
-    head, *others = nodes
-    workers = {
-        tuple(arguments(_placed(process, {addresses[head]: _LEADER, addresses[node]: _OWN})))
-        for node in others
-        for process in group
-        if process.node == node
-    }
-    if len(workers) != 1:
+    head, *others = (process.env.get("VLLM_HOST_IP", "") for process in group)
+    leader = _placed(group[0], {head: _OWN})
+    workers = [_placed(process, {head: _LEADER, own: _OWN}) for process, own in zip(group[1:], others, strict=True)]
+    if len({arguments(worker) for worker in workers}) != 1:
         raise UserError(
             f"the {len(others)} worker nodes run different commands, and a LeaderWorkerSet has one template for them",
             hint="Use --shell or --compose, which have a section for each node.",
         )
-    leader = [_placed(process, {addresses[head]: _OWN}) for process in group if process.node == head]
-    worker = next(process for process in group if process.node == others[0])
-    worker = _placed(worker, {addresses[head]: _LEADER, addresses[others[0]]: _OWN})
     labels, gpus = _labels(plan), plan.layout.gpus // plan.layout.nodes
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
@@ -92,10 +82,10 @@ def _group(plan: LaunchPlan, group: Sequence[Process], image: str | None, claim:
         "spec": {
             "replicas": plan.layout.replicas,
             "leaderWorkerTemplate": {
-                "size": len(nodes),
+                "size": len(group),
                 "restartPolicy": "RecreateGroupOnPodRestart",
                 "leaderTemplate": _pod(plan, leader, labels, {"role": "leader"}, gpus, image, claim),
-                "workerTemplate": _pod(plan, [worker], labels, {"role": "worker"}, gpus, image, claim),
+                "workerTemplate": _pod(plan, workers[0], labels, {"role": "worker"}, gpus, image, claim),
             },
         },
     }
@@ -110,12 +100,12 @@ def _placed(process: Process, addresses: Mapping[str, str]) -> Process:
             argv = [variable.join(address.split(word)) for word in argv]
     if "--node-rank" in argv and process.role == "headless":
         argv[argv.index("--node-rank") + 1] = _RANK
-    return Process(process.node, process.role, process.replica, process.gpus, process.port, process.env, tuple(argv))
+    return replace(process, argv=tuple(argv))
 
 
 def _pod(
     plan: LaunchPlan,
-    processes: Sequence[Process],
+    process: Process,
     labels: Mapping[str, str],
     role: Mapping[str, str],
     gpus: int,
@@ -123,16 +113,14 @@ def _pod(
     claim: str | None,
 ) -> dict[str, Any]:
     kind, several = accelerator(plan).kind, plan.layout.nodes > 1
-    last = processes[-1]
-    # shlex quotes references within a shell's script; Kubernetes resolves them before there is a shell.
-    argv = contained([*processes[:-1], _at_port(last)], host=_ANYWHERE)
+    argv = arguments(_at_port(process), host=_ANYWHERE)
     capabilities = [value for option, value in options(plan) if option == "--cap-add"]
     container: dict[str, Any] = {
         "name": "vllm",
         "image": image_of(plan, image),
         "command": list(argv[:1]),
         "args": list(argv[1:]),
-        "env": _env(variables(plan, last), several=several),
+        "env": _env(variables(plan, process), several=several),
     }
     if kind != "cpu":
         count = {RESOURCES[kind]: str(gpus)}
@@ -141,7 +129,7 @@ def _pod(
         container["securityContext"] = {"capabilities": {"add": capabilities}}
     if ("--security-opt", "seccomp=unconfined") in options(plan):
         container.setdefault("securityContext", {})["seccompProfile"] = {"type": "Unconfined"}
-    if last.port is not None:
+    if process.port is not None:
         container["ports"] = [{"name": "http", "containerPort": PORT}]
         container |= _probes()
     volumes, mounts = _volumes(plan, claim)
@@ -164,8 +152,7 @@ def _at_port(process: Process) -> Process:
         if option in argv:
             at = argv.index(option)
             del argv[at : at + 2]
-    port = None if process.port is None else PORT
-    return Process(process.node, process.role, process.replica, process.gpus, port, process.env, tuple(argv))
+    return replace(process, port=None if process.port is None else PORT, argv=tuple(argv))
 
 
 def _env(values: Mapping[str, str], *, several: bool) -> list[dict[str, Any]]:

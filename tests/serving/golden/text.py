@@ -1,4 +1,7 @@
-"""A case of `cases.yaml` as a plan, and a plan as text that a reviewer reads from top to bottom."""
+"""A case of `cases.yaml` as a plan, and a plan as text that a reviewer reads from top to bottom.
+
+`python -m tests.serving.golden.text` rewrites the texts.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,7 @@ from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
 from pipeline.serving.plan import LaunchPlan, Reason
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.processes import processes
-from pipeline.serving.planning.profiles import profile
-from pipeline.serving.planning.target import parse_target
+from pipeline.serving.planning.target import parse_target, profile
 
 FOLDER = Path(__file__).parent
 CONFIGS = FOLDER.parents[1] / "assets" / "configs"
@@ -152,3 +154,14 @@ def _wrapped(text: str, indent: int, more: int | None = None) -> list[str]:
     return textwrap.wrap(
         text, _WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )
+
+
+def main() -> None:
+    for path in FOLDER.glob("*.txt"):
+        path.unlink()
+    for case in cases():
+        (FOLDER / f"{case['name']}.txt").write_text(text_of(case), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,7 @@ from pipeline.serving.knobs.table import table
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.profiles import profile
-from pipeline.serving.planning.target import Target, parse_target
+from pipeline.serving.planning.target import Target, parse_target, profile
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, machine
 

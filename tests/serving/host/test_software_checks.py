@@ -19,11 +19,11 @@ MX = Wanted("mxfp4", "fp8", "quark")
 @pytest.mark.parametrize(
     ("version", "status"),
     [
-        ("0.11.0", "ok"),
+        ("0.19.0", "ok"),
         ("0.33.1+rocm711", "ok"),
-        ("0.14.2.dev3+gabc", "ok"),
+        ("0.23.1.dev3+gabc", "ok"),
         ("0.34.0", "warn"),
-        ("0.10.2", "fail"),
+        ("0.18.2", "fail"),
         ("main", "warn"),
         (None, "fail"),
     ],
@@ -31,7 +31,7 @@ MX = Wanted("mxfp4", "fp8", "quark")
 def test_versions(tmp_path: Path, finding, version: str | None, status: str):
     versions = {} if version is None else {"vllm": version}
     seen = finding("vllm", machine(trees.healthy(tmp_path), installed=versions))
-    assert (seen.status, seen.expected) == (status, "0.11 to 0.33")
+    assert (seen.status, seen.expected) == (status, "0.19 to 0.33")
     assert bool(seen.fix) == (status != "ok")
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.model.meta import meta_model
-from pipeline.serving.model.counting import count_pieces
 from pipeline.serving.model.facts import facts_of_config, model_facts
+from pipeline.serving.model.weights import count_pieces
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 # transformers 5.17 does not know it; its layers are DeepSeek-V3's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,10 @@ from pipeline.schemes import table as schemes
 from pipeline.serving.hardware import refusal
 from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
 from pipeline.serving.plan import LaunchPlan, Layout
-from pipeline.serving.planning.launch_request import opposites
+from pipeline.serving.planning.launch_request import aiter_mla, opposites, running
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.processes import processes
-from pipeline.serving.planning.profiles import profile
-from pipeline.serving.planning.target import parse_target
-from pipeline.serving.versions import parse_version
+from pipeline.serving.planning.target import parse_target, profile
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 LLAMA_8B, LLAMA_70B, LLAMA_405B = (f"Llama-3.1-{size}-Instruct" for size in ("8B", "70B", "405B"))
@@ -72,17 +71,12 @@ def test_the_same_question_has_the_same_answer_wherever_the_model_lies():
     assert told["memory"]["kv_tokens"] > 8192
 
 
-def test_knobs_follow_the_version():
-    old, new = plan(vllm_version="0.12.0"), plan(vllm_version="0.13.0")
-    assert "VLLM_ATTENTION_BACKEND" in old.env
-    assert flag(old, "--attention-backend") is None
-    assert "VLLM_ATTENTION_BACKEND" not in new.env
-    assert flag(new, "--attention-backend") == old.attention_backend == "ROCM_AITER_FA"
-    assert parse_version("v0.32.0+cpu") == (0, 32, 0)
+def test_versions_that_are_no_longer_or_not_yet_known():
+    assert plan(vllm_version="0.19.0").attention_backend == "ROCM_AITER_FA"
     with pytest.raises(UserError, match="not a version"):
         plan(vllm_version="main")
-    with pytest.raises(UserError, match="older than the tables"):
-        plan(vllm_version="0.9.2")
+    with pytest.raises(UserError, match=r"vLLM 0\.18\.2 is older than 0\.19\.0, the oldest that is supported"):
+        plan(vllm_version="0.18.2")
     assert any("newer than the tables" in warning for warning in plan(vllm_version="0.40.0").warnings)
 
 
@@ -111,7 +105,7 @@ def test_a_flag_that_is_set_silences_its_opposite():
     ("overrides", "version", "message"),
     [
         ({"--max-num-sqs": "4"}, "0.32.0", "did you mean '--max-num-seqs'"),
-        ({"--swap-space": "16"}, "0.32.0", "does not know --swap-space"),
+        ({"--calculate-kv-scales": True}, "0.32.0", "does not know --calculate-kv-scales"),
         ({"VLLM_ATTENTION_BACKEND": "ROCM_AITER_FA"}, "0.32.0", "--attention-backend does its work there"),
         ({"numa_balancing": "0"}, "0.32.0", "set on the machine"),
         ({"--port": "80"}, "0.32.0", "the launcher gives"),
@@ -139,9 +133,6 @@ def test_parallelism_that_the_recipe_spells_out():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": "cpu:2"}, "one device"),
-        ({"target": "mi300x:9x1"}, "1 to 8 in a node"),
-        ({"target": "mi999"}, "unknown hardware"),
         ({"max_model_len": 200_000}, "the model ends at 131,072"),
         ({"packed": 0}, "pack is 0"),
     ],
@@ -168,20 +159,23 @@ def test_what_does_not_fit_is_refused_with_the_smallest_that_does():
     assert plan(facts(LLAMA_70B), **shorter).memory.kv_tokens >= tokens
 
 
-def test_sparse_attention_needs_a_version_that_has_it():
+def test_attention_takes_what_its_version_takes():
     v32 = facts("DeepSeek-V3.2")
-    with pytest.raises(UserError, match="no sparse attention on ROCm"):
-        plan(v32, "mi300x:8", vllm_version="0.11.0")
-    assert plan(v32, "mi300x:8", vllm_version="0.14.0").attention_backend == "ROCM_AITER_MLA_SPARSE"
+    assert plan(v32, "mi300x:8", vllm_version="0.19.0").attention_backend == "ROCM_AITER_MLA_SPARSE"
     with pytest.raises(UserError, match="no FP8 KV cache"):
-        plan(v32, "mi300x:8", vllm_version="0.14.0", kv_cache_dtype="fp8")
-
-
-def test_heads_that_aiter_lacks_fall_back_to_triton():
-    kimi = facts("Kimi-K2-Instruct")  # 64 heads: 8 on each of 8
-    old, new = (plan(kimi, "mi355x:8", vllm_version=version) for version in ("0.14.0", "0.19.0"))
-    assert (old.attention_backend, new.attention_backend) == ("TRITON_MLA", "ROCM_AITER_MLA")
-    assert any("8 attention heads on each GPU" in warning for warning in old.warnings)
+        plan(v32, "mi300x:8", vllm_version="0.19.0", kv_cache_dtype="fp8")
+    assert flag(plan(v32, "mi300x:8", vllm_version="0.24.0", kv_cache_dtype="fp8"), "--kv-cache-dtype") == "fp8"
+    kimi = facts("Kimi-K2-Instruct")  # 64 heads: 2 on each of 32
+    assert [aiter_mla(kimi, 32, version) for version in ((0, 23), (0, 24))] == [False, True]
+    assert not aiter_mla(kimi, 3, (0, 33))
+    odd = plan(replace(kimi, heads=72), "mi355x:8", vllm_version="0.33.0")
+    assert odd.attention_backend == "TRITON_MLA"
+    assert any("9 attention heads on each GPU" in warning for warning in odd.warnings)
+    on = {"VLLM_ROCM_USE_AITER": "1"}
+    assert running(facts(), "rocm", on, ()) == "ROCM_ATTN"
+    assert running(facts(), "rocm", on, ("--attention-backend", "X")) == "X"
+    assert [running(kimi, "rocm", env, ()) for env in (on, {})] == ["ROCM_AITER_MLA", "TRITON_MLA"]
+    assert running(facts(), "cpu", {}, ()) is None
 
 
 def test_speculation_without_what_vllm_refuses():
@@ -196,8 +190,6 @@ def test_speculation_without_what_vllm_refuses():
 
 def test_packed_servers_share_a_gpu_when_that_is_asked():
     busy = {"for_": "throughput", "concurrency": 256}
-    alone = plan(**busy)
-    assert any("--pack 2" in warning for warning in alone.warnings)
     packed = plan(packed=2, **busy)
     assert packed.layout == Layout(packed=2)
     assert flag(packed, "--gpu-memory-utilization") == "0.45"
@@ -254,22 +246,23 @@ def test_a_context_that_nobody_said_is_the_longest_that_fits():
     assert int(flag(tight, "--max-model-len") or 0) < 32768
 
 
-def test_nodes_run_on_ray_or_headless():
-    ray = plan(facts(LLAMA_405B), "mi300x:4x2", concurrency=16)
-    assert ray.layout == Layout(4, 2, nodes=2)
-    head, worker, server = processes(ray, host_ips=("10.0.0.1", "10.0.0.2"))
-    assert (head.role, worker.role, server.role) == ("ray-head", "ray-worker", "server")
-    assert head.argv[:5] == ("ray", "start", "--head", "--port", "6379")
-    assert worker.argv[:4] == ("ray", "start", "--address", "10.0.0.1:6379")
-    assert (worker.env["VLLM_HOST_IP"], worker.port) == ("10.0.0.2", None)
-    assert flag(ray, "--distributed-executor-backend") == "ray"
+def test_nodes_run_a_process_each():
+    staged = plan(facts(LLAMA_405B), "mi300x:4x2", concurrency=16)
+    assert staged.layout == Layout(4, 2, nodes=2)
+    assert flag(staged, "--distributed-executor-backend") == "mp"
+    head, worker = processes(staged, host_ips=("10.0.0.1", "10.0.0.2"))
+    assert (head.role, worker.role, worker.port) == ("server", "headless", None)
+    shared = ("--nnodes", "2", "--node-rank")
+    assert head.argv == (*staged.argv, *shared, "0", "--master-addr", "10.0.0.1")
+    assert worker.argv == (*staged.argv, *shared, "1", "--master-addr", "10.0.0.1", "--headless")
+    assert (worker.env["VLLM_HOST_IP"], worker.env["CUDA_VISIBLE_DEVICES"]) == ("10.0.0.2", "0,1,2,3")
     spread = plan(facts("Kimi-K2-Instruct"), "mi300x:4x2", for_="throughput", concurrency=512)
     assert (spread.layout.data * spread.layout.tensor, spread.layout.expert, spread.layout.nodes) == (8, True, 2)
     first, second = processes(spread, host_ips=("10.0.0.1", "10.0.0.2"))
     assert (first.role, second.role, second.port) == ("server", "headless", None)
     assert second.argv[-1] == "--headless"
     assert "10.0.0.1" in second.argv
-    assert "--data-parallel-start-rank" not in first.argv
+    assert not {"--data-parallel-start-rank", "--nnodes"} & set(first.argv)
     with pytest.raises(UserError, match="1 addresses for 2 nodes"):
         processes(spread, host_ips=("10.0.0.1",))
 

@@ -1,6 +1,7 @@
-"""Run by the interpreter of a vLLM environment: says what vLLM's own parser thinks of launches.
+"""Run by the interpreter of a vLLM environment: says what vLLM's own parser knows, and what it thinks of launches.
 
-Standard input is a JSON list of {"argv": [...], "env": {...}}; standard output one list of complaints for each.
+Standard input is a JSON list of {"argv": [...], "env": {...}}; the last line of standard output is {"flags": [...],
+"env": [...], "complaints": [[...], ...]}, one list of complaints for each launch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def main() -> None:
         except Exception as error:
             complaints.append(f"{type(error).__name__}: {error}")
         answers.append(complaints)
-    sys.stdout.write("\n" + json.dumps(answers))
+    variables = [name for name in envs.environment_variables if name.startswith("VLLM_")]
+    known = {"flags": list(parser._option_string_actions), "env": variables, "complaints": answers}
+    sys.stdout.write("\n" + json.dumps(known))
 
 
 if __name__ == "__main__":

@@ -80,25 +80,17 @@ def replicas() -> tuple[LaunchPlan, tuple[Process, ...]]:
 
 
 @pytest.fixture
-def ray() -> tuple[LaunchPlan, tuple[Process, ...]]:
-    """One server over two nodes through Ray."""
-    layout = Layout(tensor=8, pipeline=2, nodes=2)
-    plan = _plan("mi300x:8x2", layout, "--distributed-executor-backend", "ray", docker=INSTINCT + RDMA)
-    gpus = tuple(range(8))
-    head, worker = ({"VLLM_HOST_IP": f"10.0.0.{last}"} for last in (1, 12))
-    start = ("ray", "start", "--head", "--node-ip-address=10.0.0.1", "--port=6379", "--block")
-    join = ("ray", "start", "--address=10.0.0.1:6379", "--node-ip-address=10.0.0.12", "--block")
-    return plan, (
-        Process(0, "ray-head", 0, gpus, None, head, start),
-        Process(0, "server", 0, gpus, 8000, head, plan.argv),
-        Process(1, "ray-worker", 0, gpus, None, worker, join),
-    )
-
-
-@pytest.fixture
 def headless() -> tuple[LaunchPlan, tuple[Process, ...]]:
     """One server over three nodes, each with processes of its own."""
-    plan = _plan("mi300x:8x3", Layout(tensor=8, pipeline=3, nodes=3), "--nnodes", "3", "--master-addr", "10.0.0.1")
+    plan = _plan(
+        "mi300x:8x3",
+        Layout(tensor=8, pipeline=3, nodes=3),
+        "--nnodes",
+        "3",
+        "--master-addr",
+        "10.0.0.1",
+        docker=INSTINCT + RDMA,
+    )
     made = []
     for node in range(3):
         env = {"VLLM_HOST_IP": f"10.0.0.{node + 1}"}

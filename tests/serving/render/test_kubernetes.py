@@ -115,8 +115,8 @@ def test_the_model_comes_from_a_claim(one: Launch) -> None:
     assert "/models/draft $1" in [volume.get("hostPath", {}).get("path") for volume in volumes]
 
 
-def test_a_group_of_pods_with_ray(ray: Launch) -> None:
-    group, service = documents(manifests(*ray))
+def test_a_group_of_pods(headless: Launch) -> None:
+    group, service = documents(manifests(*headless))
     assert (group["apiVersion"], group["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
     inner = group["spec"]["leaderWorkerTemplate"]
     assert set(group["spec"]) == {"replicas", "leaderWorkerTemplate"}
@@ -124,32 +124,18 @@ def test_a_group_of_pods_with_ray(ray: Launch) -> None:
     for template in (inner["leaderTemplate"], inner["workerTemplate"]):
         held_against_the_api(template, "V1PodTemplateSpec")
     leader, worker = (container(inner[name]) for name in ("leaderTemplate", "workerTemplate"))
-    assert inner["size"] == 2
+    assert inner["size"] == 3
     assert leader["resources"]["limits"] == {"amd.com/gpu": "8"}, "of one node"
-    script, *argv = leader["args"][1:]
-    assert script == """ray start --head '--node-ip-address=$(VLLM_HOST_IP)' --port=6379 && exec "$@\""""
-    assert argv[1:4] == list(ray[0].argv[:3])
-    assert [*worker["command"], *worker["args"]] == [
-        "ray", "start", "--address=$(LWS_LEADER_ADDRESS):6379", "--node-ip-address=$(VLLM_HOST_IP)", "--block",
-    ]  # fmt: skip
-    for pod in (leader, worker):
+    ranks = ((leader, "0", "$(VLLM_HOST_IP)"), (worker, "$(LWS_WORKER_INDEX)", "$(LWS_LEADER_ADDRESS)"))
+    for pod, rank, address in ranks:
+        assert pod["args"][pod["args"].index("--node-rank") + 1] == rank
+        assert pod["args"][pod["args"].index("--master-addr") + 1] == address
         assert pod["env"][0] == {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
         assert "IPC_LOCK" in pod["securityContext"]["capabilities"]["add"]
         assert "10.0.0.1" not in str(pod)
     assert "startupProbe" not in worker
     assert service["spec"]["selector"]["role"] == "leader"
     assert service["spec"]["selector"].items() <= inner["leaderTemplate"]["metadata"]["labels"].items()
-
-
-def test_a_group_of_pods_by_rank(headless: Launch) -> None:
-    inner = documents(manifests(*headless))[0]["spec"]["leaderWorkerTemplate"]
-    leader, worker = (container(inner[name]) for name in ("leaderTemplate", "workerTemplate"))
-    assert inner["size"] == 3
-    rank, address = worker["args"].index("--node-rank"), worker["args"].index("--master-addr")
-    assert worker["args"][rank + 1] == "$(LWS_WORKER_INDEX)"
-    assert worker["args"][address + 1] == "$(LWS_LEADER_ADDRESS)"
-    assert leader["args"][leader["args"].index("--node-rank") + 1] == "0"
-    assert leader["args"][leader["args"].index("--master-addr") + 1] == "$(VLLM_HOST_IP)"
 
 
 def test_workers_that_are_not_alike_have_no_template(headless: Launch) -> None:

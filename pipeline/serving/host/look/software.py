@@ -7,7 +7,7 @@ from pipeline.serving import hardware as accelerators
 from pipeline.serving.host.finding import Outcome
 from pipeline.serving.host.look.processor import cpu_flags
 from pipeline.serving.host.subject import Subject, Wanted
-from pipeline.serving.planning.remarks import NEWEST_READ, OLDEST_READ
+from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
 from pipeline.serving.versions import parse_version
 
 _FIRST, _LAST = (parse_version(version)[:2] for version in (OLDEST_READ, NEWEST_READ))

@@ -1,0 +1,397 @@
+"""The weights of a model in pieces: how many parameters, how vLLM divides them, how many bytes they take when stored.
+
+    >>> sum(piece.parameters for piece in count_pieces(config))
+    8030261248
+
+A piece is one module's weight, or the same module's of all experts of a layer. `count_pieces` makes them by arithmetic
+from a configuration, by the layers' own constructors in transformers 5.17 (`tests/serving/model/test_counting.py` holds
+each architecture against that library's model on the meta device); `measure_pieces` from the headers of shards. No
+weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pipeline.formats.header import TensorInfo
+from pipeline.schemes import SCALE_BITS, table
+from pipeline.serving.model.architecture import Shape, read_shape
+
+Role = Literal[
+    "embeddings", "head", "attention", "indexer", "linear-attention", "mlp", "experts", "shared-experts", "router",
+    "norms", "encoder", "mtp",
+]  # fmt: skip
+
+Split = Literal["tensor", "kv", "vocabulary", "experts", "shared", "encoder", "copied"]
+"""How the ranks share a piece: by tensor parallelism; by it, but at most once per KV head; by rows of the vocabulary;
+over all ranks of a server; as a dense layer beside the experts; as a vision tower; or not at all."""
+
+OTHER_BITS = {"awq": 4.15625, "gptq": 4.15625, "nvfp4": 4.5, "bitsandbytes": 4.5}
+"""Bits of a weight with its share of the scales, for methods that are no scheme of ours: groups of 128 with a 16-bit
+scale and a 4-bit zero point; groups of 16 with an E4M3 scale; groups of 64 with a float32 scale."""
+
+_QKV_BIAS = ("qwen2", "qwen2_moe", "qwen2_5_vl_text", "qwen2_vl_text", "qwen2_vl", "qwen2_5_vl")
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_next", "qwen3_5", "gemma3", "olmo2")
+_CORRECTED = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe")
+_FOUR_NORMS = ("gemma2", "gemma3", "olmo2", "glm4")
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_SCALES = re.compile(r"(_scale|_scale_inv|_scales|\.scales|\.qzeros|\.g_idx|_zero_point|weight_shape|_scale_2)$")
+
+# The first that is found in a name decides; order matters: an expert's projection is no dense one.
+_SORTS: tuple[tuple[str, Role, Split], ...] = (
+    (r"(^|\.)(visual|vision_tower|vision_model|audio_tower|vision_encoder)\.", "encoder", "encoder"),
+    (r"multi_modal_projector|mm_projector", "encoder", "encoder"),
+    (r"(^|\.)mtp\.|\.(eh_proj|enorm|hnorm|shared_head)\b", "mtp", "copied"),
+    (r"embed_tokens|wte\.", "embeddings", "vocabulary"),
+    (r"lm_head", "head", "vocabulary"),
+    (r"\.shared_expert_gate|\.router\.|\.gate\.(weight|bias|e_score)", "router", "copied"),
+    (r"shared_expert|shared_mlp", "shared-experts", "shared"),
+    (r"\.experts\.", "experts", "experts"),
+    (r"\.indexer\.", "indexer", "copied"),
+    (r"norm", "norms", "copied"),
+    (r"q_a_proj|kv_a_proj", "attention", "copied"),
+    (r"\.(k|v)_proj\.", "attention", "kv"),
+    (r"linear_attn|\.mamba\.|\.mixer\.", "linear-attention", "tensor"),
+    (r"self_attn|\.attn\.|attention", "attention", "tensor"),
+    (r"", "mlp", "tensor"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``name`` is the module's on disk, of expert 0 for experts; ``layer`` is None outside the decoder's layers.
+
+    ``rows`` counts output channels, over all experts: scales by channel need it. ``linear`` says that it is a matrix
+    that quantization may touch; ``scheme`` is what it is stored in, None for the model's 16 bit.
+    """
+
+    name: str
+    layer: int | None
+    role: Role
+    split: Split
+    parameters: int
+    nbytes: int
+    rows: int = 0
+    linear: bool = False
+    scheme: str | None = None
+
+    def stored(self, scheme: str | None) -> Piece:
+        """The same weight in another scheme."""
+        return replace(self, scheme=scheme, nbytes=stored_bytes(self.parameters, self.rows, scheme))
+
+
+def bits_per_weight(scheme: str | None) -> float:
+    """Bits of one weight with its share of group scales; 16 for None and for a method that nothing is known of."""
+    if scheme in table():
+        return table()[str(scheme)].bits_per_weight
+    return OTHER_BITS.get(str(scheme), 16.0)
+
+
+def stored_bytes(parameters: int, rows: int, scheme: str | None) -> int:
+    """Bytes of a weight in a scheme, scales included; a scale by channel is one a row, by tensor one in all."""
+    nbytes = parameters * bits_per_weight(scheme) / 8
+    known = table().get(str(scheme))
+    if known is not None and known.weight.granularity == "per_channel":
+        nbytes += rows * SCALE_BITS[known.weight.scale] / 8
+    return round(nbytes)
+
+
+def _prefixes(config: Mapping[str, Any]) -> tuple[str, str]:
+    """What stands before ``layers`` in a checkpoint of this configuration, and the name of its output head."""
+    if not isinstance(config.get("text_config"), Mapping):
+        return "model.", "lm_head"
+    if str(config.get("model_type", "")).startswith("qwen"):
+        return "model.language_model.", "lm_head"
+    return "language_model.model.", "language_model.lm_head"
+
+
+def count_pieces(config: Mapping[str, Any]) -> tuple[Piece, ...]:
+    """Every weight of a model in 16 bit; a predictor of further tokens (MTP) and a vision tower have roles of their
+    own. UserError where the configuration names no layers.
+    """
+    shape, (body, head) = read_shape(config), _prefixes(config)
+    pieces = [_piece(f"{body}embed_tokens", None, "embeddings", "vocabulary", shape.vocabulary, shape.hidden)]
+    for number, (kind, feed) in enumerate(zip(shape.kinds, shape.feeds, strict=True)):
+        pieces += _layer(shape, f"{body}layers.{number}.", number, kind, feed)
+    pieces.append(_vector(f"{body}norm", None, "norms", shape.hidden))
+    if not shape.tied:
+        pieces.append(_piece(head, None, "head", "vocabulary", shape.vocabulary, shape.hidden))
+    pieces += _predictor(shape, body)
+    pieces += _encoder(config, shape.hidden)
+    return tuple(pieces)
+
+
+def _layer(shape: Shape, prefix: str, number: int, kind: str, feed: str) -> Iterator[Piece]:
+    if kind in ("full", "sliding", "chunked"):
+        yield from _latent(shape, prefix, number) if shape.latent else _attention(shape, prefix, number)
+    elif kind != "none":
+        yield from _recurrent(shape, prefix, number, kind)
+    if feed == "experts":
+        yield from _experts(shape, f"{prefix}mlp.", number)
+    elif feed == "dense":
+        yield from _mlp(shape, f"{prefix}mlp.", number)
+    norms = 4 if shape.model_type.startswith(_FOUR_NORMS) else (kind != "none") + (feed != "none")
+    yield _vector(f"{prefix}norms", number, "norms", norms * shape.hidden)
+
+
+def _attention(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
+    query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # A gate of the attention's output comes out of the same projection as the queries.
+    doubled = shape.model_type.startswith(("qwen3_next", "qwen3_5"))
+    at = f"{prefix}self_attn."
+    yield _linear(f"{at}q_proj", number, "attention", "tensor", query * (1 + doubled), shape.hidden)
+    yield _linear(f"{at}k_proj", number, "attention", "kv", value, shape.hidden)
+    yield _linear(f"{at}v_proj", number, "attention", "kv", value, shape.hidden)
+    yield _linear(f"{at}o_proj", number, "attention", "tensor", shape.hidden, query)
+    everywhere = bool(shape.fields.get("attention_bias"))
+    output = everywhere and not shape.model_type.startswith(("glm4", "ernie"))
+    biases = (query + 2 * value if everywhere or shape.model_type in _QKV_BIAS else 0) + output * shape.hidden
+    norms = 2 * shape.head_dim * shape.model_type.startswith(_HEAD_NORMS)
+    sinks = shape.heads * (shape.model_type == "gpt_oss")
+    yield _vector(f"{at}vectors", number, "attention", biases + norms + sinks)
+
+
+def _latent(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
+    """Multi-head latent attention; every rank has a whole copy of what makes the latents."""
+    latent, at = shape.latent, f"{prefix}self_attn."
+    assert latent is not None  # noqa: S101 - the caller asked
+    keys = shape.heads * (latent.nope + latent.rope)
+    norms = latent.rank
+    if latent.query_rank:
+        yield _linear(f"{at}q_a_proj", number, "attention", "copied", latent.query_rank, shape.hidden)
+        yield _linear(f"{at}q_b_proj", number, "attention", "tensor", keys, latent.query_rank)
+        norms += latent.query_rank
+    else:
+        yield _linear(f"{at}q_proj", number, "attention", "tensor", keys, shape.hidden)
+    kv = latent.rank + latent.rope
+    yield _linear(f"{at}kv_a_proj_with_mqa", number, "attention", "copied", kv, shape.hidden)
+    up = shape.heads * (latent.nope + latent.value)
+    yield _linear(f"{at}kv_b_proj", number, "attention", "tensor", up, latent.rank)
+    yield _linear(f"{at}o_proj", number, "attention", "tensor", shape.hidden, shape.heads * latent.value)
+    yield _vector(f"{at}norms", number, "norms", norms)
+    if shape.indexer:
+        heads, size = shape.indexer
+        width = latent.query_rank or shape.hidden
+        yield _linear(f"{at}indexer.wq_b", number, "indexer", "copied", heads * size, width)
+        yield _linear(f"{at}indexer.wk", number, "indexer", "copied", size, shape.hidden)
+        # vLLM loads it without a quantization method, whatever the checkpoint declares.
+        yield _piece(f"{at}indexer.weights_proj", number, "indexer", "copied", heads, shape.hidden)
+        yield _vector(f"{at}indexer.k_norm", number, "norms", 2 * size)
+
+
+def _mlp(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
+    width = shape.shared_intermediate if not shape.experts and shape.shared_intermediate else shape.intermediate
+    bias = bool(shape.fields.get("mlp_bias"))
+    for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
+        yield _linear(f"{prefix}{name}", number, "mlp", "tensor", width, shape.hidden)
+    yield _linear(f"{prefix}down_proj", number, "mlp", "tensor", shape.hidden, width)
+    if bias:
+        yield _vector(f"{prefix}biases", number, "mlp", 2 * width + shape.hidden)
+
+
+def _experts(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
+    count, width = shape.experts, shape.expert_intermediate
+    at = f"{prefix}experts.0."
+    for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
+        yield _linear(f"{at}{name}", number, "experts", "experts", count * width, shape.hidden)
+    yield _linear(f"{at}down_proj", number, "experts", "experts", count * shape.hidden, width)
+    yield _piece(f"{prefix}gate", number, "router", "copied", count, shape.hidden)
+    if shape.model_type == "gpt_oss":
+        yield _vector(f"{prefix}experts.biases", number, "experts", count * (2 * width + shape.hidden), "experts")
+        yield _vector(f"{prefix}gate.bias", number, "router", count)
+    if shape.shared_intermediate:
+        at, width = f"{prefix}shared_experts.", shape.shared_intermediate
+        for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
+            yield _linear(f"{at}{name}", number, "shared-experts", "shared", width, shape.hidden)
+        yield _linear(f"{at}down_proj", number, "shared-experts", "shared", shape.hidden, width)
+    if "shared_expert_intermediate_size" in shape.fields and shape.shared_intermediate:
+        yield _vector(f"{prefix}shared_expert_gate", number, "router", shape.hidden)
+    if shape.model_type in _CORRECTED:
+        # In float32, in every release.
+        yield Piece(f"{prefix}gate.e_score_correction_bias", number, "router", "copied", count, 4 * count)
+
+
+def _predictor(shape: Shape, body: str) -> Iterator[Piece]:
+    """Layers of multi-token prediction: a decoder layer each, and the projection of two hidden states into one."""
+    feed = "experts" if shape.experts else "dense"
+    for number in range(shape.mtp_layers):
+        at = f"{body}layers.{len(shape.kinds) + number}."
+        layer = (
+            *_layer(shape, at, number, "full", feed),
+            _linear(f"{at}eh_proj", None, "mtp", "copied", shape.hidden, 2 * shape.hidden),
+            _vector(f"{at}enorm", None, "mtp", 3 * shape.hidden),
+        )
+        for piece in layer:
+            yield replace(piece, layer=None, role="mtp")
+
+
+def _linear(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> Piece:
+    return Piece(name, layer, role, split, rows * columns, 2 * rows * columns, rows, linear=True)
+
+
+def _piece(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> Piece:
+    return Piece(name, layer, role, split, rows * columns, 2 * rows * columns, rows)
+
+
+def _vector(name: str, layer: int | None, role: Role, length: int, split: Split = "copied") -> Piece:
+    return Piece(name, layer, role, split, length, 2 * length)
+
+
+def _recurrent(shape: Shape, prefix: str, layer: int, kind: str) -> Iterator[Piece]:
+    """The weights of a layer with a state (a gated delta net, Mamba), divided by heads."""
+    sizes, hidden = shape.recurrent, shape.hidden
+    assert sizes is not None  # noqa: S101 - a layer of this kind has them
+    inner, groups = sizes.heads * sizes.head_dim, sizes.groups * sizes.state
+    at = f"{prefix}linear_attn." if kind == "delta" else f"{prefix}mamba."
+    if kind == "delta":
+        yield _linear(f"{at}in_proj_qkvz", layer, "linear-attention", "tensor", 2 * groups + 2 * inner, hidden)
+        yield _linear(f"{at}in_proj_ba", layer, "linear-attention", "tensor", 2 * sizes.heads, hidden)
+        vectors = (2 * groups + inner) * sizes.kernel + 2 * sizes.heads + sizes.head_dim
+    elif kind == "mamba2":
+        yield _linear(f"{at}in_proj", layer, "linear-attention", "tensor", 2 * inner + 2 * groups + sizes.heads, hidden)
+        vectors = (inner + 2 * groups) * (sizes.kernel + 1) + 3 * sizes.heads + inner
+    else:
+        yield _linear(f"{at}in_proj", layer, "linear-attention", "tensor", 2 * inner, hidden)
+        yield _linear(f"{at}x_proj", layer, "linear-attention", "tensor", sizes.time_rank + 2 * sizes.state, inner)
+        yield _linear(f"{at}dt_proj", layer, "linear-attention", "tensor", inner, sizes.time_rank)
+        vectors = inner * (sizes.kernel + 1 + sizes.state + 2) + sizes.time_rank + 2 * sizes.state
+    yield _linear(f"{at}out_proj", layer, "linear-attention", "tensor", hidden, inner)
+    yield _vector(f"{at}vectors", layer, "linear-attention", vectors, "tensor")
+
+
+def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[Piece]:
+    """A vision tower and its projection, a piece each. Nothing for a model without one.
+
+    Exact for Llama-4, Qwen3-VL and SigLIP as in Gemma-3; another tower is counted as a plain vision transformer with a
+    projection, which is right to some percent of a part that is itself a few percent.
+    """
+    vision = config.get("vision_config")
+    if isinstance(vision, Mapping):
+        kind = str(config.get("model_type", ""))
+        sizes = _sizes(vision)
+        tower, projector = _COUNT.get(kind.removesuffix("_moe"), _plain)(vision, sizes, config, text_hidden)
+        yield Piece("visual", None, "encoder", "encoder", tower, 2 * tower)
+        yield Piece("multi_modal_projector", None, "encoder", "encoder", projector, 2 * projector)
+
+
+def _sizes(vision: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Layers, hidden size, and width of the feed-forward layers."""
+    # Where there is an embed_dim, as in Qwen2-VL, hidden_size is the language model's.
+    hidden = _number(vision, "embed_dim", "hidden_size", "width") or 1152
+    layers = _number(vision, "num_hidden_layers", "depth", "layers") or 24
+    ratio = vision.get("mlp_ratio")
+    width = int(ratio * hidden) if isinstance(ratio, int | float) else 4 * hidden
+    return layers, hidden, _number(vision, "intermediate_size") or width
+
+
+def _number(vision: Mapping[str, Any], *names: str) -> int:
+    """The first of these fields that is a number; of a list, as sizes in two directions are, its first."""
+    for name in names:
+        value = vision.get(name)
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, int | float):
+            return int(value)
+    return 0
+
+
+def _blocks(layers: int, hidden: int, width: int) -> int:
+    """Layers of a vision transformer: four projections and two feed-forward matrices with biases, two layer norms."""
+    return layers * (4 * (hidden * hidden + hidden) + 2 * hidden * width + width + hidden + 4 * hidden)
+
+
+def _plain(
+    vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
+) -> tuple[int, int]:
+    layers, hidden, width = sizes
+    patch = _number(vision, "patch_size") or 14
+    patches = (_number(vision, "image_size") // patch) ** 2
+    tower = _blocks(layers, hidden, width) + hidden * 3 * patch * patch + hidden + patches * hidden + 2 * hidden
+    return tower, hidden * text_hidden
+
+
+def _gemma3(
+    vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
+) -> tuple[int, int]:
+    _, hidden, width = sizes
+    tower, projector = _plain({"image_size": 224, **vision}, sizes, config, text_hidden)
+    if vision.get("vision_use_head", True):  # SigLIP's pooling: a probe that attends to all patches; releases lack it
+        tower += hidden + _blocks(1, hidden, width) - 2 * hidden
+    return tower, projector + hidden
+
+
+def _llama4(
+    vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
+) -> tuple[int, int]:
+    layers, hidden, width = sizes
+    patch = _number(vision, "patch_size") or 14
+    positions = ((_number(vision, "image_size") or 448) // patch) ** 2 + 1
+    projected = _number(vision, "projector_input_dim") or 4096
+    output = _number(vision, "projector_output_dim") or 4096
+    # Pixels are shuffled into channels before the adapter's two matrices, which have no biases.
+    adapter = width * projected + projected * output
+    tower = _blocks(layers, hidden, width) + 3 * patch * patch * hidden + (positions + 1) * hidden + 4 * hidden
+    return tower + adapter, (_number(vision, "vision_output_dim") or output) * text_hidden
+
+
+def _qwen3_vl(
+    vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
+) -> tuple[int, int]:
+    layers, hidden, width = sizes
+    pixels = (_number(vision, "in_channels") or 3) * (_number(vision, "temporal_patch_size") or 2)
+    embedding = hidden * pixels * (_number(vision, "patch_size") or 16) ** 2 + hidden
+    merged = hidden * (_number(vision, "spatial_merge_size") or 2) ** 2
+    output = _number(vision, "out_hidden_size") or text_hidden
+    merger = merged * merged + merged + merged * output + output
+    deep = len(vision.get("deepstack_visual_indexes") or ())
+    # The norm of a deep merger comes after the merge, of the last one before it.
+    mergers = (1 + deep) * merger + 2 * hidden + deep * 2 * merged
+    positions = _number(vision, "num_position_embeddings") * hidden
+    return _blocks(layers, hidden, width) + embedding + positions, mergers
+
+
+_COUNT = {"llama4": _llama4, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_vl, "gemma3": _gemma3}
+
+
+@dataclass(slots=True)
+class _Sum:
+    role: Role
+    split: Split
+    layer: int | None
+    parameters: int = 0
+    nbytes: int = 0
+    rows: int = 0
+    linear: bool = False
+
+
+def measure_pieces(tensors: Iterable[TensorInfo], *, layers: int) -> tuple[Piece, ...]:
+    """Sum the tensors of each module; those of all experts of a layer are one piece. A name that nothing is known of is
+    taken for a matrix that tensor parallelism divides.
+
+    ``layers`` are the decoder's: what lies behind them belongs to a predictor of further tokens. A packed tensor's
+    parameters are the elements that are stored.
+    """
+    sums: dict[str, _Sum] = {}
+    for info in tensors:
+        name = _EXPERT.sub(".experts.0.", info.name)
+        found = _LAYER.search(name)
+        layer = int(found[1]) if found else None
+        role, split = next((role, split) for pattern, role, split in _SORTS if re.search(pattern, name))
+        if role in ("encoder", "mtp") or (layer is not None and layer >= layers):
+            role, layer = "encoder" if role == "encoder" else "mtp", None
+        entry = sums.setdefault(name.rpartition(".")[0] + f"|{role}|{split}", _Sum(role, split, layer))
+        entry.nbytes += info.nbytes
+        if _SCALES.search(name):
+            continue
+        entry.parameters += info.parameters
+        if len(info.shape) >= 2 and role not in ("embeddings", "head", "router", "norms", "encoder"):
+            entry.linear = entry.linear or "conv" not in name
+            entry.rows += info.parameters // info.shape[-1]
+    return tuple(
+        Piece(key.partition("|")[0], s.layer, s.role, s.split, s.parameters, s.nbytes, s.rows, s.linear)
+        for key, s in sums.items()
+    )

@@ -1,0 +1,237 @@
+"""What a rank holds and what its cache holds, against figures worked out by hand from vLLM's rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.serving.hardware import hardware
+from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
+from pipeline.serving.plan import Layout, Memory
+from pipeline.serving.planning.memory import LayerCache, cache_groups, fit, kv_bytes_per_token, stage_bytes, stages
+
+CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
+NAMES = sorted(path.name for path in CONFIGS.iterdir())
+
+
+def facts_of(name: str, **changes: Any) -> ModelFacts:
+    config = json.loads((CONFIGS / name / "config.json").read_text())
+    return facts_of_config({**config, **changes})
+
+
+def on(facts: ModelFacts, layout: Layout, machine: str = "mi300x", **changes: Any) -> Memory:
+    given: dict[str, Any] = {
+        "hbm_bytes": None,
+        "utilization": 0.95,
+        "max_model_len": 8192,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_dtype": "auto",
+        "version": "0.33.0",
+    }
+    return fit(facts, hardware(machine), layout, **(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "dtype", "kind", "expected"),
+    [
+        ("Llama-3.1-70B-Instruct", 1, "auto", "rocm", 320 << 10),
+        ("Llama-3.1-70B-Instruct", 8, "fp8", "rocm", 20 << 10),
+        ("Llama-3.1-70B-Instruct", 16, "auto", "rocm", 40 << 10),  # never less than one KV head a rank
+        ("DeepSeek-V3", 1, "auto", "rocm", 70272),
+        ("DeepSeek-V3", 8, "auto", "rocm", 70272),  # the latent is the same on every rank
+        ("DeepSeek-V3.2", 8, "auto", "rocm", 70272 + 61 * 132),
+        ("DeepSeek-V3.2", 8, "fp8", "cuda", 61 * (656 + 132)),
+        ("gpt-oss-120b", 1, "auto", "rocm", 18 * 2 * 8 * 64 * 2),
+        ("Qwen3-Next-80B-A3B-Instruct", 2, "auto", "rocm", 12 * 2 * 1 * 256 * 2),
+        ("Llama-4-Scout-17B-16E-Instruct", 1, "auto", "rocm", 48 * 2 * 8 * 128 * 2),
+    ],
+)
+def test_bytes_of_a_token(name: str, tensor: int, dtype: str, kind: str, expected: int) -> None:
+    assert kv_bytes_per_token(facts_of(name), tensor, dtype, kind=kind) == expected
+
+
+def test_one_rank_holds_every_byte_but_the_folded_projections() -> None:
+    dense = facts_of("Llama-3.1-8B-Instruct")
+    assert stage_bytes(dense, Layout()) == dense.weights == 2 * 8030261248
+    latent = facts_of("DeepSeek-V3")
+    folded = 61 * 512 * 128 * (128 + 128) * 2
+    assert stage_bytes(latent, Layout()) == pytest.approx(latent.weights + folded, abs=61)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_together_hold_the_model_and_what_they_copy(name: str) -> None:
+    facts = facts_of(name)
+    alone = stage_bytes(facts, Layout(), kind="cuda")
+    for layout in (Layout(tensor=8), Layout(tensor=8, expert=True), Layout(tensor=2, pipeline=4)):
+        fullest = max(stage_bytes(facts, layout, stage, kind="cuda") for stage in range(layout.pipeline))
+        assert alone <= 8 * fullest
+        assert fullest < 0.42 * alone
+
+
+def test_what_tensor_parallelism_cannot_divide_is_copied() -> None:
+    facts = facts_of("Llama-3.1-8B-Instruct")
+    whole = {role: sum(p.nbytes for p in facts.pieces if p.split == role) for role in ("kv", "copied")}
+    ideal = stage_bytes(facts, Layout(tensor=16)) - facts.weights / 16
+    # Eight KV heads on sixteen ranks: each is there twice.
+    assert ideal == pytest.approx(whole["kv"] / 16 + whole["copied"] * 15 / 16, abs=1e4)
+
+
+def test_experts_are_spread_over_a_whole_server() -> None:
+    facts = facts_of("Qwen3-235B-A22B")
+    experts = sum(piece.nbytes for piece in facts.pieces if piece.split == "experts")
+    rest = facts.weights - experts
+    assert stage_bytes(facts, Layout(data=8, expert=True)) == pytest.approx(rest + experts / 8)
+    assert stage_bytes(facts, Layout(data=8)) == pytest.approx(rest + experts / 8)
+    # 128 experts on 24 ranks: the fullest has six.
+    assert stage_bytes(facts, Layout(data=24, expert=True)) == pytest.approx(rest + experts * 6 / 128)
+
+
+def test_kernels_of_mxfp4_experts_want_padded_sizes() -> None:
+    facts = facts_of("gpt-oss-120b")
+    experts = sum(piece.nbytes for piece in facts.pieces if piece.split == "experts")
+    more = stage_bytes(facts, Layout(), kind="rocm") - stage_bytes(facts, Layout(), kind="cuda")
+    assert more == pytest.approx(experts * ((3072 / 2880) ** 2 - 1))
+
+
+def test_stages_take_what_is_over_before_the_last() -> None:
+    assert [len(stage) for stage in stages(61, 4)] == [15, 15, 16, 15]
+    assert [len(stage) for stage in stages(62, 4)] == [15, 16, 16, 15]
+    assert stages(32, 1) == (range(32),)
+
+
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "mxfp4", "w4a16"])
+def test_a_quantized_model_leaves_more_for_the_cache(scheme: str) -> None:
+    before = facts_of("Llama-3.1-70B-Instruct")
+    after = as_quantized(before, scheme=scheme, kv_cache="fp8")
+    assert on(before, Layout()).kv_cache < on(after, Layout()).kv_cache
+    twice = on(after, Layout(), kv_cache_dtype="fp8").kv_tokens / on(after, Layout()).kv_tokens
+    assert twice == pytest.approx(2, rel=1e-3)
+
+
+def test_a_recipe_may_leave_modules_in_16_bit() -> None:
+    facts = facts_of("Llama-3.1-8B-Instruct")
+    kept = as_quantized(facts, scheme="ptpc_fp8", assigned=lambda name: None if "down_proj" in name else "ptpc_fp8")
+    down = 32 * 4096 * 14336
+    # Its scales go with it: one a row in 16 bit.
+    expected = as_quantized(facts, scheme="ptpc_fp8").weights + down - 32 * 4096 * 2
+    assert kept.weights == expected
+
+
+def test_fp8_blocks_are_a_source_and_other_formats_are_not() -> None:
+    made = as_quantized(facts_of("DeepSeek-V3"), scheme="mxfp4")
+    assert made.weights < 0.6 * facts_of("DeepSeek-V3").weights
+    with pytest.raises(UserError, match="expected 16-bit weights"):
+        as_quantized(facts_of("gpt-oss-120b"), scheme="ptpc_fp8")
+
+
+def test_what_does_not_fit_is_said_in_numbers() -> None:
+    found = on(facts_of("Llama-3.1-405B-Instruct"), Layout())
+    assert found.kv_cache < 0
+    assert (found.kv_tokens, found.concurrency) == (0, 0.0)
+
+
+def test_memory_that_nobody_told() -> None:
+    with pytest.raises(UserError, match="expected hbm_bytes"):
+        on(facts_of("Llama-3.1-8B-Instruct"), Layout(), "cuda")
+
+
+def test_parts_make_up_the_budget() -> None:
+    for name in NAMES:
+        found = on(facts_of(name), Layout(tensor=8), cudagraph_mode="FULL_AND_PIECEWISE")
+        assert found.weights + found.activations + found.graphs + found.kv_cache == found.budget
+        assert found.graphs > 0
+
+
+def test_graphs_are_outside_the_budget_of_older_versions() -> None:
+    facts = facts_of("Llama-3.1-8B-Instruct")
+    assert on(facts, Layout(), version="0.20.0", cudagraph_mode="FULL_AND_PIECEWISE").graphs == 0
+
+
+def test_cached_prefixes_cost_a_hybrid_a_second_state() -> None:
+    facts = facts_of("Qwen3-Next-80B-A3B-Instruct")
+    newer, older = on(facts, Layout(tensor=2)), on(facts, Layout(tensor=2), version="0.25.1")
+    assert newer.concurrency < older.concurrency
+
+
+def layers(*kinds: str, nbytes: int = 64, window: int = 128) -> list[LayerCache]:
+    made = []
+    for number, kind in enumerate(kinds):
+        given = LayerCache(number, kind, nbytes, window if kind == "sliding" else 0)  # type: ignore[arg-type]
+        made.append(given)
+    return made
+
+
+def test_windows_and_full_layers_are_cut_into_groups_of_equal_length() -> None:
+    # Five to one, twice over: one group of two full layers, five of two windows.
+    made = cache_groups(layers(*([*["sliding"] * 5, "full"] * 2)), block_size=16)
+    assert sorted(len(group.layers) for group in made.groups) == [2] * 6
+    assert made.block_bytes(range(12)) == 2 * 16 * 64
+    # 1024 tokens: 64 blocks of the full group, and in each window (127 + 512) / 16, rounded up, and one.
+    assert made.blocks_of_request(1024, 512) == 64 + 5 * (40 + 1)
+    assert made.block_bytes(range(6)) == 16 * 64
+
+
+def test_twelve_windows_and_thirteen_full_layers_are_padded_to_two_groups() -> None:
+    made = cache_groups(layers(*["sliding"] * 12, *["full"] * 13), block_size=16)
+    assert sorted(len(group.layers) for group in made.groups) == [12, 13]
+    assert made.block_bytes(range(25)) == 13 * 16 * 64
+
+
+def test_a_block_grows_until_a_state_fits_it() -> None:
+    made = cache_groups([*layers("full"), LayerCache(1, "state", 5000)], block_size=16)
+    (full,) = (group for group in made.groups if group.kind == "full")
+    assert (full.block, made.page) == (80, 80 * 64)
+    assert made.blocks_of_request(800, 512) == 10 + 1
+    assert made.blocks_of_request(800, 512, states=2) == 10 + 2
+
+
+def test_a_pipeline_is_as_small_as_its_fullest_stage() -> None:
+    facts = facts_of("Llama-3.1-70B-Instruct")
+    one, four = on(facts, Layout()), on(facts, Layout(pipeline=4))
+    assert four.weights == max(stage_bytes(facts, Layout(pipeline=4), stage) for stage in range(4))
+    assert four.kv_tokens > 4 * one.kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        (None, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
+        ({"type": "linear", "factor": 2.0}, 8192),
+        ({"rope_type": "dynamic", "factor": 2.0}, 8192),
+        ({"rope_type": "longrope", "factor": 32.0}, 4096),
+    ],
+)
+def test_the_context_is_vllms(rope: dict[str, Any] | None, expected: int) -> None:
+    changed = facts_of("Llama-3.1-8B-Instruct", max_position_embeddings=4096, rope_scaling=rope)
+    assert changed.context == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "quantization"),
+    [
+        ("DeepSeek-V3", "mla", "fp8_block"),
+        ("DeepSeek-V3.2", "dsa", "fp8_block"),
+        ("Kimi-K2-Instruct", "mla", "fp8_block"),
+        ("gpt-oss-120b", "gpt-oss", "mxfp4"),
+        ("Qwen3-30B-A3B", "moe", "none"),
+        ("Llama-3.1-8B-Instruct", "dense", "none"),
+    ],
+)
+def test_families(name: str, family: str, quantization: str) -> None:
+    facts = model_facts(CONFIGS / name)
+    assert (facts.family, facts.quantization) == (family, quantization)
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json"):
+        model_facts(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="num_hidden_layers 0"):
+        model_facts(tmp_path)
