@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.device import device_memory, resolve_devices
-from pipeline.engines.libraries.size import checkpoint_bytes
-from pipeline.engines.libraries.size import require_memory as require_library_memory
+from pipeline.engines.libraries.job import checkpoint_bytes
+from pipeline.engines.libraries.job import require_memory as require_library_memory
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint

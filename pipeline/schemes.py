@@ -5,7 +5,7 @@
     >>> scheme("fp8_block").formats
     ('compressed-tensors',)
 
-The table is `schemes.yaml`; the tensors that a format stores for a scheme are in `pipeline.formats.tensors`.
+The table is `schemes.yaml`; the tensors that a format stores for a scheme are in `pipeline.formats.layout`.
 """
 
 from __future__ import annotations

@@ -183,8 +183,7 @@ def _make(
     kv_cache: bool | None = None,
 ) -> Made:
 
-    from pipeline.engines.ranges import scale_ranges
-    from pipeline.engines.stream.engine import write_checkpoint
+    from pipeline.engines.stream.engine import scale_ranges, write_checkpoint
     from pipeline.engines.stream.kernels import fp8_scale
     from pipeline.engines.stream.plan import plan_shards
     from pipeline.formats.checkpoint import open_checkpoint

@@ -212,7 +212,7 @@ def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, as_json
     Ends with 0 when nothing contradicts anything, with 1 when something does.
     """
     from pipeline.formats.checkpoint import open_checkpoint
-    from pipeline.formats.layout import layout_of
+    from pipeline.formats.known import layout_of
     from pipeline.inspection.inspect import inspect_checkpoint
     from pipeline.model.structure import read_structure
     from pipeline.progress import reporter_for

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from calibration.room import Mode, Need, forward_bytes
-from pipeline.engines.stream.origin import Origin
-from pipeline.engines.stream.plan import ShardPlan
+from pipeline.engines.stream.plan import Origin, ShardPlan
 from pipeline.formats.checkpoint import Checkpoint
 from pipeline.model.structure import Structure
 from pipeline.recipe.schema import Calibration

@@ -1,4 +1,4 @@
-"""What a layout must know, and the two that vLLM loads.
+"""What a layout must know, and the tensors that each stores for a quantized module, from the table in ``tensors.yaml``.
 
 A layout writes a model's ``quantization_config`` from a `Choice`, and reads one back into `Claims`: what the
 configuration promises about each linear module and about the KV cache. `inspect` holds the promise against the files.
@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from math import ceil
 from typing import Any, Protocol
 
+import yaml
+
 from pipeline.errors import UserError
+from pipeline.formats.checkpoint import tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +77,58 @@ class Layout(Protocol):
         ...
 
 
-def layout(name: str) -> Layout:
-    """The layout of that name; raise `UserError` for one that is not there."""
-    from pipeline.formats.compressed_tensors import CompressedTensors
-    from pipeline.formats.quark import Quark
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that belongs in a checkpoint; ``role`` is its name's last part in the format's table."""
 
-    layouts: dict[str, Layout] = {known.name: known for known in (CompressedTensors(), Quark())}
-    if name not in layouts:
-        raise UserError(f"unknown checkpoint format {name!r}; known: {', '.join(layouts)}.")
-    return layouts[name]
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size on disk, bytes."""
+        return tensor_bytes(self.dtype, self.shape)
 
 
-def layout_of(config: Mapping[str, Any]) -> Layout:
-    """The layout that a model's ``config.json`` declares."""
-    declared = config.get("quantization_config")
-    if not isinstance(declared, Mapping):
-        raise UserError("config.json has no quantization_config: this is not a quantized checkpoint.")
-    return layout(str(declared.get("quant_method")))
+@cache
+def _table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    text = resources.files("pipeline.formats").joinpath("tensors.yaml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, dict[str, dict[str, Any]]]] = yaml.safe_load(text)
+    return table
+
+
+def stores(checkpoint_format: str, scheme: str) -> bool:
+    """Whether the format has a layout for the scheme."""
+    return scheme in _table().get(checkpoint_format, {})
+
+
+def weight_tensors(
+    checkpoint_format: str, scheme: str, module: str, shape: tuple[int, int], scale_dtype: str
+) -> tuple[StoredTensor, ...]:
+    """What is stored for a linear module whose 16-bit weight is ``shape`` = [O, I].
+
+    Raises `UserError` where the format has no layout for the scheme.
+    """
+    if not stores(checkpoint_format, scheme):
+        known = ", ".join(sorted(_table().get(checkpoint_format, {})))
+        raise UserError(f"the format {checkpoint_format} has no layout for {scheme}; it has: {known}.")
+    return tuple(
+        StoredTensor(
+            f"{module}.{role}",
+            role,
+            scale_dtype if entry["dtype"] == "scale" else entry["dtype"],
+            tuple(_dimension(token, shape) for token in entry["shape"]),
+        )
+        for role, entry in _table()[checkpoint_format][scheme].items()
+    )
+
+
+def _dimension(token: str | int, shape: tuple[int, int]) -> int:
+    if isinstance(token, int):
+        return token
+    product, _, divisor = token.partition("/")
+    symbol, _, factor = product.partition("*")
+    value = {"O": shape[0], "I": shape[1]}[symbol] * int(factor or 1)
+    return ceil(value / int(divisor)) if divisor else value

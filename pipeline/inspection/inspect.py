@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from pipeline.engines.algorithms import Alters
-from pipeline.engines.records import recorded_alterations
-from pipeline.formats.checkpoint import Checkpoint
-from pipeline.formats.header import TensorInfo
-from pipeline.formats.layout import layout_of
-from pipeline.inspection.findings import Finding, Inspection, LayerError
+from pipeline.engines.algorithms import Alters, recorded_alterations
+from pipeline.formats.checkpoint import Checkpoint, TensorInfo
+from pipeline.formats.known import layout_of
+from pipeline.inspection.findings import Finding, Inspection, LayerError, check_structure, expected_tensors
 from pipeline.inspection.numbers import Reader, check_copy, check_kv_scale, check_module, check_static_scale
-from pipeline.inspection.structure import check_structure, expected_tensors
 from pipeline.model.structure import Structure
 
 

@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.formats.checkpoint import SINGLE_NAME, Checkpoint, read_json
-from pipeline.formats.header import TensorInfo, tensor_bytes
-from pipeline.model.encoding import encoded_weights, quantized_by
-from pipeline.model.experts import expert_shape, part_of, split, stacked_name, stacks_experts
+from pipeline.formats.checkpoint import SINGLE_NAME, Checkpoint, TensorInfo, read_json, tensor_bytes
 from pipeline.model.meta import Renaming, meta_model, stored_tensors
-from pipeline.model.weights import WeightSource
+from pipeline.model.weights import (
+    WeightSource,
+    encoded_weights,
+    expert_shape,
+    part_of,
+    quantized_by,
+    split,
+    stacked_name,
+    stacks_experts,
+)
 
 __all__ = ["Structure", "WeightSource", "imagine", "meta_model", "read_structure"]
 

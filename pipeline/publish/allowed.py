@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
+from pipeline.digest import NAMED_TEMPLATES
 from pipeline.errors import UserError
-from pipeline.formats.header import read_header
-from pipeline.formats.tokenization import NAMED_TEMPLATES
+from pipeline.formats.checkpoint import read_header
 from pipeline.publish.names import require_safe
 from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, NOTICE, PROVENANCE, RECIPE, SBOM, SIGNATURE
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from calibration.hooks import stacked_part
-from pipeline.model.experts import Place
+from pipeline.model.weights import Place
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,9 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.formats.layout import Claims, layout_of
-from pipeline.inspection.structure import check_structure
+from pipeline.formats.known import layout_of
+from pipeline.formats.layout import Claims
+from pipeline.inspection.findings import check_structure
 from pipeline.model.structure import Structure, meta_model, read_structure
 from pipeline.recipe.modules import text_config
 from pipeline.reference.cache import Scales

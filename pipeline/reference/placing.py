@@ -13,12 +13,12 @@ from calibration.replica import owners
 from calibration.weights import Shards, Weights, held, settle_buffers, without_bars
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint
-from pipeline.formats.layout import Claims, layout_of
-from pipeline.inspection.dequantize import dequantize
-from pipeline.inspection.numbers import Reader
-from pipeline.inspection.structure import expected_tensors
-from pipeline.model.experts import Place, place_of
+from pipeline.formats.known import layout_of
+from pipeline.formats.layout import Claims
+from pipeline.inspection.findings import expected_tensors
+from pipeline.inspection.numbers import Reader, dequantize
 from pipeline.model.structure import Structure
+from pipeline.model.weights import Place, place_of
 from pipeline.reference.cache import Scales
 from pipeline.reference.experts import Round, fill, round_inputs
 from pipeline.reference.rounding import round_activations

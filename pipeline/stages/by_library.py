@@ -20,9 +20,8 @@ from calibration.errors import CalibrationError
 from pipeline.device import device_memory, resolve_devices
 from pipeline.digest import COMPANION_FILES
 from pipeline.engines.algorithms import algorithm
-from pipeline.engines.libraries.job import job_of, save_samples
+from pipeline.engines.libraries.job import job_of, require_memory, save_samples
 from pipeline.engines.libraries.result import adopt, differences, names_on_disk
-from pipeline.engines.libraries.size import require_memory
 from pipeline.errors import StageError, UserError
 from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from pipeline.formats.layout import Choice

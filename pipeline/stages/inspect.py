@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.engines.ranges import scale_ranges
+from pipeline.engines.stream.engine import scale_ranges
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.inspection.findings import INSPECTION as INSPECTION
 from pipeline.inspection.inspect import inspect_checkpoint

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.device import device_title, resolve_devices
-from pipeline.engines.ranges import scale_ranges
-from pipeline.engines.stream.engine import write_checkpoint
-from pipeline.engines.stream.error import Error
+from pipeline.engines.stream.engine import scale_ranges, write_checkpoint
 from pipeline.engines.stream.plan import plan_shards
+from pipeline.engines.stream.shard import Error
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.formats.layout import Choice

@@ -21,8 +21,8 @@ from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.inspection.contents import kv_scales, layer_errors, sizes
 from pipeline.publish.opening import serving_name
-from pipeline.reporting.contents import kv_scales, layer_errors, sizes
 from pipeline.serving import hardware
 from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages.evaluate import ANSWERS

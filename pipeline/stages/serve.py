@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.formats.tokenization import template_digest, tokenizer_digest
+from pipeline.digest import template_digest, tokenizer_digest
 from pipeline.machine import Device
 from pipeline.serving.host.device import device_here
 from pipeline.serving.knobs.table import (

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from pipeline.canonical import difference
 from pipeline.errors import UserError
-from pipeline.formats.layout import layout_of
+from pipeline.formats.known import layout_of
 from pipeline.inspection.findings import Finding
+from pipeline.inspection.findings import check_structure as structure_findings
 from pipeline.inspection.inspect import inspect_checkpoint
-from pipeline.inspection.structure import check_structure as structure_findings
 from pipeline.model.select import select
 from pipeline.publish.release import RECIPE
 from pipeline.recipe.json_schema import faults_of

@@ -21,11 +21,11 @@ from eval.report.flips import flips
 from eval.report.model import DATA
 from eval.report.numbers import level
 from pipeline.canonical import difference, plain
+from pipeline.inspection.contents import layer_errors
 from pipeline.inspection.findings import INSPECTION
 from pipeline.publish.allowed import SCORES
 from pipeline.publish.release import CARD, RECIPE
 from pipeline.recipe.yaml_positions import parse
-from pipeline.reporting.contents import layer_errors
 from pipeline.verify.check import Check, fails, judged
 from pipeline.verify.subject import Subject, UnreadableError
 

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from eval import record as gate_record
 from eval.gate import judge
-from pipeline.digest import folder_digest
+from pipeline.digest import NAMED_TEMPLATES, folder_digest
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import INDEX_NAME, open_checkpoint
-from pipeline.formats.tokenization import NAMED_TEMPLATES
 from pipeline.publish.release import CARD, EVIDENCE, UNLISTED
 
 if TYPE_CHECKING:

@@ -122,8 +122,7 @@ def quantmint(task: Task) -> Work:
     from calibration.batches import batched
     from calibration.calibrate import calibrate
     from calibration.observers import Observation
-    from pipeline.engines.ranges import scale_ranges
-    from pipeline.engines.stream.engine import write_checkpoint
+    from pipeline.engines.stream.engine import scale_ranges, write_checkpoint
     from pipeline.engines.stream.plan import plan_shards
     from pipeline.formats.checkpoint import open_checkpoint
     from pipeline.formats.layout import Choice

@@ -122,7 +122,7 @@ def _split(tensors: dict[str, tuple[int, ...]], shards: int) -> list[dict[str, t
 def _write_shard(path: Path, tensors: dict[str, tuple[int, ...]], block: object) -> None:
     import torch
 
-    from pipeline.formats.header import encode_header
+    from pipeline.formats.checkpoint import encode_header
 
     assert isinstance(block, torch.Tensor)
     values = memoryview(block.view(torch.uint8).numpy().data)

@@ -20,8 +20,7 @@ from calibration.observers import Observation
 from calibration.ranges import Ranges
 from pipeline.cli import main
 from pipeline.cluster.spread import RaySpread
-from pipeline.engines.ranges import scale_ranges
-from pipeline.engines.stream.engine import Written, write_checkpoint
+from pipeline.engines.stream.engine import Written, scale_ranges, write_checkpoint
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.engines.stream.shard import PARTIAL_SUFFIX
 from pipeline.errors import StageError, UserError

@@ -10,8 +10,7 @@ import pytest
 
 from pipeline.engines.stream.engine import write_checkpoint
 from pipeline.engines.stream.plan import plan_shards
-from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
-from pipeline.formats.header import encode_header, tensor_bytes
+from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, tensor_bytes
 from pipeline.formats.layout import Choice
 from pipeline.model.structure import Structure, WeightSource
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from calibration.ranges import observe
 from calibration.replica import load_resident
-from pipeline.engines.ranges import scale_ranges
-from pipeline.engines.stream.engine import write_checkpoint
+from pipeline.engines.stream.engine import scale_ranges, write_checkpoint
 from pipeline.engines.stream.kernels import fp8_scale
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.formats.layout import Choice, layout
+from pipeline.formats.known import layout
+from pipeline.formats.layout import Choice
 from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.model.structure import read_structure
 

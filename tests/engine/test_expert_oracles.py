@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from calibration.observers import Observation
 from calibration.ranges import observe
 from calibration.replica import load_resident
-from pipeline.engines.ranges import scale_ranges
+from pipeline.engines.stream.engine import scale_ranges
 from pipeline.engines.stream.kernels import fp8_scale
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.formats.layout import Choice

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.engines.stream.kernels import FP8_MAX, fp8_scale, ptpc_fp8
-from pipeline.inspection.dequantize import dequantize
+from pipeline.inspection.numbers import dequantize
 
 DTYPES = [torch.bfloat16, torch.float16]
 SIXTEEN_BITS = st.integers(0, 0xFFFF)

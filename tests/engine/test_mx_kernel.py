@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.engines.stream.kernels import MX_GROUP, mxfp4, mxfp4_unsigned_zero
-from pipeline.inspection.dequantize import dequantize
+from pipeline.inspection.numbers import dequantize
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -177,7 +177,7 @@ def test_transformers_loads_what_we_write(quantize: Callable[..., Any], blocks: 
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
-    from pipeline.inspection.dequantize import dequantize
+    from pipeline.inspection.numbers import dequantize
 
     made = quantize(model, "compressed-tensors", sharded=True)
     stored = tensors(made.checkpoint)

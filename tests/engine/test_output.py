@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.digest import template_digest
 from pipeline.engines.stream.kernels import fp8_scale, ptpc_fp8
 from pipeline.engines.stream.plan import plan_shards
 from pipeline.errors import UserError
-from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
-from pipeline.formats.header import ITEM_BITS, encode_header
-from pipeline.formats.layout import Choice, layout
-from pipeline.formats.tokenization import template_digest
+from pipeline.formats.checkpoint import INDEX_NAME, ITEM_BITS, Checkpoint, encode_header, open_checkpoint
+from pipeline.formats.known import layout
+from pipeline.formats.layout import Choice
 from pipeline.model.structure import Structure
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from pipeline.engines.stream.plan import plan_shards
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.formats.layout import Choice
-from pipeline.inspection.dequantize import dequantize, sqnr_db
+from pipeline.inspection.numbers import dequantize, sqnr_db
 from pipeline.model.structure import Structure, WeightSource
 
 SCHEMES = ["ptpc_fp8", "fp8", "fp8_block", "mxfp4"]

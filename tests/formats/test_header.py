@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import UserError
-from pipeline.formats.header import ITEM_BITS, encode_header, read_header, tensor_bytes
+from pipeline.formats.checkpoint import ITEM_BITS, encode_header, read_header, tensor_bytes
 
 TORCH = {
     "BOOL": torch.bool,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import UserError
-from pipeline.formats.header import tensor_bytes
-from pipeline.formats.layout import Choice, layout, layout_of
-from pipeline.formats.tensors import stores, weight_tensors
+from pipeline.formats.checkpoint import tensor_bytes
+from pipeline.formats.known import layout, layout_of
+from pipeline.formats.layout import Choice, stores, weight_tensors
 from pipeline.schemes import table
 
 Golden = Callable[[str], dict[str, Any]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.formats.layout import layout
+from pipeline.formats.known import layout
 from pipeline.inspection.findings import Inspection
 from pipeline.inspection.inspect import inspect_checkpoint
 

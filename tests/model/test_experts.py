@@ -151,7 +151,7 @@ def test_interleaved_gate_and_up_are_refused(models: Models, structure_of: Struc
 def test_experts_that_say_nothing_are_refused(
     models: Models, structure_of: StructureOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipeline.model import experts
+    from pipeline.model import weights as experts
 
     monkeypatch.setattr(experts, "_TRANSPOSED", {})
     with pytest.raises(UserError, match="Llama4TextExperts does not say which of its dimensions is the output"):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from pipeline.formats.tensors import stores, weight_tensors
+from pipeline.formats.layout import stores, weight_tensors
 from pipeline.schemes import WRITES, scheme, table
 
 OUT, IN = 4096, 14336

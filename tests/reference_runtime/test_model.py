@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import UserError
-from pipeline.model.experts import stacks_experts
+from pipeline.model.weights import stacks_experts
 from pipeline.reference.cache import kv_cache
 from pipeline.reference.model import load
 from tests.served.answers import Answers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.engines.stream.kernels import mxfp4
-from pipeline.inspection.dequantize import dequantize
+from pipeline.inspection.numbers import dequantize
 from pipeline.reference.rounding import round_activations, round_fp8, round_mx
 from pipeline.schemes import ActivationFormat, table
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.engines.stream.kernels import FP8_MAX
 from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.formats.layout import layout_of
-from pipeline.formats.tensors import weight_tensors
-from pipeline.inspection.dequantize import dequantize
-from pipeline.inspection.numbers import Reader
+from pipeline.formats.known import layout_of
+from pipeline.formats.layout import weight_tensors
+from pipeline.inspection.numbers import Reader, dequantize
 from pipeline.reference.cache import kv_cache
 from pipeline.reference.rounding import round_activations, round_fp8
 from pipeline.schemes import ActivationFormat

@@ -20,6 +20,7 @@ from eval.report.model import DATA, Report
 from pipeline import __version__
 from pipeline.canonical import fingerprint
 from pipeline.digest import folder_digest
+from pipeline.inspection.contents import layer_errors
 from pipeline.inspection.findings import INSPECTION, Inspection
 from pipeline.publish import manifest as manifests
 from pipeline.publish.card import facts as card_facts
@@ -32,7 +33,6 @@ from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIP
 from pipeline.publish.sbom import sbom
 from pipeline.publish.statement import encode, statement
 from pipeline.recipe.schema import Recipe
-from pipeline.reporting.contents import layer_errors
 from tests.checkpoints import Checkpoint, answers
 
 WHEN = "2026-03-14T09:26:53.000Z"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[2]
 _PLACE = "holders.socket"
-_MODEL = ("transformers.models.llama.modeling_llama", "pipeline.engines.libraries.model", "pipeline.model.structure")
+_MODEL = ("transformers.models.llama.modeling_llama", "pipeline.engines.libraries.job", "pipeline.model.structure")
 # First what imports the library as it has to be imported.
 _ENGINES = {
     "quark": ("tests.reference.with_quark", "quark.torch.utils.llm.model_preparation", *_MODEL),

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.engines.algorithms import strongest
-from pipeline.engines.records import RECIPE, recorded_algorithms
-from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
-from pipeline.formats.header import encode_header, read_header
-from pipeline.formats.layout import Choice, layout, layout_of
+from pipeline.engines.algorithms import RECIPE, recorded_algorithms, strongest
+from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, read_header
+from pipeline.formats.known import layout, layout_of
+from pipeline.formats.layout import Choice
+from pipeline.inspection.findings import check_structure
 from pipeline.inspection.numbers import Reader, check_kv_scale
-from pipeline.inspection.structure import check_structure
 from pipeline.model.structure import Structure
 
 _COPY = 16 << 20  # bytes at a time

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.engines.libraries.job import LibraryJob, load_batches
-from pipeline.engines.libraries.model import linear_names, load_model, require_modules, run_main
+from pipeline.engines.libraries.job import LibraryJob, linear_names, load_batches, load_model, require_modules, run_main
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from pipeline.engines.libraries.job import LibraryJob, load_batches
-from pipeline.engines.libraries.model import UnfitError, linear_names, load_model, require_modules, run_main
+from pipeline.engines.libraries.job import (
+    LibraryJob,
+    UnfitError,
+    linear_names,
+    load_batches,
+    load_model,
+    require_modules,
+    run_main,
+)
 
 #: Their names here and there; the settings that each needs are Quark's own for the kind of model.
 ALGORITHMS = {"gptq": "gptq", "awq": "awq", "smoothquant": "smoothquant", "rotation": "rotation"}

@@ -1,4 +1,8 @@
-"""A whole checkpoint, several files at a time, resumable at the first file that is not in the manifest."""
+"""A whole checkpoint, several files at a time, resumable at the first file that is not in the manifest.
+
+Its static scales come from measured ranges by `scale_ranges`, which every engine that writes any takes them from, so
+that they are the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.digest import COMPANION_FILES
-from pipeline.engines.stream.error import Error
 from pipeline.engines.stream.kernels import fp8_scale
 from pipeline.engines.stream.plan import STATIC_ROLES, ShardPlan
 from pipeline.engines.stream.schedule import WriteShards, write_shards
-from pipeline.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
+from pipeline.engines.stream.shard import PARTIAL_SUFFIX, Error, WrittenShard
 from pipeline.engines.stream.worker import torch_dtype
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
-from pipeline.formats.layout import Choice, layout
+from pipeline.formats.known import layout
+from pipeline.formats.layout import Choice
+from pipeline.schemes import scheme
 from pipeline.store.disk import fsync, write_atomic
 
 if TYPE_CHECKING:
     import torch
+
+    from calibration.ranges import Ranges
+
+
+def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict[str, torch.Tensor]:
+    """The largest magnitudes behind each static scale, by the name of the tensor that holds the scale.
+
+    Inputs of modules with static activations, K and V of every attention layer where the cache is FP8: float32, as
+    many as the stored tensor has scales, [1] or [H_kv]. Raises `StageError` for a module whose inputs were not
+    measured.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for module, name in choice.schemes.items():
+        if scheme(name).needs_ranges:
+            if module not in ranges.inputs:
+                raise StageError(
+                    f"{module}: {name} needs the range of its inputs, which calibration did not measure.",
+                    hint="It is no part of what the model runs on text: exclude it, or take ptpc_fp8.",
+                )
+            found[f"{module}.input_scale"] = ranges.inputs[module].reshape(1)
+    return {**found, **_kv_ranges(ranges, choice, checkpoint_format)} if choice.kv_cache else found
+
+
+def _kv_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> Mapping[str, torch.Tensor]:
+    form = layout(checkpoint_format)
+    return {
+        name: amax if choice.kv_per_head else amax.max().reshape(1)
+        for attention, keys in ranges.keys.items()
+        for name, amax in zip(form.kv_scale_names(attention), (keys, ranges.values[attention]), strict=True)
+    }
+
 
 _OURS = ("config.json", INDEX_NAME)
 

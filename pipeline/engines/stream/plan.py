@@ -1,8 +1,13 @@
-"""The output files of a quantized checkpoint, laid out from headers alone.
+"""The output files of a quantized checkpoint, laid out from headers alone, and their work cut into pieces.
 
-Output names, dtypes, shapes and offsets follow from the input's header and the scheme, so a file's header is known
-before its first byte is computed, its size can be promised beforehand, and any part of it can be written when it is
-ready.
+Where a weight is read from is its `Origin`: a tensor on disk, a part of one that stacks experts, or FP8 with block
+scales. Output names, dtypes, shapes and offsets follow from the input's header and the scheme, so a file's header is
+known before its first byte is computed, its size can be promised beforehand, and any part of it can be written when it
+is ready.
+
+Pieces are what any worker can take: rows of a weight, or bytes of what is carried over, numbered in the order of the
+file. A scale of a whole weight needs its largest magnitude first: scans come before the pieces that wait for them, so
+that workers who take what is next can never wait for each other in a ring.
 """
 
 from __future__ import annotations
@@ -10,16 +15,115 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil, lcm, prod
 
-from pipeline.engines.stream.kernels import KERNELS, kernel_name
-from pipeline.engines.stream.origin import Origin, copied, origin_of
+from pipeline.engines.stream.kernels import BLOCK, KERNELS, kernel_name
 from pipeline.errors import UserError
-from pipeline.formats.checkpoint import Checkpoint
-from pipeline.formats.header import ITEM_BITS, encode_header
-from pipeline.formats.layout import Choice, layout
-from pipeline.formats.tensors import StoredTensor, weight_tensors
+from pipeline.formats.checkpoint import ITEM_BITS, Checkpoint, TensorInfo, encode_header
+from pipeline.formats.known import layout
+from pipeline.formats.layout import Choice, StoredTensor, weight_tensors
 from pipeline.model.structure import Structure
+from pipeline.model.weights import WeightSource
 from pipeline.recipe.modules import scale_group, text_config
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in a file of the source."""
+
+    shard: str
+    info: TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a step reads. ``expert``, ``rows`` and ``transposed`` as in `WeightSource`; ``scale`` holds block scales."""
+
+    place: Place
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+    scale: Place | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors dtype of the numbers; FP8 is decoded to bfloat16, which its models are run in."""
+        return "BF16" if self.scale is not None else self.place.info.dtype
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """[rows, columns] of the matrix on disk that holds it, as it is stored."""
+        return self.place.info.shape[-2], self.place.info.shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that it is written with; [O, I] for a weight."""
+        if self.expert is None and self.rows is None and not self.transposed:
+            return self.place.info.shape
+        outer, inner = self.matrix
+        outputs, inputs = (inner, outer) if self.transposed else (outer, inner)
+        first, last = self.rows or (0, outputs)
+        return last - first, inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read for it, without its scales."""
+        return prod(self.shape) * ITEM_BITS[self.place.info.dtype] // 8
+
+    @property
+    def granularity(self) -> int:
+        """The number of rows that it must be read in multiples of; all of them where it is stored transposed."""
+        if self.transposed:
+            return self.shape[0]
+        return BLOCK if self.scale is not None else 1
+
+    @property
+    def start(self) -> int:
+        """Where it begins in its file; where its matrix does, if that is stored transposed."""
+        if self.expert is None and self.rows is None:
+            return self.place.info.start
+        outer, inner = self.matrix
+        first = 0 if self.transposed or self.rows is None else self.rows[0]
+        width = ITEM_BITS[self.place.info.dtype] // 8
+        return self.place.info.start + ((self.expert or 0) * outer + first) * inner * width
+
+    def extent(self, first: int, last: int) -> tuple[int, int]:
+        """Where the output rows [first, last) lie in the file: the first byte and their number.
+
+        Of a transposed matrix the whole of it, whatever the rows.
+        """
+        width = ITEM_BITS[self.place.info.dtype] // 8
+        if self.transposed:
+            return self.start, prod(self.matrix) * width
+        row = prod(self.shape[1:]) * width
+        return self.start + first * row, (last - first) * row
+
+
+def origin_of(source: Checkpoint, weight: WeightSource) -> Origin:
+    """Find a weight of the model's structure in its files; `KeyError` for a tensor that is not there."""
+    return Origin(
+        _place(source, weight.tensor),
+        weight.expert,
+        weight.rows,
+        weight.transposed,
+        None if weight.scale is None else _place(source, weight.scale),
+    )
+
+
+def copied(source: Checkpoint, name: str, encoded: Mapping[str, str]) -> Origin:
+    """A whole tensor as it is, decoded where it is FP8."""
+    scale = encoded.get(name)
+    return Origin(_place(source, name), scale=None if scale is None else _place(source, scale))
+
+
+def _place(source: Checkpoint, name: str) -> Place:
+    return Place(*source.tensors[name])
+
+
+def blocks(count: int) -> int:
+    """How many blocks of scales cover that many rows or columns."""
+    return ceil(count / BLOCK)
+
 
 STATIC_ROLES = frozenset({"input_scale", "k_scale", "v_scale"})
 """Roles of tensors that measured ranges decide, and no weight."""
@@ -197,3 +301,80 @@ def _kv_scales(
 def _kv_heads(source: Checkpoint) -> int:
     text = text_config(source.config)
     return int(text.get("num_key_value_heads") or text["num_attention_heads"])
+
+
+_WORD = 8  # bytes; no number is cut in two
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Rows [first, last) of ``origin``, whose largest magnitude counts for ``group``."""
+
+    origin: Origin
+    group: tuple[Origin, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [first, last) of a step; bytes of it where ``raw``. ``final`` marks a step's last piece."""
+
+    step: Step
+    number: int
+    first: int
+    last: int
+    raw: bool
+    final: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the input."""
+        if self.raw:
+            return self.last - self.first
+        origin = self.step.origin
+        return origin.nbytes * (self.last - self.first) // max(origin.shape[0], 1)
+
+
+def cut(plan: ShardPlan, size: int) -> list[Scan | Piece]:
+    """Cut a file into pieces of about ``size`` bytes of the input; more where fewer rows cannot be computed apart."""
+    found: list[Scan | Piece] = []
+    scanned: set[tuple[Origin, ...]] = set()
+    number = 0
+    for step in plan.steps:
+        if step.group and step.group not in scanned:
+            scanned.add(step.group)
+            found += (
+                Scan(origin, step.group, first, last)
+                for origin in step.group
+                for first, last in _ranges(origin.shape[0], _rows(origin, 1, size))
+            )
+        raw = _is_raw(step)
+        ranges = list(
+            _ranges(step.origin.nbytes, max(size // _WORD, 1) * _WORD) if raw else _ranges(*_rows_of(step, size))
+        )
+        for first, last in ranges:
+            found.append(Piece(step, number, first, last, raw, final=last == ranges[-1][1]))
+            number += 1
+    return found
+
+
+def _is_raw(step: Step) -> bool:
+    origin = step.origin
+    return step.kernel is None and origin.scale is None and not origin.transposed
+
+
+def _rows_of(step: Step, size: int) -> tuple[int, int]:
+    kernel = 1 if step.kernel is None else KERNELS[step.kernel].rows
+    return step.origin.shape[0], _rows(step.origin, kernel, size)
+
+
+def _rows(origin: Origin, kernel: int, size: int) -> int:
+    count = origin.shape[0]
+    apart = origin.granularity if origin.transposed else lcm(kernel, origin.granularity)
+    return max(size // max(origin.nbytes // max(count, 1), 1) // max(apart, 1), 1) * max(apart, 1)
+
+
+def _ranges(count: int, step: int) -> Iterator[tuple[int, int]]:
+    """Cut [0, count) into ranges of ``step``; a single empty one where there is nothing."""
+    yield from ((first, min(first + step, count)) for first in range(0, count, step)) if count else ((0, 0),)

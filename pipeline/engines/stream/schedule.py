@@ -17,8 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
-from pipeline.engines.stream.pieces import Piece, Scan
-from pipeline.engines.stream.plan import ShardPlan
+from pipeline.engines.stream.plan import Piece, Scan, ShardPlan
 from pipeline.engines.stream.shard import PARTIAL_SUFFIX, OpenShard, Stopped, WrittenShard
 from pipeline.engines.stream.worker import Worker
 

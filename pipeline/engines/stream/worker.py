@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.engines.stream.kernels import BLOCK
-from pipeline.engines.stream.origin import Origin, blocks
+from pipeline.engines.stream.plan import Origin, blocks
 from pipeline.errors import StageError
 
 if TYPE_CHECKING:

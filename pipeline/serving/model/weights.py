@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pipeline.formats.header import TensorInfo
+from pipeline.formats.checkpoint import TensorInfo
 from pipeline.schemes import SCALE_BITS, table
 from pipeline.serving.model.architecture import Shape, read_shape
 

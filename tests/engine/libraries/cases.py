@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from pipeline.engines.algorithms import recorded_algorithms
 from pipeline.engines.libraries.result import adopt, differences, names_on_disk
-from pipeline.engines.records import recorded_algorithms
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.formats.layout import Choice
 from pipeline.inspection.inspect import inspect_checkpoint

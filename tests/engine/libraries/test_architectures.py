@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.formats.checkpoint import Checkpoint
-from pipeline.formats.layout import layout
+from pipeline.formats.known import layout
 from tests.engine.libraries.cases import Adopted, Case, Make
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.engines.libraries.size import checkpoint_bytes
+from pipeline.engines.libraries.job import checkpoint_bytes
 from tests.engine.libraries.cases import Adopted, Case, Make, assert_as_asked, tensors
 
 pytestmark = pytest.mark.slow

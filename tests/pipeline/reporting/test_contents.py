@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.inspection.contents import kv_scales, layer_errors, short_names, sizes
 from pipeline.inspection.inspect import inspect_checkpoint
-from pipeline.reporting.contents import kv_scales, layer_errors, short_names, sizes
 
 Quantize = Callable[..., Any]
 

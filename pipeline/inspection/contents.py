@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from eval.report.model import KvScale, LayerError, Size
-from pipeline.formats.checkpoint import Checkpoint
-from pipeline.formats.header import TensorInfo
+from pipeline.formats.checkpoint import Checkpoint, TensorInfo
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 _SCALES = ("_scale", "_zero_point", "_shape")
