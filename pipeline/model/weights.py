@@ -1,8 +1,8 @@
 """Where the weights of linear modules lie on disk: plain, FP8 in blocks, or stacked as the experts of a mixture.
 
 **FP8 in blocks** is DeepSeek's layout, which others took over: ``X.weight`` F8_E4M3 [O, I] beside
-``X.weight_scale_inv`` F32 [ceil(O/128), ceil(I/128)]. The name says inverse, but a weight is the stored number times its block's scale. Other
-sources that are not 16 bit are refused.
+``X.weight_scale_inv`` F32 [ceil(O/128), ceil(I/128)]. The name says inverse, but a weight is the stored number times
+its block's scale. Other sources that are not 16 bit are refused.
 
 **Experts** are stacked in the module, one by one or stacked on disk, one by one in a quantized checkpoint:
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
-from pipeline.formats.layout import layout as layout_of_method
+from pipeline.formats.known import layout as layout_of_method
 from pipeline.schemes import table
 from pipeline.serving.model.architecture import Shape, read_shape, text_config
 from pipeline.serving.model.weights import Piece, count_pieces, measure_pieces
