@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from calibration.shares import Places
     from pipeline.engines.stream.schedule import WriteShards
     from pipeline.serving.environment import VllmEnvironment
-    from pipeline.serving.launchers.on_cluster import Cluster
     from pipeline.serving.plan import LaunchPlan
+    from pipeline.serving.running.ray import Cluster
     from pipeline.serving.running.server import Server
     from pipeline.store.remote.tier import RemoteTier
 

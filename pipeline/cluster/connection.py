@@ -180,7 +180,7 @@ def _own_signals() -> Iterator[None]:
 
 def secrets_in(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Names of variables that no part of a stage has any use for."""
-    from pipeline.serving.running.child_environment import child_environment
+    from pipeline.processes import child_environment
 
     # An address of a webhook is as good as a key.
     return tuple(name for name in environment if "WEBHOOK" in name or name not in child_environment({}, {name: ""}))

@@ -42,7 +42,7 @@ from pipeline.cluster.tasks import RETRIES, answers, results
 from pipeline.errors import StageError, UserError
 from pipeline.progress import Progress
 from pipeline.recipe.schema import Recipe
-from pipeline.serving.launchers.on_cluster import Cluster
+from pipeline.serving.running.ray import Cluster
 from pipeline.store.disk import disk_errors
 
 if TYPE_CHECKING:

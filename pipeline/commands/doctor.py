@@ -10,7 +10,7 @@ import click
 from pipeline.commands.options import emit, json_option, vllm_option
 
 if TYPE_CHECKING:
-    from pipeline.serving.host.finding import Finding
+    from pipeline.serving.host.subject import Finding
     from pipeline.serving.planning.target import Target
 
 _MARKS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
@@ -43,9 +43,7 @@ def command(
 
     from pipeline.machine import Machine
     from pipeline.serving.host.checks import examine
-    from pipeline.serving.host.finding import script
-    from pipeline.serving.host.model import wanted_of
-    from pipeline.serving.host.subject import look
+    from pipeline.serving.host.subject import look, script, wanted_of
     from pipeline.serving.planning.target import checked, parse_target
 
     if as_json and fix_script:

@@ -274,8 +274,8 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     """What all forms have in common, checked."""
     from pipeline.cluster.connection import jobs_address_of
     from pipeline.errors import UserError
+    from pipeline.processes import SECRET
     from pipeline.schedule.export import Export
-    from pipeline.serving.running.child_environment import SECRET
     from pipeline.submit.pod import parse_pairs
 
     for name, value in given.items():

@@ -43,8 +43,9 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Of the first server.")
 @click.option(
     "--launcher",
-    type=click.Choice(["local", "docker", "endpoint", "ray"]),
-    help="Default: local; ray for several nodes.",
+    type=click.Choice(["local", "docker", "endpoint"]),
+    default="local",
+    show_default=True,
 )
 @click.option("--endpoint", metavar="URL", help="A server that runs already, for --launcher endpoint.")
 @click.option("--api-key-variable", metavar="NAME", help="Variable that holds the endpoint's key.")
@@ -96,9 +97,15 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
     """The options as one request; nothing is fetched for a plan but small files."""
-    from pipeline.launching.model import fetched, find_model
-    from pipeline.launching.options import overrides_of, speculation_of
-    from pipeline.launching.request import Request, profile_for, target_for
+    from pipeline.launching.request import (
+        Request,
+        fetched,
+        find_model,
+        overrides_of,
+        profile_for,
+        speculation_of,
+        target_for,
+    )
     from pipeline.progress import reporter_for
 
     version, environment = _serving(given["vllm"], given["launcher"], planning=planning)
@@ -137,10 +144,10 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     )
 
 
-def _serving(text: str | None, launcher: str | None, *, planning: bool) -> tuple[str, VllmEnvironment | None]:
+def _serving(text: str | None, launcher: str, *, planning: bool) -> tuple[str, VllmEnvironment | None]:
     """The version to plan for, and the environment that would serve."""
     from pipeline.errors import QuantmintError, UserError
-    from pipeline.launching.options import version_of
+    from pipeline.launching.request import version_of
     from pipeline.serving.environment import find_vllm
     from pipeline.serving.knobs.table import NEWEST_READ
 

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from pipeline.processes import Child
 from pipeline.refresh.state import folder_of
-from pipeline.serving.launchers.child import Child
 from pipeline.store.disk import disk_errors
 
 _KEPT: Final = 5

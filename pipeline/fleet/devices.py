@@ -14,8 +14,7 @@ from pipeline.errors import UserError
 from pipeline.locks import HEARTBEAT_S, STALE_AFTER_S, Lock, is_held
 from pipeline.machine import Machine
 from pipeline.refresh.state import folder_of
-from pipeline.serving.host.topology import amd_gpus
-from pipeline.serving.host.visible import CUDA, HIP, ROCR, chosen, visible_amd, visible_cuda
+from pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, visible_amd, visible_cuda
 
 
 @dataclass(frozen=True, slots=True)

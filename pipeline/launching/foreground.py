@@ -19,16 +19,16 @@ import click
 
 from pipeline.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.running.logscan import Finding, LogScan
+from pipeline.serving.running.log import Finding, LogScan
 
 if TYPE_CHECKING:
     from pipeline.launching.request import Request
-    from pipeline.serving.launchers.deployment import Deployment, Say
+    from pipeline.serving.running.deployment import Deployment, Say
     from pipeline.serving.running.server import Server
 
 
 class Launcher(Protocol):
-    """One of `pipeline.serving.launchers`."""
+    """One of `pipeline.serving.running`."""
 
     def deploy(
         self,
@@ -45,9 +45,9 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """Who starts the servers: ``kind`` is local, docker, endpoint or ray, None for what the plan needs."""
+    """Who starts the servers: ``kind`` is local, docker or endpoint."""
 
-    kind: str | None
+    kind: str
     logs: Path
     startup_timeout: float
     image: str | None = None
@@ -69,7 +69,7 @@ def serve(request: Request, how: How) -> int:
     plan, processes = request.plan()
     terminal = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
     reporter = PlainReporter() if terminal is None else RichReporter(terminal)
-    launcher = _launcher(request, plan, processes, how)
+    launcher = _launcher(request, plan, how)
     if how.kind != "endpoint":
         for line in _unready(request, plan):
             reporter.warn(line)
@@ -96,7 +96,7 @@ def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator
 
     A node that only joins has none.
     """
-    from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
+    from pipeline.serving.running.log import broken_promises, checkpoint_quantization
 
     for server in servers:
         scan = None if server.log_path is None else server.scan_log()
@@ -115,7 +115,7 @@ def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
     """What the machine lacks for the plan, as `quantmint doctor` finds it."""
     from pipeline.machine import Machine
     from pipeline.serving.host.checks import preflight
-    from pipeline.serving.host.model import wanted_by
+    from pipeline.serving.host.subject import wanted_by
 
     vllm = None if request.environment is None else request.environment.executable
     for finding in preflight(plan, Machine(), vllm=vllm, wanted=wanted_by(request.model.facts)):
@@ -123,10 +123,10 @@ def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
             yield f"{finding.name}: found {finding.found}, expected {finding.expected}; {finding.fix}"
 
 
-def _launcher(request: Request, plan: LaunchPlan, processes: Sequence[Process], how: How) -> Launcher:
-    from pipeline.serving.launchers.docker import DockerLauncher
-    from pipeline.serving.launchers.endpoint import EndpointLauncher
-    from pipeline.serving.launchers.local import LocalLauncher
+def _launcher(request: Request, plan: LaunchPlan, how: How) -> Launcher:
+    from pipeline.serving.running.docker import DockerLauncher
+    from pipeline.serving.running.endpoint import EndpointLauncher
+    from pipeline.serving.running.local import LocalLauncher
 
     if how.kind == "endpoint":
         if how.endpoint is None:
@@ -138,10 +138,6 @@ def _launcher(request: Request, plan: LaunchPlan, processes: Sequence[Process], 
     if how.kind == "docker":
         return DockerLauncher(how.image, node_rank=how.node_rank)
     assert request.environment is not None  # noqa: S101 - looked for before anything else
-    if how.kind == "ray":
-        from pipeline.serving.launchers.ray_cluster import RayLauncher
-
-        return RayLauncher(request.environment.executable, node_rank=how.node_rank)
     return LocalLauncher(request.environment.executable, node_rank=how.node_rank)
 
 

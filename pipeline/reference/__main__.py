@@ -34,7 +34,7 @@ def _serve(options: argparse.Namespace) -> None:
     from pipeline.reference.service import HttpServer, Service
     from pipeline.reference.text import Text
     from pipeline.reference.words import reference_version
-    from pipeline.serving.host.device import device_here
+    from pipeline.serving.host.detect import device_here
 
     if not ipaddress.ip_address(options.host).is_loopback:
         raise UserError(

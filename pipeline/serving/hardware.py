@@ -154,13 +154,14 @@ def native_on(scheme: str) -> tuple[str, ...]:
     return tuple(name for name in general if any(_holding("native", name, scheme, "auto", "")))
 
 
-def local_cpu_flags() -> frozenset[str] | None:
-    """Instruction-set flags of this machine as /proc/cpuinfo names them; None where it has no such list."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    for line in lines:
+def local_cpu_flags(cpuinfo: str | None = None) -> frozenset[str] | None:
+    """Instruction-set flags of this machine as /proc/cpuinfo names them; None where it has no such list, as on ARM."""
+    if cpuinfo is None:
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        except OSError:
+            return None
+    for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "flags":
             return frozenset(value.split())

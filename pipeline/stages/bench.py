@@ -19,13 +19,10 @@ from eval.bench import CellResult, Launch, Side, order
 from eval.errors import MeasurementError
 from eval.workloads import Cell
 from pipeline.errors import InvalidMeasurementError, StageError
-from pipeline.measuring.cell import run_cell
-from pipeline.measuring.reading import Reading, summary
-from pipeline.measuring.sensors import sensor_for
-from pipeline.measuring.watch import LoadWatch
+from pipeline.measuring.cell import LoadWatch, run_cell
+from pipeline.measuring.sensors import Reading, sensor_for, summary
 from pipeline.serving.hardware import hardware
-from pipeline.serving.running.logscan import Finding, LogScan, scan_log
-from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
+from pipeline.serving.running.log import Finding, LogScan, broken_promises, checkpoint_quantization, scan_log
 from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.serve import (
     SERVER_LOG,
@@ -41,7 +38,7 @@ from pipeline.stages.serve import (
 from pipeline.stages.source import model_folder
 
 if TYPE_CHECKING:
-    from pipeline.measuring.reading import Sensor
+    from pipeline.measuring.sensors import Sensor
     from pipeline.serving.plan import LaunchPlan
     from pipeline.serving.running.server import Server
 

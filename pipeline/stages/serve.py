@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.digest import template_digest, tokenizer_digest
 from pipeline.machine import Device
-from pipeline.serving.host.device import device_here
+from pipeline.serving.host.detect import device_here
 from pipeline.serving.knobs.table import (
     NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed
 )
-from pipeline.serving.launchers.reference import reference_plan
-from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
+from pipeline.serving.running.local import reference_plan
+from pipeline.serving.running.log import broken_promises, checkpoint_quantization
 from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
@@ -28,7 +28,7 @@ from pipeline.versions import versions
 
 if TYPE_CHECKING:
     from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.running.logscan import LogScan
+    from pipeline.serving.running.log import LogScan
     from pipeline.serving.running.server import Server
 
 

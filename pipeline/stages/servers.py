@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING
 from pipeline.device import give_back_memory
 from pipeline.errors import UserError
 from pipeline.progress import Progress
-from pipeline.serving.running.logscan import LogScan, scan_log
+from pipeline.serving.running.log import LogScan, scan_log
 from pipeline.stage import Setting
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pipeline.serving.environment import VllmEnvironment
-    from pipeline.serving.launchers.local import LocalLauncher
-    from pipeline.serving.launchers.on_cluster import ClusterLauncher
-    from pipeline.serving.launchers.reference import ReferenceLauncher
     from pipeline.serving.plan import LaunchPlan
+    from pipeline.serving.running.local import LocalLauncher, ReferenceLauncher
+    from pipeline.serving.running.ray import ClusterLauncher
     from pipeline.serving.running.server import Server
 
 STARTUP_TIMEOUT = 3600.0
@@ -76,7 +75,7 @@ class Servers:
         setting = self._setting
         launcher: ReferenceLauncher | LocalLauncher | ClusterLauncher
         if setting.recipe.evaluation.runtime == "reference":
-            from pipeline.serving.launchers.reference import ReferenceLauncher
+            from pipeline.serving.running.local import ReferenceLauncher
 
             launcher, title = ReferenceLauncher(setting.device.partition(",")[0]), "the reference runtime"
         elif setting.vllm is None:
@@ -89,7 +88,7 @@ class Servers:
             if setting.spread is not None:
                 setting.spread.release()  # its workers hold the GPUs
         else:
-            from pipeline.serving.launchers.local import LocalLauncher
+            from pipeline.serving.running.local import LocalLauncher
 
             launcher, title = LocalLauncher(setting.vllm.executable), f"vLLM {setting.vllm.version}"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +108,7 @@ class Servers:
 
 def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> ClusterLauncher:
     """What starts a launch over several nodes: on the cluster that the run is spread over. `UserError` without one."""
-    from pipeline.serving.launchers.on_cluster import ClusterLauncher
+    from pipeline.serving.running.ray import ClusterLauncher
 
     if setting.spread is None:
         raise UserError(

@@ -23,11 +23,11 @@ from posixpath import normpath
 from typing import Any
 
 from pipeline.errors import RecipeError, UserError
+from pipeline.processes import SECRET
 from pipeline.recipe.faults import shown_path
 from pipeline.recipe.yaml_positions import parse, text_of
 from pipeline.serving.image import VARIABLE
 from pipeline.serving.render.kubernetes import RESOURCES, object_name, plain_variables, shared_memory
-from pipeline.serving.running.child_environment import SECRET
 from pipeline.submit.task import Kind, Task, require_no_secret
 
 CONTAINER = "quantmint"

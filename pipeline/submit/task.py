@@ -15,10 +15,10 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pipeline.errors import UserError
+from pipeline.processes import SECRET
 from pipeline.recipe.schema import Recipe
 from pipeline.serving.hardware import hardware
 from pipeline.serving.planning.target import parse_target
-from pipeline.serving.running.child_environment import SECRET
 
 Kind = Literal["rocm", "cuda", "cpu"]
 

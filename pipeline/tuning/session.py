@@ -16,8 +16,7 @@ from eval import workloads
 from eval.errors import DefinitionError
 from pipeline.digest import file_digests, folder_digest
 from pipeline.errors import UserError
-from pipeline.launching.model import ServedModel, fetched, find_model
-from pipeline.launching.request import target_for
+from pipeline.launching.request import ServedModel, fetched, find_model, target_for
 from pipeline.locks import Lock
 from pipeline.machine import Machine
 from pipeline.progress import Reporter

@@ -17,10 +17,9 @@ from pipeline.canonical import fingerprint
 from pipeline.errors import ServingError, StageError
 from pipeline.measuring.cell import run_cell
 from pipeline.progress import Progress
-from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.running.diagnosis import diagnose
-from pipeline.serving.running.logscan import scan_log
+from pipeline.serving.running.local import LocalLauncher
+from pipeline.serving.running.log import diagnose, scan_log
 from pipeline.serving.running.server import Server
 from pipeline.store.tree import Store, Work
 from pipeline.tuning.space import Trial

@@ -33,7 +33,7 @@ from pipeline.planning import build_plan
 from pipeline.progress import reporter_for
 from pipeline.runner import run_plan
 from pipeline.serving.hardware import hardware
-from pipeline.serving.host.device import device_here
+from pipeline.serving.host.detect import device_here
 from pipeline.session import open_setting
 from pipeline.stage import Planned, Setting
 from pipeline.stages.bench import read_launches

@@ -18,10 +18,10 @@ from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
 from pipeline.runner import run_plan
 from pipeline.serving.environment import VllmEnvironment, find_vllm
-from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
+from pipeline.serving.running.local import LocalLauncher
 from pipeline.serving.running.server import Server
 from pipeline.session import open_setting
 from pipeline.stage import Job, Output, Planned, Setting

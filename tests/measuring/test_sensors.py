@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.measuring.amd import amd_sensor
-from pipeline.measuring.reading import Reading, summary
-from pipeline.measuring.sensors import sensor_for, sensor_of
+from pipeline.measuring.sensors import Reading, amd_sensor, sensor_for, sensor_of, summary
 from tests.serving.host import trees
 
 SMI = """\

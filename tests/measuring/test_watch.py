@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from pipeline.measuring.client import Processes, Used, busiest
-from pipeline.measuring.reading import Reading
-from pipeline.measuring.watch import LoadWatch, Seen
+from pipeline.measuring.cell import LoadWatch, Seen, Used, busiest, cpu_seconds
+from pipeline.measuring.sensors import Reading
 from pipeline.processes import run_logged
 
-TICK = os.sysconf("SC_CLK_TCK")
 CLIENT = """
 import sys, time
 def work(): end = time.monotonic() + 2.2; [None for _ in iter(lambda: time.monotonic() < end, False)]
@@ -78,23 +78,19 @@ def test_the_busiest_window(cpu: list[float], share: float | None) -> None:
     assert busiest([Used(float(at), used) for at, used in enumerate(cpu)], window=5.0) == share
 
 
-def stat(proc: Path, pid: int, parent: int, ticks: int, name: str = "python") -> None:
-    (proc / str(pid)).mkdir(parents=True, exist_ok=True)
-    fields = ["S", str(parent), *["0"] * 9, *[str(ticks)] * 4, *["0"] * 5]
-    (proc / str(pid) / "stat").write_text(f"{pid} ({name}) {' '.join(fields)}\n")
-
-
-def test_processes_below_another_are_added_up(tmp_path: Path) -> None:
-    stat(tmp_path, 10, 1, 1000)  # the supervisor itself
-    stat(tmp_path, 11, 10, 25, "a) b (c")
-    stat(tmp_path, 12, 11, 50)
-    stat(tmp_path, 13, 1, 1000)  # somebody else
-    (tmp_path / "meminfo").write_text("")
-    watched = Processes(10, tmp_path)
-    first = watched.cpu_seconds()
-    assert first is not None
-    stat(tmp_path, 12, 11, 100)
-    second = watched.cpu_seconds()
-    assert second is not None
-    assert (first, second) == (4 * 75 / TICK, 4 * 125 / TICK)
-    assert Processes(13, tmp_path).cpu_seconds() is None
+def test_what_runs_below_another_is_added_up() -> None:
+    """Its own time is left out."""
+    code = "import time\nwhile time.process_time() < 0.4: pass\nprint('done', flush=True); time.sleep(60)"
+    started = subprocess.Popen(
+        ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"done\n"
+        used = cpu_seconds(started.pid)
+        assert used is not None
+        assert 0.3 < used < 5
+    finally:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
+    assert cpu_seconds(started.pid) is None

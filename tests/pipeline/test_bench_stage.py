@@ -15,7 +15,7 @@ import pytest
 from eval.workloads import Cell
 from pipeline.errors import InvalidMeasurementError
 from pipeline.runner import Outcome
-from pipeline.serving.host.device import device_here
+from pipeline.serving.host.detect import device_here
 from pipeline.stages import bench
 from pipeline.stages.bench import BenchStage, read_launches
 from tests.processes import processes_naming

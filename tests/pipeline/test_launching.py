@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.launching import model as module
-from pipeline.launching.model import fetched, find_model
-from pipeline.launching.options import overrides_of, speculation_of, version_of
-from pipeline.launching.request import Request, profile_for, target_for
+from pipeline.launching import request as module
+from pipeline.launching.request import (
+    Request,
+    fetched,
+    find_model,
+    overrides_of,
+    profile_for,
+    speculation_of,
+    target_for,
+    version_of,
+)
 from pipeline.progress import PlainReporter
 from pipeline.recipe.load import load_recipe
 from pipeline.serving.planning.target import Target, parse_target, profile

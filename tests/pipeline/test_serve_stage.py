@@ -14,9 +14,9 @@ from pipeline.errors import UserError
 from pipeline.machine import Device
 from pipeline.planning import build_plan
 from pipeline.progress import PlainReporter
-from pipeline.serving.launchers.on_cluster import ClusterLauncher
 from pipeline.serving.plan import LaunchPlan, Layout
-from pipeline.serving.running.logscan import scan_log
+from pipeline.serving.running.log import scan_log
+from pipeline.serving.running.ray import ClusterLauncher
 from pipeline.serving.running.server import Server
 from pipeline.session import open_setting
 from pipeline.stage import Setting
@@ -48,8 +48,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield Server("model", "http://127.0.0.1:1", log, 1.0)
         events.append(f"stop {which}")
 
-    for name in ("local.LocalLauncher", "reference.ReferenceLauncher"):
-        monkeypatch.setattr(f"pipeline.serving.launchers.{name}.launch", launch)
+    for name in ("local.LocalLauncher", "local.ReferenceLauncher"):
+        monkeypatch.setattr(f"pipeline.serving.running.{name}.launch", launch)
     return events
 
 

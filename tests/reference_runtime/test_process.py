@@ -17,8 +17,8 @@ import pytest
 
 from pipeline.errors import ServingError
 from pipeline.reference.__main__ import main
-from pipeline.serving.launchers.reference import ReferenceLauncher, reference_plan
 from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.running.local import ReferenceLauncher, reference_plan
 from pipeline.serving.running.server import HOST, Server
 from tests.processes import processes_naming
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 OWNER = """
 import sys
 from pathlib import Path
-from pipeline.serving.launchers.reference import ReferenceLauncher, reference_plan
+from pipeline.serving.running.local import ReferenceLauncher, reference_plan
 plan = reference_plan(Path(sys.argv[1]), served_model_name="m", max_model_len=64, kv_cache_dtype="auto")
 with ReferenceLauncher("cpu").launch(plan, Path(sys.argv[2])):
     print("ready", flush=True)

@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
-from pipeline.serving.running.logscan import LogScan
+from pipeline.serving.running.local import LocalLauncher
+from pipeline.serving.running.log import LogScan
 from pipeline.serving.running.server import HOST, Server
 from tests.served.cases import MODEL, Case
 

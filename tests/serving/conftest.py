@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.processes import child_environment
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
-from pipeline.serving.running.child_environment import child_environment
 
 VOCABULARY = 256
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS = 128, 4, 2, 64, 256, 2

@@ -7,7 +7,6 @@
     log      text to write before anything else
     code     exit code in mode die
     children what each child runs before it sleeps; [] for a server that ends at once
-    runs     a file that gets a line with the port of every start; with `die_until`, the first starts end with `log`
     devices  settings for one value of CUDA_VISIBLE_DEVICES, over the others
 
 It writes its own pid, its children's and its environment into MODEL, for the tests to look at; the pids once more into
@@ -43,7 +42,7 @@ def main() -> int:
     (model / "arguments.json").write_text(json.dumps(sys.argv[1:]))
     sys.stderr.write(settings.get("log", ""))
     sys.stderr.flush()
-    if mode == "die" or len(starts.read_text().splitlines()) < settings.get("die_until", 0):
+    if mode == "die":
         return int(settings.get("code", 1))
     # One child in the group, and one that leaves it: both must go.
     children = [

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 import pytest
+import yaml
 
 from pipeline.commands.recipes import scheme_rows
-from pipeline.serving.hardware import by_name, by_pci, hardware, needs, table
+from pipeline.errors import UserError
+from pipeline.serving.hardware import (
+    by_name,
+    by_pci,
+    cautions,
+    hardware,
+    local_cpu_flags,
+    native_on,
+    needs,
+    refusal,
+    table,
+)
 
 GPUS = [row for row in table().values() if row.arch]
 
@@ -67,3 +81,62 @@ def test_emulation_needs_quark(name, scheme, expected):
 
 def test_the_table_of_schemes_names_cuda_once():
     assert not {"h100", "h200"} & {name for row in scheme_rows() for name in row.native}
+
+
+def test_hardware_facts():
+    assert set(table()) == {"mi300x", "mi325x", "mi350x", "mi355x", "cpu", "cuda", "h100", "h200"}
+    assert hardware("mi300x").hbm_bytes == 192 << 30
+    assert (hardware("mi325x").fp8_max, hardware("mi355x").fp8_max) == (240.0, 448.0)
+    assert hardware("mi350x").native_mx
+    assert hardware("cpu").hbm_bytes is None
+    with pytest.raises(UserError, match="expected one of mi300x"):
+        hardware("mi299x")
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "kv_cache", "flags", "expected"),
+    [
+        ("cpu", "fp8", "auto", None, "static_scaled_fp8_quant"),
+        ("cpu", "mxfp4", "auto", None, "no kernel for MXFP4"),
+        ("cpu", "fp8_block", "auto", {"avx512f"}, "AMX"),
+        ("cpu", "fp8_block", "auto", {"amx_tile"}, None),
+        ("cpu", "fp8_block", "auto", None, None),
+        ("cpu", "ptpc_fp8", "fp8", {"avx2"}, "AVX-512"),
+        ("cpu", "ptpc_fp8", "fp8", {"avx512f"}, None),
+        ("cpu", "int8_w8a8", "auto", {"avx2"}, None),
+        ("cpu", "bf16", "auto", {"avx2"}, None),
+        ("mi300x", "mxfp4", "fp8", None, None),
+        ("cuda", "fp8", "fp8", None, None),
+    ],
+)
+def test_what_does_not_load_is_refused(name, scheme, kv_cache, flags, expected):
+    found = refusal(name, scheme, kv_cache, "quark", cpu_flags=flags)
+    assert found is None if expected is None else expected in (found or "")
+
+
+def test_what_loads_with_a_catch_is_cautioned():
+    assert "may clip" in cautions("mi300x", "ptpc_fp8", "fp8", "compressed-tensors")[0]
+    assert cautions("mi300x", "ptpc_fp8", "fp8", "quark") == ()
+    assert cautions("mi355x", "ptpc_fp8", "fp8", "compressed-tensors") == ()
+    assert "truncate" in cautions("cpu", "ptpc_fp8", "fp8", "quark", cpu_flags={"avx512f"})[0]
+    assert "amd-quark" in cautions("mi325x", "mxfp4", "auto", "quark")[0]
+    assert cautions("mi355x", "mxfp4", "auto", "quark") == ()
+    assert "emulates" in cautions("mi355x", "mxfp4_fp8", "auto", "quark")[0]
+    assert "the CPU must have" in cautions("cpu", "fp8_block", "auto", "compressed-tensors")[0]
+    assert cautions("cpu", "fp8_block", "auto", "compressed-tensors", cpu_flags={"amx_tile"}) == ()
+
+
+def test_what_is_multiplied_as_it_is_stored():
+    assert native_on("ptpc_fp8") == ("mi300x", "mi325x", "mi350x", "mi355x", "cuda")
+    assert native_on("mxfp4") == ("mi350x", "mi355x") == tuple(name for name, row in table().items() if row.native_mx)
+    assert native_on("w4a16") == ()
+
+
+def test_rules_name_facts_that_exist():
+    document = yaml.safe_load(resources.files("pipeline.serving").joinpath("hardware.yaml").read_text())
+    for rule in document["refusals"] + document["cautions"] + document["native"]:
+        assert set(rule["when"]) <= {"hardware", "kind", "arch", "scheme", "kv_cache", "format"}
+        assert set(rule["when"].get("arch", [])) <= {"gfx942", "gfx950"}
+        assert set(rule.get("needs", [])) <= {"amd-quark"}
+    flags = local_cpu_flags()
+    assert flags is None or len(flags) > 5

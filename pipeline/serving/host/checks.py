@@ -3,7 +3,7 @@
     >>> [finding.name for finding in examine(look(Machine())) if finding.status == "fail"]
     ['vllm']
 
-The texts are `checks.yaml`; the functions that look are in `look/`. Nothing is ever changed.
+The texts are `checks.yaml`; the functions that look are in `gpus.py` and `system.py`. Nothing is ever changed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from types import MappingProxyType
 import yaml
 
 from pipeline.machine import Machine
-from pipeline.serving.host.finding import Finding, Outcome
-from pipeline.serving.host.look import devices, gpus, kernel, network, processor, software
-from pipeline.serving.host.subject import Subject, Wanted, look, target_of
+from pipeline.serving.host import gpus, system
+from pipeline.serving.host.subject import Finding, Outcome, Subject, Wanted, look, target_of
 from pipeline.serving.plan import LaunchPlan
 
 LOOKS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
@@ -29,26 +28,25 @@ LOOKS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
         "partition": gpus.partition,
         "xgmi": gpus.xgmi,
         "GPU memory": gpus.memory_in_use,
-        "/dev/kfd": devices.kfd,
-        "/dev/dri": devices.dri,
-        "group video": devices.group_video,
-        "group render": devices.group_render,
-        "HIP_VISIBLE_DEVICES": devices.visible_devices,
-        "numa_balancing": kernel.numa_balancing,
-        "iommu": kernel.iommu,
-        "/dev/shm": kernel.shared_memory,  # noqa: S108 - the name of a check
-        "memlock": kernel.locked_memory,
-        "nofile": kernel.open_files,
-        "compile cache": kernel.compile_cache,
-        "ibstat": network.rdma,
-        "ray status": network.ray,
-        "port": network.port,
-        "vllm": software.vllm,
-        "vllm build": software.build,
-        "amd-quark": software.quark,
-        "checkpoint": software.checkpoint,
-        "CPU flags": processor.flags,
-        "memory": processor.memory,
+        "/dev/kfd": gpus.kfd,
+        "/dev/dri": gpus.dri,
+        "group video": gpus.group_video,
+        "group render": gpus.group_render,
+        "HIP_VISIBLE_DEVICES": gpus.visible_devices,
+        "numa_balancing": system.numa_balancing,
+        "iommu": system.iommu,
+        "/dev/shm": system.shared_memory,  # noqa: S108 - the name of a check
+        "memlock": system.locked_memory,
+        "nofile": system.open_files,
+        "compile cache": system.compile_cache,
+        "ibstat": system.rdma,
+        "port": system.port,
+        "vllm": system.vllm,
+        "vllm build": system.build,
+        "amd-quark": system.quark,
+        "checkpoint": system.checkpoint,
+        "CPU flags": system.flags,
+        "memory": system.memory,
     }
 )
 

@@ -1,29 +1,120 @@
-"""What this machine is: ``--target auto``.
+"""What this machine is, for ``--target auto`` and for records: its accelerators, and those that a launch may use.
 
     >>> detect(Machine()).target
     Target(hardware='mi300x', gpus=8, nodes=1, hbm_bytes=206141652992)
+    >>> device_here("cpu")
+    Device(hardware='cpu', name='AMD EPYC 9654 96-Core Processor')
 
-Instinct GPUs are read from the kernel's files (`topology.py`), NVIDIA's are asked of nvidia-smi; a machine with neither
-serves on its CPU. Only GPUs that the environment leaves visible count.
+Instinct GPUs are read from the kernel's files, no ROCm tool is needed: KFD has a node for each GPU that computes, one a
+*partition* where a GPU is partitioned; amdgpu has a card for each device on the bus. ROCm numbers GPUs in the order of
+KFD's nodes. A node that the container's device rules deny has properties that cannot be read: it is not ours. (Linux,
+drivers/gpu/drm/amd/amdkfd/kfd_topology.c, include/uapi/linux/kfd_sysfs.h.) NVIDIA's are asked of nvidia-smi; a machine
+with neither serves on its CPU. Only GPUs that the environment leaves visible count.
 """
 
 from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.machine import Machine
+from pipeline.machine import Device, Machine, cpu_name
 from pipeline.serving import hardware as accelerators
 from pipeline.serving.hardware import Hardware
-from pipeline.serving.host.topology import AmdGpu, amd_gpus
-from pipeline.serving.host.visible import CUDA, ROCR, visible_amd, visible_cuda
 from pipeline.serving.planning.target import Target
 
+ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+AMD = 0x1002
+_NODES = "sys/class/kfd/kfd/topology/nodes"
+_XGMI = 11  # HSA_IOLINKTYPE_XGMI
+_LOCAL_HEAPS = ("1", "2")  # memory of the GPU, seen by the host or not
 _SMI = ("nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.reserved,memory.used", "--format=csv,noheader,nounits")
+_GPU_NAME = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+
+
+@dataclass(frozen=True, slots=True)
+class AmdGpu:
+    """A GPU, or a partition of one.
+
+    ``arch`` is the compiler's name ("gfx942"). ``memory`` and ``used`` are bytes: of its own banks, and of the whole
+    device that anybody holds (None where amdgpu does not say). ``peers`` are the nodes that XGMI links lead to.
+    ``compute_partition`` and ``memory_partition`` are the device's modes ("SPX", "NPS1"), None where it has none.
+    ``render`` numbers /dev/dri/renderD*, None for a driver too old to say. ``device`` is its folder on the bus.
+    """
+
+    node: int
+    device_id: int
+    arch: str
+    memory: int
+    used: int | None
+    uuid: str
+    peers: frozenset[int]
+    compute_partition: str | None
+    memory_partition: str | None
+    render: int | None
+    device: Path | None
+
+
+def amd_gpus(machine: Machine) -> tuple[AmdGpu, ...]:
+    """Every GPU of this machine that computes, in the order of ROCm's indices."""
+    return tuple(_gpus(machine))
+
+
+def _gpus(machine: Machine) -> Iterator[AmdGpu]:
+    for folder in machine.glob(f"{_NODES}/[0-9]*"):
+        facts = machine.table(folder / "properties")
+        if int(facts.get("simd_count", "0")) == 0 or int(facts.get("vendor_id", AMD)) != AMD:
+            continue  # a CPU's node, or one that is not ours
+        device = _device(machine, facts)
+        whole = None if device is None else machine.number(device / "mem_info_vram_total")
+        minor = int(facts.get("drm_render_minor", "0"))
+        yield AmdGpu(
+            node=int(folder.name),
+            device_id=int(facts.get("device_id", "0")),
+            arch=_arch(int(facts.get("gfx_target_version", "0"))),
+            memory=_memory(machine, folder) or whole or 0,
+            used=None if device is None else machine.number(device / "mem_info_vram_used"),
+            uuid=f"GPU-{int(facts.get('unique_id', '0')):016x}",
+            peers=frozenset(_xgmi(machine, folder)),
+            compute_partition=None if device is None else machine.text(device / "current_compute_partition"),
+            memory_partition=None if device is None else machine.text(device / "current_memory_partition"),
+            render=minor if minor > 0 else None,
+            device=device,
+        )
+
+
+def _arch(version: int) -> str:
+    """The kernel packs 9.4.2 as 90402; minor and step are hexadecimal digits in the compiler's name."""
+    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+
+
+def _memory(machine: Machine, node: Path) -> int:
+    banks = (machine.table(bank) for bank in machine.glob(f"{node.relative_to(machine.root)}/mem_banks/*/properties"))
+    return sum(int(bank.get("size_in_bytes", "0")) for bank in banks if bank.get("heap_type") in _LOCAL_HEAPS)
+
+
+def _xgmi(machine: Machine, node: Path) -> Iterator[int]:
+    for at in machine.glob(f"{node.relative_to(machine.root)}/io_links/*/properties"):
+        link = machine.table(at)
+        if int(link.get("type", "0")) == _XGMI and "node_to" in link:
+            yield int(link["node_to"])
+
+
+def _device(machine: Machine, facts: dict[str, str]) -> Path | None:
+    """The folder of the device on the bus.
+
+    A partition's own render node belongs to a platform device without these files, so the address leads there, with
+    function 0: a partition's number may stand in its place.
+    """
+    location = int(facts.get("location_id", "0"))
+    address = f"{int(facts.get('domain', '0')):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
+    places = (f"sys/class/drm/renderD{facts.get('drm_render_minor', '')}/device", f"sys/bus/pci/devices/{address}")
+    folders = (machine.path(place) for place in places)
+    return next((folder for folder in folders if (folder / "mem_info_vram_total").exists()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +261,53 @@ def _nvidia(machine: Machine) -> Detected | None:
 def _mib(cell: str) -> int | None:
     """ "[N/A]" stands where GPU and CPU share their memory, and for what a partition may not see."""
     return int(cell) << 20 if cell.isdigit() else None
+
+
+def chosen(value: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
+    """Indices into ``uuids`` that a list of numbers and UUIDs names, in its order; all of them for None.
+
+    As in the runtimes of both makers, a UUID may be cut short, and the first entry that names nothing ends the list.
+    """
+    if value is None:
+        return tuple(range(len(uuids)))
+    found: list[int] = []
+    for entry in (part.strip() for part in value.split(",")):
+        if entry.isdigit():
+            matches = [int(entry)] if int(entry) < len(uuids) else []
+        else:
+            matches = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+        if len(matches) != 1:
+            break
+        found += matches
+    return tuple(found)
+
+
+def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int, ...]:
+    """Indices of AMD's GPUs that vLLM sees: what a second variable names of those in ROCR_VISIBLE_DEVICES.
+
+    vLLM on ROCm reads CUDA_VISIBLE_DEVICES, takes HIP_VISIBLE_DEVICES for it where only that is set, and takes an empty
+    value for one that is not set (vLLM 0.32 platforms/rocm.py).
+    """
+    first = chosen(environ.get(ROCR) or None, uuids)
+    second = chosen(environ.get(CUDA) or environ.get(HIP) or None, [uuids[index] for index in first])
+    return tuple(first[index] for index in second)
+
+
+def visible_cuda(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int, ...]:
+    """Indices of NVIDIA's GPUs that CUDA_VISIBLE_DEVICES leaves; an empty value leaves none."""
+    return chosen(environ.get(CUDA), uuids)
+
+
+def device_here(kind: str, machine: Machine | None = None) -> Device:
+    """The device of this machine that PyTorch calls ``kind`` ("cpu", "cuda", "cuda:1"; "cuda" is also ROCm's).
+
+    A machine without a GPU has its CPU alone. Raises `UserError` for an Instinct GPU that the table does not know.
+    """
+    machine = machine or Machine()
+    if kind.startswith("cpu"):
+        return Device("cpu", cpu_name(machine))
+    found = detect(machine)
+    if found.hardware == "cpu":
+        return Device("cpu", cpu_name(machine))
+    told = (machine.run(_GPU_NAME) or "").strip().splitlines() if found.accelerator.kind == "cuda" else []
+    return Device(found.hardware, told[0].strip() if told else accelerators.hardware(found.hardware).title)

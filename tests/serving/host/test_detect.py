@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.serving.host.detect import detect
-from pipeline.serving.host.visible import chosen, visible_amd, visible_cuda
+from pipeline.serving.host.detect import chosen, detect, visible_amd, visible_cuda
 from pipeline.serving.planning.target import Target
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, KEPT, machine

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.machine import Device
-from pipeline.serving.host.device import device_here
+from pipeline.serving.host.detect import device_here
 from tests.serving.host import trees
 from tests.serving.host.trees import machine
 

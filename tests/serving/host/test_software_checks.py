@@ -8,8 +8,7 @@ import pytest
 
 from pipeline.machine import Machine
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.host.installed import installed
-from pipeline.serving.host.subject import Wanted
+from pipeline.serving.host.subject import Wanted, installed
 from tests.serving.host import trees
 from tests.serving.host.trees import machine
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,15 +94,6 @@ def test_compile_cache(tmp_path: Path, finding):
     assert finding("compile cache", machine(root, space=lambda path: None)).status == "skipped"
 
 
-def test_a_port(tmp_path: Path, finding):
-    root = trees.healthy(tmp_path)
-    assert finding("port", machine(root)).status == "skipped"
-    assert finding("port", machine(root), port=8000).found == "8000 is free"
-    seen = finding("port", machine(root, binds=lambda port: "Address already in use"), port=8000)
-    assert (seen.status, seen.found) == ("fail", "8000 is not free: Address already in use")
-    assert "sport = :8000" in seen.fix
-
-
 def test_a_port_that_is_really_held(finding):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -144,24 +134,6 @@ Resources
 Total Usage:
  0.0/16.0 GPU
 """
-
-
-def test_the_ray_cluster(tmp_path: Path, finding):
-    root = trees.instinct(tmp_path)
-
-    def box(active: str | None):
-        there = machine(root, installed={"vllm": "0.32.0", "ray": "2.50.0"})
-        listed = None if active is None else RAY.format(active=active)
-        return replace(there, run=lambda argv: listed if argv[-1] == "status" else there.run(argv))
-
-    assert finding("ray status", box(None)).status == "skipped"  # one node
-    seen = finding("ray status", machine(root), target="mi300x:16")
-    assert (seen.status, "pip install ray" in seen.fix) == ("fail", True)
-    assert finding("ray status", box(None), target="mi300x:16").found == "no cluster runs yet"
-    one, two = " 1 node_4ee1\n", " 1 node_4ee1\nIdle:\n 1 node_7ab2\n"
-    assert finding("ray status", box(one), target="mi300x:16").found == "1 node"
-    seen = finding("ray status", box(two), target="mi300x:16")
-    assert (seen.status, seen.found, seen.expected) == ("ok", "2 nodes", "2 nodes")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pipeline.serving.hardware import hardware
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import Layout
 from pipeline.serving.planning.memory import fit
-from pipeline.serving.running.logscan import scan_log
+from pipeline.serving.running.log import scan_log
 from tests.serving.shapes import small
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]

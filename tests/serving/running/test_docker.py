@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ServingError, UserError
-from pipeline.serving.launchers.docker import DockerLauncher
 from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.running.docker import DockerLauncher
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVING = Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from pipeline.serving.launchers.docker import DockerLauncher
+from pipeline.serving.running.docker import DockerLauncher
 from test_docker import launch
 plan, processes = launch(Path(sys.argv[1]))
 with DockerLauncher("mine:1", stop_grace=1).deploy(plan, processes, Path(sys.argv[2]), say=lambda line: None):
@@ -172,16 +172,6 @@ def test_no_container_outlives_its_owner(
     assert [call[0] for call in calls(docker)] == ["run", "stop", "rm"]
 
 
-def test_a_container_that_dies_is_explained(docker: Path, fake_model: Callable[..., Path], tmp_path: Path) -> None:
-    model = fake_model(mode="die", code=3, log="torch.OutOfMemoryError: HIP out of memory.\n")
-    plan, processes = launch(model)
-    with (
-        pytest.raises(ServingError, match="ended with code 3 before it answered: the device ran out of memory"),
-        DockerLauncher("mine:1").deploy(plan, processes, tmp_path / "logs", say=lambda _: None),
-    ):
-        pass
-
-
 def test_an_image_that_nobody_has(docker: Path, fake_model: Callable[..., Path], tmp_path: Path) -> None:
     plan, processes = launch(fake_model())
     with (
@@ -190,18 +180,6 @@ def test_an_image_that_nobody_has(docker: Path, fake_model: Callable[..., Path],
     ):
         pass
     assert "--image" in (caught.value.hint or "")
-
-
-def test_a_container_that_ends_while_in_use_is_noticed(
-    docker: Path, fake_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    model = fake_model()
-    plan, processes = launch(model)
-    launcher = DockerLauncher("mine:1", stop_grace=1)
-    with launcher.deploy(plan, processes, tmp_path / "logs", say=lambda _: None) as running:
-        os.kill(json.loads((model / "pids.json").read_text())[0], signal.SIGKILL)
-        with pytest.raises(ServingError, match="ended with code 137 while it was in use"):
-            running.watch()
 
 
 def test_no_docker(fake_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.launchers.on_cluster import Cluster, ClusterLauncher
 from pipeline.serving.plan import LaunchPlan, Layout
+from pipeline.serving.running.ray import Cluster, ClusterLauncher
 
 if find_spec("ray") is None:
     pytest.skip("ray is not installed", allow_module_level=True)

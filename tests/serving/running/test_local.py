@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ServingError, UserError
-from pipeline.serving.launchers.local import BALANCER, LocalLauncher
 from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.running.local import BALANCER, LocalLauncher
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,7 +23,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
-from pipeline.serving.launchers.local import LocalLauncher
+from pipeline.serving.running.local import LocalLauncher
 from test_local import launch
 command, model, logs = sys.argv[1:4]
 plan, processes = launch(Path(model), replicas=3)
@@ -110,7 +108,7 @@ def test_headless_engines_belong_to_the_launch(
         while not (model / "pids-1.json").exists():
             time.sleep(0.02)
         os.kill(json.loads((model / "pids-1.json").read_text())[0], signal.SIGKILL)
-        with pytest.raises(ServingError, match="the headless engine of replica 0 ended with code 137"):
+        with pytest.raises(ServingError, match="the headless engine ended with code 137"):
             running.watch()
     assert alive(model) == []
     assert not (model / "pids-7.json").exists()
@@ -130,23 +128,6 @@ def test_one_replica_that_does_not_start_ends_the_others(
     ):
         pass
     assert "server-1.log" in (caught.value.hint or "")
-    assert alive(model) == []
-
-
-def test_a_replica_that_dies_later_ends_the_others(
-    fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    model = fake_model()
-    plan, processes = launch(model, replicas=2)
-    with (  # noqa: PT012 - both statements are the story
-        pytest.raises(ServingError, match="replica 1 ended with code 137 while it was in use") as caught,
-        LocalLauncher(fake_vllm, stop_grace=0.3).deploy(
-            plan, processes, tmp_path / "logs", say=lambda _: None
-        ) as running,
-    ):
-        os.kill(json.loads((model / "pids-1.json").read_text())[0], signal.SIGKILL)
-        running.watch()
-    assert caught.value.exit_code == 5
     assert alive(model) == []
 
 
@@ -179,30 +160,3 @@ def test_a_port_that_is_lost_during_the_start_is_not_exchanged(
     ):
         pass
     assert (model / "starts").read_text().split() == [str(port)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_replica_outlives_its_owner(
-    number: signal.Signals, fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    model = fake_model(mode="stubborn")
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, fake_vllm, model, tmp_path / "logs", Path(__file__).parent],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        text=True,
-    )
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == "ready\n"
-    owner.send_signal(number)
-    owner.wait(timeout=20)
-    assert alive(model, within=15) == []
-
-
-def test_a_node_without_processes(fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path) -> None:
-    plan, processes = launch(fake_model())
-    with (
-        pytest.raises(UserError, match="nothing to run on node 3"),
-        LocalLauncher(fake_vllm, node_rank=3).deploy(plan, processes, tmp_path / "logs"),
-    ):
-        pass

@@ -1,39 +1,31 @@
 """Processes of a launch, from their start to the moment when one of them ends: the others end with it.
 
 Common to every launcher that starts something. A server counts as ready when it answers for the plan's own model: one
-that took the port first would serve another.
+that took the port first would serve another. Ports are those of the loopback interface.
 """
 
 from __future__ import annotations
 
 import http.client
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import ServingError
-from pipeline.serving.launchers.child import Child, stop
+from pipeline.errors import ServingError, UserError
+from pipeline.processes import Child, stop
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.running.diagnosis import diagnose
-from pipeline.serving.running.ports import reserved, taken
+from pipeline.serving.running.log import diagnose
 from pipeline.serving.running.server import HOST, Server, fetch, served_models
 
 Say = Callable[[str], None]
 Start = Callable[[Process, int | None], Child]
 """Starts one process of a launch; the port is None where nothing is served."""
 
-_PORT_ATTEMPTS = 3
 _POLL_S = 0.1
-
-
-class PortTakenError(Exception):
-    """Another process listens on a port that a server wanted."""
-
-    def __init__(self, port: int | None) -> None:
-        super().__init__(port)
-        self.port = port
+_UNSEEN = "a process that this user cannot see"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,49 +63,67 @@ class Deployment:
 
 @contextmanager
 def deployed(
-    plan: LaunchPlan,
-    processes: Sequence[Process],
-    start: Start,
-    *,
-    beside: Sequence[Member] = (),
-    startup_timeout: float,
-    say: Say,
+    plan: LaunchPlan, processes: Sequence[Process], start: Start, *, startup_timeout: float, say: Say
 ) -> Iterator[Deployment]:
     """Start every process; hand over when each server answers; stop them all when the block ends.
 
-    ``beside`` are processes that run already and that the servers cannot do without. A server without a port gets a
-    free one, and another if somebody took it meanwhile. Raises `ServingError` where one ends or does not answer within
-    ``startup_timeout`` seconds, `UserError` where a port that was asked for is not free.
+    A server without a port gets a free one. Raises `ServingError` where one ends or does not answer within
+    ``startup_timeout`` seconds, `UserError` where a port is not free.
     """
-    chosen = {process.port for process in processes}
-    for attempt in range(1, _PORT_ATTEMPTS + 1):
-        members: list[Member] = []
+    members: list[Member] = []
+    try:
         with ExitStack() as ports:
             held = [
                 ports.enter_context(reserved(process.port)) if process.role == "server" else None
                 for process in processes
             ]
             began = time.monotonic()
-            try:
-                for process, port in zip(processes, held, strict=True):
-                    members.append(Member(_title(process, processes), start(process, port), port))
-                servers = _ready(plan, [*beside, *members], began, startup_timeout, say)
-            except PortTakenError as error:
-                stop(member.child for member in members)
-                if error.port is not None and error.port in chosen:
-                    raise taken(error.port, error) from error
-                if attempt == _PORT_ATTEMPTS:
-                    hint = f"log: {members[-1].child.log_path}"
-                    raise ServingError(f"{_PORT_ATTEMPTS} ports in a row were taken", hint=hint) from error
-                continue
-            except BaseException:
-                stop(member.child for member in members)
-                raise
+            for process, port in zip(processes, held, strict=True):
+                members.append(Member(_title(process, processes), start(process, port), port))
+            servers = _ready(plan, members, began, startup_timeout, say)
+        yield Deployment(servers, members)
+    finally:
+        stop(member.child for member in members)
+
+
+@contextmanager
+def reserved(port: int | None) -> Iterator[int]:
+    """A port that the kernel gives to nobody else during the block: the one asked for, or any that is free.
+
+    Bound but not listening, with SO_REUSEADDR: that keeps it from being handed out, and lets a server that sets the
+    same option, as vLLM does, listen on it. UserError names the process that holds the port that was asked for.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            yield Deployment(servers, [*beside, *members])
-        finally:
-            stop(member.child for member in members)
-        return
+            held.bind((HOST, port or 0))
+        except PermissionError as error:
+            hint = "Choose one above 1023 with --port."
+            raise UserError(f"port {port} needs more rights than this user has", hint=hint) from error
+        except OSError as error:
+            assert port is not None  # noqa: S101 - the kernel has free ports
+            raise taken(port) from error
+        yield held.getsockname()[1]
+
+
+def taken(port: int) -> UserError:
+    """What to say of a port that another process listens on."""
+    holder = listener(port)
+    by = "" if holder is None else f" by {holder}"
+    return UserError(f"port {port} is held{by}", hint="End that process, or choose another port with --port.")
+
+
+def listener(port: int) -> str | None:
+    """Who listens on a port of this machine, as far as this user may see: "nginx (pid 812)"; None where nobody does."""
+    import psutil
+
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            try:
+                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})" if connection.pid else _UNSEEN
+            except psutil.NoSuchProcess:
+                return _UNSEEN
+    return None
 
 
 def log_of(process: Process, folder: Path) -> Path:
@@ -125,7 +135,7 @@ def ended(member: Member, when: str) -> Exception:
     """What to raise when a process has ended: the cause that its log names."""
     found = diagnose(member.child.log())
     if found.name == "port" and member.port is not None:
-        return PortTakenError(member.port)
+        return taken(member.port)
     hint = f"its log: {member.child.log_path}"
     return ServingError(
         f"{member.title} ended with code {member.child.exit_code} {when}: {found.message}",
@@ -184,16 +194,14 @@ def _healthy(plan: LaunchPlan, member: Member) -> bool:
         return False
     name = plan.served_model_name
     if status != 200 or name not in models or models[name] not in {None, plan.model}:
-        raise PortTakenError(member.port)
+        raise taken(member.port or 0)
     return True
 
 
 def _title(process: Process, processes: Sequence[Process]) -> str:
     """Just what it is where there is one process, else which of them."""
-    if process.role in {"ray-head", "ray-worker"}:
-        return "Ray"
     if len(processes) == 1:
         return "the reference runtime" if process.argv[0] == "python" else "vLLM"
     if process.role == "server":
         return f"replica {process.replica}" if sum(other.role == "server" for other in processes) > 1 else "the server"
-    return f"the headless engine of replica {process.replica}"
+    return "the headless engine"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.serving.plan import LaunchPlan, Layout, Memory
-from pipeline.serving.running.logscan import LogScan, scan_log
-from pipeline.serving.running.promises import broken_promises, checkpoint_quantization
+from pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, diagnose, scan_log
 
 LOGS = Path(__file__).resolve().parents[2] / "assets" / "server-logs"
 
@@ -39,8 +38,6 @@ GRAPHS = ("--compilation-config", '{"cudagraph_mode": "FULL_AND_PIECEWISE"}')
 @pytest.mark.parametrize(
     ("log", "kept"),
     [
-        ("rocm-0.11", plan(*EIGHT, *FP8, *GRAPHS)),
-        ("rocm-0.14", plan(*EIGHT, "--enable-expert-parallel", backend="ROCM_AITER_MLA", kv_tokens=900_000)),
         ("rocm-0.19", plan(*EIGHT, *FP8, backend="ROCM_ATTN", kv_tokens=700_000)),
         ("rocm-0.24", plan("--tensor-parallel-size=2", "--data-parallel-size", "2")),
         ("rocm-0.32", plan(*EIGHT, *FP8, *GRAPHS)),
@@ -62,15 +59,6 @@ def test_a_kept_promise_is_no_finding(log: str, kept: LaunchPlan) -> None:
                 ("caution", "attention backend", "planned: ROCM_AITER_FA, seen: ROCM_ATTN"),
                 ("caution", "no kernel is AITER's", "seen: ROCM_ATTN, TritonFp8ScaledMMLinearKernel"),
                 ("caution", "KV cache has not the size", "planned: 1,050,000 tokens, seen: 700,000 (-33%)"),
-            ],
-        ),
-        (
-            "rocm-0.14",
-            plan(*EIGHT, *FP8, kv_tokens=900_000),
-            "fp8",
-            [
-                ("invalid", "KV cache is not FP8", "planned: fp8, seen: auto"),
-                ("caution", "attention backend", "planned: ROCM_AITER_FA, seen: ROCM_AITER_MLA"),
             ],
         ),
         (
@@ -104,63 +92,12 @@ def test_a_broken_promise_is_told(
         assert why in finding.why
 
 
-def test_lengths_and_steps_that_vllm_changed() -> None:
-    other = replace(
-        plan(*EIGHT), argv=("vllm", "serve", "/m", "--max-model-len=4096", "--max-num-batched-tokens", "8192")
-    )
-    lines = [finding.line for finding in broken_promises(other, scanned("rocm-0.32"))]
-    assert lines == ["planned: 1, seen: 8", "planned: 4096, seen: 8192", "planned: 8192, seen: 16384"]
-
-
 @pytest.mark.parametrize(
     ("tokens", "broken"), [(1_045_568, False), (1_150_000, False), (950_600, False), (1_170_000, True), (949_000, True)]
 )
 def test_a_tenth_of_memory_is_forgiven(tokens: int, broken: bool) -> None:
     found = broken_promises(plan(*EIGHT, kv_tokens=tokens), scanned("rocm-0.32"))
     assert bool(found) is broken
-
-
-def test_fewer_requests_where_no_tokens_are_logged() -> None:
-    silent = replace(scanned("rocm-0.32"), kv_tokens=None, concurrency=100.0)
-    (found,) = broken_promises(plan(*EIGHT), silent)
-    assert found.line == "planned: 128.2 of full length, seen: 100.0"
-
-
-@pytest.mark.parametrize(
-    ("line", "backend"),
-    [
-        ("[rocm.py:276] Using Aiter Flash Attention backend on V1 engine.", "ROCM_AITER_FA"),
-        ("[rocm.py:275] Using Aiter Flash Attention backend.", "ROCM_AITER_FA"),
-        ("[rocm.py:239] Using Flash Attention backend on V1 engine.", "ROCM_AITER_FA"),
-        ("[cuda.py:300] Using Flash Attention backend on V1 engine.", "FLASH_ATTN"),
-        ("[rocm.py:226] Using AITER MLA backend on V1 engine.", "ROCM_AITER_MLA"),
-        ("[rocm.py:231] Using AITER TRITON MLA backend.", "ROCM_AITER_TRITON_MLA"),
-        ("[rocm.py:218] Using Triton MLA backend on V1 engine.", "TRITON_MLA"),
-        ("[rocm.py:231] Using Sparse MLA backend on V1 engine.", "ROCM_AITER_MLA_SPARSE"),
-        ("[rocm.py:253] Using Triton Attention backend on V1 engine.", "TRITON_ATTN"),
-        ("[rocm.py:284] Using Aiter Unified Attention backend on V1 engine.", "ROCM_AITER_UNIFIED_ATTN"),
-        ("[rocm.py:270] Using Rocm Attention backend on V1 engine.", "ROCM_ATTN"),
-        ("[rocm.py:248] Using Rocm/Aiter Attention backend on V1 engine.", "ROCM_ATTN|ROCM_AITER_UNIFIED_ATTN"),
-        ("[rocm.py:241] Using FlexAttention backend.", "FLEX_ATTENTION"),
-        ("[rocm.py:750] Using ROCM_AITER_FA backend (selected via --attention-backend).", "ROCM_AITER_FA"),
-        ("[rocm.py:850] Using ROCM_ATTN backend out of potential backends: ['ROCM_ATTN'].", "ROCM_ATTN"),
-        ("[cuda.py:507] Using FLASH_ATTN attention backend out of potential backends: ['X'].", "FLASH_ATTN"),
-        ("[cpu.py:175] Using CPU_MLA backend.", "CPU_MLA"),
-        ("[rocm.py:330] Using AITER Flash Attention backend for ViT model.", None),
-        ("[rocm.py:341] Using Torch SDPA backend for ViT model.", None),
-        ("[fp8.py:140] Using AITER backend for FP8 MoE", None),
-        ("[selector.py:106] Using FLASHINFER MLA prefill backend.", None),
-    ],
-)
-def test_every_way_of_naming_a_backend(line: str, backend: str | None) -> None:
-    assert scan_log(f"(Worker pid=2) INFO 11-21 09:00:00 {line}\n").attention_backend == backend
-
-
-def test_a_line_that_leaves_the_backend_open_keeps_both_promises() -> None:
-    scan = scan_log("INFO [rocm.py:248] Using Rocm/Aiter Attention backend on V1 engine.\n")
-    for backend in ("ROCM_ATTN", "ROCM_AITER_UNIFIED_ATTN"):
-        assert broken_promises(plan(backend=backend), scan) == ()
-    assert broken_promises(plan(backend="ROCM_AITER_FA"), scan) != ()
 
 
 def test_without_a_log_no_promise_is_missed_and_with_one_it_is() -> None:
@@ -173,7 +110,6 @@ def test_every_engine_is_read() -> None:
     scan = scanned("rocm-0.24")
     assert (scan.kv_tokens, scan.concurrency, scan.data_parallel) == (1_044_480, 127.5, 2)
     assert scan.kernels == ("ROCm AITER",)
-    assert scanned("rocm-0.14").kernels == ("AITER",)
     assert scanned("rocm-0.32").kernels == ("AiterPerTokenFp8ScaledMMLinearKernel", "AITER_MXFP4_BF16")
 
 
@@ -211,3 +147,93 @@ def test_what_a_checkpoint_says_of_itself(config: object, expected: str | None, 
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert checkpoint_quantization(tmp_path) == expected
     assert checkpoint_quantization(tmp_path / "gone") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "backend"),
+    [
+        ("[rocm.py:750] Using ROCM_AITER_FA backend (selected via --attention-backend).", "ROCM_AITER_FA"),
+        ("[rocm.py:850] Using ROCM_ATTN backend out of potential backends: ['ROCM_ATTN'].", "ROCM_ATTN"),
+        ("[cuda.py:507] Using FLASH_ATTN attention backend out of potential backends: ['X'].", "FLASH_ATTN"),
+        ("[cpu.py:175] Using CPU_MLA backend.", "CPU_MLA"),
+        ("[rocm.py:330] Using AITER Flash Attention backend for ViT model.", None),
+        ("[fp8.py:140] Using AITER backend for FP8 MoE", None),
+    ],
+)
+def test_the_attention_backend(line: str, backend: str | None) -> None:
+    assert scan_log(f"(Worker pid=2) INFO 11-21 09:00:00 {line}\n").attention_backend == backend
+
+
+@pytest.mark.parametrize(
+    ("log", "name", "message"),
+    [
+        ("OSError: [Errno 98] Address already in use", "port", "taken"),
+        ("vllm: error: unrecognized arguments: --max-model-length 5", "arguments", "near: --max-model-len"),
+        (
+            "ValueError: To serve at least one request with the model's max seq len (512), (0.5 GiB KV cache is "
+            "needed, which is larger than the available KV cache memory (0.25 GiB). Based on the available memory, "
+            "the estimated maximum model length is 256. Try\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+            "kv-length",
+            "256 tokens would fit",
+        ),
+        ("ValueError: No available memory for the cache blocks. Try increasing", "no-kv-memory", "leave no memory"),
+        ("RuntimeError: _C::static_scaled_fp8_quant() expected at most 0 argument(s)", "static-fp8-on-cpu", "static"),
+        (
+            "ValueError: Failed to find a kernel that can implement the MXFP4 linear layer.",
+            "no-kernel",
+            "the MXFP4 linear",
+        ),
+        ("torch.OutOfMemoryError: HIP out of memory. Tried", "out-of-memory", "ran out of memory"),
+        (
+            "ValueError: Model architectures ['Foo'] are not supported for now. Sup",
+            "architecture",
+            "architecture 'Foo'",
+        ),
+        ("x\nNotImplementedError: FP8 KV cache requires head_size divisible by 32 on CPU.", "cpu-fp8-kv-head", "32"),
+        (
+            "(EngineCore pid=3) ERROR 11-21 00:00:00 [core.py:1200] KeyError: 'layers.0.x'\n"
+            "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.",
+            "unknown",
+            "KeyError: 'layers.0.x'",
+        ),
+        (
+            "(Worker pid=9) WARNING 11-21 00:00:00 [utils.py:597] fallback to torch. Exception: no primitive\n"
+            "(APIServer pid=1) ERROR 11-21 00:00:00 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: "
+            "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+            "unknown",
+            "its engine was gone without a word",
+        ),
+        ("one\ntwo\n\nthree\nfour\n", "unknown", "two | three | four"),
+        ("", "unknown", "it wrote nothing"),
+    ],
+)
+def test_a_log_is_explained_in_one_line(log, name, message):
+    found = diagnose(log)
+    assert found.name == name
+    assert message in found.message
+    assert "\n" not in found.message
+
+
+def test_a_log_tells_what_really_runs():
+    log = """
+(EngineCore pid=1) INFO 11-21 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='/m', \
+quantization=quark, quantization_config=None, kv_cache_dtype=fp8, device_config=cuda
+(Worker pid=2) INFO 11-21 [__init__.py:759] Selected AiterPerTokenFp8ScaledMMLinearKernel for QuarkW8A8Fp8
+(Worker pid=3) INFO 11-21 [__init__.py:759] Selected AiterPerTokenFp8ScaledMMLinearKernel for QuarkW8A8Fp8
+(Worker pid=2) INFO 11-21 [rocm.py:750] Using ROCM_AITER_FA backend (selected via --attention-backend).
+(Worker pid=2) WARNING [kv_cache.py:163] Using KV cache scaling factor 1.0 for fp8_e4m3. If this is unintended, verify
+(Worker pid=3) WARNING [kv_cache.py:163] Using KV cache scaling factor 1.0 for fp8_e4m3. If this is unintended, verify
+(Worker pid=2) WARNING [kv_cache.py:201] Using uncalibrated q_scale 1.0 and/or prob_scale 1.0 with fp8 attention.
+(EngineCore pid=1) INFO [kv_cache_utils.py:2327] GPU KV cache size: 1,045,568 tokens, Maximum concurrency for 8,192 \
+tokens per request: 127.63x
+"""
+    scan = scan_log(log)
+    assert scan.vllm_version == "0.32.0"
+    assert (scan.quantization, scan.kv_cache_dtype) == ("quark", "fp8")
+    assert scan.attention_backend == "ROCM_AITER_FA"
+    assert scan.kernels == ("AiterPerTokenFp8ScaledMMLinearKernel",)
+    assert (scan.kv_tokens, scan.concurrency) == (1045568, 127.63)
+    assert [finding.level for finding in scan.findings] == ["invalid", "caution"]
+    assert scan.invalid[0].line.startswith("(Worker pid=2) WARNING")
+    assert len(scan.cautions) == 1

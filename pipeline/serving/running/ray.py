@@ -5,8 +5,8 @@
     with ClusterLauncher(find_vllm(), spread.cluster()).launch(plan, log_path) as server:
         print(server.base_url)
 
-`ray_cluster` brings a Ray of its own, on machines that run one launch. A run that is spread over a cluster has that
-one, and serves on it between its other stages. Ray takes part only in clusters of its own version and Python's.
+For a run that is spread over a cluster, which serves on it between its other stages. Ray takes part only in clusters of
+its own version and Python's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import ServingError, UserError
+from pipeline.processes import Child, child_environment
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.launchers.child import Child
-from pipeline.serving.launchers.deployment import deployed
-from pipeline.serving.launchers.local import listening, require_model
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.running.child_environment import child_environment
+from pipeline.serving.running.deployment import deployed
+from pipeline.serving.running.local import listening, require_model
 from pipeline.serving.running.server import Server
 
 _ASK = "import platform, ray; print(ray.__version__, platform.python_version())"
 _TIMEOUT_S = 120
+_EXECUTOR = "--distributed-executor-backend"
 #: How Ray is told to ask for a token; a path, never the token.
 _AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
@@ -68,7 +68,8 @@ class ClusterLauncher:
 
         def start(process: Process, port: int | None) -> Child:
             assert port is not None  # noqa: S101 - a server has one
-            command = [str(self.vllm.executable), *process.argv[1:], *listening(process, port)]
+            spread = () if plan.option(_EXECUTOR) is not None else (_EXECUTOR, "ray")
+            command = [str(self.vllm.executable), *process.argv[1:], *spread, *listening(process, port)]
             return Child(command, self._environment(plan), log_path, grace=self.stop_grace)
 
         with deployed(plan, [process], start, startup_timeout=startup_timeout, say=lambda _: None) as running:

@@ -4,29 +4,35 @@
 
     with EndpointLauncher("https://gpu7:8000", api_key_variable="GPU7_KEY").deploy(plan, (), folder) as running: ...
 
-The key is read from a variable at every request and goes into the header of that request, nowhere else.
+The key is read from a variable at every request and goes into the header of that request, nowhere else. HTTP tells a
+name, a folder, a length and a version, never the weights: on this machine the folder is proof; elsewhere a server can
+be shown to be the wrong one, never the right.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.errors import ServingError, UserError
-from pipeline.serving.launchers.deployment import Deployment, Say
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.running.identity import examine, is_local
+from pipeline.serving.running.deployment import Deployment, Say
 from pipeline.serving.running.server import Server, fetch
+from pipeline.serving.versions import parse_version
 
 _WATCH_S = 5.0
 _MISSES = 3  # a busy server may let one question wait
 _LOADING_S = 2.0
+_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class EndpointLauncher:
@@ -135,3 +141,72 @@ def _variable(name: str | None) -> str | None:
         hint = None if name.isupper() else "If that was the key itself, it stands in your shell's history now."
         raise UserError(f"the variable {name if name.isupper() else 'of the key'} is not set", hint=hint)
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``wrong`` shows that it is another model, ``unproven`` says what could not be seen, ``differs`` how it is served
+    otherwise than planned. ``server`` has the name under which the model is served.
+    """
+
+    server: Server
+    wrong: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
+
+
+def examine(server: Server, plan: LaunchPlan) -> Verdict:
+    """Ask the server what it is. Raises ServingError where it does not answer as vLLM does."""
+    card = _card(server, plan)
+    if card is None:
+        names = ", ".join(str(model.get("id")) for model in _models(server)) or "nothing"
+        return Verdict(server, wrong=(f"it serves {names}, expected {plan.served_model_name}",))
+    server = replace(server, model_name=str(card["id"]))
+    wrong, unproven, differs = [], [], []
+    root = card.get("root")
+    if root is None:
+        unproven.append("it does not say which folder it serves")
+    elif not is_local(server) or not Path(root).is_dir():
+        unproven.append(f"it serves {root} on a machine whose files cannot be seen from here")
+    elif not Path(plan.model).is_dir() or not Path(root).samefile(plan.model):
+        wrong.append(f"it serves {root}, expected {plan.model}")
+    length, needed = card.get("max_model_len"), plan.option("--max-model-len")
+    if isinstance(length, int) and needed is not None and needed.isdigit() and length != int(needed):
+        if length < int(needed):
+            wrong.append(f"it takes {length:,} tokens a request, the plan needs {int(needed):,}")
+        else:
+            differs.append(f"it takes {length:,} tokens a request where the plan says {int(needed):,}")
+    differs += _differences(server, plan)
+    return Verdict(server, tuple(wrong), tuple(unproven), tuple(differs))
+
+
+def is_local(server: Server) -> bool:
+    """Whether the server's files are ours."""
+    return urlsplit(server.base_url).hostname in _LOOPBACK
+
+
+def _models(server: Server) -> list[Mapping[str, Any]]:
+    try:
+        return [dict(model) for model in json.loads(server.get("/v1/models"))["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServingError(f"{server.base_url} does not list its models as vLLM does: {error}") from error
+
+
+def _card(server: Server, plan: LaunchPlan) -> Mapping[str, Any] | None:
+    """The entry of our model: by its name, else by its folder."""
+    models = [model for model in _models(server) if "id" in model]
+    named = [model for model in models if model["id"] == plan.served_model_name]
+    rooted = [model for model in models if model.get("root") == plan.model]
+    return next(iter([*named, *rooted]), None)
+
+
+def _differences(server: Server, plan: LaunchPlan) -> list[str]:
+    found = []
+    version = server.version()
+    if plan.vllm_version and parse_version(version) != parse_version(plan.vllm_version):
+        found.append(f"it is vLLM {version}, the plan was made for {plan.vllm_version}")
+    # The label says "auto" also where the checkpoint brought FP8, so that word proves nothing.
+    said, planned = server.cache_config().get("cache_dtype", "auto"), plan.option("--kv-cache-dtype") or "auto"
+    if said != "auto" and said[:3] != planned[:3]:
+        found.append(f"its KV cache is {said}, the plan's {planned}")
+    return found

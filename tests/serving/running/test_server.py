@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ServingError, UserError
-from pipeline.serving.launchers.local import LocalLauncher
 from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.running.local import LocalLauncher
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 OWNER = """
 import signal, sys, time
 from pathlib import Path
-from pipeline.serving.launchers.local import LocalLauncher
+from pipeline.serving.running.local import LocalLauncher
 from pipeline.serving.plan import LaunchPlan
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits it ignored
 command, model, log = sys.argv[1:]
@@ -128,42 +128,16 @@ def test_silence_ends_with_the_timeout(fake_vllm: Path, fake_model: Callable[...
     assert survivors(model) == []
 
 
-def test_a_taken_port_is_tried_again_with_another(fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path):
-    model = fake_model(die_until=2, log="OSError: [Errno 98] Address already in use\n")
-    with LocalLauncher(fake_vllm, stop_grace=0.3).launch(plan_for(model), tmp_path / "log") as server:
-        ports = (model / "starts").read_text().split()
-    assert len(ports) == 2
-    assert server.port == int(ports[1])
-
-
-def test_ports_that_are_always_taken_end_in_an_error(fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path):
-    model = fake_model(mode="die", log="OSError: [Errno 98] Address already in use\n")
-    with (
-        pytest.raises(ServingError, match="3 ports"),
-        LocalLauncher(fake_vllm).launch(plan_for(model), tmp_path / "log"),
-    ):
-        pass
-
-
 def test_a_server_of_another_model_is_not_taken_for_ours(
     fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path
 ):
     model = fake_model(root="/somebody/elses")
     with (
-        pytest.raises(ServingError),
+        pytest.raises(UserError, match="is held by"),
         LocalLauncher(fake_vllm, stop_grace=0.3).launch(plan_for(model), tmp_path / "log"),
     ):
         pass
     assert survivors(model) == []
-
-
-def test_a_model_that_is_not_there_starts_nothing(fake_vllm: Path, tmp_path: Path):
-    with (
-        pytest.raises(UserError, match="not a folder"),
-        LocalLauncher(fake_vllm).launch(plan_for(tmp_path / "gone"), tmp_path / "log"),
-    ):
-        pass
-    assert not (tmp_path / "log").exists()
 
 
 def test_a_command_that_is_not_there_is_named(fake_model: Callable[..., Path], tmp_path: Path):
@@ -186,8 +160,10 @@ def test_an_exception_in_the_block_ends_a_server_that_ignores_sigterm(
     assert survivors(model, within=0) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("mode", ["serve", "hang"])
+@pytest.mark.parametrize(
+    ("number", "mode"),
+    [(signal.SIGINT, "serve"), (signal.SIGTERM, "serve"), (signal.SIGKILL, "serve"), (signal.SIGKILL, "hang")],
+)
 def test_no_process_outlives_its_owner(
     number: signal.Signals, mode: str, fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path
 ):

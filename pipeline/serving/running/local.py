@@ -1,4 +1,4 @@
-"""Starts vLLM from a plan on this machine, and leaves no process behind.
+"""Starts vLLM, or the reference runtime (`pipeline.reference`), from a plan on this machine; leaves no process behind.
 
 ::
 
@@ -10,16 +10,17 @@ Servers listen on 127.0.0.1 only. What tells replicas apart (port, devices) come
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.serving.launchers.child import Child
-from pipeline.serving.launchers.deployment import Deployment, Say, deployed, log_of
+from pipeline.processes import Child, child_environment
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.running.child_environment import child_environment
+from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of
 from pipeline.serving.running.server import HOST, Server
 
 BALANCER = "nothing spreads requests over the replicas yet: put a balancer (nginx, a Kubernetes Service) before them"
@@ -69,9 +70,11 @@ class LocalLauncher:
         Raises as `launch` does, and UserError where a port that the plan asks for is not free.
         """
         require_model(plan)
-        here = [process for process in processes if process.node == self.node_rank and process.role in _ROLES]
+        here = [process for process in processes if process.node == self.node_rank]
         if not here:
             raise UserError(f"this launch has nothing to run on node {self.node_rank}")
+        for process in processes:
+            _require_private(process)
 
         def start(process: Process, port: int | None) -> Child:
             return self._start(plan, process, port, log_of(process, logs))
@@ -87,7 +90,18 @@ class LocalLauncher:
         return Child(command, environment, log_path, grace=self.stop_grace)
 
 
-_ROLES = ("server", "headless")
+def _require_private(process: Process) -> None:
+    """UserError for a node on the open internet: the ranks of a launch run what anybody sends them there."""
+    address = process.env.get("VLLM_HOST_IP", "")
+    try:
+        public = ipaddress.ip_address(address).is_global
+    except ValueError:
+        return  # none, or a name: nobody can tell
+    if public:
+        raise UserError(
+            f"{address} is an address of the open internet, and vLLM's ranks ask nobody for a password",
+            hint="Name the addresses of a private network.",
+        )
 
 
 def require_model(plan: LaunchPlan) -> None:
@@ -103,3 +117,53 @@ def listening(process: Process, port: int) -> list[str]:
 
 def _quiet(_: str) -> None:
     return
+
+
+_COMMAND = ("python", "-mpipeline.reference")
+_GRACE_S = 5.0  # it has nothing to tidy up
+_ROOT = Path(__file__).parents[3]  # where `pipeline` is found, however this process found it
+
+
+def reference_plan(
+    model: Path, *, served_model_name: str, max_model_len: int, kv_cache_dtype: str, trust_remote_code: bool = False
+) -> LaunchPlan:
+    """The launch of a checkpoint on the reference runtime; the device is the launcher's."""
+    return LaunchPlan(
+        env={"TOKENIZERS_PARALLELISM": "false"},
+        argv=(
+            *_COMMAND,
+            str(model),
+            *("--served-model-name", served_model_name),
+            *("--max-model-len", str(max_model_len)),
+            *(() if kv_cache_dtype == "auto" else ("--kv-cache-dtype", kv_cache_dtype)),
+            *(("--trust-remote-code",) if trust_remote_code else ()),
+        ),
+        served_model_name=served_model_name,
+        tensor_parallel_size=1,
+        reasons=(),
+        profile="reference",
+    )
+
+
+class ReferenceLauncher:
+    """Launches with this interpreter; ``device`` is PyTorch's name of where it computes, or auto."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    @contextmanager
+    def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[Server]:
+        """The server of a `reference_plan` on any free port while the block runs; raises as `LocalLauncher` does."""
+        require_model(plan)
+        process = Process(0, "server", 0, (), None, {}, plan.argv)
+
+        def start(process: Process, port: int | None) -> Child:
+            # -P: a folder here that is called pipeline is not ours.
+            command = [sys.executable, "-P", "-m", "pipeline.reference", *process.argv[2:], "--device", self.device]
+            path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+            environment = child_environment({**os.environ, "PYTHONPATH": path}, plan.env)
+            listens = [] if port is None else listening(process, port)
+            return Child([*command, *listens], environment, log_path, grace=_GRACE_S)
+
+        with deployed(plan, [process], start, startup_timeout=startup_timeout, say=_quiet) as running:
+            yield running.servers[0]

@@ -16,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.serving.launchers.child import Child
-from pipeline.serving.launchers.deployment import Deployment, Say, deployed, log_of
-from pipeline.serving.launchers.local import BALANCER, require_model
+from pipeline.processes import OFFLINE, Child, child_environment
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.docker import docker_run
 from pipeline.serving.render.invocation import image_of
-from pipeline.serving.running.child_environment import OFFLINE, child_environment
+from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of
+from pipeline.serving.running.local import BALANCER, require_model
 
 #: How the client finds its engine. Its credentials lie in files that these name.
 _CLIENT = re.compile(r"DOCKER_(HOST|CONTEXT|CONFIG|CERT_PATH|TLS_VERIFY|API_VERSION)|XDG_RUNTIME_DIR|SSH_AUTH_SOCK")
