@@ -64,11 +64,11 @@ bench-quantize: $(TEST_ENV)  ## how fast the stream engine is beside cp, llm-com
 bench-scaling: $(TEST_ENV)  ## one process beside Ray nodes of this machine, and a model of more; ARGS="--nodes 1,2,4,8"
 	@$(BIN)/python -m tests.bench.scaling --json docs/bench-scaling.json --plot docs/bench-scaling.svg $(ARGS)
 
-bench-fleet: $(TEST_ENV)  ## seconds of `quantmint due` and of a round without work, for twelve recipes
+bench-fleet: $(TEST_ENV)  ## seconds of `quantmint due` and of a round without work, for seven recipes
 	@$(BIN)/python -m tests.bench.fleet $(ARGS)
 
 soak: $(TEST_ENV)  ## 200 rounds of a recipe, most of them killed: what is left of them; ARGS="--rounds 20"
-	@$(BIN)/python -m tests.bench.soak --json docs/soak.json --plot docs/soak.svg $(ARGS)
+	@$(BIN)/python -m tests.bench.soak --json docs/soak.json $(ARGS)
 
 bench-memory-fit: $(TEST_ENV)  ## the KV cache that plans predict beside the one that vLLM makes, on this GPU and CPU
 	@QUANTMINT_MEMORY_FIT=$${QUANTMINT_MEMORY_FIT:-memory-fit.jsonl} $(BIN)/python -m pytest -q -s \

@@ -74,17 +74,6 @@ def command(
 
 
 def _print(found: Sequence[Due], explain: bool) -> None:
-    from rich.markup import escape
-
-    from pipeline.commands.tables import table, terminal
-
-    console = terminal()
-    if console.is_terminal and not explain:
-        made = table("recipe", "state", "reruns", "newest release", "why")
-        for one in found:
-            made.add_row(one.name, one.state, _reruns(one), _release(one), escape(_reason(one)))
-        console.print(made)
-        return
     width = max((len(one.name) for one in found), default=0)
     for one in found:
         click.echo(f"{one.name:<{width}}  {one.state:<7}  {_release(one)}  {_reason(one)}")

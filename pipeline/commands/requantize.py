@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pipeline.fleet.forecast import Foreseen
     from pipeline.fleet.jobs import Options
     from pipeline.fleet.rounds import Fleet
-    from pipeline.refresh.due import Due
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -177,39 +176,18 @@ def stopping(fleet: Fleet) -> Iterator[None]:
 
 
 def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
-    from pipeline.fleet.devices import NONE, devices_of, free_of
     from pipeline.fleet.events import worst
     from pipeline.fleet.forecast import foresee
-    from pipeline.fleet.jobs import Request
-    from pipeline.machine import Machine
     from pipeline.progress import reporter_for
-    from pipeline.refresh.state import RecipeState, read_state
 
-    reporter = reporter_for(json=as_json)
-    devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
-
-    def state_of(due: Due) -> RecipeState:
-        if due.state == "broken":  # what was given need not be a name
-            return RecipeState(name=due.name)
-        return read_state(options.store, due.name, warn=reporter.warn)
-
-    looked = zip(named, options.look()(named), strict=True)
-    found = [(Request(recipe), due, state_of(due)) for recipe, due in looked]
-    runs, left = foresee(found, options, devices, free_of(options.store, devices.numbers, devices.uuids))
+    runs, left = foresee(named, options, reporter_for(json=as_json).warn)
     if as_json:
-        emit({"runs": [run.to_json() for run in runs], "others": [_plain(ended) for ended in left]})
+        keys = ("recipe", "state", "exit_code", "reason")
+        others = [{key: getattr(ended, key) for key in keys} for ended in left]
+        emit({"runs": [run.to_json() for run in runs], "others": others})
     else:
         _print_forecast(runs, left)
     return worst(ended.exit_code for ended in left if ended.state in {"broken", "damaged", "failed"})
-
-
-def _plain(ended: Ended) -> dict[str, object]:
-    return {
-        "recipe": ended.recipe,
-        "state": ended.state,
-        "exit_code": ended.exit_code,
-        "reason": ended.reason,
-    }
 
 
 def _print_forecast(runs: Sequence[Foreseen], left: Sequence[Ended]) -> None:
@@ -218,19 +196,16 @@ def _print_forecast(runs: Sequence[Foreseen], left: Sequence[Ended]) -> None:
     from pipeline.commands.tables import table, terminal
     from pipeline.durations import duration
 
-    console = terminal()
+    made = table("", "recipe", "priority", "devices", "last took", "why", right=("", "priority", "last took"))
+    for number, run in enumerate(runs, start=1):
+        if run.devices is None:
+            has = f"{run.needs}, when they are free" if run.needs else "when there is room"
+        else:
+            has = ",".join(map(str, run.devices)) or (f"{run.needs} of the cluster" if run.needs else "none")
+        took = "-" if run.expected_s is None else duration(run.expected_s)
+        made.add_row(str(number), run.recipe, str(run.priority), has, took, escape(run.reason))
     if runs:
-        made = table("", "recipe", "priority", "devices", "last took", "why", right=("", "priority", "last took"))
-        for number, run in enumerate(runs, start=1):
-            later = f"{run.needs}, when they are free" if run.needs else "when there is room"
-            has = (
-                later
-                if run.devices is None
-                else ",".join(map(str, run.devices)) or (f"{run.needs} of the cluster" if run.needs else "none")
-            )
-            took = "-" if run.expected_s is None else duration(run.expected_s)
-            made.add_row(str(number), run.recipe, str(run.priority), has, took, escape(run.reason))
-        console.print(made)
+        terminal().print(made)
     else:
         click.echo("nothing would run")
     for ended in left:

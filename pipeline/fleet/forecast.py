@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from pipeline.fleet.devices import Devices
+from pipeline.fleet.devices import NONE, devices_of, free_of
 from pipeline.fleet.events import Ended
 from pipeline.fleet.jobs import Job, Options, Request, causes_of, devices_needed, not_run, unrun
 from pipeline.fleet.order import Room, next_begin, ordered, unaffordable
-from pipeline.refresh.due import Due
-from pipeline.refresh.state import RecipeState
+from pipeline.machine import Machine
+from pipeline.refresh.state import RecipeState, read_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +37,19 @@ class Foreseen:
 
 
 def foresee(
-    found: Sequence[tuple[Request, Due, RecipeState]], options: Options, devices: Devices, free: tuple[int, ...]
+    recipes: Sequence[str], options: Options, warn: Callable[[str], None]
 ) -> tuple[tuple[Foreseen, ...], tuple[Ended, ...]]:
     """What would run, in its order, and how the others leave the round without an attempt."""
     now = time.monotonic()
+    devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
+    free = free_of(options.store, devices.numbers, devices.uuids)
     left: list[Ended] = []
     jobs: dict[str, Job] = {}
-    for request, due, state in found:
+    for recipe, due in zip(recipes, options.look()(recipes), strict=True):
+        state = RecipeState(name=due.name)
+        if due.state != "broken":  # then what was given need not be a name
+            state = read_state(options.store, due.name, warn=warn)
+        request = Request(recipe)
         ended = not_run(request, due, state, options, devices)
         if ended is None:
             jobs.setdefault(due.name, Job(request, due, state, since=now, ready=now))

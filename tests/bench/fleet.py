@@ -1,4 +1,4 @@
-"""How long twelve recipes of which none is due take to look at: cold processes, as a person or a timer starts them.
+"""How long recipes of which none is due take to look at: cold processes, as a person or a timer starts them.
 
 ::
 

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.bench.soak --rounds 200 --json docs/soak.json --plot docs/soak.svg
+    python -m tests.bench.soak --rounds 200 --json docs/soak.json
 
 In each round something moves, the model or the seed of the evaluation, and the recipe is made anew through every stage
 on the reference runtime. A seeded die says who is killed with SIGKILL, and when: the fleet, one of the programs that
@@ -77,8 +77,7 @@ class Round:
 @click.option("--rounds", default=200, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "destination", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False))
-def main(rounds: int, seed: int, destination: Path | None, plot: Path | None) -> None:
+def main(rounds: int, seed: int, destination: Path | None) -> None:
     """Run, write what was seen, and end with 1 where a bound broke."""
     with tempfile.TemporaryDirectory(prefix="soak-") as home:
         series = soak(Path(home), rounds, seed, tell=lambda line: click.echo(line, err=True))
@@ -86,10 +85,6 @@ def main(rounds: int, seed: int, destination: Path | None, plot: Path | None) ->
     record = {"machine": describe("cpu"), "seed": seed, "faults": faults, "rounds": [asdict(one) for one in series]}
     if destination is not None:
         destination.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if plot is not None:
-        from tests.bench.soak_plot import draw
-
-        draw(series, plot)
     for fault in faults:
         click.echo(fault, err=True)
     sys.exit(1 if faults else 0)

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("huggingface_hub")
 
 from tests.bench.soak import Round, broken, soak
-from tests.bench.soak_plot import draw
 
 GOOD = Round(
     moved="seed", fate="whole", killed_after=None, seconds=8.0, state="ran PASS", processes=0, locks=0, descriptors=4,
@@ -24,8 +23,6 @@ def test_three_rounds_leave_nothing(tmp_path: Path) -> None:
     series = soak(tmp_path, rounds=3, seed=1, tell=told.append)
     assert [one.fate for one in series] == ["whole", "fleet", "whole"], told
     assert broken(series) == []
-    draw(series, tmp_path / "soak.svg")
-    assert "<svg" in (tmp_path / "soak.svg").read_text()
 
 
 def test_what_does_not_grow_is_sound() -> None:

@@ -1,4 +1,4 @@
-"""Twelve recipes on tiny models: what moved is made anew and published, and nothing else is touched."""
+"""Seven recipes on tiny models: what moved is made anew and published, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.warm.executable import warm_python
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SOUTH = {name for name, planned in FLEET.items() if planned.base == "south"}
-SENTENCES = {"east-fp8kv", "east-fp8kv-hub"}
+SENTENCES = {"east-fp8kv"}
 BROKEN, FAILING, SERVED_ANEW = "east-block", "north-fp8kv-strict", "north-block"
 UNTOUCHED = FLEET.keys() - SOUTH - SENTENCES - {BROKEN, FAILING}
 IMAGE = f"rocm/vllm@sha256:{'7' * 64}"
@@ -177,7 +177,6 @@ def test_a_second_round_does_nothing(world: World, moved: Round) -> None:
     assert (world.entries(), world.runs(), world.logs(), world.releases(FLEET)) == (entries, runs, logs, released)
     assert {one["attempts"] for one in again.ended.values()} == {0}
     assert {request.method for request in world.hub.requests[asked:]} <= {"GET", "HEAD", "POST"}
-    # Who chose what readers get is read from /commits/; what writes is a POST to /commit/.
     assert not [one for one in world.hub.requests[asked:] if one.method == "POST" and "/commit/" in one.path]
 
 

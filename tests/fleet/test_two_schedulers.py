@@ -26,7 +26,7 @@ from tests.warm.executable import programs, warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-RECIPES = ("south-block", "south-block-hub", "south-block-strict")
+RECIPES = ("south-block", "south-block-hub")
 _APART = ("unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc")
 _ELSEWHERE = """
 import runpy, socket, sys

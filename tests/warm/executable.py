@@ -39,7 +39,7 @@ _LIBRARIES = (
     "pipeline.cli", "pipeline.commands.requantize", "pipeline.commands.run", "pipeline.runner", "pipeline.session",
     "pipeline.planning", "pipeline.preflight", "pipeline.refresh.due", "pipeline.fleet.rounds",
     "pipeline.notices.outlets", "pipeline.engines.stream.engine", "pipeline.inspection.inspect",
-    "pipeline.tracking.after_run", "pipeline.publish.opening", "pipeline.publish.hub.target",
+    "pipeline.publish.opening", "pipeline.publish.hub.target",
     "pipeline.publish.card.rendering",
     "pipeline.publish.sbom", "pipeline.publish.secrets", "pipeline.reference.model", "pipeline.reference.service",
     "pipeline.reference.greedy", "pipeline.reference.text", "calibration.calibrate", "eval.report.page",

@@ -35,7 +35,8 @@ def _serve(place: str, executable: str, *modules: str) -> None:
     sys.path[0] = str(Path.cwd())
     before = dict(os.environ)
     for name in modules:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # it was moved: whoever needs it imports it
+            importlib.import_module(name)
     changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
     _require_no_thread()
     gc.freeze()  # a fork that collects would write to, and so copy, all of it
