@@ -111,8 +111,6 @@ def _release(one: Due) -> str:
 
 
 def _age(seconds: float) -> str:
-    if seconds < -86400:  # by a clock that was wrong
-        return f"dated {int(-seconds // 86400)} d ahead"
     hours = int(seconds // 3600)
     return f"{hours // 24} d" if hours >= 48 else f"{hours} h" if hours else f"{max(0, int(seconds // 60))} min"
 

@@ -1,7 +1,6 @@
 """The release that a recipe is held against, wherever it lies: of a place only its ``quantmint.json`` is read.
 
-It is the newest, by when its gate had judged; a date that is more than a day ahead of this machine's clock says
-nothing, and such a release counts as older than all others.
+It is the newest, by when its gate had judged.
 
 Unlike `pipeline.publish.hub.client`, which has hours of work to save, nothing is tried twice here: who asks whether
 something is due goes on with what is known.
@@ -12,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -34,7 +32,6 @@ from pipeline.store.tree import Store
 STORE: Final = "the store"
 TIMEOUT_S: Final = 5.0
 """Of one request to the Hub."""
-_AHEAD: Final = timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +92,8 @@ def places(recipe: Recipe, home: Path) -> Mapping[str, Callable[[], Released | N
 
 def newest(found: Iterable[Released]) -> Released | None:
     """The newest of what several places hold; of one that lies in several, the first place's."""
-    now = datetime.now(UTC)
-    ordered = sorted(found, key=lambda one: (not _is_ahead(one.created, now), one.created, one.tag), reverse=True)
-    return ordered[0] if ordered else None  # the sort is stable
+    ordered = sorted(found, key=lambda one: (one.created, one.tag), reverse=True)  # stable
+    return ordered[0] if ordered else None
 
 
 def packaged(name: str, store: Store, runs: Sequence[Run]) -> Released | None:
@@ -134,18 +130,12 @@ class Silent:
         """Nothing."""
 
 
-def _is_ahead(created: str, now: datetime) -> bool:
-    """Whether a date cannot be: more than a day after ``now``, by a clock that was wrong."""
-    return datetime.fromisoformat(created) > now + _AHEAD
-
-
 # A folder or a bucket.
 
 
 def _newest(target: Target, *, here: bool) -> Released | None:
     """``here``: its files lie on this machine, and each one's size is looked at too."""
-    now = datetime.now(UTC)
-    listed = sorted(target.releases(), key=lambda release: _is_ahead(release.created, now))  # stable
+    listed = target.releases()
     shown = next((release for release in listed if release.current), None)
     for release in listed:
         made = _manifest(target, release, here)
@@ -177,8 +167,7 @@ def _newest_on_hub(repo: str) -> Released | None:
     """The release of a repository; None where it is not there, or has none.
 
     The day is in the tag, so of many releases only those of the last day are read: their manifests never change, and
-    the Hub's cache keeps them. A tag that only looks like a release's hides none. Raises `QuantmintError`, of it
-    `DamagedError` where every tag holds another manifest than its own.
+    the Hub's cache keeps them. A tag that only looks like a release's hides none. Raises `QuantmintError`.
     """
     client = connect(repo, Silent(), tries=1)
     try:
@@ -188,29 +177,13 @@ def _newest_on_hub(repo: str) -> Released | None:
             raise
         return None
     shown = None if head is None else _shown(client, head, tags)
-    for _, day in groupby(_latest_first(tags), key=day_in):
+    for _, day in groupby(sorted(tags, reverse=True), key=day_in):
         found = [(made, tag) for tag in day if (made := _manifest_on_hub(client, tag, tags[tag])) is not None]
         if found:
             made, tag = max(found, key=lambda pair: (pair[0].created, pair[1]))
             other = None if shown in (None, tag) else _manifest_on_hub(client, str(shown), tags[str(shown)])
             return Released(repo, tag, made, shown, other, frozenset(tags))
-    for tag in _latest_first(tags):
-        if _raw(client, tags[tag]) is not None:
-            raise DamagedError(f"{repo} is damaged: the {MANIFEST} under {tag} is not that of {tag}")
     return None
-
-
-def _latest_first(tags: Iterable[str]) -> list[str]:
-    """Tags by their days; those of days that are to come are last, for they were made by a clock that was wrong."""
-    now = datetime.now(UTC)
-    return sorted(tags, key=lambda tag: (not _is_to_come(tag, now), tag), reverse=True)
-
-
-def _is_to_come(tag: str, now: datetime) -> bool:
-    try:
-        return _is_ahead(day_in(tag), now)
-    except ValueError:  # no day at all
-        return True
 
 
 def _manifest_on_hub(client: Client, tag: str, commit: str) -> Manifest | None:

@@ -102,21 +102,6 @@ def test_another_library(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "calibrate" in reruns(found)
 
 
-def test_another_library_that_draws_is_no_reason(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.release()
-    world.finished()
-    upgraded(monkeypatch, matplotlib="9.9.9")
-    assert (world.due().state, world.due().reason) == ("current", "nothing changed")
-
-
-def test_another_quantmint(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.release()
-    monkeypatch.setattr("pipeline.refresh.due.__version__", "9.9.9")
-    found = world.due()
-    assert (found.state, causes(found)) == ("due", {"toolchain"})
-    assert found.reason.startswith("quantmint ")
-
-
 def test_another_vllm_serves_the_same_bytes(world: World) -> None:
     world.release()
     world.finished()
@@ -168,11 +153,6 @@ def test_what_was_judged_is_not_judged_again(world: World, verdict: str) -> None
     assert found.reason == f"these inputs were judged {verdict} (vLLM 0.32.0 -> 0.33.0)"
     world.vllm = "0.34.0"
     assert (world.due().state, world.due().verdict) == ("due", None)
-
-
-def test_what_was_never_released_may_be_held(world: World) -> None:
-    world.finished(verdict="FAIL", until="gate")
-    assert (world.due().state, world.due().reason) == ("held", "these inputs were judged FAIL (never released)")
 
 
 def test_a_measurement_that_must_not_be_judged_leaves_a_run_and_no_entry(world: World) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -95,11 +94,6 @@ def test_a_damaged_release_is_no_silence(world: World, quantmint: Command) -> No
     assert f"{tag} is damaged" in ended.out
     world.recipe("new")
     assert quantmint("due", "r.yaml", "new.yaml").code == 10
-
-
-def test_a_release_that_is_dated_ahead_is_told_so(world: World, quantmint: Command) -> None:
-    world.release(year=2099)
-    assert re.search(r" \(dated \d+ d ahead\)  nothing changed", quantmint("due", "r.yaml").out)
 
 
 def test_what_cannot_be_asked_is_told_once_and_is_no_failure(world: World, hub: HubStandIn, quantmint: Command) -> None:
