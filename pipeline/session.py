@@ -14,9 +14,8 @@ from pipeline.formats.checkpoint import read_json
 from pipeline.recipe.checks import check, check_run
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe, load_recipe
-from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.serving.environment import VllmEnvironment, find_vllm, serving_image
 from pipeline.serving.hardware import local_cpu_flags
-from pipeline.serving.image import serving_image
 from pipeline.stage import Setting, SourceIdentity
 from pipeline.stages.source import config_folder, identify
 from pipeline.store.tree import Store

@@ -51,7 +51,7 @@ def command(
     from pipeline.progress import reporter_for
     from pipeline.publish.wholeness import DamagedError
     from pipeline.refresh.due import all_recipes, look
-    from pipeline.serving.image import serving_image
+    from pipeline.serving.environment import serving_image
     from pipeline.store.tree import Store
 
     serving_image()  # a wrong one is one error, and not one of each recipe

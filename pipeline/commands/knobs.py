@@ -21,9 +21,9 @@ from pipeline.commands.options import emit, json_option
 @json_option
 def command(name: str | None, version: str | None, document: Path | None, as_json: bool) -> int:
     """List what a launch of vLLM can set, or say of one NAME when it gets which value, and why."""
+    from pipeline.serving.environment import parse_version
     from pipeline.serving.knobs.page import conditions, entry, existence, page, refresh, versions
     from pipeline.serving.knobs.table import Knob, knob, table
-    from pipeline.serving.versions import parse_version
 
     def plain(item: Knob) -> dict[str, object]:
         found: dict[str, object] = {

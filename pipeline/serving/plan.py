@@ -76,10 +76,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of a launch. ``port`` is None where nothing is served (a headless engine, a Ray worker)."""
+    """One process of a launch. ``port`` is None where nothing is served (a headless engine)."""
 
     node: int
-    role: Literal["server", "headless", "ray-head", "ray-worker"]
+    role: Literal["server", "headless"]
     replica: int
     gpus: tuple[int, ...]
     port: int | None

@@ -26,7 +26,7 @@ from pipeline.errors import RecipeError, UserError
 from pipeline.processes import SECRET
 from pipeline.recipe.faults import shown_path
 from pipeline.recipe.yaml_positions import parse, text_of
-from pipeline.serving.image import VARIABLE
+from pipeline.serving.environment import IMAGE_VARIABLE
 from pipeline.serving.render.kubernetes import RESOURCES, object_name, plain_variables, shared_memory
 from pipeline.submit.task import Kind, Task, require_no_secret
 
@@ -138,7 +138,7 @@ def job_spec(pod: Pod, *, retries: int = RETRIES, hours: float | None = None) ->
 def template(pod: Pod) -> dict[str, Any]:
     """The pod's PodTemplateSpec. UserError for a secret among its plain variables."""
     for name in pod.variables:
-        if name == VARIABLE:
+        if name == IMAGE_VARIABLE:
             raise UserError(f"--env: found {name}, which --image says", hint="By its digest: --image NAME@sha256:...")
         require_no_secret("--env", name, f"Put it into a Secret of the cluster: --secret {name}=SECRET:KEY")
     memory, mount = shared_memory()
@@ -257,11 +257,11 @@ def parse_claim(text: str) -> Claim:
 
 
 def parse_reference(text: str) -> Reference:
-    """``VARIABLE=SECRET`` or ``VARIABLE=SECRET:KEY``; a key that is left out is the variable's name."""
+    """``IMAGE_VARIABLE=SECRET`` or ``IMAGE_VARIABLE=SECRET:KEY``; a key that is left out is the variable's name."""
     variable, _, source = text.partition("=")
     secret, _, key = source.partition(":")
     if not secret:
-        expected = "expected VARIABLE=SECRET or VARIABLE=SECRET:KEY, as in HF_TOKEN=hub:token"
+        expected = "expected IMAGE_VARIABLE=SECRET or IMAGE_VARIABLE=SECRET:KEY, as in HF_TOKEN=hub:token"
         raise UserError(f"--secret: found {variable!r}, {expected}")
     return Reference(variable, secret, key or variable)
 
@@ -278,7 +278,7 @@ def parse_pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
 
 
 def _variables(pod: Pod) -> list[dict[str, Any]]:
-    image = {VARIABLE: pod.image} if pod.by_digest else {}
+    image = {IMAGE_VARIABLE: pod.image} if pod.by_digest else {}
     references = [
         {"name": item.variable, "valueFrom": {"secretKeyRef": {"name": item.secret, "key": item.key}}}
         for item in pod.secrets

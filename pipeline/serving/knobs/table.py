@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pipeline.errors import UserError
 from pipeline.recipe.yaml_positions import parse
-from pipeline.serving.versions import Version, parse_version, within
+from pipeline.serving.environment import Version, parse_version, within
 
 OLDEST_READ, NEWEST_READ = "0.19.0", "0.33.0"
 """The versions of vLLM that the tables of knobs and backends were written for; older ones are refused."""

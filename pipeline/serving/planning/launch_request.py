@@ -20,12 +20,12 @@ import yaml
 
 from pipeline.recipe.schema import Speculative
 from pipeline.serving import hardware as accelerators
+from pipeline.serving.environment import Version, parse_version, within
 from pipeline.serving.knobs.table import Fact, table, value_of
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import HostCheck, Layout, Memory, Reason
 from pipeline.serving.planning.memory import fit, kv_bytes_per_token
 from pipeline.serving.planning.target import Profile, Target
-from pipeline.serving.versions import Version, parse_version, within
 
 Purpose = Literal["serve", "measure"]
 KvDtype = Literal["auto", "fp8"]

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.errors import UserError
+from pipeline.serving.environment import parse_version
 from pipeline.serving.hardware import Hardware
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.model.weights import Piece
 from pipeline.serving.plan import Layout, Memory
-from pipeline.serving.versions import parse_version
 
 _VOCABULARY_STEP = 64  # rows are padded to it (vLLM 0.26 layers/vocab_parallel_embedding.py)
 _MXFP4_STEPS = {"rocm": (256, 256), "cuda": (1, 64), "cpu": (32, 32)}

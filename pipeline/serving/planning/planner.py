@@ -23,6 +23,7 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.recipe.schema import Speculative
 from pipeline.serving import hardware as accelerators
+from pipeline.serving.environment import Version, parse_version
 from pipeline.serving.knobs.overrides import checked_arguments, checked_overrides, layout_said
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
 from pipeline.serving.model.facts import ModelFacts
@@ -40,7 +41,6 @@ from pipeline.serving.planning.launch_request import (
 )
 from pipeline.serving.planning.layout import Choice, choose, split_cautions, split_faults
 from pipeline.serving.planning.target import Profile, Target, checked
-from pipeline.serving.versions import Version, parse_version
 
 _KV_FLAG = "--kv-cache-dtype"
 _BACKENDS = {"mla": "ROCM_AITER_MLA", "dsa": "ROCM_AITER_MLA_SPARSE"}

@@ -24,10 +24,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.errors import ServingError, UserError
+from pipeline.serving.environment import parse_version
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.running.deployment import Deployment, Say
 from pipeline.serving.running.server import Server, fetch
-from pipeline.serving.versions import parse_version
 
 _WATCH_S = 5.0
 _MISSES = 3  # a busy server may let one question wait

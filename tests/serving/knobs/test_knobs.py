@@ -12,9 +12,9 @@ import yaml
 
 from pipeline.cli import main
 from pipeline.errors import UserError
+from pipeline.serving.environment import parse_version, within
 from pipeline.serving.knobs.overrides import checked_arguments
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, knob, known_in, parse_condition, table
-from pipeline.serving.versions import parse_version, within
 from tests.tools.vllm_interface import read_table
 
 ROOT = Path(__file__).parents[3]
