@@ -15,7 +15,6 @@ from eval.records import Record
 from eval.samples import Pairs
 from eval.statistics.binary import mcnemar
 from eval.statistics.bootstrap import interval
-from eval.statistics.recovery import recovery
 
 Kind = paired.Kind
 
@@ -79,7 +78,7 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
     interval_low, interval_high = found.bounds((1 + confidence) / 2)
     bootstrap_low, bootstrap_high = interval(found.units, confidence)
     baseline, candidate = found.levels
-    left = recovery(found, confidence)
+    left = paired.recovery(found, confidence)
     return Accuracy(
         task=pairs.task,
         metric=pairs.metric,

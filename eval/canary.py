@@ -15,7 +15,7 @@ at most the probability of the last one that it lists; with each unknown probabi
 smaller. So what is given is a lower bound of the true KL: where it is too large, so is the true one.
 
 **Intervals** treat a prompt as a cluster: neighbouring positions err together. Both figures are ratios of sums over
-prompts (`eval.statistics.means.ratio`), with Student's t.
+prompts (`eval.statistics.paired.ratio`), with Student's t.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pydantic import Field
 
 from eval.errors import MeasurementError
 from eval.records import Record
-from eval.statistics.means import ratio
+from eval.statistics.paired import ratio
 from eval.verdict import Verdict
 
 DIGITS = 6

@@ -1,7 +1,6 @@
 """One cell of a workload by `vllm bench serve`: its command line, and what it saved.
 
-Options as of vLLM 0.11 to 0.33. `--num-warmups` came with 0.11.1, until when a run of its own warms up;
-`--custom-skip-chat-template` lost its first word then; answers as long as a file's `output_tokens` came with 0.14.
+The options are those of vLLM 0.19 to 0.33.
 """
 
 from __future__ import annotations
@@ -10,26 +9,22 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eval.bench import CellResult
 from eval.errors import MeasurementError
-from eval.prompt_files import PromptFile
 from eval.workloads import Cell
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 RUNS = "Starting main benchmark run..."
 """What the client prints when its warm-up is over and every measured request is about to be sent."""
-_WARMS_UP, _ONE_NAME, _LENGTHS_OF_FILE = (0, 11, 1), (0, 11, 1), (0, 14)
 
 
 def command(
     vllm: str | Path,
     cell: Cell,
     *,
-    version: str,
     base_url: str,
     model: str | Path,
     served_model_name: str,
@@ -38,19 +33,18 @@ def command(
 ) -> list[str]:
     """Argument list that measures one cell and writes its JSON to `result`.
 
-    `vllm` is the executable of the serving environment and `version` its version, `base_url` the server without `/v1`,
-    `model` the folder that the tokenizer is read from. `seed` fixes the prompts and when they arrive: the same on both
-    sides. Raises `MeasurementError` for what this version cannot do.
+    `vllm` is the executable of the serving environment, `base_url` the server without `/v1`, `model` the folder that
+    the tokenizer is read from. `seed` fixes the prompts and when they arrive: the same on both sides.
     """
-    number = _number_of(version)
     argv = [
         str(vllm), "bench", "serve",
         "--backend", "vllm",
         "--base-url", base_url.rstrip("/"),
         "--model", str(model),
         "--served-model-name", served_model_name,
-        *_prompts(cell, number),
+        *_prompts(cell),
         "--num-prompts", str(cell.num_prompts),
+        "--num-warmups", str(cell.warmups),
         "--temperature", "0",
         "--seed", str(seed),
         "--percentile-metrics", ",".join(LATENCIES),
@@ -60,8 +54,6 @@ def command(
         "--result-dir", str(result.parent),
         "--result-filename", result.name,
     ]  # fmt: skip
-    if number >= _WARMS_UP:
-        argv += ["--num-warmups", str(cell.warmups)]
     if cell.concurrency is not None:
         argv += ["--max-concurrency", str(cell.concurrency)]
     if cell.rate is not None:
@@ -73,14 +65,7 @@ def command(
     return argv
 
 
-def warm_up(cell: Cell, version: str) -> Cell | None:
-    """What has to run before a cell, and be thrown away, where this version does not warm up by itself."""
-    if cell.warmups == 0 or _number_of(version) >= _WARMS_UP:
-        return None
-    return replace(cell, num_prompts=cell.warmups, warmups=0, rate=None, goodput=())
-
-
-def _prompts(cell: Cell, version: tuple[int, ...]) -> list[str]:
+def _prompts(cell: Cell) -> list[str]:
     if cell.file is None:
         return [
             "--dataset-name", "random",
@@ -92,20 +77,9 @@ def _prompts(cell: Cell, version: tuple[int, ...]) -> list[str]:
     if cell.file.kind == "sharegpt":
         length = [] if cell.output_len is None else ["--sharegpt-output-len", str(cell.output_len)]
         return ["--dataset-name", "sharegpt", *argv, *length]
-    return ["--dataset-name", "custom", *argv, *_custom(cell, cell.file, version)]
-
-
-def _custom(cell: Cell, file: PromptFile, version: tuple[int, ...]) -> list[str]:
-    if cell.output_len is None and version < _LENGTHS_OF_FILE:
-        raise MeasurementError(
-            f"cell {cell.name}: vLLM {'.'.join(map(str, version))} does not take the length of an answer from "
-            f"{file.path}: expected 0.14 or later, or an output_len"
-        )
-    plain = "--skip-chat-template" if version >= _ONE_NAME else "--custom-skip-chat-template"
-    return [
-        "--custom-output-len", str(-1 if cell.output_len is None else cell.output_len),
-        *([] if file.chat_template else [plain]),
-    ]  # fmt: skip
+    length = ["--custom-output-len", str(-1 if cell.output_len is None else cell.output_len)]  # -1: as the file says
+    plain = [] if cell.file.chat_template else ["--skip-chat-template"]
+    return ["--dataset-name", "custom", *argv, *length, *plain]
 
 
 def read(result: Path, cell: Cell, *, gpus: int = 1, log: Path | None = None) -> CellResult:
@@ -172,10 +146,3 @@ def _number(path: Path, data: Mapping[str, Any], key: str) -> float:
 
 def _optional(path: Path, data: Mapping[str, Any], key: str) -> float | None:
     return None if data.get(key) is None else _number(path, data, key)
-
-
-def _number_of(version: str) -> tuple[int, ...]:
-    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    if found is None:
-        raise MeasurementError(f"{version!r} is not a version of vLLM: expected something like 0.32.0")
-    return tuple(int(part) for part in found[1].split("."))

@@ -30,7 +30,7 @@ from typing import Any, get_args
 
 from eval.definitions import Section, read
 from eval.errors import DefinitionError
-from eval.prompt_files import SHAREGPT_PROMPT, SHAREGPT_TOTAL, Kind, PromptFile, lines_of
+from eval.prompts import SHAREGPT_PROMPT, SHAREGPT_TOTAL, Kind, PromptFile, lines_of
 
 FOLDER = Path(__file__).parent / "workloads"
 

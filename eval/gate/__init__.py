@@ -8,7 +8,6 @@ both into files from which anyone judges again.
 """
 
 from eval.gate.judgement import judge
-from eval.gate.policy import Policy
-from eval.gate.report import ANOMALOUS, Control, Finding, GateReport, Headline, Kind, changes
+from eval.gate.report import ANOMALOUS, Control, Finding, GateReport, Headline, Kind, Policy, changes
 
 __all__ = ["ANOMALOUS", "Control", "Finding", "GateReport", "Headline", "Kind", "Policy", "changes", "judge"]

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from eval import accuracy
 from eval.accuracy import Accuracy, change, margin_in_units
 from eval.errors import MeasurementError
-from eval.gate.policy import Policy
-from eval.gate.report import ANOMALOUS, Control, Finding, sentence
+from eval.gate.report import ANOMALOUS, Control, Finding, Policy, sentence
 from eval.measurements import Both, Measurements
 from eval.power import more_items
 from eval.samples import SampleSet, pair

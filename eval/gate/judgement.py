@@ -17,8 +17,7 @@ from eval import canary
 from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
 from eval.gate import accuracy, headlines, throughput, validity
-from eval.gate.policy import Policy
-from eval.gate.report import Control, Finding, GateReport, sentence
+from eval.gate.report import Control, Finding, GateReport, Policy, sentence
 from eval.measurements import Measurements
 from eval.statistics.sequential import Look
 from eval.verdict import Verdict

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from eval.gate.policy import Policy
+from eval.gate.report import Policy
 from eval.power import expected_items
 from eval.records import Record
 from eval.statistics.sequential import plan_looks

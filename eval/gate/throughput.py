@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from eval import throughput
 from eval.bench import CellResult, Side
 from eval.errors import MeasurementError
-from eval.gate.policy import Policy
-from eval.gate.report import Finding, sentence
+from eval.gate.report import Finding, Policy, sentence
 from eval.measurements import Measurements
 from eval.throughput import Throughput, fewest_launches
 from eval.verdict import Verdict

@@ -24,8 +24,7 @@ from statistics import NormalDist, median
 from eval import servers
 from eval.accuracy import margin_in_units
 from eval.bench import Launch, Side, order
-from eval.gate.policy import Policy
-from eval.gate.report import Finding
+from eval.gate.report import Finding, Policy
 from eval.measurements import Measurements
 from eval.samples import SampleSet
 from eval.servers import Server

@@ -18,12 +18,12 @@ design effect, the factor by which clusters widen the variance of the difference
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from eval.errors import MeasurementError
 from eval.samples import Pairs
-from eval.statistics import means
 from eval.statistics.binary import tango_bounds
 
 if TYPE_CHECKING:
@@ -31,6 +31,50 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Kind = Literal["binary", "graded", "perplexity"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """sum(y) / sum(w) over `units` clusters, its standard error, and t's degrees of freedom, units - 1."""
+
+    value: float
+    standard_error: float
+    units: int
+
+
+def ratio(y: NDArray[np.float64], w: NDArray[np.float64]) -> Ratio:
+    """Ratio of the sums of `y` and `w`, shape (units,) each, the totals of each cluster, at least two.
+
+    The standard error is linearised: residuals y - value * w, sum of squares times G / (G - 1), over sum(w). That is
+    the clustered standard error of Miller, "Adding Error Bars to Evals" (arXiv 2411.00640, section 2.2) with the usual
+    correction for G clusters, Cochran's ratio estimator ("Sampling Techniques", section 6.3) where weights differ, and
+    the ordinary standard error of a mean where every unit is one item.
+    """
+    import numpy as np
+
+    units = len(y)
+    if units < 2:
+        raise ValueError(f"a standard error needs two units, found {units}")
+    total = float(np.sum(w))
+    value = float(np.sum(y)) / total
+    squares = float(np.sum((y - value * w) ** 2))
+    return Ratio(value, (squares * units / (units - 1)) ** 0.5 / total, units)
+
+
+def totals(values: NDArray[np.float64], clusters: NDArray[Any]) -> NDArray[np.float64]:
+    """Sum of `values` in each cluster, shape (clusters,), for cluster numbers 0, 1, ..."""
+    import numpy as np
+
+    summed: NDArray[np.float64] = np.bincount(clusters, weights=values)  # type: ignore[assignment]
+    return summed
+
+
+def numbered(clusters: Sequence[str]) -> NDArray[np.int64]:
+    """The number of each item's cluster, counted in the order of their first items."""
+    import numpy as np
+
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +151,18 @@ def change(pairs: Pairs) -> Change:
     items = len(baseline)
     perplexity = pairs.kind == "perplexity"
     weights = np.asarray(pairs.weights, dtype=np.float64) if perplexity else np.ones(items)
-    clusters = means.numbered(pairs.clusters)
-    units = Units(*(means.totals(values, clusters) for values in (baseline, candidate, weights)))
+    clusters = numbered(pairs.clusters)
+    units = Units(*(totals(values, clusters) for values in (baseline, candidate, weights)))
     if items < 2 or len(units.weights) < 2:
         what = f"{items} items" if items < 2 else f"{items} items of one passage"
         raise MeasurementError(f"{pairs.task}: {what} cannot be compared, the change has no variance")
     moved = candidate - baseline
     gains, losses = int((moved > 0).sum()), int((moved < 0).sum())
-    clustered = means.ratio(units.candidate - units.baseline, units.weights)
+    clustered = ratio(units.candidate - units.baseline, units.weights)
     binary = not perplexity and _binary(baseline) and _binary(candidate)
     effect, error = 1.0, clustered.standard_error
     if binary and len(units.weights) < items:
-        effect = _design_effect(clustered, means.ratio(moved, weights), items)
+        effect = _design_effect(clustered, ratio(moved, weights), items)
     if not binary and not perplexity:
         # Without a floor, the same score on all of ten items would count as certainty: one may yet move a full point.
         error = max(error, 1 / len(units.weights))
@@ -138,7 +182,7 @@ def _binary(scores: NDArray[Any]) -> bool:
     return bool(((scores == 0) | (scores == 1)).all())
 
 
-def _design_effect(clustered: means.Ratio, single: means.Ratio, items: int) -> float:
+def _design_effect(clustered: Ratio, single: Ratio, items: int) -> float:
     """Variance by clusters over variance by items, at least 1; without any flip as if each cluster were one item.
 
     A few flips say little about whether flips come together. One more passage in which two items flip is added to
@@ -148,3 +192,54 @@ def _design_effect(clustered: means.Ratio, single: means.Ratio, items: int) -> f
     if single.standard_error == 0:
         return items / clustered.units
     return max(1.0, ((clustered.standard_error * items) ** 2 + 4) / ((single.standard_error * items) ** 2 + 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """candidate / baseline (of perplexities: baseline / candidate), None where the baseline scores 0.
+
+    The bounds are None where they are not finite: a baseline that cannot be told from 0.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+def recovery(change: Change, confidence: float) -> Recovery:
+    """The share that is left, with a two-sided interval at `confidence`.
+
+    Of scores it is Fieller's interval (JRSS B 16, 175-185, 1954) of a ratio of two means measured on the same units:
+    the ratios r for which the mean of candidate - r * baseline is within t standard errors of 0. Unlike the delta
+    method on logarithms it needs no score above 0 and says so when there is no finite answer. The error of the
+    difference is taken as half the width of `Change.bounds`, so that no flips are no certainty here either. Of
+    perplexities it is exp of the difference and of its bounds.
+    """
+    import numpy as np
+    from scipy.special import stdtrit
+
+    low, high = change.bounds((1 + confidence) / 2)
+    if change.kind == "perplexity":
+        # Two documents can have bounds beyond what a float holds.
+        return Recovery(*(math.exp(min(value, 700.0)) for value in (change.difference, low, high)))
+    units, items = change.units, change.items
+    count = len(units.weights)
+    mean = float(np.sum(units.baseline)) / items
+    if mean == 0:
+        return Recovery(None, None, None)
+    t = float(stdtrit(count - 1, (1 + confidence) / 2))
+    moved = units.candidate - units.baseline - change.difference * units.weights
+    level = units.baseline - mean * units.weights
+    scale = count / (count - 1) / items**2
+    level_variance = float(np.sum(level**2)) * scale
+    covariance = float(np.sum(level * moved)) * scale
+    moved_variance = max(float(np.sum(moved**2)) * scale, ((high - low) / 2 / t) ** 2)
+    # |difference - s * mean| <= t * deviation(difference - s * mean), squared, for s = r - 1.
+    a = mean**2 - t**2 * level_variance
+    b = change.difference * mean - t**2 * covariance
+    c = change.difference**2 - t**2 * moved_variance
+    value = 1 + change.difference / mean
+    if a <= 0 or b * b < a * c:
+        return Recovery(value, None, None)
+    root = math.sqrt(b * b - a * c)
+    return Recovery(value, 1 + (b - root) / a, 1 + (b + root) / a)

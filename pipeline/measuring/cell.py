@@ -59,31 +59,23 @@ def run_cell(
     """Measure a cell with the tokenizer in ``model``; its JSON stays in ``folder``, what the client says in ``log``.
 
     ``watch`` and ``started`` are those of `run_logged`. Raises `StageError` where the client fails, and
-    `MeasurementError` where it lost requests or where this version of vLLM cannot send such a load.
+    `MeasurementError` where it lost requests.
     """
 
-    def send(load: Cell, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        argv = load_generator.command(
-            vllm.executable,
-            load,
-            version=vllm.version,
-            base_url=server.base_url,
-            model=model,
-            served_model_name=server.model_name,
-            result=path,
-            seed=seed,
-        )
-        env = CLIENT_ENV | server.client_environment()
-        run_logged(argv, log, what=f"vllm bench serve on {cell.name}", env=env, watch=watch, started=started)
-
-    before = load_generator.warm_up(cell, vllm.version)
-    if before is not None:
-        path = folder / f"{cell.name}.warm-up.json"
-        send(before, path)
-        path.unlink(missing_ok=True)
-    send(cell, result_file(folder, cell))
-    return load_generator.read(result_file(folder, cell), cell, gpus=gpus, log=log)
+    path = result_file(folder, cell)
+    path.unlink(missing_ok=True)
+    argv = load_generator.command(
+        vllm.executable,
+        cell,
+        base_url=server.base_url,
+        model=model,
+        served_model_name=server.model_name,
+        result=path,
+        seed=seed,
+    )
+    env = CLIENT_ENV | server.client_environment()
+    run_logged(argv, log, what=f"vllm bench serve on {cell.name}", env=env, watch=watch, started=started)
+    return load_generator.read(path, cell, gpus=gpus, log=log)
 
 
 @dataclass(frozen=True, slots=True)

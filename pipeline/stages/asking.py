@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from calibration.errors import CalibrationError
-from eval import draw, harness
+from eval import harness
+from eval import harness as draw
 from eval.errors import MeasurementError
 from eval.harness_log import Asked, read_asked
 from eval.suites import TASKS_FOLDER, SuiteTask, located

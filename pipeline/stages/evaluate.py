@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval import draw
+from eval import harness as draw
 from eval.accuracy import margin_in_units
 from eval.errors import DefinitionError, MeasurementError
 from eval.harness_log import Asked, compressed

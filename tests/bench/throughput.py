@@ -24,7 +24,7 @@ import yaml
 
 from eval.bench import Launch
 from eval.gate import throughput
-from eval.gate.policy import Policy
+from eval.gate.report import Policy
 from eval.gate.validity import check_launches
 from eval.measurements import Measurements, Structure
 from eval.servers import Server

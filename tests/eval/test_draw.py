@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.draw import by_leaf, draw, some
+from eval.harness import by_leaf, draw, some
 
 # Some documents share a passage, most do not.
 DOCUMENTS = st.dictionaries(

@@ -11,7 +11,7 @@ import yaml
 
 from eval import harness
 from eval.errors import DefinitionError
-from eval.harness_data import dataset_of
+from eval.harness_child import dataset_of
 from eval.suites import SuiteTask
 
 TASK = {"task": "colours", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "colours.jsonl"}}}

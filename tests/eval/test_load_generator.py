@@ -12,7 +12,7 @@ import pytest
 from eval import load_generator
 from eval.bench import CellResult
 from eval.errors import MeasurementError
-from eval.prompt_files import PromptFile
+from eval.prompts import PromptFile
 from eval.workloads import Cell
 
 CELL = Cell("c4", 64, 32, 4, 32, 4)
@@ -26,10 +26,9 @@ CELLS = (
     replace(CELL, file=LINES, ignore_eos=False),
     replace(CELL, file=replace(LINES, chat_template=False), output_len=8),
 )
-KNOWN = {
-    path.stem: json.loads(path.read_text())
-    for path in sorted((Path(__file__).parents[1] / "assets" / "vllm").glob("*.json"))
-}
+# Options of `vllm bench serve` that every supported version has: entry, first and last version of each line.
+TABLE = [line.split("\t") for line in (Path(__file__).parents[1] / "assets" / "vllm.tsv").read_text().splitlines()]
+KNOWN = {row[1] for row in TABLE if row[0] == "bench" and row[2:] == ["0.19.0", "0.33.0"]}
 # The keys that vLLM 0.32 saved for this cell, values rounded.
 SAVED: dict[str, Any] = {
     "backend": "vllm", "num_prompts": 32, "max_concurrency": 4, "duration": 46.23, "completed": 32, "failed": 0,
@@ -50,9 +49,9 @@ def save(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-def argv_of(cell: Cell, version: str = "0.32.0+cpu", **changes: Any) -> list[str]:
+def argv_of(cell: Cell, **changes: Any) -> list[str]:
     options = {"base_url": "http://h:1/", "model": "m", "served_model_name": "n", "result": Path("/f/r.json")} | changes
-    return load_generator.command("vllm", cell, version=version, **options)
+    return load_generator.command("vllm", cell, **options)
 
 
 def flags_of(argv: list[str]) -> dict[str, list[str]]:
@@ -167,28 +166,10 @@ def test_command_of_a_file() -> None:
     assert (lines["--dataset-name"], lines["--custom-output-len"]) == (["custom"], ["32"])
     assert not {"--ignore-eos", "--skip-chat-template"} & lines.keys()
     assert "--skip-chat-template" in plain
+    assert flags_of(argv_of(replace(CELL, file=LINES, output_len=None)))["--custom-output-len"] == ["-1"]
     assert all("--no-oversample" in flags for flags in (talks, fixed, lines, plain))
 
 
-@pytest.mark.parametrize("version", KNOWN)
-def test_every_version_knows_the_options(version: str) -> None:
+def test_every_version_knows_the_options() -> None:
     for cell in CELLS:
-        assert flags_of(argv_of(cell, version)).keys() <= set(KNOWN[version]["bench"])
-
-
-def test_the_first_version_warms_up_by_a_run_of_its_own() -> None:
-    load = load_generator.warm_up(CELLS[1], "0.11.0")
-    assert load is not None
-    assert (load.num_prompts, load.warmups, load.rate, load.goodput) == (4, 0, None, ())
-    assert "--num-warmups" not in flags_of(argv_of(CELL, "0.11.0"))
-    assert load_generator.warm_up(CELL, "0.11.1") is None
-    assert load_generator.warm_up(replace(CELL, warmups=0), "0.11.0") is None
-
-
-def test_lengths_of_a_file_need_a_version_that_reads_them() -> None:
-    cell = replace(CELL, file=LINES, output_len=None)
-    assert flags_of(argv_of(cell, "0.14.0"))["--custom-output-len"] == ["-1"]
-    with pytest.raises(MeasurementError, match=r"vLLM 0\.13\.0 does not take the length of an answer from /p/x\.jsonl"):
-        argv_of(cell, "0.13.0")
-    with pytest.raises(MeasurementError, match="'latest' is not a version of vLLM"):
-        argv_of(cell, "latest")
+        assert flags_of(argv_of(cell)).keys() <= KNOWN

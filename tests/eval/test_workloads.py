@@ -10,7 +10,7 @@ import pytest
 
 from eval import workloads
 from eval.errors import DefinitionError
-from eval.prompt_files import PromptFile
+from eval.prompts import PromptFile
 from eval.workloads import Cell
 
 LOAD = """\

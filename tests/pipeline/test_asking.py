@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.draw import Item
 from eval.errors import MeasurementError
+from eval.harness import Item
 from eval.harness_log import Asked
 from eval.samples import Sample, SampleSet, pair
 from eval.statistics.sequential import decide

@@ -8,17 +8,17 @@ from scipy import stats
 
 from eval import accuracy
 from eval.samples import Pairs
-from eval.statistics import bootstrap, means, paired
-from eval.statistics.recovery import recovery
+from eval.statistics import bootstrap, paired
+from eval.statistics.paired import recovery
 from tests.eval.statistics.designs import asked, tolerated
 
 
 def test_ratio_of_single_items_is_an_ordinary_mean() -> None:
     values = np.random.default_rng(0).normal(size=40)
-    result = means.ratio(values, np.ones(40))
+    result = paired.ratio(values, np.ones(40))
     assert (result.value, result.standard_error) == pytest.approx((values.mean(), stats.sem(values)))
     with pytest.raises(ValueError, match="two units"):
-        means.ratio(np.ones(1), np.ones(1))
+        paired.ratio(np.ones(1), np.ones(1))
 
 
 def test_clustered_standard_error_is_the_double_sum() -> None:
