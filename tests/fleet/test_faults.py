@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -127,16 +126,6 @@ def test_a_fault_that_never_passes_ends_and_then_rests_longer_each_round(stage: 
     assert stage.state("a").attempts_failed == 2
 
 
-def test_no_more_is_begun_than_the_disk_allows(stage: Stage) -> None:
-    for name in "abc":
-        stage.recipe(name, f"grow {stage.store}")
-    summary = stage.run(jobs=1, max_disk=150_000)
-    assert {name: one.state for name, one in by_name(summary).items()} == {"a": "ran", "b": "ran", "c": "left"}
-    assert summary.grown_bytes is not None
-    assert summary.grown_bytes >= 200_000
-    assert summary.exit_code == 0
-
-
 def test_no_more_is_begun_than_the_time_allows_and_the_rest_is_ended(stage: Stage) -> None:
     stage.recipe("a", "hang", priority=1)
     stage.recipe("b")
@@ -216,18 +205,3 @@ def test_an_event_that_breaks_leaves_no_child_and_no_lock(stage: Stage) -> None:
         fleet.run()
     until(lambda: not any(map(alive, pids(stage, "a"))))
     assert stage.locks() == []
-
-
-def test_what_is_interrupted_with_new_inputs_does_not_rest_for_what_failed_with_the_old(stage: Stage) -> None:
-    stage.recipe("a", "hang", "pass")
-    failed, rests = (f"{datetime.now(UTC) + timedelta(hours=hours):%Y-%m-%dT%H:%M:%SZ}" for hours in (-1, 12))
-    stage.remember("a", attempts_failed=3, inputs="old", last_attempt=failed, not_before=rests, last_exit=5)
-
-    def hear(event: Event) -> None:
-        if event.kind == "stage":
-            fleet.stop(signal.SIGTERM)
-
-    fleet = stage.fleet(hear)
-    fleet.add([Request("a")])
-    assert by_name(fleet.run())["a"].state == "interrupted"
-    assert by_name(stage.run())["a"].verdict == "PASS"

@@ -148,13 +148,6 @@ def test_requests_that_come_while_it_runs(stage: Stage) -> None:
     assert len(stage.seen("a")) == len(stage.seen("b")) == 1
 
 
-def test_a_secret_that_a_child_prints_is_not_repeated(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret-value")
-    stage.recipe("a", "crash denied for very-secret-value and hf_abcdefghijklmnopqrstuv at https://u:p@host/x")
-    ended = by_name(stage.run())["a"]
-    assert ended.reason.endswith("denied for [secret] and [secret] at https://host/x")
-
-
 def test_what_is_asked_for_after_the_order_to_stop_holds_up_no_end(stage: Stage) -> None:
     """A schedule's time that comes while children are given their grace."""
     stage.recipe("a")
