@@ -16,8 +16,8 @@ from pipeline.serving import hardware
 FORMATS: tuple[str, ...] = get_args(Format)
 COLUMNS = ("scheme", "bits", "weights", "activations", *FORMATS, "calibrated", "native on")
 """Headings; a layout's column holds the engines that make the scheme in it."""
-REFRESH = "quantmint schemes --markdown README.md"
-"""The command that brings the README up to date."""
+REFRESH = "quantmint schemes --markdown docs/schemes.md"
+"""The command that brings the page up to date."""
 _BEGIN, _END = f"<!-- made by `{REFRESH}` -->", "<!-- end of schemes -->"
 _TYPES = {"e4m3": "FP8", "e2m1": "FP4", "e2m3": "FP6 e2m3", "e3m2": "FP6 e3m2", "int8": "INT8", "int4": "INT4"}
 _GRANULARITY = {"per_tensor": "tensor", "per_channel": "channel", "per_token": "token"}

@@ -300,15 +300,6 @@ def test_asking_stops_where_the_look_decides(
     assert entry.record.result["datasets"] == {"facts": [{"path": "org/facts", "commit": None}]}
 
 
-@pytest.mark.parametrize("how", [{"gated": False}, {"looks": 1}])
-def test_what_is_not_judged_early_is_asked_whole(answered: Callable[..., Any], how: dict[str, object]) -> None:
-    task = replace(FACTS, gated=False) if "gated" in how else FACTS
-    options = {} if "gated" in how else how
-    _, candidate, outcome = answered(Answers(80), Answers(40), task, **options)
-    assert len(samples(outcome, "evaluate-candidate", FACTS).samples) == 400
-    assert candidate.batches == list(range(1 if options else 4))
-
-
 def test_data_that_cannot_be_had_is_told_before_anything_is_asked(
     world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,13 +337,6 @@ def test_a_group_that_lacks_a_task(
         answered(Group(80), Group(80), replace(FACTS, gated=gated))
 
 
-def test_a_limit_is_a_draw(answered: Callable[..., Any]) -> None:
-    _, _, outcome = answered(Answers(80), Answers(80), FACTS, limit=120, seed=5)
-    found = samples(outcome, "evaluate-baseline", FACTS)
-    assert (len(found.samples), found.planned, found.settings) == (120, 120, {"limit": 120})
-    assert max(sample.doc_id for sample in found.samples) > 300
-
-
 def test_sides_that_cannot_be_compared_are_left_to_the_gate(answered: Callable[..., Any]) -> None:
     w, candidate, outcome = answered(Answers(80, tokenizer="a"), Answers(80, tokenizer="b"), FACTS)
     assert "asked with tokenizer 'a' of the baseline, 'b' of the candidate" in w.said
@@ -361,14 +345,6 @@ def test_sides_that_cannot_be_compared_are_left_to_the_gate(answered: Callable[.
     sides = (samples(outcome, f"evaluate-{side}", FACTS) for side in ("baseline", "candidate"))
     with pytest.raises(MeasurementError, match="tokenizer"):
         pair(*sides)
-
-
-def test_a_suite_of_perplexities_has_no_answers_to_flip(world: Callable[..., Any]) -> None:
-    with world(TEXTS) as w:
-        entry = w.run(w.orchestra.stage("evaluate-baseline"), CONTROL).entry("control")
-        assert entry is not None
-        assert entry.record.result["flips"] == {}
-        assert w.counts() == {"baseline": 0, "candidate": 0}
 
 
 def test_fingerprints(world: Callable[..., Any]) -> None:

@@ -98,14 +98,6 @@ def test_sides_take_turns_on_fresh_servers(series: Callable[..., Series]) -> Non
     assert [step.cached for step in made.run().steps] == [True] * 3
 
 
-def test_prompts_are_the_same_on_both_sides_and_nowhere_else(series: Callable[..., Series]) -> None:
-    made = series(launches=2)
-    made.run()
-    seeds = {side: [load["--seed"] for load in made.lines(side, "loads")] for side in ("baseline", "candidate")}
-    assert seeds["baseline"] == seeds["candidate"]
-    assert len(set(seeds["baseline"])) == 4  # two cells in each of two launches
-
-
 def test_killed_in_the_third_launch(
     series: Callable[..., Series],
     forked: Callable[[Callable[[], None]], int],

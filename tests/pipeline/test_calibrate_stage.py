@@ -61,14 +61,6 @@ def test_what_it_says_of_itself(calibrate: Run, orchestra: Any) -> None:
     assert [path.name for path in entry.path.iterdir() if path.is_dir()] == []
 
 
-def test_neither_mode_nor_devices_make_another_calibration(calibrate: Run, orchestra: Any) -> None:
-    first = calibrate(", mode: layer", device="cpu,cpu")
-    again = calibrate(", mode: resident")
-    assert again.path == first.path
-    other = calibrate(", mode: layer, observer: mse")
-    assert other.path != first.path
-
-
 def test_the_file_is_the_same_by_layers(calibrate: Run, orchestra: Any) -> None:
     # What no dense model has is in the fingerprint all the same, so that both are run.
     layered = calibrate(", mode: layer, min_expert_tokens: 1")

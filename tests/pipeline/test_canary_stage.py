@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import shutil
@@ -20,11 +19,11 @@ import pytest
 
 from eval import prompts
 from eval.canary import CanaryPolicy
-from pipeline.errors import InvalidMeasurementError, RefusalError, ServingError, StageError
+from pipeline.errors import RefusalError, ServingError
 from pipeline.progress import PlainReporter
 from pipeline.serving.running.server import HOST, Server
 from pipeline.stage import Job, Output, Setting
-from pipeline.stages.canary import ANSWERS, COMPARISON, CanaryStage, policy_of, read_answers, read_comparison
+from pipeline.stages.canary import CanaryStage, policy_of, read_answers, read_comparison
 from pipeline.stages.source import LOCATION
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "model"
@@ -140,20 +139,6 @@ def test_the_baseline_reads_every_prompt_alone(ask: Any, tmp_path: Path) -> None
     assert output.summary.startswith("5 prompts, ")
 
 
-def test_the_token_that_follows_is_no_likeliest_one_for_being_listed(ask: Any, tmp_path: Path) -> None:
-    ask("baseline", Model())
-    for answer in read_answers(tmp_path / "baseline").answers:
-        for token, actual, listed in zip(answer.ids[1:], answer.actual, answer.tokens, strict=True):
-            assert token < VOCABULARY or (actual == -25.0 and token not in listed)
-
-
-def test_the_same_answers_are_the_same_bytes(ask: Any, tmp_path: Path) -> None:
-    ask("baseline", Model())
-    first = (tmp_path / "baseline" / ANSWERS).read_bytes()
-    ask("baseline", Model())
-    assert (tmp_path / "baseline" / ANSWERS).read_bytes() == first
-
-
 def test_prompts_are_cut_to_what_the_server_takes(ask: Any, setting: Setting) -> None:
     recipe = setting.recipe
     short = recipe.model_copy(update={"target": recipe.target.model_copy(update={"max_model_len": 33})})
@@ -219,12 +204,6 @@ def test_a_candidate_that_computes_no_numbers_fails(ask: Any, broken: Model, tmp
     assert len(read_comparison(tmp_path / "candidate").unanswered) == 5
 
 
-def test_a_baseline_that_computes_no_numbers_is_none(ask: Any) -> None:
-    with pytest.raises(InvalidMeasurementError, match="no finite log probabilities for 5 of 5 prompts") as caught:
-        ask("baseline", Model(status=500))
-    assert caught.value.exit_code == 4
-
-
 def test_a_server_that_refuses_or_dies_is_no_broken_checkpoint(ask: Any) -> None:
     ask("baseline", Model())
     with pytest.raises(RefusalError, match="answers /v1/completions with 400: prompt logprobs of 20, max allowed: 5"):
@@ -245,21 +224,3 @@ def test_a_server_that_refuses_or_dies_is_no_broken_checkpoint(ask: Any) -> None
 def test_an_answer_of_another_form(ask: Any, spoil: Callable[[list[Any]], object]) -> None:
     with pytest.raises(ServingError, match="prompt 'world-00' has no prompt_logprobs for"):
         ask("baseline", Model(spoil=spoil))
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=ANSWERS):
-        read_answers(tmp_path)
-    (tmp_path / ANSWERS).write_bytes(gzip.compress(b"{}"))
-    with pytest.raises(StageError, match="not the answers of a canary"):
-        read_answers(tmp_path)
-    (tmp_path / COMPARISON).write_text("[]")
-    with pytest.raises(StageError, match="not a Canary"):
-        read_comparison(tmp_path)
-
-
-def test_baseline_and_candidate_tell_each_other_apart(setting: Setting) -> None:
-    one, other = CanaryStage("baseline"), CanaryStage("candidate")
-    assert one.inputs(setting) == {"serve": "serve-baseline", "model": "source"}
-    assert other.inputs(setting)["baseline"] == "canary-baseline"
-    assert "policy" not in one.settings(setting), "other limits do not ask the baseline again"

@@ -21,7 +21,6 @@ from pipeline.store.gc import plan_gc
 from pipeline.store.runs import RunLog
 
 Quantmint = Callable[..., Any]
-WriteGate = Callable[..., Path]
 
 
 def test_recipes(quantmint: Quantmint) -> None:
@@ -41,13 +40,6 @@ def test_one_recipe_is_written_out(quantmint: Quantmint, project: Path) -> None:
     assert quantmint("recipes", "llama70b-fp8kv", "--json").json["target"]["gpus"] == 8
 
 
-def test_a_recipe_of_the_working_folder_is_listed(quantmint: Quantmint, project: Path) -> None:
-    (project / "recipes").mkdir()
-    (project / "r.yaml").rename(project / "recipes" / "r.yaml")
-    assert "r                      A test." in quantmint("recipes").out.splitlines()
-    assert "r" in [entry["name"] for entry in quantmint("recipes", "--json").json]
-
-
 def test_schemes(quantmint: Quantmint) -> None:
     ended = quantmint("schemes")
     assert ended.code == 0
@@ -61,11 +53,10 @@ def test_schemes(quantmint: Quantmint) -> None:
     assert told["fp8_block"]["formats"] == ["compressed-tensors"]
 
 
-def test_the_readme_has_the_table_of_schemes_as_it_is(quantmint: Quantmint, tmp_path: Path) -> None:
-    readme = Path(__file__).parents[2] / "README.md"
-    text = readme.read_text()
+def test_the_page_has_the_table_of_schemes_as_it_is(quantmint: Quantmint, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "schemes.md").read_text()
     assert refreshed(text) == text, f"run `{REFRESH}`"
-    copy = tmp_path / "README.md"
+    copy = tmp_path / "schemes.md"
     copy.write_text(text.replace("| `mxfp4` |", "| `mxfp5` |"))
     assert quantmint("schemes", "--markdown", copy).out == f"{copy}: written\n"
     assert copy.read_text() == text
@@ -187,14 +178,6 @@ def test_explain(orchestra: Any, quantmint: Quantmint) -> None:
     assert orchestra.ran == ["calibrate", "quantize", "gate"], "nothing is made"
 
 
-def test_explain_names_what_appeared(orchestra: Any, quantmint: Quantmint) -> None:
-    orchestra.run(orchestra.stage("only", option={"a": 1}))
-    orchestra.plan(orchestra.stage("only", option={"a": 1, "b": 2}))
-    [told] = quantmint("explain", "r.yaml", "--json").json
-    assert told["changes"] == [{"path": "$.settings.option.b", "new": 2}]
-    assert " settings.option.b: absent -> 2" in quantmint("explain", "r.yaml").out
-
-
 def test_explain_shows_of_a_long_text_what_differs(orchestra: Any, quantmint: Quantmint) -> None:
     before, after = "name: r\nmargin: 0.01\nlooks: 4\n", "name: r\nmargin: 0.02\nlooks: 4\n"
     orchestra.run(orchestra.stage("only", option=before))
@@ -221,16 +204,6 @@ def test_explain_follows_a_stage_that_moved(orchestra: Any, quantmint: Quantmint
     assert {"path": "$.settings.option", "old": "fp8", "new": "auto"} in told["quantize"]["changes"]
     for side in sides:
         assert {"path": "$.settings.option[0]", "old": 1, "new": 2} in told[f"serve-{side}"]["changes"]
-
-
-def test_explain_of_a_real_recipe(quantmint: Quantmint, project: Path) -> None:
-    assert quantmint("run", "r.yaml", "--until", "source").code == 0
-    assert quantmint("explain", "r.yaml", "--json").json[0] == {"stage": "source", "state": "cached", "changes": []}
-    config = project / "model" / "config.json"
-    config.write_text(config.read_text().replace('"vocab_size": 64', '"vocab_size": 65'))
-    [source, *_] = quantmint("explain", "r.yaml", "--json").json
-    assert source["state"] == "changed"
-    assert [change["path"] for change in source["changes"]] == ["$.settings.sha256"]
 
 
 @pytest.fixture
@@ -271,23 +244,6 @@ def test_inspect_finds_a_harmed_scale(quantmint: Quantmint, made: tuple[Path, Pa
     save(tensors, path, metadata={"format": "pt"})
     told = quantmint("inspect", checkpoint, "--json")
     assert (told.code, told.json["verdict"]) == (1, "FAIL")
-
-
-def test_inspect_refuses_what_is_not_quantized(quantmint: Quantmint, project: Path) -> None:
-    ended = quantmint("inspect", "model")
-    assert ended.code == 2
-    assert ended.out == ""
-    assert ended.err.count("quantmint:") == 1
-
-
-def test_inspect_refuses_a_torn_file(quantmint: Quantmint, made: tuple[Path, Path]) -> None:
-    checkpoint, _ = made
-    path = next(checkpoint.glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-100])
-    ended = quantmint("inspect", checkpoint)
-    assert ended.code == 2
-    assert path.name in ended.err
-    assert "Traceback" not in ended.err
 
 
 def test_report(orchestra: Any, quantmint: Quantmint, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import InvalidMeasurementError, StageError
-from pipeline.processes import _user_of, conversation
+from pipeline.processes import conversation
 from tests.processes import processes_naming
 
 ROOT = Path(__file__).parents[2]
@@ -79,12 +78,6 @@ def test_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.Mon
                             'connection.connect(sys.argv[-1].replace("@", "\\0", 1))\nlines =')  # fmt: skip
     with conversation([sys.executable, "-c", first], tmp_path / "log", what="it", env={}) as talk:
         assert talk.ask({"what": "add", "numbers": [1]}) == {"sum": 1}
-
-
-def test_the_user_at_the_other_end_is_the_kernels_word() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    with ours, theirs:
-        assert _user_of(ours) == os.geteuid()
 
 
 def test_an_error_of_ours_ends_it(tmp_path: Path) -> None:

@@ -85,15 +85,6 @@ def test_groups_that_do_not_divide_the_model(
     assert not (project / "store").exists()
 
 
-def test_several_faults_are_one_message(quantmint: Quantmint, project: Path) -> None:
-    text = (project / "r.yaml").read_text()
-    (project / "r.yaml").write_text(text.replace("suite: tiny", "suite: none").replace("set: sentences", "set: none"))
-    ended = quantmint("run", "r.yaml")
-    assert ended.code == 2
-    lines = ended.err.removeprefix("quantmint: ").splitlines()
-    assert [line.split(":")[1] for line in lines] == ["5", "7"]
-
-
 def test_a_cache_that_this_cpu_cannot_read(
     quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

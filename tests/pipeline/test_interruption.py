@@ -56,18 +56,6 @@ def test_killed_inside_a_stage(
     assert leftovers == []
 
 
-def test_two_runs_at_once_make_each_stage_once(orchestra: Any, forked: Forked, code_of: CodeOf, tmp_path: Path) -> None:
-    def work(job: Job) -> None:
-        (tmp_path / f"started {os.getpid()}").touch()
-        time.sleep(0.05)
-
-    stages = [orchestra.stage(key, *KEYS[max(0, n - 1) : n], work=work) for n, key in enumerate(KEYS)]
-    children = [forked(lambda: orchestra.run(*stages)) for _ in range(3)]
-    assert [code_of(pid) for pid in children] == [0, 0, 0]
-    assert Counter(orchestra.ran) == Counter(KEYS)
-    assert orchestra.committed(*stages) == list(KEYS)
-
-
 def test_the_second_waits_says_so_and_takes_the_result(
     orchestra: Any, forked: Forked, code_of: CodeOf, tmp_path: Path
 ) -> None:
@@ -120,13 +108,3 @@ def test_a_waiting_run_takes_over_from_a_killed_one(
     assert not outcome.steps[0].cached
     assert found == ["whole"]
     assert orchestra.ran == ["only", "only"]
-
-
-def test_redo_of_two_runs_at_once_leaves_one_entry(orchestra: Any, forked: Forked, code_of: CodeOf) -> None:
-    stage = orchestra.stage("only", work=lambda job: time.sleep(0.05))
-    orchestra.run(stage)
-    children = [forked(lambda: orchestra.run(stage, redo=["only"])) for _ in range(2)]
-    assert [code_of(pid) for pid in children] == [0, 0]
-    assert orchestra.committed(stage) == ["only"]
-    [planned] = orchestra.plan(stage)
-    assert [path.name for path in (orchestra.setting.store.root / "only").iterdir()] == [planned.fingerprint]

@@ -108,14 +108,6 @@ def test_the_library_calibrates_by_itself_and_its_data_is_in_the_fingerprint(ope
     assert {"amd-quark"} <= quantize_of(opened("mxfp4", "quark")).payload["tools"].keys()
 
 
-def test_parameters_that_are_the_defaults_say_the_same(opened: Open) -> None:
-    quiet = build_plan(opened("w4a16", "llmcompressor", "algorithm: gptq"))
-    said = build_plan(opened("w4a16", "llmcompressor", "algorithm: gptq, gptq: {dampening: 0.01}"))
-    other = build_plan(opened("w4a16", "llmcompressor", "algorithm: gptq, gptq: {dampening: 0.02}"))
-    parameters = [plan[1].payload["settings"]["parameters"] for plan in (quiet, said, other)]
-    assert parameters[0] == parameters[1] != parameters[2]
-
-
 def test_what_it_makes_becomes_the_entry(
     opened: Open, library: Callable[..., list[LibraryJob]], quantize: Callable[..., Any], models: Callable[..., Path]
 ) -> None:
@@ -149,25 +141,6 @@ def test_a_result_that_is_not_what_was_asked_for_breaks_the_stage(
         run(opened("ptpc_fp8", "llmcompressor", f"algorithm: {algorithm}"))
     assert caught.value.exit_code == 5
     assert not list(Path("store").rglob("record.json")) or not list(Path("store/quantize").rglob("record.json"))
-
-
-def test_a_library_that_deletes_its_output_is_named(opened: Open, library: Callable[..., list[LibraryJob]]) -> None:
-    library(code="print('all is well')")
-    with pytest.raises(StageError, match=r"engine llmcompressor left no checkpoint that can be read: .*no such folder"):
-        run(opened("ptpc_fp8", "llmcompressor"))
-
-
-def test_its_last_words_are_quoted_and_its_log_is_kept(
-    opened: Open, library: Callable[..., list[LibraryJob]], quantmint: Callable[..., Any]
-) -> None:
-    library(code="import sys; print('loading'); sys.exit('no kernel for this model')")
-    opened("ptpc_fp8", "llmcompressor")
-    ended = quantmint("run", "r.yaml", "--until", "inspect", "--device", "cpu")
-    assert ended.code == 5
-    assert "engine llmcompressor ended with exit code 1: loading | no kernel for this model" in ended.err
-    assert "Traceback" not in ended.err
-    [log] = Path("store").rglob("engine.log")
-    assert log.read_text() == "loading\nno kernel for this model\n"
 
 
 def test_the_process_gets_no_token_and_no_network(
@@ -217,17 +190,6 @@ def test_a_model_that_does_not_fit_is_refused_before_any_work(
     assert jobs == []
 
 
-def test_memory_is_looked_at_before_the_run_starts(
-    opened: Open, quantmint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.preflight.device_memory", lambda _: 500_000)
-    opened("mxfp4", "quark")
-    ended = quantmint("run", "r.yaml", "--until", "inspect", "--device", "cpu")
-    assert ended.code == 2
-    assert "engine quark holds the whole 16-bit model" in ended.err
-    assert not list(Path("store").rglob("record.json"))
-
-
 def test_a_quark_cache_needs_a_k_projection_of_its_own(opened: Open, library: Callable[..., list[LibraryJob]]) -> None:
     jobs = library(code="")
     with pytest.raises(UserError, match=r"layers\.0\.self_attn has no separate K projection"):
@@ -235,6 +197,7 @@ def test_a_quark_cache_needs_a_k_projection_of_its_own(opened: Open, library: Ca
     assert jobs == []
 
 
+@pytest.mark.slow
 def test_nothing_of_it_outlives_us(opened: Open, warm_python: Path, tmp_path: Path) -> None:
     opened("ptpc_fp8", "llmcompressor")
     pids = tmp_path / "pids"

@@ -11,9 +11,8 @@ import pytest
 
 from pipeline import preflight
 from pipeline.errors import UserError
-from pipeline.planning import build_plan, cut, missing_stages
+from pipeline.planning import missing_stages
 from pipeline.preflight import require_means
-from pipeline.stage import Setting
 
 Quantmint = Callable[..., Any]
 
@@ -28,12 +27,6 @@ def test_no_vllm_is_told_before_any_work(quantmint: Quantmint, project: Path, un
         assert words in ended.err
     assert list((project / "store").rglob("record.json")) == []
     assert not (project / "store" / "runs").exists()
-
-
-@pytest.mark.parametrize("until", ["source", "quantize", "inspect"])
-def test_what_needs_no_server_needs_no_vllm(setting: Setting, until: str) -> None:
-    without = replace(setting, vllm=None)
-    require_means(cut(build_plan(without), until), without)
 
 
 def test_until_inspect_works_without_vllm(quantmint: Quantmint, project: Path, models: Callable[..., Path]) -> None:
@@ -66,16 +59,6 @@ def test_a_cached_measurement_needs_no_vllm(orchestra: Any) -> None:
         require_means(plan, without, redo=["serve-candidate"])
 
 
-def test_missing_stages(orchestra: Any) -> None:
-    stages = [orchestra.stage("a", family="one"), orchestra.stage("b", "a"), orchestra.stage("c", "b")]
-    orchestra.run(*stages[:2])
-    plan = orchestra.plan(*stages)
-    assert missing_stages(plan, orchestra.setting) == ["c"]
-    assert missing_stages(plan, orchestra.setting, redo=["one"]) == ["a", "c"]
-    stages[1].whole = lambda entry: False
-    assert missing_stages(plan, orchestra.setting) == ["b", "c"]
-
-
 def test_a_vllm_that_is_named_wrongly_is_an_error_at_once(
     quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,13 +70,6 @@ def test_a_vllm_that_is_named_wrongly_is_an_error_at_once(
         ended = quantmint("run", "r.yaml", "--until", "source", *arguments)
         assert ended.code == 2
         assert "/nowhere/vllm" in ended.err
-
-
-def test_a_device_that_is_not_there(quantmint: Quantmint, project: Path) -> None:
-    ended = quantmint("run", "r.yaml", "--until", "quantize", "--device", "warp")
-    assert ended.code == 2
-    assert ended.err.startswith("quantmint: --device: found 'warp', which PyTorch cannot use here")
-    assert list((project / "store").rglob("record.json")) == []
 
 
 @pytest.mark.parametrize(("package", "stage"), [("lm_eval", "evaluate"), ("matplotlib", "report")])

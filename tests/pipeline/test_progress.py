@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.progress import PlainReporter, Reporter, RichReporter, reporter_for
+from pipeline.progress import PlainReporter, Reporter, RichReporter
 
 ROOT = Path(__file__).parents[2]
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -53,26 +53,6 @@ def test_what_is_quoted_cannot_move_the_cursor() -> None:
     tell(PlainReporter(stream), ALIEN)
     assert CONTROL.search(stream.getvalue()) is None
     assert "warning: WARNING 12-01 [loader.py:7] at [/opt/model] 50 %| [bold]" in stream.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("total", "steps", "tenths"),
-    [
-        (3, [1, 1, 1], [30, 60, 100]),
-        (10**12, [10**11] * 10, list(range(10, 101, 10))),
-        (100, [5] * 20, list(range(10, 101, 10))),
-        (100, [95, 5], [90, 100]),
-        (1000, [1] * 99, []),
-        (0, [], []),
-        (0, [0], [100]),
-    ],
-)
-def test_each_tenth_is_told_once(total: int, steps: list[int], tenths: list[int]) -> None:
-    stream = io.StringIO()
-    with PlainReporter(stream).bar(total, "B") as advance:
-        for step in steps:
-            advance(step)
-    assert [int(line.split()[0]) for line in stream.getvalue().splitlines()] == tenths
 
 
 def test_a_terminal_shows_what_is_quoted_as_it_is() -> None:
@@ -127,13 +107,6 @@ def test_a_terminal_gets_lines_with_json() -> None:
     seen = on_a_terminal("samples", "--json")
     assert CONTROL.sub("", seen.replace("\r\n", "\n")) == seen.replace("\r\n", "\n")
     assert "100 % of 3 samples" in seen
-
-
-def test_no_terminal_no_bars(capsys: pytest.CaptureFixture[str]) -> None:
-    tell(reporter_for(json=False), "all well")
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert CONTROL.search(err) is None
 
 
 def test_json_keeps_standard_output_clean(orchestra: Any, quantmint: Callable[..., Any]) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 Quantmint = Callable[..., Any]
-ROOT = Path(__file__).parents[2]
 KV = ("--kv-cache", "fp8", "--calibration", "words.yaml")
 
 

@@ -104,12 +104,6 @@ def test_what_was_measured_on_another_device_is_not_taken(site: Any, baseline: A
     assert orchestra.ran == ["source", "serve-baseline", "evaluate-baseline", "quantize"]
 
 
-def test_a_stage_that_is_to_run_again_is_not_taken(site: Any, baseline: Any, orchestra: Any) -> None:
-    site("one").run(*baseline())
-    site("two").run(*baseline(), redo=["evaluate"])
-    assert orchestra.ran == ["source", "evaluate-baseline", "quantize"]
-
-
 def test_damage_is_noticed_told_and_mended(site: Any, baseline: Any, orchestra: Any, tmp_path: Path) -> None:
     site("one").run(*baseline())
     (damaged,) = (tmp_path / "tier").glob("evaluate/*/*/out")
@@ -198,46 +192,6 @@ def test_a_tier_that_is_away_is_asked_once_and_spoils_nothing(baseline: Any, orc
     assert len(outcome.steps) == 5
     assert away.asked == 1
     assert warnings == ["the remote store is left out: bucket: could not read: timed out"]
-
-
-def test_what_an_attempt_left_gives_way(site: Any, baseline: Any, orchestra: Any) -> None:
-    site("one").run(*baseline())
-    two = site("two")
-    planned = orchestra.plan(*baseline())[2]
-    with Store(two.root).working("evaluate", planned.fingerprint) as work:
-        (work.path / "answers.partial.json").write_text("half")
-    outcome = two.run(*baseline())
-    assert orchestra.ran == ["source", "quantize"]
-    assert set(outcome.entry("evaluate-baseline").record.files) == {"out"}
-
-
-def test_a_disk_that_is_full_is_this_machines_fault(
-    site: Any, baseline: Any, orchestra: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import errno
-
-    site("one").run(*baseline())
-
-    def full(*arguments: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("pipeline.publish.fetching._bring", full)
-        with pytest.raises(StageError, match="the disk is full"):
-            site("two").run(*baseline())
-    site("two").run(*baseline())
-    assert "evaluate-baseline" not in orchestra.ran
-
-
-def test_an_address_that_is_none(quantmint: Any, project: Path) -> None:
-    ended = quantmint("run", "r.yaml", "--until", "source", "--remote-store", "s3://key:secret@bucket")
-    assert ended.code == 2
-    assert "found an address with an @" in ended.err
-    assert "secret" not in ended.err
-    for address in ("s4://bucket/x", "bucket/x", "s3://"):
-        ended = quantmint("run", "r.yaml", "--until", "source", "--remote-store", address)
-        assert ended.code == 2
-        assert f"found {address!r}, expected s3://bucket/prefix" in ended.err
 
 
 def test_the_command_takes_it_from_the_environment(

@@ -77,12 +77,6 @@ def test_a_fresh_server_is_nobody_else_s(setting: Setting, launches: list[str], 
     assert launches[4:] == ["start LocalLauncher auto", "stop LocalLauncher auto"]
 
 
-def test_without_vllm_there_is_nothing_to_start(setting: Setting) -> None:
-    without = replace(setting, vllm=None)
-    with Servers(without, PlainReporter()) as servers, pytest.raises(UserError, match="no vLLM was found"):
-        servers.get("baseline", launch_plan(setting, "baseline", Path("m")))
-
-
 def test_what_answers_is_in_the_fingerprint(setting: Setting, by_reference: Setting) -> None:
     served, by_library = ({planned.key: planned for planned in build_plan(which)} for which in (setting, by_reference))
     assert served["quantize"].fingerprint == by_library["quantize"].fingerprint

@@ -83,25 +83,6 @@ def test_a_later_run_makes_nothing_and_says_the_same(orchestra: Any, stages: Any
     assert (again.verdict, again.exit_code, again.stopped) == (first.verdict, first.exit_code, first.stopped)
 
 
-def test_a_sound_one_goes_on(orchestra: Any, stages: Any) -> None:
-    outcome = orchestra.run(*stages(SOUND, verdict="PASS"))
-    assert orchestra.ran == WHOLE
-    assert (outcome.verdict, outcome.stopped) == (Verdict.PASS, None)
-
-
-def test_a_better_checkpoint_after_a_broken_one_goes_all_the_way(orchestra: Any, stages: Any) -> None:
-    orchestra.run(*stages(BROKEN, option=1))
-    outcome = orchestra.run(*stages(SOUND, verdict="PASS", option=2))
-    assert outcome.exit_code == 0
-    assert outcome.entry("publish") is not None
-    assert orchestra.ran == [*STOPPED, "quantize", *WHOLE[2:]]
-
-
-def test_the_gate_has_the_last_word_on_what_was_found(orchestra: Any, stages: Any) -> None:
-    outcome = orchestra.run(*stages(BROKEN, verdict="INVALID"))
-    assert (outcome.verdict, outcome.exit_code, outcome.stopped) == (Verdict.INVALID, 4, "canary-candidate")
-
-
 def test_the_log_of_a_stopped_run(orchestra: Any, stages: Any) -> None:
     planned = orchestra.plan(*stages(BROKEN))
     outcome = orchestra.run(*stages(BROKEN))
@@ -144,28 +125,6 @@ def test_until_ends_a_stopped_run_too(orchestra: Any, stages: Any, until: str | 
     assert (outcome.verdict, outcome.exit_code) == ((Verdict.FAIL, 1) if reached else (None, 0))
     assert (outcome.stopped is not None) == reached
     assert (orchestra.last_run.verdict, orchestra.last_run.exit_code) == (("FAIL", 1) if reached else (None, 0))
-
-
-@pytest.mark.parametrize(
-    ("name", "again"),
-    [
-        ("canary", ["canary-baseline", "canary-candidate"]),
-        ("canary-candidate", ["canary-candidate"]),
-        ("report", ["report"]),
-        ("bench", []),
-    ],
-)
-def test_redo(orchestra: Any, stages: Any, name: str, again: list[str]) -> None:
-    orchestra.run(*stages(BROKEN))
-    orchestra.run(*stages(BROKEN), redo=[name])
-    assert orchestra.ran == [*STOPPED, *again]
-
-
-def test_a_canary_that_is_asked_again_may_change_its_word(orchestra: Any, stages: Any) -> None:
-    orchestra.run(*stages(BROKEN))
-    outcome = orchestra.run(*stages(SOUND, verdict="PASS"), redo=["canary-candidate"])
-    assert outcome.stopped is None
-    assert orchestra.ran == [*STOPPED, "canary-candidate", *WHOLE[3:]]
 
 
 def test_what_will_happen_is_known_where_the_canary_has_failed(orchestra: Any, stages: Any) -> None:

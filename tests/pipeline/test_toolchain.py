@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from pipeline import toolchain
 from pipeline.errors import ServingError
 from pipeline.toolchain import Environment, environment_here, environment_of
 
@@ -49,14 +47,6 @@ def test_what_a_tool_needs_and_what_we_ask_of_it(site: Path) -> None:
     assert Environment.from_json(found.to_json()) == found
 
 
-def test_nothing_is_imported() -> None:
-    code = (
-        "import sys; from pipeline.toolchain import environment_here as e; e(['torch']); print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 def test_another_environment_is_listed_whole() -> None:
     found = environment_of(Path(sys.executable))
     assert found.distributions["pytest"].version == metadata.version("pytest")
@@ -72,10 +62,3 @@ def test_an_interpreter_that_does_not_answer(tmp_path: Path, answer: str) -> Non
         environment_of(python)
     with pytest.raises(ServingError):
         environment_of(tmp_path / "none")
-
-
-def test_an_entry_of_before(tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
-    entry = SimpleNamespace(record=SimpleNamespace(files={}))
-    assert toolchain.recorded_environment(entry) is None  # type: ignore[arg-type]

@@ -25,18 +25,10 @@ def observation(load: Load, fields: str) -> Observation:
     return section.observation
 
 
-def test_the_largest_magnitude_unless_something_else_is_asked_for(load: Load) -> None:
-    assert observation(load, "") == Observation()
-
-
 def test_the_cache_follows_the_inputs_unless_it_has_its_own(load: Load) -> None:
     assert observation(load, ", observer: mse").cache == "mse"
     both = observation(load, ", observer: mse, kv_observer: percentile, percentile: 99.5, kv_floor: 0.5")
     assert (both.inputs, both.cache, both.percentile, both.kv_floor) == ("mse", "percentile", 99.5, 0.5)
-
-
-def test_a_percentile_that_nobody_uses_changes_nothing(load: Load) -> None:
-    assert observation(load, ", percentile: 50.0") == Observation()
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,6 @@ def test_faults(tmp_path: Path, text: str, expected: str) -> None:
         load_set(str(tmp_path / "gone.yaml"))
 
 
-def test_a_text_file_has_no_columns_to_name(tmp_path: Path) -> None:
-    path = tmp_path / "m.yaml"
-    path.write_text(HEAD + "file: a.txt\nsample_by: paragraph\n")
-    assert (load_set(str(path)).text, load_set(str(path)).sample_by) == ("text", "paragraph")
-
-
 def test_a_recipe_takes_what_it_leaves_out_from_the_set(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text(HEAD + A + "text: t\nsamples: 7\nsequence_length: 33\npacking: false\nseed: 5\n")

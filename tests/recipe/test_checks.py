@@ -30,12 +30,6 @@ def faults(loaded: LoadedRecipe, **known: Any) -> list[str]:
     return [str(fault) for fault in check(loaded, **known)]
 
 
-def test_nothing_is_wrong_with_a_plain_recipe(load: Load) -> None:
-    loaded = load(HEAD + "quantization: {scheme: ptpc_fp8}\n")
-    assert faults(loaded, config=config("Llama-3.1-8B-Instruct")) == []
-    assert check_run(loaded) == []
-
-
 def test_ranges_need_data(load: Load) -> None:
     loaded = load(HEAD + "quantization: {scheme: fp8, kv_cache: fp8}\n")
     because = "expected a calibration section, because its scales are measured"
@@ -50,13 +44,6 @@ def test_a_format_without_the_scheme(load: Load) -> None:
     assert faults(loaded) == [
         "r.yaml:3:24: quantization.scheme: found fp8_block in quark, expected format compressed-tensors: "
         "amd-quark 0.13 has no FP8 weights in blocks"
-    ]
-
-
-def test_an_engine_without_the_scheme(load: Load) -> None:
-    loaded = load(HEAD + "quantization: {scheme: fp8_block, engine: quark}\n")
-    assert faults(loaded) == [
-        "r.yaml:3:24: quantization.scheme: engine quark has no fp8_block, expected stream or llmcompressor"
     ]
 
 
@@ -86,14 +73,6 @@ def test_an_algorithm_that_the_engine_does_not_run(
     assert expected in fault
 
 
-def test_an_algorithm_that_looks_at_activations_needs_data(load: Load) -> None:
-    text = "quantization: {scheme: w4a16, engine: llmcompressor, algorithm: gptq}\n"
-    [fault] = faults(load(HEAD + text))
-    assert "quantization.algorithm: found gptq without calibration" in fault
-    turned = "quantization: {scheme: mxfp4, engine: quark, format: quark, algorithm: rotation}\n"
-    assert faults(load(HEAD + turned + "target: {hardware: mi355x}\n")) == []
-
-
 @pytest.mark.parametrize(("engine", "layout"), [("llmcompressor", "compressed-tensors"), ("quark", "quark")])
 def test_a_library_that_is_not_installed_is_named_before_a_run(
     load: Load, monkeypatch: pytest.MonkeyPatch, engine: str, layout: str
@@ -108,22 +87,6 @@ def test_a_library_that_is_not_installed_is_named_before_a_run(
     assert check_run(loaded) == []
 
 
-def test_autoround_needs_a_package_of_its_own(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "quantization: {scheme: w4a16, engine: llmcompressor, algorithm: autoround}\ncalibration: {set: tiny}\n"
-    loaded = load(HEAD + text)
-    assert faults(loaded) == []
-    monkeypatch.setattr("pipeline.recipe.checks.find_spec", lambda module: None if module == "auto_round" else True)
-    [fault] = map(str, check_run(loaded))
-    assert "quantization.algorithm: found autoround" in fault
-    assert "pip install 'auto-round'" in fault
-
-
-def test_parameters_of_another_algorithm(load: Load) -> None:
-    text = "quantization: {scheme: w4a16, engine: llmcompressor, algorithm: awq, gptq: {dampening: 0.1}}\n"
-    with pytest.raises(RecipeError, match=r"quantization\.gptq: found parameters of gptq, .*`algorithm: gptq`"):
-        load(HEAD + text)
-
-
 def test_a_server_that_cannot_load_it(load: Load) -> None:
     loaded = load(HEAD + "quantization: {scheme: mxfp4}\ntarget: {hardware: cpu, workload: tiny}\n")
     [fault] = faults(loaded)
@@ -133,29 +96,12 @@ def test_a_server_that_cannot_load_it(load: Load) -> None:
     )
 
 
-def test_a_cache_that_this_cpu_cannot_read(load: Load) -> None:
-    loaded = load(
-        HEAD + "quantization: {scheme: ptpc_fp8, kv_cache: fp8}\ntarget: {hardware: cpu, workload: tiny}\n" + CALIBRATED
-    )
-    assert faults(loaded, cpu_flags={"avx512f"}) == []
-    [fault] = faults(loaded, cpu_flags={"avx2"})
-    assert fault.startswith("r.yaml:3:44: quantization.kv_cache: found fp8, which cpu cannot serve: ")
-
-
 def test_the_reference_runtime_on_a_cpu_proves_what_no_cpu_serves(load: Load) -> None:
     recipe = HEAD + "quantization: {scheme: mxfp4, kv_cache: fp8}\n" + CALIBRATED
     recipe += "target: {hardware: cpu, workload: tiny}\n"
     assert faults(load(recipe + BY_REFERENCE), cpu_flags=()) == []
     assert [fault.split(":")[3].strip() for fault in faults(load(recipe + "evaluation: {suite: tiny}\n"))] == [
         "quantization.scheme"
-    ]
-
-
-def test_a_target_that_is_a_gpu_is_asked_whatever_answers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.recipe.checks.refusal", lambda *_, **__: "it has no kernel")
-    loaded = load(HEAD + "quantization: {scheme: mxfp4}\n" + BY_REFERENCE)
-    assert faults(loaded) == [
-        "r.yaml:3:24: quantization.scheme: found mxfp4, which mi300x cannot serve: it has no kernel"
     ]
 
 
@@ -237,15 +183,6 @@ def test_groups_that_do_not_divide(load: Load, changed: dict[str, Any], gpus: in
     ]
 
 
-def test_blocks_over_gpus(load: Load) -> None:
-    text = HEAD + "quantization: {scheme: fp8_block}\ntarget: {gpus: 8}\n"
-    assert faults(load(text), config=config("Qwen3-235B-A22B")) == [
-        "r.yaml:3:24: quantization.scheme: found fp8_block with moe_intermediate_size 1536 over 8 GPUs, "
-        "expected a multiple of 128 on each GPU"
-    ]
-    assert faults(load(text.replace("8}\n", "4}\n")), config=config("Qwen3-235B-A22B")) == []
-
-
 def test_real_shapes_go_before_the_configuration(load: Load) -> None:
     loaded = load(
         HEAD + "quantization:\n  scheme: ptpc_fp8\n  overrides:\n"
@@ -301,21 +238,6 @@ def test_fused_modules_named_one_by_one(load: Load, rules: str, expected: str) -
 
 
 @pytest.mark.parametrize(
-    "rules",
-    [
-        f"exclude: [{LAYER}.self_attn.o_proj, {LAYER}.mlp.down_proj, lm_head]",
-        f"exclude: [{LAYER}.mlp.gate_proj, {LAYER}.mlp.up_proj]",
-        "exclude: ['re:model.layers.0\\.']",
-        "overrides: [{modules: ['re:.*self_attn'], scheme: fp8}]",
-    ],
-)
-def test_whole_groups_are_fine(load: Load, rules: str) -> None:
-    loaded = load(HEAD + f"quantization:\n  scheme: ptpc_fp8\n  {rules}\n" + CALIBRATED)
-    for name in ("Llama-3.1-8B-Instruct", "Mixtral-8x7B-Instruct-v0.1", "DeepSeek-R1-0528"):
-        assert faults(loaded, config=config(name)) == []
-
-
-@pytest.mark.parametrize(
     ("model", "pattern", "group"),
     [
         ("Llama-3.1-8B-Instruct", r"re:.*\.(q|k)_proj", "model.layers.0.self_attn.{q_proj, k_proj, v_proj}"),
@@ -345,13 +267,3 @@ def test_the_order_of_overrides_must_not_matter(load: Load) -> None:
     ]
     twice = text.replace("'re:a'", "a.o_proj")
     assert any("after fp8, expected one scheme for a module" in fault for fault in faults(load(twice)))
-
-
-def test_an_override_for_no_module(load: Load) -> None:
-    loaded = load(
-        HEAD + "quantization:\n  scheme: ptpc_fp8\n  overrides:\n  - {modules: [a.o_prj], scheme: fp8}\n" + CALIBRATED
-    )
-    assert faults(loaded, linear={"a.o_proj": (64, 64)}) == [
-        'r.yaml:6:16: quantization.overrides[0].modules[0]: found "a.o_prj", expected linear modules of the model '
-        '(did you mean "a.o_proj"?)'
-    ]

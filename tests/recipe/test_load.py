@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,13 +39,6 @@ def test_a_short_recipe_is_enough(load: Callable[[str], LoadedRecipe]) -> None:
     assert recipe.gate.accuracy.margin == 0.01
 
 
-def test_a_recipe_does_not_change(load: Callable[[str], LoadedRecipe]) -> None:
-    recipe = load("name: r\n" + BASE).recipe
-    with pytest.raises(ValueError, match="frozen"):
-        recipe.target.gpus = 4  # type: ignore[misc]
-    assert hash(recipe.quantization) == hash(load("name: r\n" + BASE).recipe.quantization)
-
-
 def test_mappings_merge_while_the_rest_replaces(write: Write) -> None:
     write(BASE, "shared/base.yaml")
     path = write(
@@ -68,23 +60,6 @@ def test_mappings_merge_while_the_rest_replaces(write: Write) -> None:
     assert ("quantization", "exclude", 1) not in loaded.positions.values
     assert loaded.place("target", "workload") == Place("top.yaml", 4, 1)
     assert loaded.place("evaluation", "suite") == Place("top.yaml", 1, 1)
-
-
-def test_three_generations(write: Write) -> None:
-    write("target: {gpus: 1, max_model_len: 100}\nquantization: {scheme: fp8}\n", "a.yaml")
-    write("extends: a.yaml\ntarget: {gpus: 2}\nsource: {repo: org/model}\n", "b.yaml")
-    loaded = load_recipe(write("name: c\nextends: b.yaml\ntarget: {gpus: 3}\n", "c.yaml"))
-    assert (loaded.recipe.target.gpus, loaded.recipe.target.max_model_len) == (3, 100)
-    assert loaded.place("target", "max_model_len").file == "a.yaml"
-
-
-def test_null_drops_what_is_inherited(write: Write) -> None:
-    write("source: {repo: org/model}\nquantization: {scheme: fp8}\ncalibration: {set: tiny}\n", "base.yaml")
-    path = write("name: r\nextends: base.yaml\nsource: {repo: null, folder: here}\ncalibration: null\n")
-    loaded = load_recipe(path)
-    assert loaded.recipe.source.folder == "here"
-    assert loaded.recipe.source.revision is None
-    assert loaded.recipe.calibration is None
 
 
 def test_a_fault_stands_in_the_file_that_has_it(write: Write) -> None:
@@ -148,12 +123,6 @@ def test_extends_of_what_is_not_there(write: Write, extends: str, expected: str)
     assert str(refused.value) == expected
 
 
-def test_a_shipped_recipe_can_be_extended_by_name(write: Write) -> None:
-    loaded = load_recipe(write("name: r\nextends: llama70b-ptpc\nsource: {repo: my/finetune}\n"))
-    assert loaded.recipe.source.repo == "my/finetune"
-    assert loaded.recipe.quantization.scheme == "ptpc_fp8"
-
-
 def test_a_folder_is_read_from_the_file_that_names_it(write: Write, tmp_path: Path) -> None:
     write("source: {folder: ../model}\nquantization: {scheme: fp8}\n", "shared/base.yaml")
     loaded = load_recipe(write("name: r\nextends: shared/base.yaml\n"))
@@ -193,13 +162,6 @@ def test_the_resolved_text_is_stable(write: Write) -> None:
     assert parse(loaded.text_resolved, "f").data == data
 
 
-def test_text_that_looks_like_a_number_survives(load: Callable[[str], LoadedRecipe], write: Write) -> None:
-    text = "name: r\ndescription: '1e-3'\nsource: {repo: o/m, revision: '010'}\nquantization: {scheme: fp8}\n"
-    loaded = load(text)
-    assert load(loaded.text_resolved).recipe == loaded.recipe
-    assert loaded.recipe.source.revision == "010"
-
-
 def test_importing_recipes_is_cheap() -> None:
     heavy = "('torch', 'transformers', 'scipy')"
     code = f"import sys, pipeline.recipe.load; print([m for m in {heavy} if m in sys.modules])"
@@ -219,7 +181,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(KEYS, TREES, max_size=6).map(lambda tree: yaml.safe_dump(tree, allow_unicode=True)) | st.text())
 def test_garbage_is_refused_never_crashed_on(write: Write, text: str) -> None:
     try:
@@ -228,22 +190,3 @@ def test_garbage_is_refused_never_crashed_on(write: Write, text: str) -> None:
         return
     with pytest.raises(RecipeError):
         load_recipe(path)
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(max_size=60))
-def test_garbage_bytes_are_refused(write: Write, raw: bytes) -> None:
-    path = write("")
-    path.write_bytes(raw)
-    with pytest.raises(RecipeError):
-        load_recipe(path)
-
-
-def test_no_network_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("a recipe opened a socket")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    for name in recipe_names():
-        load_recipe(name)

@@ -23,15 +23,6 @@ CASES = {
         HEAD + "quantization:\n  scheme: ptcp_fp8\n",
         f'r.yaml:4:11: quantization.scheme: found "ptcp_fp8", expected one of {SCHEMES} (did you mean "ptpc_fp8"?)',
     ),
-    "other spelling of a value": (
-        HEAD + "quantization: {scheme: PTPC-FP8}\n",
-        f'r.yaml:3:24: quantization.scheme: found "PTPC-FP8", expected one of {SCHEMES} (did you mean "ptpc_fp8"?)',
-    ),
-    "value of a list in the table of formats": (
-        HEAD + "quantization: {scheme: fp8, format: compressed_tensors}\n",
-        'r.yaml:3:37: quantization.format: found "compressed_tensors", expected one of compressed-tensors, quark '
-        '(did you mean "compressed-tensors"?)',
-    ),
     "key in the wrong section": (
         OK + "kv_cache: fp8\n",
         "r.yaml:4:1: kv_cache: found an unknown key, expected one of calibration, description, evaluation, extends, "
@@ -61,41 +52,17 @@ CASES = {
         OK + "calibration: {set: tiny, samples: many}\n",
         'r.yaml:4:35: calibration.samples: found "many", expected a whole number of at least 1',
     ),
-    "quoted number": (
-        OK + "target: {gpus: '8'}\n",
-        'r.yaml:4:16: target.gpus: found "8", expected a whole number of at least 1',
-    ),
     "number too small": (
         OK + "target: {gpus: 0}\n",
         "r.yaml:4:16: target.gpus: found 0, expected a whole number of at least 1",
-    ),
-    "fraction of a whole": (
-        OK + "target:\n  gpus: 1.5\n",
-        "r.yaml:5:9: target.gpus: found 1.5, expected a whole number of at least 1",
-    ),
-    "boolean for a number": (
-        OK + "gate: {throughput: {min_ratio: true}}\n",
-        "r.yaml:4:32: gate.throughput.min_ratio: found true, expected a number above 0",
     ),
     "percent for a fraction": (
         OK + "gate: {accuracy: {margin: 2}}\n",
         "r.yaml:4:27: gate.accuracy.margin: found 2, expected a number above 0, below 1",
     ),
-    "floor of a task": (
-        OK + "gate: {accuracy: {baseline_score: {gsm8k: -1}}}\n",
-        "r.yaml:4:43: gate.accuracy.baseline_score.gsm8k: found -1, expected a number of at least 0",
-    ),
     "scalar for a section": (
         OK + "gate: strict\n",
         'r.yaml:4:7: gate: found "strict", expected a mapping with accuracy, canary, throughput',
-    ),
-    "nothing in a section": (
-        OK + "target:\n",
-        "r.yaml:4:8: target: found null, expected a mapping with hardware, gpus, workload, max_model_len",
-    ),
-    "scalar for a list": (
-        HEAD + "quantization: {scheme: fp8, exclude: lm_head}\n",
-        'r.yaml:3:38: quantization.exclude: found "lm_head", expected a list',
     ),
     "number for text": (
         "name: r\nsource: {repo: org/model, revision: 1.0}\nquantization: {scheme: fp8}\n",
@@ -106,45 +73,22 @@ CASES = {
         'r.yaml:3:48: quantization.exclude[1]: found "*.gate", '
         "expected an exact module name, or re: before a regular expression",
     ),
-    "broken regular expression": (
-        HEAD + "quantization: {scheme: fp8, exclude: ['re:(a']}\n",
-        'r.yaml:3:39: quantization.exclude[0]: found "re:(a", expected a regular expression after re: '
-        "(missing ), unterminated subpattern at position 0)",
-    ),
     "override without modules": (
         HEAD + "quantization:\n  scheme: fp8\n  overrides:\n  - scheme: mxfp4\n    modules: []\n",
         "r.yaml:7:14: quantization.overrides[0].modules: found a list, expected a list with at least one item",
-    ),
-    "override with a misspelt scheme": (
-        HEAD + "quantization:\n  scheme: fp8\n  overrides:\n  - {modules: [a], scheme: mxfp5}\n",
-        f'r.yaml:6:28: quantization.overrides[0].scheme: found "mxfp5", expected one of {SCHEMES} '
-        '(did you mean "mxfp8"?)',
     ),
     "two sources": (
         "name: r\nsource: {repo: org/model, folder: here}\nquantization: {scheme: fp8}\n",
         "r.yaml:2:9: source: found a folder with a repo, "
         "expected one of them; write `repo: null` or `folder: null` to drop an inherited one",
     ),
-    "no source": (
-        "name: r\nsource: {revision: main}\nquantization: {scheme: fp8}\n",
-        "r.yaml:2:9: source: found neither, expected a folder or a repo",
-    ),
     "revision of a folder": (
         "name: r\nsource: {folder: here, revision: main}\nquantization: {scheme: fp8}\n",
         'r.yaml:2:34: source.revision: found "main", expected a repo for it; a folder has no revision',
     ),
-    "address for a repo": (
-        "name: r\nsource: {repo: https://hub/org/model}\nquantization: {scheme: fp8}\n",
-        'r.yaml:2:16: source.repo: found "https://hub/org/model", '
-        "expected text that matches [A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?",
-    ),
     "list for a knob": (
         OK + "serve: {knobs: {--max-num-seqs: [256]}}\n",
         "r.yaml:4:33: serve.knobs.--max-num-seqs: found a list, expected text, a number, true or false",
-    ),
-    "speculation without a method": (
-        OK + "serve: {speculative: {model: draft}}\n",
-        "r.yaml:4:9: serve.speculative.method: found nothing, expected text that matches [^\\x00-\\x1f]+",
     ),
     "name of another file": (
         OK.replace("name: r", "name: other"),

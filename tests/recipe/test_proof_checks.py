@@ -42,13 +42,6 @@ def test_more_looks_need_more_items(load: Load) -> None:
     assert "not 0.86%" in fault
 
 
-def test_a_score_of_no_task(load: Load) -> None:
-    assert faults(load(TEXT + "gate: {accuracy: {baseline_score: {tiny_fact: 0.9}}}\n")) == [
-        "r.yaml:5:47: gate.accuracy.baseline_score.tiny_fact: found no such task in suite tiny, "
-        'expected one of tiny_facts, tiny_arithmetic (did you mean "tiny_facts"?)'
-    ]
-
-
 @pytest.mark.parametrize(
     ("launches", "confidence", "fewest"), [(2, 0.95, 3), (3, 0.95, None), (4, 0.99, 5), (5, 0.99, None)]
 )

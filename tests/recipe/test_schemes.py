@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from pipeline.formats.layout import stores, weight_tensors
@@ -38,13 +36,6 @@ def test_each_format_holds_a_scheme_in_so_many_bytes(
             assert sum(tensor.nbytes for tensor in tensors) == weight + scales
 
 
-def test_a_block_that_is_cut_off_has_a_scale_too() -> None:
-    (scale,) = (
-        t for t in weight_tensors("compressed-tensors", "fp8_block", "m", (200, 256), "BF16") if t.role != "weight"
-    )
-    assert scale.shape == (2, 2)
-
-
 @pytest.mark.parametrize(
     ("name", "divisor", "bits", "ranges", "mx"),
     [
@@ -63,25 +54,6 @@ def test_a_block_that_is_cut_off_has_a_scale_too() -> None:
 def test_properties(name: str, divisor: int, bits: float, ranges: bool, mx: bool) -> None:
     row = scheme(name)
     assert (row.input_divisor, row.bits_per_weight, row.needs_ranges, row.is_mx) == (divisor, bits, ranges, mx)
-
-
-def test_refusals_say_what_is_missing() -> None:
-    assert scheme("ptpc_fp8").refusal("stream", "quark") is None
-    assert scheme("fp8").refusal("llmcompressor", "quark") == "engine llmcompressor does not write quark"
-    assert scheme("fp8_block").refusal("quark", "compressed-tensors") == "engine quark has no fp8_block"
-    assert scheme("mxfp8").refusal("quark", "quark") == (
-        "there is no mxfp8 in quark: amd-quark 0.13 cannot export FP8 weights in groups"
-    )
-    assert scheme("w4a16").makers("quark") == ("quark",)
-
-
-def test_rows_are_immutable() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        scheme("fp8").name = "x"  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        table()["x"] = scheme("fp8")  # type: ignore[index]
-    assert all(name == row.name for name, row in table().items())
-    assert len({hash(row) for row in table().values()}) == len(table())
 
 
 def test_every_layout_is_there_or_refused_with_a_reason() -> None:

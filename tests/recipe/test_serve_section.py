@@ -43,11 +43,6 @@ def test_what_a_sweep_prints_is_read(tmp_path: Path) -> None:
     assert (section.profile, section.pack) == ("offline", 2)
 
 
-def test_nothing_is_overruled_by_default(tmp_path: Path) -> None:
-    serve = load("", tmp_path).recipe.serve
-    assert (serve.profile, serve.overrides, serve.speculative, serve.pack) == (None, {}, None, 1)
-
-
 def test_a_misspelt_knob(tmp_path: Path) -> None:
     assert faults("serve:\n  knobs:\n    --max-num-sqs: 512\n", tmp_path) == (
         f"{tmp_path}/r.yaml:6:5: serve.knobs.--max-num-sqs: found no such knob, expected one of docs/serving-knobs.md "
@@ -58,10 +53,6 @@ def test_a_misspelt_knob(tmp_path: Path) -> None:
 def test_a_knob_of_the_machine(tmp_path: Path) -> None:
     message = faults("serve: {knobs: {numa_balancing: 1}}\n", tmp_path)
     assert "serve.knobs.numa_balancing: found a setting of the host" in message
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    assert f"found no file {tmp_path}/tuned.csv" in faults("serve: {tunableop: tuned.csv}\n", tmp_path)
 
 
 def test_arguments_that_are_knobs_are_refused_where_they_stand(tmp_path: Path) -> None:
