@@ -33,12 +33,14 @@ from eval.suites import SuiteTask
 
 _CREDENTIALS = struct.calcsize("3i")
 Tell = Callable[[Mapping[str, Any]], None]
+Model = Callable[[Mapping[str, Any], Callable[[int], None], Callable[[int], None]], Any]
+"""A model of lm-eval from its arguments, and from what is told of requests as they come to be and are done."""
 
 
 class Harness:
     """lm-eval with its model and the tasks that were loaded."""
 
-    def __init__(self, opening: Mapping[str, Any], tell: Tell) -> None:
+    def __init__(self, opening: Mapping[str, Any], tell: Tell, model: Model | None = None) -> None:
         from lm_eval import evaluator
         from lm_eval.tasks import TaskManager
 
@@ -48,7 +50,7 @@ class Harness:
         evaluator.add_env_info = lambda _: None
         self._seed: int = opening["seed"]
         self._manager = TaskManager(include_path=opening["include_path"], include_defaults=not opening["only_ours"])
-        self._model = CountingClient(
+        self._model: Any = (model or CountingClient)(
             opening["model"], lambda count: tell({"expect": count}), lambda count: tell({"done": count})
         )
         self._loaded: dict[str, tuple[SuiteTask, dict[str, Any], dict[str, list[str]]]] = {}
@@ -220,7 +222,27 @@ def dataset_of(task: Any, wanted: Mapping[str, str] = MappingProxyType({})) -> d
     return {"path": path, "name": task.config.dataset_name, "commit": read}
 
 
-def main(address: str) -> None:
+class Session:
+    """The messages of a stage, of which the first opens lm-eval; it asks ``model``, or else a server of completions."""
+
+    def __init__(self, model: Model | None = None) -> None:
+        self._model = model
+        self._harness: Harness | None = None
+
+    def reply(self, what: str, given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+        """The reply to a message. Raises `MeasurementError` where what was asked for cannot be measured."""
+        if what == "open":
+            self._harness = Harness(given, tell, self._model)
+            return {}
+        if self._harness is None:
+            raise ValueError(f"{what!r} before 'open'")
+        if what == "load":
+            task = {**given["task"], "data": tuple(given["task"]["data"])}
+            return self._harness.load(SuiteTask(**task), given["commits"])
+        return self._harness.ask(given["task"], given["documents"], Path(given["destination"]))
+
+
+def answer_on(address: str, reply: Callable[[str, Mapping[str, Any], Tell], Any]) -> None:
     """Answer until the other end of the socket is closed; ``address`` is a path, or @ and an abstract name."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(socket.AF_UNIX) as connection:
@@ -234,24 +256,15 @@ def main(address: str) -> None:
                 lines.write(json.dumps(message) + "\n")
                 lines.flush()
 
-            harness: Harness | None = None
             while line := lines.readline():
                 (what, given), *_ = json.loads(line).items()
                 try:
-                    if what == "open":
-                        harness, reply = Harness(given, tell), {}
-                    elif harness is None:
-                        raise ValueError(f"{what!r} before 'open'")
-                    elif what == "load":
-                        task = {**given["task"], "data": tuple(given["task"]["data"])}
-                        reply = harness.load(SuiteTask(**task), given["commits"])
-                    else:
-                        reply = harness.ask(given["task"], given["documents"], Path(given["destination"]))
+                    found = reply(what, given, tell)
                 except MeasurementError as error:
                     tell({"refused": str(error)})
                 else:
-                    tell({"reply": reply})
+                    tell({"reply": found})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    answer_on(sys.argv[1], Session().reply)

@@ -16,7 +16,36 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 _OF_A_CALL = ("padding", "truncation")
 
 
-class CountingClient(LocalCompletionsAPI):  # type: ignore[misc]
+class TokenizerFacts:
+    """What is kept of the tokenizer of a model of lm-eval."""
+
+    tokenizer: Any
+    chat_template: Callable[[bool], Any]
+
+    def begins_with_bos(self) -> bool:
+        """Whether the tokenizer puts its BOS, and nothing else, around a text by itself.
+
+        vLLM does so with a prompt that comes as text; prompts that come as token ids must bring it.
+        """
+        bos = self.tokenizer.bos_token_id
+        plain = self.tokenizer("a", add_special_tokens=False).input_ids
+        return bos is not None and self.tokenizer("a").input_ids == [bos, *plain]
+
+    def tokenizer_digest(self) -> str:
+        """SHA-256 of what turns text into tokens: the same for copies of a tokenizer that were saved differently."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            state: Any = sorted(self.tokenizer.get_vocab().items())
+        else:
+            state = {key: value for key, value in json.loads(backend.to_str()).items() if key not in _OF_A_CALL}
+        return _sha256(json.dumps(state, sort_keys=True))
+
+    def template_digest(self) -> str:
+        """SHA-256 of the chat template that prompts are written in."""
+        return _sha256(str(self.chat_template(True)))
+
+
+class CountingClient(TokenizerFacts, LocalCompletionsAPI):  # type: ignore[misc]
     """`local-completions` of lm-eval. `expect` and `done` are told of numbers of requests as they come to be.
 
     `temperatures` collects what generation requests really carried, whatever tasks and arguments said. `full` counts
@@ -91,28 +120,6 @@ class CountingClient(LocalCompletionsAPI):  # type: ignore[misc]
         if not self._by_document:  # a document is cut into windows that are full
             self.full += sum(len(prompt) >= room for prompt in payload["prompt"])
         return payload
-
-    def begins_with_bos(self) -> bool:
-        """Whether the tokenizer puts its BOS, and nothing else, around a text by itself.
-
-        vLLM does so with a prompt that comes as text; prompts that come as token ids must bring it.
-        """
-        bos = self.tokenizer.bos_token_id
-        plain = self.tokenizer("a", add_special_tokens=False).input_ids
-        return bos is not None and self.tokenizer("a").input_ids == [bos, *plain]
-
-    def tokenizer_digest(self) -> str:
-        """SHA-256 of what turns text into tokens: the same for copies of a tokenizer that were saved differently."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            state: Any = sorted(self.tokenizer.get_vocab().items())
-        else:
-            state = {key: value for key, value in json.loads(backend.to_str()).items() if key not in _OF_A_CALL}
-        return _sha256(json.dumps(state, sort_keys=True))
-
-    def template_digest(self) -> str:
-        """SHA-256 of the chat template that prompts are written in."""
-        return _sha256(str(self.chat_template(True)))
 
 
 def _sha256(text: str) -> str:

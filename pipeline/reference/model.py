@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.engines.stream.kernels import MX_GROUP
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.formats.known import layout_of
@@ -19,10 +20,13 @@ from pipeline.formats.layout import Claims
 from pipeline.inspection.findings import check_structure
 from pipeline.model.structure import Structure, meta_model, read_structure
 from pipeline.recipe.modules import text_config
-from pipeline.reference.cache import Scales
 from pipeline.reference.placing import Placing
-from pipeline.reference.words import runtime_words
+from pipeline.reference.rounding import Scales
+from pipeline.schemes import ActivationFormat
+from pipeline.schemes import scheme as row_of
+from pipeline.versions import versions
 
+_NAMES = {"e4m3": "FP8", "int8": "INT8", "e2m1": "FP4", "e2m3": "FP6", "e3m2": "FP6"}
 _RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")
 
 
@@ -101,3 +105,25 @@ def _unknown(folder: Path, why: str) -> UserError:
         f"{folder}: the reference runtime cannot represent this checkpoint: {why}.",
         hint="Take evaluation.runtime: vllm.",
     )
+
+
+def reference_version() -> str:
+    """The library that computes, with its version: "transformers 5.17.0"."""
+    return f"transformers {versions('transformers')['transformers']}"
+
+
+def runtime_words(schemes: Iterable[str], *, fp8_cache: bool) -> str:
+    """What is computed with, of a checkpoint with these schemes; without one it is in 16 bit."""
+    rows = [row_of(scheme) for scheme in schemes]
+    kinds = list(dict.fromkeys(_kind(row.activations) for row in rows if row.activations.kind != "none"))
+    words = [f"{reference_version()} in float32", "dequantized weights" if rows else "16-bit weights"]
+    if kinds:
+        words.append(f"simulated {' and '.join(kinds)} activations")
+    if fp8_cache:
+        words.append("FP8 KV cache")
+    return ", ".join(words)
+
+
+def _kind(activations: ActivationFormat) -> str:
+    name = _NAMES[activations.dtype or ""]
+    return f"MX{name}" if activations.group == MX_GROUP else name

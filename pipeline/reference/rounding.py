@@ -1,4 +1,4 @@
-"""What a scheme does to numbers when the model runs: rounded to a format's values, and back in float32.
+"""What a scheme does to numbers when the model runs, and to a cache: rounded to a format's values, back in float32.
 
 The definition of each format, not a fast path. Scales of run-time formats are computed as vLLM's kernels compute them,
 those of OCP microscaling as the library that writes the layout does (compressed-tensors 0.19, amd-quark 0.13): both
@@ -8,7 +8,8 @@ round the largest magnitude's exponent up where its mantissa would not fit.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pipeline.engines.stream.kernels import FP8_MAX, MX_GROUP
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from pipeline.schemes import ActivationFormat
 
+Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
+"""Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""
 _INT8_MAX = 127.0
 _LEAST = 1e-10  # of a row of zeros, so that nothing divides by it
 # Bits of exponent and of mantissa, largest value, and the mantissa bits that decide whether a scale is rounded up;
@@ -49,6 +52,23 @@ def round_fp8(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
 
     stored = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return stored.float().mul(scale).to(x.dtype)
+
+
+def kv_cache(config: Any, scales: Scales, round_: Callable[..., torch.Tensor] = round_fp8) -> Any:
+    """An empty cache of transformers for the model of that configuration; plain where ``scales`` is empty.
+
+    ``round_(x, scale)`` is what becomes of K and V, [batch, heads, tokens, head_dim].
+    """
+    from transformers import DynamicCache
+
+    class RoundingCache(DynamicCache):  # type: ignore[misc]  # transformers has no types that mypy could follow
+        """Rounds what it is given, then keeps it."""
+
+        def update(self, key: Any, value: Any, layer_idx: int, *rest: Any, **named: Any) -> Any:
+            of_key, of_value = scales[layer_idx]
+            return super().update(round_(key, of_key), round_(value, of_value), layer_idx, *rest, **named)
+
+    return (RoundingCache if scales else DynamicCache)(config=config)
 
 
 def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:

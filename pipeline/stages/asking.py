@@ -27,6 +27,7 @@ from pipeline.errors import QuantmintError, StageError, StoreError
 from pipeline.processes import Conversation, conversation
 from pipeline.serving.running.server import Server
 from pipeline.stage import Job, Setting
+from pipeline.stages.servers import ReferenceServer
 from pipeline.store.disk import sha256_of, write_atomic
 from pipeline.transience import says_transient
 
@@ -148,6 +149,12 @@ def asking(
         concurrency=concurrency,
         batch_size=batch_size,
     )
+    opening = harness.opening(endpoint, job.path / _OURS, only_ours=local)
+    if isinstance(server, ReferenceServer):  # lm-eval is in its process
+        server.ask("open", **opening["open"])
+        assert server.talk is not None  # noqa: S101 - it answered
+        yield Asker(job, server.talk)
+        return
     env = {**server.client_environment(), "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"} | (
         {"HF_HUB_OFFLINE": "1"} if local else {}
     )
@@ -156,7 +163,7 @@ def asking(
     try:
         with conversation(argv, job.path / LOG, what="lm-eval", env=env, secrets=secrets) as talk:
             job.progress.say(f"starting lm-eval, log in {job.path / LOG}")
-            talk.ask(harness.opening(endpoint, job.path / _OURS, only_ours=local))
+            talk.ask(opening)
             yield Asker(job, talk)
     except StageError as error:
         server.get("/health")  # where the server has died, that is the error to tell

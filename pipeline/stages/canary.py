@@ -23,6 +23,7 @@ from pipeline.errors import InvalidMeasurementError, RecipeError, RefusalError, 
 from pipeline.serving.running.server import Server
 from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.serve import Side, launch_plan, model_key, runtime_tools
+from pipeline.stages.servers import ReferenceServer
 from pipeline.stages.source import model_folder
 from pipeline.store.disk import sha256_of
 from pipeline.versions import versions
@@ -135,6 +136,8 @@ def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...
 
 def _ask(server: Server, name: str, ids: Sequence[int]) -> Answer:
     """One prompt's answer, an empty one where a server that is well has no finite number to give."""
+    if isinstance(server, ReferenceServer):
+        return _parsed(name, ids, server.ask("prompt_logprobs", ids=list(ids), likeliest=LIKELIEST))
     body = {
         "model": server.model_name,
         "prompt": list(ids),

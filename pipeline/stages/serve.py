@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from pipeline.serving.knobs.table import (
 from pipeline.serving.running.local import reference_plan
 from pipeline.serving.running.log import broken_promises, checkpoint_quantization
 from pipeline.stage import Job, Output, Setting, Stage, write_json
-from pipeline.stages.servers import keep_log
+from pipeline.stages.servers import ReferenceServer, keep_log
 from pipeline.stages.source import model_folder
 from pipeline.toolchain import ENVIRONMENT, Environment, environment_here, environment_of
 from pipeline.versions import versions
@@ -86,7 +85,7 @@ class ServeStage(Stage):
         for finding in scan.findings:
             job.progress.warn(f"{finding.why}: {finding.line}")
         launch = launch_plan(job.setting, self.side, Path("MODEL")).to_json()
-        answering = runtime_of(job.setting.recipe.evaluation.runtime, server, scan, job.path / SERVER_LOG)
+        answering = runtime_of(server, scan, job.path / SERVER_LOG)
         template = template_digest(folder, plan.option("--chat-template"))
         write_json(
             job.path / LAUNCH,
@@ -221,13 +220,13 @@ class Answering:
         return asdict(self)
 
 
-def runtime_of(runtime: str, server: Server, scan: LogScan, log: Path) -> Answering:
+def runtime_of(server: Server, scan: LogScan, log: Path) -> Answering:
     """Ask a server, and read the ``log`` that was kept of it. Raises `ServingError` where it does not answer.
 
     vLLM logs the kind of its device, because a machine with GPUs may run its CPU build.
     """
-    if runtime == "reference":
-        facts = json.loads(server.get("/version"))
+    if isinstance(server, ReferenceServer):
+        facts = server.ask("facts")
         return Answering(facts["runtime"], facts["version"], Device(**facts["device"]), facts["kv_cache_dtype"])
     version = f"vllm {server.version()}"
     return Answering(version, version, vllm_device(log), scan.kv_cache_dtype)

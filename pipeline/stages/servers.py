@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from eval.suites import TASKS_FOLDER
 from pipeline.device import give_back_memory
 from pipeline.errors import UserError
+from pipeline.processes import Conversation, conversation
 from pipeline.progress import Progress
+from pipeline.serving.running.local import reference_command, reference_environment
 from pipeline.serving.running.log import LogScan, scan_log
+from pipeline.serving.running.server import Server
 from pipeline.stage import Setting
 
 if TYPE_CHECKING:
@@ -19,9 +25,8 @@ if TYPE_CHECKING:
 
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.running.local import LocalLauncher, ReferenceLauncher
+    from pipeline.serving.running.local import LocalLauncher
     from pipeline.serving.running.ray import ClusterLauncher
-    from pipeline.serving.running.server import Server
 
 STARTUP_TIMEOUT = 3600.0
 """Seconds that a server may take to load; a 405B model from a network disk takes most of it."""
@@ -73,17 +78,18 @@ class Servers:
 
     def _launch(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
         setting = self._setting
-        launcher: ReferenceLauncher | LocalLauncher | ClusterLauncher
+        log.parent.mkdir(parents=True, exist_ok=True)
+        give_back_memory()
         if setting.recipe.evaluation.runtime == "reference":
-            from pipeline.serving.running.local import ReferenceLauncher
-
-            launcher, title = ReferenceLauncher(setting.device.partition(",")[0]), "the reference runtime"
-        elif setting.vllm is None:
+            self._progress.say(f"starting the reference runtime with the {side}, log in {log}")
+            return started_reference(setting, plan, log)
+        launcher: LocalLauncher | ClusterLauncher
+        if setting.vllm is None:
             raise UserError(
                 "no vLLM was found to serve with.",
                 hint="`make serving` builds one for a CPU; or set QUANTMINT_VLLM to a `vllm` executable.",
             )
-        elif plan.layout.nodes > 1:
+        if plan.layout.nodes > 1:
             launcher, title = over_nodes(setting, setting.vllm, plan), f"vLLM {setting.vllm.version}"
             if setting.spread is not None:
                 setting.spread.release()  # its workers hold the GPUs
@@ -91,8 +97,6 @@ class Servers:
             from pipeline.serving.running.local import LocalLauncher
 
             launcher, title = LocalLauncher(setting.vllm.executable), f"vLLM {setting.vllm.version}"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        give_back_memory()
         self._progress.say(f"starting {title} with the {side}, log in {log}")
         return launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
 
@@ -104,6 +108,35 @@ class Servers:
         context, self._context, self._server, self._side = self._context, None, None, None
         if context is not None:
             context.__exit__(None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceServer(Server):
+    """The reference runtime in its process, which is talked to and speaks no HTTP."""
+
+    talk: Conversation | None = None
+
+    def ask(self, what: str, **given: Any) -> Any:
+        """The reply to a message of `pipeline.reference`."""
+        assert self.talk is not None  # noqa: S101 - a field after those with defaults
+        return self.talk.ask({what: given})
+
+
+@contextmanager
+def started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator[ReferenceServer]:
+    """The reference runtime with the checkpoint of a `reference_plan`, loaded; it has ended at the exit.
+
+    lm-eval runs in it. So it has the Hub, and its token, where a task's data is there, but never together with code of
+    the model's folder. Raises `StageError` with the end of its log where it does not come about.
+    """
+    local = all((TASKS_FOLDER / f"{task.task}.yaml").is_file() for task in setting.suite.tasks)
+    env = {**reference_environment(plan), **({"HF_HUB_OFFLINE": "1"} if local else {})}
+    secrets = () if local or setting.recipe.trust_remote_code else ("HF_TOKEN",)
+    log.unlink(missing_ok=True)
+    began = time.monotonic()
+    command = reference_command(plan, setting.device.partition(",")[0])
+    with conversation(command, log, what="the reference runtime", env=env, secrets=secrets) as talk:
+        yield ReferenceServer("model", "a socket", log, time.monotonic() - began, talk=talk)
 
 
 def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> ClusterLauncher:

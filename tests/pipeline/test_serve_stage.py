@@ -21,7 +21,7 @@ from pipeline.serving.running.server import Server
 from pipeline.session import open_setting
 from pipeline.stage import Setting
 from pipeline.stages.serve import ServeStage, launch_plan, runtime_of
-from pipeline.stages.servers import Servers
+from pipeline.stages.servers import ReferenceServer, Servers
 from pipeline.store.tree import Store
 
 LOGS = Path(__file__).parents[1] / "assets" / "server-logs"
@@ -48,8 +48,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield Server("model", "http://127.0.0.1:1", log, 1.0)
         events.append(f"stop {which}")
 
-    for name in ("local.LocalLauncher", "local.ReferenceLauncher"):
-        monkeypatch.setattr(f"pipeline.serving.running.{name}.launch", launch)
+    @contextmanager
+    def talking(argv: list[str], log: Path, **_: Any) -> Iterator[None]:
+        which = argv[argv.index("--kv-cache-dtype") + 1] if "--kv-cache-dtype" in argv else "auto"
+        events.append(f"start {argv[3]} {which}")
+        yield
+        events.append(f"stop {argv[3]} {which}")
+
+    monkeypatch.setattr("pipeline.serving.running.local.LocalLauncher.launch", launch)
+    monkeypatch.setattr("pipeline.stages.servers.conversation", talking)
     return events
 
 
@@ -59,8 +66,8 @@ def test_the_reference_runtime_needs_no_vllm(by_reference: Setting, launches: li
         for side in ("baseline", "candidate", "candidate"):
             servers.get(side, launch_plan(by_reference, side, Path("m")))  # type: ignore[arg-type]
     assert launches == [
-        "start ReferenceLauncher auto", "stop ReferenceLauncher auto",
-        "start ReferenceLauncher fp8", "stop ReferenceLauncher fp8",
+        "start pipeline.reference auto", "stop pipeline.reference auto",
+        "start pipeline.reference fp8", "stop pipeline.reference fp8",
     ]  # fmt: skip
 
 
@@ -112,27 +119,28 @@ def test_vllm_ran_where_its_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Server, "version", lambda self: "0.32.0")
     log = LOGS / "rocm-0.32.log"
     server = Server("model", "http://127.0.0.1:1", log, 1.0)
-    found = runtime_of("vllm", server, scan_log(log.read_text()), log)
+    found = runtime_of(server, scan_log(log.read_text()), log)
     assert (found.runtime, found.version, found.kv_cache_dtype) == ("vllm 0.32.0", "vllm 0.32.0", "fp8")
     on_cpu = tmp_path / "server.log"
     on_cpu.write_text(log.read_text().replace("device_config=cuda", "device_config=cpu"))
-    runtime_of("vllm", server, scan_log(on_cpu.read_text()), on_cpu)
+    runtime_of(server, scan_log(on_cpu.read_text()), on_cpu)
     assert asked == ["cuda", "cpu"]
 
 
-def test_the_reference_runtime_says_itself_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = (
-        '{"version": "transformers 5", "runtime": "transformers 5, FP8 KV cache", "kv_cache_dtype": "fp8",'
-        ' "device": {"hardware": "cpu", "name": "EPYC"}}'
-    )
-    monkeypatch.setattr(Server, "get", lambda self, path: body if path == "/version" else "")
-    server = Server("model", "http://127.0.0.1:1", tmp_path / "log", 1.0)
-    assert runtime_of("reference", server, scan_log(""), tmp_path / "log").to_json() == {
+def test_the_reference_runtime_says_itself_what_it_is(tmp_path: Path) -> None:
+    facts = {
         "runtime": "transformers 5, FP8 KV cache",
         "version": "transformers 5",
         "device": {"hardware": "cpu", "name": "EPYC"},
         "kv_cache_dtype": "fp8",
     }
+
+    class Talk:
+        def ask(self, message: object) -> object:
+            return facts if message == {"facts": {}} else None
+
+    server = ReferenceServer("model", "a socket", tmp_path / "log", 1.0, talk=Talk())  # type: ignore[arg-type]
+    assert runtime_of(server, scan_log(""), tmp_path / "log").to_json() == facts
 
 
 def test_a_launch_over_nodes_is_the_clusters(setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tiny Llama in 16 bit, loaded once, and its words."""
+"""The tiny Llama in 16 bit, loaded once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline.reference.model import Loaded, load
-from pipeline.reference.text import Text
 
 
 @pytest.fixture(scope="session")
 def llama(models: Any) -> Loaded:
     return load(models("llama"), "cpu")
-
-
-@pytest.fixture(scope="session")
-def text(models: Any, llama: Loaded) -> Text:
-    return Text.of(models("llama"), llama.model.config)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import UserError
 from pipeline.model.weights import stacks_experts
-from pipeline.reference.cache import kv_cache
 from pipeline.reference.model import load
+from pipeline.reference.rounding import kv_cache
 from tests.served.answers import Answers
 from tests.served.cases import Case, make_case
 from tests.served.readings import AS_MEANT

@@ -17,8 +17,7 @@ from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.formats.known import layout_of
 from pipeline.formats.layout import weight_tensors
 from pipeline.inspection.numbers import Reader, dequantize
-from pipeline.reference.cache import kv_cache
-from pipeline.reference.rounding import round_activations, round_fp8
+from pipeline.reference.rounding import kv_cache, round_activations, round_fp8
 from pipeline.schemes import ActivationFormat
 from pipeline.schemes import scheme as row_of
 from tests.served.cases import MODEL

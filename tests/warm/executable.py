@@ -41,8 +41,8 @@ _LIBRARIES = (
     "pipeline.notices.outlets", "pipeline.engines.stream.engine", "pipeline.inspection.inspect",
     "pipeline.publish.opening", "pipeline.publish.hub.target",
     "pipeline.publish.card.rendering",
-    "pipeline.publish.sbom", "pipeline.publish.secrets", "pipeline.reference.model", "pipeline.reference.service",
-    "pipeline.reference.greedy", "pipeline.reference.text", "calibration.calibrate", "eval.report.page",
+    "pipeline.publish.sbom", "pipeline.publish.secrets", "pipeline.reference.lm",
+    "calibration.calibrate", "eval.report.page",
     "eval.report.plots", "eval.harness_client",
 )  # fmt: skip
 _VLLM = (

@@ -201,7 +201,7 @@ def _healthy(plan: LaunchPlan, member: Member) -> bool:
 def _title(process: Process, processes: Sequence[Process]) -> str:
     """Just what it is where there is one process, else which of them."""
     if len(processes) == 1:
-        return "the reference runtime" if process.argv[0] == "python" else "vLLM"
+        return "vLLM"
     if process.role == "server":
         return f"replica {process.replica}" if sum(other.role == "server" for other in processes) > 1 else "the server"
     return "the headless engine"

@@ -1,4 +1,4 @@
-"""Starts vLLM, or the reference runtime (`pipeline.reference`), from a plan on this machine; leaves no process behind.
+"""Starts vLLM from a plan on this machine, and leaves no process behind; how the reference runtime is started.
 
 ::
 
@@ -120,14 +120,13 @@ def _quiet(_: str) -> None:
 
 
 _COMMAND = ("python", "-mpipeline.reference")
-_GRACE_S = 5.0  # it has nothing to tidy up
 _ROOT = Path(__file__).parents[3]  # where `pipeline` is found, however this process found it
 
 
 def reference_plan(
     model: Path, *, served_model_name: str, max_model_len: int, kv_cache_dtype: str, trust_remote_code: bool = False
 ) -> LaunchPlan:
-    """The launch of a checkpoint on the reference runtime; the device is the launcher's."""
+    """The launch of a checkpoint on the reference runtime; the device is that of whoever starts it."""
     return LaunchPlan(
         env={"TOKENIZERS_PARALLELISM": "false"},
         argv=(
@@ -145,25 +144,13 @@ def reference_plan(
     )
 
 
-class ReferenceLauncher:
-    """Launches with this interpreter; ``device`` is PyTorch's name of where it computes, or auto."""
+def reference_command(plan: LaunchPlan, device: str) -> list[str]:
+    """The command line of a `reference_plan`, but for the socket; ``device`` is PyTorch's name of it, or auto."""
+    # -P: a folder here that is called pipeline is not ours.
+    return [sys.executable, "-P", "-m", "pipeline.reference", *plan.argv[2:], "--device", device]
 
-    def __init__(self, device: str) -> None:
-        self.device = device
 
-    @contextmanager
-    def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[Server]:
-        """The server of a `reference_plan` on any free port while the block runs; raises as `LocalLauncher` does."""
-        require_model(plan)
-        process = Process(0, "server", 0, (), None, {}, plan.argv)
-
-        def start(process: Process, port: int | None) -> Child:
-            # -P: a folder here that is called pipeline is not ours.
-            command = [sys.executable, "-P", "-m", "pipeline.reference", *process.argv[2:], "--device", self.device]
-            path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-            environment = child_environment({**os.environ, "PYTHONPATH": path}, plan.env)
-            listens = [] if port is None else listening(process, port)
-            return Child([*command, *listens], environment, log_path, grace=_GRACE_S)
-
-        with deployed(plan, [process], start, startup_timeout=startup_timeout, say=_quiet) as running:
-            yield running.servers[0]
+def reference_environment(plan: LaunchPlan) -> dict[str, str]:
+    """The variables of a `reference_plan`, with where `pipeline` is found, however this process found it."""
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    return {**plan.env, "PYTHONPATH": path, "TQDM_DISABLE": "1"}
