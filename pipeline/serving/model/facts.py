@@ -44,9 +44,9 @@ _KEPT = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore"
 class ModelFacts:
     """A model for `vllm serve`; sizes are elements of one layer or head unless said otherwise.
 
-    ``attention`` is "none" where no layer has any. ``experts`` is 0 for a dense model. ``attention_layers`` keep
-    every token, ``sliding_layers`` those of the last ``sliding_window``, ``linear_layers`` (Mamba, gated delta nets)
-    a state of constant size. ``context`` counts tokens as vLLM derives it. ``quantization`` is a scheme of
+    ``attention`` is "none" where no layer has any. ``experts`` is 0 for a dense model. ``sliding_layers`` keep the last
+    tokens only, ``linear_layers`` (Mamba, gated delta nets) a state of constant size. ``context`` counts tokens as vLLM
+    derives it. ``quantization`` is a scheme of
     schemes.yaml where it is one of ours, else the method's own name, "none" for 16 bit. ``group`` is how many elements
     of a quantized weight's input share a scale: what tensor parallelism must not cut. ``weights`` are bytes, measured
     from headers or, with ``counted``, computed from the configuration. ``parameters`` and ``weights`` leave out a
@@ -62,13 +62,10 @@ class ModelFacts:
     gpt_oss: bool
     multimodal: bool
     hybrid: bool
-    mtp_layers: int
     parameters: int
     encoder_parameters: int
     layers: int
-    attention_layers: int
     sliding_layers: int
-    sliding_window: int | None
     linear_layers: int
     hidden: int
     heads: int
@@ -153,13 +150,10 @@ def _facts(
         gpt_oss=shape.model_type == "gpt_oss",
         multimodal=any(isinstance(config.get(key), Mapping) for key in _ENCODERS),
         hybrid=linear > 0,
-        mtp_layers=shape.mtp_layers,
         parameters=sum(piece.parameters for piece in pieces if piece.role != "mtp"),
         encoder_parameters=sum(piece.parameters for piece in pieces if piece.role == "encoder"),
         layers=len(kinds),
-        attention_layers=kinds.count("full") + kinds.count("chunked"),
         sliding_layers=kinds.count("sliding"),
-        sliding_window=shape.window,
         linear_layers=linear,
         hidden=shape.hidden,
         heads=shape.heads,

@@ -105,7 +105,6 @@ def choose(
         "experts": "none" if not facts.experts else "few" if facts.experts < 2 * target.gpus else "many",
         "room": room,
         "gpus": "one" if target.gpus == 1 else "several",
-        "links": "no" if target.accelerator.links == 0 and target.accelerator.link_gb_s is not None else "yes",
     }
     for row in rows():
         if all(conditions[name] in values for name, values in row.when.items()):
@@ -165,7 +164,6 @@ def _first(case: _Case, row: Row) -> Layout | None:
         "replicas": _replicas,
         "data": _data,
         "spread": _spread,
-        "pipeline": _pipeline,
         "stages": _stages,
     }
     # Where slices of an expert break the groups of its scales, whole experts are the way out, and the other way round
@@ -219,9 +217,8 @@ def _spread(case: _Case, *, expert: bool) -> Iterator[Layout]:
 
 
 def _pipeline(case: _Case, *, expert: bool = False) -> Iterator[Layout]:
-    """Stages within a node; without fast links of one accelerator each."""
-    slow = case.target.accelerator.links == 0 and case.target.accelerator.link_gb_s is not None
-    for tensor in [1] if slow else _each(case, smallest_first=False):
+    """Stages within a node."""
+    for tensor in _each(case, smallest_first=False):
         stages = case.target.gpus // tensor
         layout = Layout(tensor, stages, expert=expert and tensor > 1, replicas=case.target.nodes)
         if stages > 1 and _valid(case, layout):

@@ -33,11 +33,8 @@ def variables(plan: LaunchPlan, process: Process) -> dict[str, str]:
 
 def arguments(process: Process, *, host: str = LOOPBACK) -> tuple[str, ...]:
     """The command line; a server's names where it listens."""
-    argv = process.argv
-    if process.port is None:
-        return argv
-    listening = [] if "--host" in argv else ["--host", host]
-    return (*argv, *listening, *([] if "--port" in argv else ["--port", str(process.port)]))
+    listening = () if process.port is None else ("--host", host, "--port", str(process.port))
+    return (*process.argv, *listening)
 
 
 def servers(processes: Sequence[Process]) -> tuple[Process, ...]:

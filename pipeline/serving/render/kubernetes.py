@@ -113,7 +113,8 @@ def _pod(
     claim: str | None,
 ) -> dict[str, Any]:
     kind, several = accelerator(plan).kind, plan.layout.nodes > 1
-    argv = arguments(_at_port(process), host=_ANYWHERE)
+    at_port = None if process.port is None else PORT  # a pod has an address of its own
+    argv = arguments(replace(process, port=at_port), host=_ANYWHERE)
     capabilities = [value for option, value in options(plan) if option == "--cap-add"]
     container: dict[str, Any] = {
         "name": "vllm",
@@ -143,16 +144,6 @@ def _pod(
             "volumes": volumes,
         },
     }
-
-
-def _at_port(process: Process) -> Process:
-    """The process with the one port of its pod."""
-    argv = list(process.argv)
-    for option in ("--port", "--host"):
-        if option in argv:
-            at = argv.index(option)
-            del argv[at : at + 2]
-    return replace(process, port=None if process.port is None else PORT, argv=tuple(argv))
 
 
 def _env(values: Mapping[str, str], *, several: bool) -> list[dict[str, Any]]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from pipeline.serving import hardware as accelerators
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
-from pipeline.serving.plan import Layout, Memory
-from pipeline.serving.planning import target as targets
-from pipeline.serving.planning.layout import choose, density_band, load, rows, split_cautions, split_faults
-from pipeline.serving.planning.target import Target, profile
+from pipeline.serving.plan import Layout
+from pipeline.serving.planning.layout import load, rows, split_cautions, split_faults
+from pipeline.serving.planning.target import profile
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 GUIDES = ("ROCm 2025", "ROCm 2026", "vLLM MI300X 2024", "ROCm FP8 2024", "vLLM parallelism", "vLLM 0.", "quantmint")
@@ -24,16 +21,11 @@ FACTS = {
     "load": {"low", "high"},
     "room": {"gpu", "node", "nodes"},
     "gpus": {"one", "several"},
-    "links": {"yes", "no"},
 }
 
 
 def facts(name: str) -> ModelFacts:
     return model_facts(CONFIGS / name)
-
-
-def plenty(_: Layout) -> Memory:
-    return Memory(200 << 30, 180 << 30, 1 << 30, 0, 0, 100 << 30, 1024, 100 << 20, 1000.0)
 
 
 def test_rows_name_facts_that_exist_and_guides_that_are_there():
@@ -49,7 +41,7 @@ def test_every_case_has_a_row(family):
     bands, experts = (FACTS[name] - {"none"} if family != "dense" else {"none"} for name in ("density", "experts"))
     for values in product(bands, experts, FACTS["load"], ("node", "nodes")):
         case = dict(zip(("density", "experts", "load", "room"), values, strict=True))
-        case |= {"family": family, "gpus": "several", "links": "yes"}
+        case |= {"family": family, "gpus": "several"}
         assert any(all(case[name] in allowed for name, allowed in row.when.items()) for row in rows()), case
 
 
@@ -67,20 +59,6 @@ def test_every_case_has_a_row(family):
 )
 def test_between_the_guides_limits_the_profile_decides(name, concurrency, expected):
     assert load(profile(name, concurrency=concurrency)) == expected
-
-
-@pytest.mark.parametrize(
-    ("model", "band"),
-    [
-        ("Llama-3.1-8B-Instruct", "none"),
-        ("Llama-4-Maverick-17B-128E-Instruct", "sparse"),
-        ("Qwen3-Next-80B-A3B-Instruct", "unsettled"),
-        ("Qwen3-235B-A22B", "standard"),
-        ("DeepSeek-V3", "standard"),
-    ],
-)
-def test_density_as_the_guides_count_it(model, band):
-    assert density_band(facts(model)) == band
 
 
 @pytest.mark.parametrize(
@@ -103,15 +81,6 @@ def test_what_can_be_cut_up(model, layout, words):
     assert faults == () if words is None else words in "; ".join(faults)
 
 
-def test_groups_that_share_a_scale_stay_whole():
-    mixtral = as_quantized(facts("Qwen3-30B-A3B"), scheme="mxfp4")  # experts of 768 columns
-    assert split_faults(mixtral, Layout(8)) == ()
-    assert "an expert width of 768" in split_faults(mixtral, Layout(8, data=8))[0]
-    assert split_faults(mixtral, Layout(8, data=8, expert=True)) == ()
-    odd = replace(facts("Llama-3.1-8B-Instruct"), intermediate=14336 + 32, group=32, quantization="mxfp4")
-    assert "an MLP width" in split_faults(odd, Layout(8))[0]
-
-
 def test_what_works_and_costs():
     narrow = split_cautions(facts("Qwen3-235B-A22B"), Layout(8), kind="rocm")
     assert any("repeated 2 times" in caution for caution in narrow)
@@ -119,18 +88,3 @@ def test_what_works_and_costs():
     assert split_cautions(quantized, Layout(8), kind="rocm") == ()
     small = as_quantized(facts("Qwen3-30B-A3B"), scheme="mxfp4")
     assert any("no multiple of 256" in caution for caution in split_cautions(small, Layout(8), kind="rocm"))
-
-
-def test_without_fast_links_stages_replace_tensor_parallelism(monkeypatch):
-    slow = replace(accelerators.hardware("mi300x"), links=0, link_gb_s=0.0)
-    monkeypatch.setattr(accelerators, "hardware", lambda name: slow)
-    monkeypatch.setattr(targets.accelerators, "hardware", lambda name: slow)
-
-    def tight(layout: Layout) -> Memory:
-        room = 100 << 20 if layout.gpus >= 4 else 0
-        return replace(plenty(layout), kv_tokens=room, kv_cache=room * 1024)
-
-    model, busy = facts("Llama-3.1-70B-Instruct"), profile("latency", concurrency=8)
-    choice = choose(model, Target("mi300x", 4), busy, tight, max_model_len=8192)
-    assert choice is not None
-    assert (choice.layout.tensor, choice.layout.pipeline) == (1, 4)
