@@ -17,8 +17,6 @@ from pipeline.cluster.nodes import (
     Probe,
     ask_for,
     facts_here,
-    kinds,
-    named,
     nodes_of,
     require_versions,
     versions_here,
@@ -106,13 +104,6 @@ def test_only_nodes_that_can_be_given_work_count() -> None:
         ("host-b (10.0.0.1, node bbbbbbbb)", 8, 2, "H100"),
     ]
     assert nodes_of([entry("d", alive=False, CPU=8)]) == ()
-
-
-def test_hardware_is_what_computes() -> None:
-    names = {"1": "EPYC", "2": "EPYC", "3": "Xeon"}
-    assert named(kinds([SMALL, LARGE], Ask("cpu", 4, 0), names)) == "2 x EPYC"
-    assert named(kinds([SMALL, WITH_GPUS], Ask("cpu", 4, 0), names)) == "EPYC, Xeon"
-    assert named(kinds([SMALL, WITH_GPUS], Ask("cuda", 0, 1), names)) == "8 x AMD-Instinct-MI300X-OAM"
 
 
 def test_a_node_with_another_version_is_named() -> None:

@@ -84,28 +84,12 @@ def test_a_fault_of_one_ends_the_others(cancelled: list[Any], monkeypatch: pytes
     assert cancelled == ["b"]
 
 
-def test_whoever_stops_listening_ends_them(cancelled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.get", lambda reference: reference)
-    for found in tasks.results({"a": 1, "b": 2}, ASK, print):
-        assert found == (1, "a")
-        break
-    assert cancelled == ["b"]
-
-
 def test_a_node_without_quantmint_is_named(cancelled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     said = "The remote function failed to import:\n\nTraceback\nModuleNotFoundError: No module named 'pipeline'"
     monkeypatch.setattr("ray.get", fails(task_error(RuntimeError(said))))
     with pytest.raises(UserError, match=r"^node one: quantmint does not run there: ModuleNotFoundError") as caught:
         list(tasks.answers({"a": NODE}, print))
     assert "same installation" in str(caught.value.hint)
-
-
-def test_whoever_waits_for_a_busy_node_knows(cancelled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told()
-    monkeypatch.setattr("ray.wait", lambda references, timeout: ([], references))
-    monkeypatch.setattr("ray.get", lambda reference: 7)
-    assert list(tasks.answers({"a": NODE}, told.say)) == [(NODE, 7)]
-    assert told.lines == ["waiting for node one, which is busy or starts slowly"]
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, 50), (800, 100)])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.engines.stream.kernels import FP8_MAX, fp8_scale, ptpc_fp8
+from pipeline.engines.stream.kernels import fp8_scale, ptpc_fp8
 from pipeline.inspection.numbers import dequantize
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -67,13 +67,6 @@ def test_any_bits_give_the_reference_bytes(dtype: Any, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spread", [1e-6, 0.02, 3.0, 900.0])
-def test_weights_like_those_of_models(dtype: Any, spread: float) -> None:
-    generator = torch.Generator().manual_seed(7)
-    assert_same((torch.randn(257, 384, generator=generator) * spread).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_finite_value_alone_in_its_row(dtype: Any) -> None:
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     assert_same(values[values.isfinite()].reshape(-1, 1))
@@ -89,33 +82,6 @@ def test_a_row_of_zeros_gets_a_scale_that_can_divide(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_negative_zero_is_kept(dtype: Any) -> None:
-    made = assert_same(torch.tensor([[-0.0, 1.0]], dtype=dtype))
-    assert made["weight"].view(torch.uint8)[0, 0] == 0x80
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_huge_value_flattens_its_row_and_no_other(dtype: Any) -> None:
-    weight = torch.full((3, 64), 0.01, dtype=dtype)
-    weight[1, 5] = torch.finfo(dtype).max
-    made = assert_same(weight)
-    restored = dequantize("ptpc_fp8", made)
-    assert restored.isfinite().all()
-    assert not restored[1, :5].any()
-    torch.testing.assert_close(restored[[0, 2]], weight[[0, 2]].float(), rtol=0.07, atol=0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_subnormals_stay_finite(dtype: Any) -> None:
-    smallest = torch.finfo(dtype).smallest_normal
-    weight = (torch.linspace(-1, 1, 64) * smallest).to(dtype).repeat(2, 1)
-    made = assert_same(weight)
-    assert made["weight_scale"].isfinite().all()
-    assert (made["weight_scale"] > 0).all()
-    assert dequantize("ptpc_fp8", made).isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_visible(dtype: Any, bad: float) -> None:
     """The reference does not refuse such a weight either; it is for inspection to find."""
@@ -128,13 +94,6 @@ def test_what_is_not_finite_stays_visible(dtype: Any, bad: float) -> None:
     assert not dequantize("ptpc_fp8", made)[1].isfinite().all()
 
 
-def test_the_largest_of_a_row_reaches_the_top_of_the_format() -> None:
-    weight = torch.randn(64, 128).bfloat16()
-    largest = ptpc_fp8(weight)["weight"].float().abs().amax(dim=1)
-    assert (largest <= FP8_MAX).all()
-    assert (largest >= 416).all()  # one step of the format below: the scale was rounded
-
-
 @given(bits=SIXTEEN_BITS)
 def test_a_kv_scale_is_what_the_reference_computes(bits: int) -> None:
     from compressed_tensors.quantization import QuantizationArgs
@@ -145,16 +104,3 @@ def test_a_kv_scale_is_what_the_reference_computes(bits: int) -> None:
         return
     scale, _ = calculate_qparams(-amax, amax, QuantizationArgs(num_bits=8, type="float"))
     assert torch.equal(fp8_scale(amax).reshape(1), scale)
-
-
-def test_the_result_does_not_depend_on_how_many_threads_compute_it() -> None:
-    weight = torch.randn(512, 2048).bfloat16()
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(ptpc_fp8(weight)["weight"].view(torch.uint8))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(result, results[0]) for result in results)

@@ -133,12 +133,6 @@ def test_companions_come_along_and_code_only_when_asked(
     assert not {"modeling_x.py", "pytorch_model.bin"} & set(made)
 
 
-def test_the_folder_holds_nothing_half_done(
-    run: Callable[..., dict[str, bytes]], small: Checkpoint, tmp_path: Path
-) -> None:
-    assert not [name for name in run(small, tmp_path / "work") if name.endswith(".partial")]
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape"), [("F64", (8, 8)), ("F8_E4M3", (8, 8)), ("BF16", (8,)), ("BF16", (2, 8, 8))]
 )

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,28 +71,6 @@ def test_small_files_and_filesystems_without_direct_writes_go_through_the_cache(
     assert type(open_sink(tmp_path / "large", 10 * BLOCK, direct=True)) is Buffered
 
 
-def test_the_room_is_reserved(where_direct_writes_work: Path, small_blocks: None) -> None:
-    path = where_direct_writes_work / "file"
-    made = open_sink(path, 256 * BLOCK, direct=True)
-    assert path.stat().st_blocks * 512 >= 256 * BLOCK
-    made.close()
-
-
-def test_a_filesystem_that_cannot_reserve_is_written_all_the_same(
-    where_direct_writes_work: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(sink, "_fallocate", refuse)
-    path = where_direct_writes_work / "file"
-    made = open_sink(path, 2 * BLOCK, direct=True)
-    made.append(0, memoryview(bytes(range(256)) * 32))
-    made.finish()
-    made.close()
-    assert path.read_bytes() == bytes(range(256)) * 32
-
-
 def test_a_full_disk_is_noticed_when_the_room_is_reserved(
     run: Run, small: Checkpoint, where_direct_writes_work: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,17 +115,3 @@ def test_a_failing_direct_write_leaves_nothing_half_committed(
             with pytest.raises(StageError, match="Input/output error"):
                 run(small, work)
         assert run(small, work) == undisturbed
-
-
-def test_on_a_filesystem_in_memory_the_engine_works(run: Run, small: Checkpoint, tmp_path: Path) -> None:
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if mount.returncode != 0:
-        pytest.skip(f"cannot mount a filesystem: {mount.stderr.strip()}")
-    try:
-        assert run(small, folder / "work") == run(small, tmp_path / "work")
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -90,16 +90,6 @@ def test_stacked_experts_come_out_one_by_one(
         assert_made_of(found, module, scheme, weight)
 
 
-def test_an_expert_that_stays_in_16_bit_is_written_beside_the_others(tmp_path: Path) -> None:
-    down = numbers(2, HIDDEN, INNER)
-    weights = {f"e.{expert}.down_proj": WeightSource("e.down_proj", expert, None, True) for expert in range(2)}
-    folder = save(tmp_path / "source", {"e.down_proj": down.transpose(1, 2).contiguous()})
-    quantize(folder, structure(weights), {"e.1.down_proj": "ptpc_fp8"}, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(found["e.0.down_proj.weight"], down[0])
-    assert_made_of(found, "e.1.down_proj", "ptpc_fp8", down[1])
-
-
 def test_a_stack_of_which_nothing_is_quantized_stays_a_stack(tmp_path: Path) -> None:
     down, other = numbers(2, HIDDEN, INNER), numbers(64, 64)
     weights = {f"e.{expert}.down_proj": WeightSource("e.down_proj", expert) for expert in range(2)}
@@ -210,10 +200,3 @@ def test_the_error_that_is_taken_on_the_way_is_that_of_its_rows(
         assert error.clipped == 0
         assert error.sqnr_db == pytest.approx(sqnr_db(weight[::64], restored[::64]), abs=1e-4)
         assert error.sqnr_db == pytest.approx(10 * log10(error.signal / error.noise))
-
-
-def test_errors_survive_an_interruption(tmp_path: Path) -> None:
-    folder = save(tmp_path / "source", {"o_proj.weight": numbers(256, 256)})
-    parts = structure({"o_proj": WeightSource("o_proj.weight")})
-    first = quantize(folder, parts, {"o_proj": "mxfp4"}, tmp_path / "out")
-    assert quantize(folder, parts, {"o_proj": "mxfp4"}, tmp_path / "out").errors == first.errors

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +100,6 @@ def test_every_dtype_of_the_table_has_the_librarys_size(tmp_path: Path) -> None:
         assert read_header(path)["t"].dtype == dtype
 
 
-def test_an_empty_tensor_may_be_listed_after_the_one_that_starts_where_it_does(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.safetensors", {"a": entry(0, 4), "b": entry(0, 0)}, bytes(4))
-    assert set(read_header(path)) == set(load_file(path)) == {"a", "b"}
-
-
 def library_refuses(path: Path) -> bool:
     try:
         with safe_open(path, "pt"):
@@ -117,26 +111,19 @@ def library_refuses(path: Path) -> bool:
 GOOD = {"a": entry(0, 4), "b": entry(4, 6)}
 BROKEN: dict[str, tuple[object, bytes, str]] = {
     "hole": ({"a": entry(0, 4), "b": entry(5, 7)}, bytes(7), "starts at byte .*, expected"),
-    "hole at the start": ({"a": entry(1, 4)}, bytes(4), "starts at byte"),
     "overlap": ({"a": entry(0, 4), "b": entry(2, 6)}, bytes(6), "starts at byte"),
-    "padded": (GOOD, bytes(9), "describes .* bytes, the file has"),
     "cut short": (GOOD, bytes(5), "describes .* bytes, the file has"),
     "not JSON": (b'{"a": ', b"", "not JSON"),
-    "not UTF-8": (b'{"\xff": 1}', b"", "not JSON"),
     "nested without end": (b"[" * 100_000, b"", "not JSON"),
     "a list": ([1, 2], b"", "not a JSON object"),
     "unknown dtype": ({"a": entry(0, 4, dtype="F7")}, bytes(4), "'a' is wrong: .*F7"),
     "size against shape": ({"a": entry(0, 4, [3])}, bytes(4), "4 bytes for U8"),
     "size against dtype": ({"a": entry(0, 4, [4], "F32")}, bytes(4), "4 bytes for F32"),
     "negative shape": ({"a": entry(0, 4, [-2, -2])}, bytes(4), "'a' is wrong"),
-    "float shape": ({"a": {**entry(0, 4), "shape": [4.0]}}, bytes(4), "'a' is wrong"),
-    "boolean shape": ({"a": {**entry(0, 1), "shape": [True]}}, bytes(1), "'a' is wrong"),
     "shape is text": ({"a": {**entry(0, 4), "shape": "4"}}, bytes(4), "'a' is wrong"),
     "offsets turned round": ({"a": {**entry(0, 4), "data_offsets": [4, 0]}}, bytes(4), "'a' is wrong"),
-    "negative offset": ({"a": {**entry(0, 4), "data_offsets": [-4, 0]}}, bytes(4), "'a' is wrong"),
     "three offsets": ({"a": {**entry(0, 4), "data_offsets": [0, 2, 4]}}, bytes(4), "'a' is wrong"),
     "no offsets": ({"a": {"dtype": "U8", "shape": [4]}}, bytes(4), "'a' is wrong"),
-    "entry is a number": ({"a": 4}, bytes(4), "'a' is wrong"),
 }
 
 
@@ -155,13 +142,10 @@ def test_a_broken_file_is_refused_by_us_and_by_the_library(tmp_path: Path, case:
     [
         ("nothing", b""),
         ("half a length", b"\x02\x00\x00"),
-        ("a length only", struct.pack("<Q", 2)),
         ("more than the file", struct.pack("<Q", 100) + b"{}"),
         ("a huge length", struct.pack("<Q", 2**63) + b"{}"),
-        ("the largest length", b"\xff" * 8 + b"{}"),
         ("no header", struct.pack("<Q", 0)),
         ("a pointer to large file storage", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
-        ("a web page", b"<!DOCTYPE html><html></html>"),
     ],
 )
 def test_what_is_no_safetensors_file_is_said_to_be_none(tmp_path: Path, case: str, data: bytes) -> None:
@@ -188,27 +172,3 @@ def test_every_way_to_cut_a_file_short_is_noticed(tmp_path: Path) -> None:
         cut.write_bytes(whole[:length])
         with pytest.raises(UserError):
             read_header(cut)
-
-
-@given(position=st.integers(8, 200), value=st.integers(0, 255))
-@settings(max_examples=150, deadline=None)
-def test_no_flipped_byte_in_a_header_crashes_the_reader(
-    position: int, value: int, whole_file: Callable[[], tuple[Path, bytes]]
-) -> None:
-    path, whole = whole_file()
-    changed = bytearray(whole)
-    changed[position % (len(whole) - 40)] = value
-    path.write_bytes(changed)
-    try:
-        infos = read_header(path)
-    except UserError:
-        return
-    assert all(info.end <= len(whole) for info in infos.values())
-
-
-@pytest.fixture(scope="module")
-def whole_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, bytes]]:
-    folder = tmp_path_factory.mktemp("flip")
-    save_file({"a": torch.ones(3, 2), "b": torch.ones(4)}, folder / "whole.safetensors")
-    whole = (folder / "whole.safetensors").read_bytes()
-    return lambda: (folder / "changed.safetensors", whole)

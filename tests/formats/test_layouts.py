@@ -92,16 +92,6 @@ def test_what_is_written_is_read_back_module_by_module(
     assert claims.kv_cache is kv_cache
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
-def test_mixed_schemes_name_their_modules(checkpoint_format: str) -> None:
-    schemes = dict.fromkeys(LINEAR, "ptpc_fp8") | {LINEAR[0]: "mxfp4"}
-    config = layout(checkpoint_format).quantization_config(Choice(schemes, (), False))
-    assert config.get("format", "mixed-precision") == "mixed-precision"
-    written = json.dumps(config)
-    assert LINEAR[0] in written
-    assert "Linear" not in written
-
-
 @pytest.mark.parametrize("name", ["llmcompressor-ptpc_fp8-kv", "quark-ptpc_fp8-kv"])
 def test_a_setting_that_is_in_no_table_is_unknown_and_not_guessed(golden: Golden, name: str) -> None:
     config = copy.deepcopy(golden(name))
@@ -113,20 +103,6 @@ def test_a_setting_that_is_in_no_table_is_unknown_and_not_guessed(golden: Golden
     claims = layout(config["quant_method"]).claims(config, [LINEAR[0]])
     assert claims.schemes == {LINEAR[0]: None}
     assert "4" in claims.unknown[LINEAR[0]]
-
-
-@pytest.mark.parametrize("name", ["llmcompressor-w4a16", "quark-w4a16", "quark-int8_w8a8"])
-def test_integers_with_a_zero_point_are_another_scheme(golden: Golden, name: str) -> None:
-    config = copy.deepcopy(golden(name))
-    arguments = (
-        config["global_quant_config"]["weight"]
-        if name.startswith("quark")
-        else config["config_groups"]["group_0"]["weights"]
-    )
-    arguments["symmetric"] = False
-    claims = layout(config["quant_method"]).claims(config, [LINEAR[0]])
-    assert claims.schemes == {LINEAR[0]: None}
-    assert LINEAR[0] in claims.unknown
 
 
 @pytest.mark.parametrize(("ignore", "kept"), [([], 0), (["re:.*mlp.*"], 6), ([LINEAR[3]], 1), (["Linear"], 14)])

@@ -13,9 +13,6 @@ from pipeline.inspection.findings import Inspection
 from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.model.structure import read_structure
 
-# Rounding alone, dB, of weights that are normally distributed.
-SQNR = {"ptpc_fp8": 31.5, "fp8": 31.5, "fp8_block": 31.5, "mxfp4": 18.9, "mxfp4_weight_only": 18.9, "mxfp4_fp8": 18.9}
-
 
 def inspect(folder: Path, source: Path) -> Inspection:
     """As for a stranger: the structure is read from the checkpoint itself."""
@@ -54,59 +51,6 @@ def test_every_expert_is_quantized_and_no_router(quantize: Callable[..., Any], m
     assert {dtypes[name] for name in routers} == {"BF16"}
     ignored = made.checkpoint.config["quantization_config"]["ignore"]
     assert sorted(ignored) == sorted(name.removesuffix(".weight") for name in routers if "embed" not in name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "model", "scheme", "scales"),
-    [
-        ("ptpc_fp8-kv", "llama", "ptpc_fp8", 4),
-        ("ptpc_fp8-kv-qwen3", "qwen3", "ptpc_fp8", 4),
-        ("ptpc_fp8-kv-qwen3-moe", "qwen3-moe", "ptpc_fp8", 4),
-        ("fp8-kv", "llama", "fp8", 4),
-        ("fp8_block", "llama", "fp8_block", 0),
-        ("mxfp4", "llama", "mxfp4", 0),
-        ("mxfp4_weight_only", "llama", "mxfp4_weight_only", 0),
-        ("int8_w8a8", "llama", "int8_w8a8", 0),
-    ],
-)
-def test_llmcompressors_pass(
-    by_llmcompressor: Callable[[str], Path],
-    models: Callable[..., Path],
-    name: str,
-    model: str,
-    scheme: str,
-    scales: int,
-) -> None:
-    inspection = inspect(by_llmcompressor(name), models(model))
-    assert inspection.findings == ()
-    assert {layer.scheme for layer in inspection.layers} == {scheme}
-    assert len(inspection.kv_scales) == scales
-    if scheme in SQNR:
-        assert all(abs(layer.sqnr_db - SQNR[scheme]) < 1.5 for layer in inspection.layers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "model", "scheme", "scales"),
-    [
-        ("ptpc_fp8-kv", "llama", "ptpc_fp8", 4),
-        ("ptpc_fp8-kv-qwen3", "qwen3", "ptpc_fp8", 4),
-        ("fp8-kv", "llama", "fp8", 4),
-        ("mxfp4", "llama", "mxfp4", 0),
-        ("mxfp4_weight_only", "llama", "mxfp4_weight_only", 0),
-        ("mxfp4_fp8", "llama", "mxfp4_fp8", 0),
-        ("file-ptpc_fp8", "llama", "ptpc_fp8", 0),
-    ],
-)
-def test_quarks_pass(
-    by_quark: Callable[[str], Path], models: Callable[..., Path], name: str, model: str, scheme: str, scales: int
-) -> None:
-    inspection = inspect(by_quark(name), models(model))
-    assert inspection.findings == ()
-    assert {layer.scheme for layer in inspection.layers} == {scheme}
-    assert len(inspection.kv_scales) == scales
-    assert all(abs(layer.sqnr_db - SQNR[scheme]) < 1.5 for layer in inspection.layers)
 
 
 @pytest.mark.slow

@@ -117,10 +117,8 @@ def unquantize_in_secret(broken: Any) -> None:
 MUTATIONS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "scale of zero": ("bad scale", SCALE, fill(SCALE, 0.0, only_first=True)),
     "scale of NaN": ("bad scale", SCALE, fill(SCALE, float("nan"), only_first=True)),
-    "scale of infinity": ("bad scale", SCALE, fill(SCALE, float("inf"), only_first=True)),
     "negative scale": ("bad scale", SCALE, fill(SCALE, -0.01, only_first=True)),
     "scales of a layer times 4": ("error too large", MODULE, put(SCALE, lambda t: t * 4)),
-    "scales of a layer halved": ("error too large", MODULE, put(SCALE, lambda t: t / 2)),
     "scales in another order": ("error too large", MODULE, put(SCALE, lambda t: t.flip(0))),
     "weights of another layer": (
         "error too large",
@@ -129,44 +127,32 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     ),
     "scale missing": ("missing scale", SCALE, drop(SCALE)),
     "scale as 64-bit floats": ("wrong dtype", SCALE, put(SCALE, lambda t: t.double())),
-    "one scale for all rows": ("wrong shape", SCALE, put(SCALE, lambda t: t.reshape(-1)[:1])),
     "weight missing": ("not quantized", WEIGHT, drop(WEIGHT)),
-    "weight and scale missing": ("not quantized", WEIGHT, drop(WEIGHT, SCALE)),
     "weight in 16 bit": ("not quantized", WEIGHT, put(WEIGHT, lambda t: t.bfloat16())),
     "weights in 16 bit in secret": ("not quantized", WEIGHT, unquantize_in_secret),
-    "weight as bytes": ("wrong dtype", WEIGHT, put(WEIGHT, lambda t: t.view(torch.uint8))),
     "weight as the other FP8": ("wrong dtype", WEIGHT, put(WEIGHT, lambda t: t.view(torch.float8_e5m2))),
     "weight transposed": ("wrong shape", WEIGHT, put(WEIGHT, lambda t: t.t())),
-    "weight without its last row": ("wrong shape", WEIGHT, put(WEIGHT, lambda t: t[:-1])),
     "weight with a NaN": ("not finite", WEIGHT, byte(WEIGHT, 0x7F)),
-    "weight with a negative NaN": ("not finite", WEIGHT, byte(WEIGHT, 0xFF)),
     "cache scale of 1": ("default scale", "k_", fill_k(1.0)),
     "cache scale of zero": ("bad scale", "k_", fill_k(0.0)),
     "cache scale of NaN": ("bad scale", "k_", fill_k(float("nan"))),
-    "cache scale of infinity": ("bad scale", "k_", fill_k(float("inf"))),
-    "negative cache scale": ("bad scale", "k_", fill_k(-0.01)),
     "cache scale missing": ("missing scale", "k_", lambda b: b.tensors.pop(k_scale(b))),
     "cache scale one step off": ("wrong scale", "k_", put_k(lambda t: (t.view(torch.int16) + 1).view(t.dtype))),
     "cache scales exchanged": ("wrong scale", "v_", exchange_cache_scales),
     "cache scale for two heads": ("wrong shape", "k_", put_k(lambda t: t.reshape(1).repeat(2))),
-    "empty cache scale": ("wrong shape", "k_", put_k(lambda t: t.reshape(-1)[:0])),
     "cache scale as a byte": ("wrong dtype", "k_", put_k(lambda t: torch.ones_like(t, dtype=torch.uint8))),
     "cache not declared": ("undeclared", "k_", unclaim_cache),
     "scale that nobody declared": ("undeclared", "q_scale", add(f"{ATTENTION}.q_scale", torch.ones(1).bfloat16())),
     "input scale that nobody declared": ("undeclared", "input_scale", add(f"{MODULE}.input_scale", torch.ones(()))),
-    "zero point that nobody declared": ("undeclared", "zero_point", add(f"{MODULE}.weight_zero_point", torch.ones(1))),
     "tensor that the source lacks": ("undeclared", "extra", add("model.extra", torch.ones(1))),
     "quantized though ignored": ("undeclared", WEIGHT, ignore(MODULE)),
-    "all of a layer ignored": ("undeclared", "layers.1", ignore("re:model.layers.1.*")),
     "nothing is quantized": ("not quantized", "", ignore("re:.*")),
     "head claimed": ("not quantized", "lm_head.weight", claim_head),
     "scheme that nobody knows": ("unknown scheme", MODULE, claim_int8),
     "static inputs claimed": ("missing scale", "input_scale", claim_static_inputs),
     "norm altered in one bit": ("altered", NORM, put(NORM, lambda t: t + t.new_tensor([0.01] + [0] * 127))),
     "embedding in 32 bit": ("altered", "embed_tokens", put("model.embed_tokens.weight", lambda t: t.float())),
-    "embedding reshaped": ("altered", "embed_tokens", put("model.embed_tokens.weight", lambda t: t.reshape(128, -1))),
     "norm missing": ("missing", NORM, drop(NORM)),
-    "head missing": ("missing", "lm_head.weight", drop("lm_head.weight")),
 }  # fmt: skip
 
 
@@ -208,16 +194,6 @@ def test_harm_is_caught_by_its_rule(
     assert hits, inspection.findings
     assert rule in inspection.summary()
     assert inspection.to_json()["verdict"] == "FAIL"
-
-
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
-def test_harm_to_one_tensor_is_not_blamed_on_others(
-    quantize: Callable[..., Any], breakable: Callable[..., Any], checkpoint_format: str
-) -> None:
-    made = quantize("llama", checkpoint_format)
-    broken = breakable(made.folder)
-    MUTATIONS["scales of a layer times 4"][2](broken)
-    assert {finding.where for finding in inspect(made, broken.save()).findings} == {MODULE}
 
 
 def test_a_module_in_16_bit_that_the_configuration_claims_is_caught(

@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.engines.libraries.result import Names, adopt, differences, names_on_disk
-from pipeline.errors import UserError
+from pipeline.engines.libraries.result import adopt, differences, names_on_disk
 from pipeline.formats.checkpoint import open_checkpoint
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -113,18 +112,6 @@ def test_several_files_keep_their_index(output: Callable[..., Output], tmp_path:
     adopted = open_checkpoint(tmp_path / "adopted")  # proves that index and files agree
     assert {name: shard for name, (shard, _) in adopted.tensors.items()} == {
         name: shard for shard, held in shards.items() for name in held
-    }
-
-
-def test_exact_names_are_translated_and_patterns_are_not() -> None:
-    names = Names({"in.a": "on.a"}, {"in.norm.weight": "on.norm.weight"})
-    assert names.tensor("in.a.weight_scale") == "on.a.weight_scale"
-    assert names.tensor("in.norm.weight") == "on.norm.weight"
-    assert names.tensor("other.weight") == "other.weight"
-    declared = {"ignore": ["in.a", "re:.*in\\.a"], "layers": {"in.a": {"dtype": "x"}, "*in.a": None}}
-    assert names.configuration(declared) == {
-        "ignore": ["on.a", "re:.*in\\.a"],
-        "layers": {"on.a": {"dtype": "x"}, "*in.a": None},
     }
 
 
@@ -228,16 +215,6 @@ def test_modules_that_were_left_in_16_bit(
     assert len([line for line in wrong if line.startswith("not quantized: ") and ".experts.0." in line]) == 6
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_more_is_quantized_than_was_asked_for(output: Callable[..., Output], tmp_path: Path, name: str) -> None:
-    library = output("compressed-tensors")
-    library.tensors[name] = library.tensors[name].to(torch.float8_e4m3fn)
-    library.tensors[name.replace("weight", "weight_scale")] = torch.ones(1, dtype=torch.bfloat16)
-    wrong = library.wrong(tmp_path / "adopted")
-    assert any(line.startswith(f"altered: {name}: it is F8_E4M3") for line in wrong)
-    assert any(line.startswith("undeclared: ") for line in wrong)
-
-
 def test_what_is_carried_over_is_missing(output: Callable[..., Output], tmp_path: Path) -> None:
     library = output("quark")
     del library.tensors["model.norm.weight"]
@@ -250,16 +227,3 @@ def test_another_layout(output: Callable[..., Output], tmp_path: Path) -> None:
     library = output("quark")
     library.format = "compressed-tensors"
     assert library.wrong(tmp_path / "adopted") == ["it is in quark, asked for was compressed-tensors"]
-
-
-def test_no_output_at_all(output: Callable[..., Output], tmp_path: Path) -> None:
-    library = output("quark")
-    with pytest.raises(UserError, match="no such folder"):
-        adopt(
-            tmp_path / "deleted",
-            tmp_path / "adopted",
-            Names({}, {}),
-            library.made.source,
-            library.made.choice,
-            "quark",
-        )
