@@ -70,13 +70,6 @@ def test_what_slows_nvidia_down(smi: Callable[..., Path], bits: str, names: tupl
     assert sensor.read() == Reading((), 61.0, None, names)
 
 
-def test_nvidia_without_a_field_for_reasons(smi: Callable[..., Path]) -> None:
-    smi("1980, 61, 412.5\n", "_reasons")
-    sensor = sensor_for("cuda", gpus=1, env={})
-    assert sensor is not None
-    assert sensor.read() == Reading((1980.0,), 61.0, 412.5, ())
-
-
 def test_only_the_gpus_of_the_server_are_asked(smi: Callable[..., Path]) -> None:
     asked = smi("1980, 61, 412.55, 0x0\n")
     for gpus, env in ((2, {"CUDA_VISIBLE_DEVICES": "1"}), (1, {"CUDA_VISIBLE_DEVICES": "GPU-bb,0"})):
@@ -158,13 +151,6 @@ def test_tables_of_other_drivers_are_not_guessed(tmp_path: Path, revision: tuple
     assert sensor.read() == Reading((2100.0,), 50.0, 612.0)
 
 
-def test_a_driver_that_shows_nothing(tmp_path: Path) -> None:
-    trees.instinct(tmp_path, count=1)
-    sensor = amd_sensor(trees.machine(tmp_path), 1)
-    assert sensor is not None
-    assert sensor.read() is None
-
-
 def test_cores_by_cpufreq_and_by_cpuinfo(tmp_path: Path) -> None:
     sensor = sensor_of("cpu", gpus=1, machine=trees.machine(tmp_path))
     assert sensor is not None
@@ -192,10 +178,3 @@ def test_a_launch_is_the_readings_of_its_cells() -> None:
     assert (state.throttled, state.samples, state.temperature_c) == (("power brake",), 3, 72.0)
     assert (state.clock_mhz, state.clock_mhz_low, state.power_w) == (1000.0, 1000.0, 400.0)
     assert summary([[Reading(tuple(range(100, 200)))]]).clock_mhz_low == 104.0
-
-
-def test_a_counter_that_was_set_back_says_nothing() -> None:
-    readings = [Reading(counters={"heat": 5}), Reading(counters={"heat": 0, "new": 4})]
-    assert summary([readings]).throttled == ()
-    nothing = summary([])
-    assert (nothing.clock_mhz, nothing.power_w, nothing.samples, nothing.throttled) == (None, None, 0, ())

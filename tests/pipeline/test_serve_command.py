@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +151,7 @@ def test_a_recipe_without_a_checkpoint_is_planned_for(quantmint: Quantmint, proj
     assert (baseline["facts"]["quantization"], baseline["warnings"][:1]) != ("ptpc_fp8", plan["warnings"][:1])
 
 
+@pytest.mark.slow
 def test_a_recipe_serves_what_it_made(quantmint: Quantmint, project: Path) -> None:
     given = ("serve", "r.yaml", "--vllm", "0.33.0", "--json")
     recipe = (project / "r.yaml").read_text().replace("kv_cache: fp8", "kv_cache: auto")
@@ -215,15 +215,3 @@ def test_nothing_is_served_without_weights_or_vllm(quantmint: Quantmint, monkeyp
     assert "no vLLM found" in quantmint("serve", LLAMA, "--target", "cpu").err
     version = quantmint("serve", LLAMA, "--target", "cpu", "--vllm", "0.33.0")
     assert (version.code, "is a version, expected the `vllm` command" in version.err) == (2, True)
-
-
-def test_it_answers_at_once(quantmint: Quantmint) -> None:
-    ended = quantmint("serve", "--help")
-    assert ended.code == 0
-    assert "--kubernetes" in ended.out
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])

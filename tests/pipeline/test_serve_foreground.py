@@ -168,27 +168,6 @@ def test_a_server_that_dies(start: Start, model: Callable[..., Path]) -> None:
     assert gone(folder, port)
 
 
-def test_a_busy_port_is_one_line(start: Start, model: Callable[..., Path]) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        process = start(model(), "--port", port)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (2, "")
-    errors = [line for line in err.splitlines() if line.startswith("quantmint:")]
-    assert errors == [
-        f"quantmint: port {port} is held by {Path(f'/proc/{os.getpid()}/comm').read_text().strip()} (pid {os.getpid()})"
-    ]
-
-
-def test_a_wrong_path_is_one_line(start: Start) -> None:
-    out, err = (process := start("no/such/model")).communicate(timeout=60)
-    assert (process.returncode, out) == (2, "")
-    assert err.startswith("quantmint: MODEL: found 'no/such/model', expected a folder with a model")
-    assert len(err.splitlines()) == 1
-
-
 def test_a_folder_without_weights(start: Start, model: Callable[..., Path]) -> None:
     folder = model()
     (folder / "model.safetensors").unlink()
@@ -212,9 +191,3 @@ def test_a_server_that_runs_already_is_left_alone(start: Start, model: Callable[
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
     assert first.returncode == 0
-
-
-def test_an_endpoint_must_be_named(start: Start, model: Callable[..., Path]) -> None:
-    _, err = (process := start(model(), "--launcher", "endpoint")).communicate(timeout=60)
-    assert process.returncode == 2
-    assert "found no --endpoint URL" in err

@@ -7,7 +7,6 @@ from importlib import resources
 import pytest
 import yaml
 
-from pipeline.commands.recipes import scheme_rows
 from pipeline.errors import UserError
 from pipeline.serving.hardware import (
     by_name,
@@ -51,17 +50,6 @@ def test_unknown_devices_have_no_row():
     assert by_name("CPU") is None
 
 
-def test_cpu_and_cuda_leave_figures_to_the_machine():
-    for name in ("cpu", "cuda"):
-        row = hardware(name)
-        assert (row.hbm_bytes, row.memory_tb_s, row.links_gb_s, dict(row.tflops)) == (None, None, None, {})
-
-
-def test_links_of_a_node():
-    assert hardware("mi300x").links_gb_s == 896
-    assert hardware("mi355x").links_gb_s == pytest.approx(1075.2)
-
-
 @pytest.mark.parametrize(
     ("name", "scheme", "expected"),
     [
@@ -77,10 +65,6 @@ def test_links_of_a_node():
 )
 def test_emulation_needs_quark(name, scheme, expected):
     assert needs(name, scheme, "auto", "quark") == expected
-
-
-def test_the_table_of_schemes_names_cuda_once():
-    assert not {"h100", "h200"} & {name for row in scheme_rows() for name in row.native}
 
 
 def test_hardware_facts():

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.tree import Store
 from tests.processes import processes_naming
 from tests.tuning.sweeping import run, starts, sweep_of
 
@@ -81,21 +80,3 @@ def test_two_sweeps_measure_one_after_the_other_and_nothing_twice(surface: Surfa
     assert len(starts(folder)) == len(records(folder)) == 5
     assert sum("another sweep is measuring" in text for text in told) == 1
     assert sum("cached" in text for text in told) == 1
-
-
-def test_a_damaged_record_is_put_aside_and_the_trial_measured_again(surface: Surface) -> None:
-    folder = surface()
-    run(folder, sweep_of(folder, {"--max-num-seqs": ["8"]}))
-    broken, other = sorted((folder / "store" / "tune").glob("*/record.json"))[:2]
-    broken.write_text(broken.read_text()[:-20])
-    data = json.loads(other.read_text())
-    data["payload"]["machine"] = {"cpu": "another"}
-    other.write_text(json.dumps(data))
-    warned: list[str] = []
-    count = len(starts(folder))
-    found = run(folder, sweep_of(folder, {"--max-num-seqs": ["8"]}))
-    assert len(starts(folder)) == count + 2
-    assert len(list((folder / "store" / "quarantine").iterdir())) == 2
-    assert [point["status"] for point in found["points"]] == ["ok", "ok"]
-    assert Store(folder / "store", on_warning=warned.append).find("tune", broken.parent.name) is not None
-    assert warned == []

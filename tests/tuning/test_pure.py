@@ -178,12 +178,6 @@ def test_of_points_that_noise_cannot_tell_apart_the_one_with_fewer_changes_is_ch
     assert Judge(outcomes, Objective("latency")).best() == BASE
 
 
-def test_two_launches_that_agree_by_chance_do_not_make_every_difference_real() -> None:
-    a = (("--a", "1"),)
-    outcomes = {Trial(BASE): outcome(100, 50), Trial(BASE, 1): outcome(100, 50), Trial(a): outcome(100.5, 50)}
-    assert Judge(outcomes, Objective()).best() == BASE
-
-
 @pytest.mark.parametrize(("goal", "best"), [("throughput", "--fast"), ("latency", "--quick"), ("balanced", "--both")])
 def test_objectives_weigh_speed_against_waiting(goal: object, best: str) -> None:
     outcomes = {

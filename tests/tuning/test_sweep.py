@@ -43,38 +43,12 @@ def test_one_at_a_time_finds_the_optimum_and_measures_it_before_it_recommends_it
     assert found["noise"]["output_throughput"] > 1
 
 
-def test_a_combination_that_does_not_add_up_is_not_recommended(surface: Surface) -> None:
-    """Each wins alone; the stand-in multiplies, so a knob of its own takes back more than both gained."""
-    both = {"--max-num-batched-tokens": {"4096": 1.3}, "--max-num-seqs": {"32": 1.2}}
-    folder = surface(throughput=both, noise=0.01, fail={})
-    sweep = sweep_of(folder, {"--max-num-batched-tokens": ["4096"], "--max-num-seqs": ["32"]})
-    plan = sweep.subject.planner
-
-    def spoiled(changes: dict[str, Any]) -> Any:
-        return plan({**changes, "OMP_X": "1"} if len(changes) == 2 else changes)
-
-    object.__setattr__(sweep.subject, "planner", spoiled)
-    both["OMP_X"] = {"1": 0.5}
-    surface(throughput=both, noise=0.01)
-    found = run(folder, sweep)
-    assert found["points"][3]["label"] == "max-num-batched-tokens 4096, max-num-seqs 32"
-    assert found["points"][found["best"] or 0]["label"] == "max-num-batched-tokens 4096"
-
-
 @pytest.mark.parametrize(("options", "launches"), [({"mode": "grid"}, 10), ({"keep": True}, 7)])
 def test_a_grid_and_coordinate_descent_find_it_too(surface: Surface, options: dict[str, Any], launches: int) -> None:
     folder = surface(throughput=FACTORS, noise=0.01)
     found = run(folder, sweep_of(folder, TWO, **options))
     assert found["serve"] == {"knobs": {"--max-num-batched-tokens": 4096, "--max-num-seqs": 32}}
     assert len(starts(folder)) == launches
-
-
-def test_differences_within_the_noise_change_nothing(surface: Surface) -> None:
-    folder = surface(throughput={"--max-num-seqs": {"8": 1.01}}, noise=0.2)
-    found = run(folder, sweep_of(folder, {"--max-num-seqs": ["8"]}, repeat=2))
-    assert found["best"] == 0
-    assert found["effects"][0]["noise"]["output_throughput"]
-    assert "beats the base plan by more than the noise" in found["verdict"]
 
 
 def test_limits_come_before_speed(surface: Surface) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
 from pipeline.serving.host.checks import LOOKS, checks, examine, preflight
 from pipeline.serving.host.subject import look, script
 from pipeline.serving.knobs.table import table
@@ -98,17 +97,6 @@ def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Pa
     assert text.count("usermod -a -G render ann") == 1
     assert "echo 0 > /proc/sys/kernel/numa_balancing" in text
     json.dumps([finding.to_json() for finding in found], allow_nan=False)
-
-
-def test_a_fix_of_two_faults_stands_in_the_script_once(tmp_path: Path, vllm: Path):
-    found = examine(look(machine(trees.healthy(tmp_path)), target=parse_target("mi300x:8"), vllm=vllm))
-    assert sum("modprobe amdgpu" in finding.as_root for finding in found) == 2
-    assert script(found).count("modprobe amdgpu") == 1
-
-
-def test_without_a_target_an_unknown_machine_is_an_error(tmp_path: Path, vllm: Path):
-    with pytest.raises(UserError, match="0x74a2"):
-        look(machine(trees.instinct(tmp_path, device_id=0x74A2, count=1)), vllm=vllm)
 
 
 def test_a_plan_is_checked_for_what_it_names(tmp_path: Path, vllm: Path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.serving.host.detect import chosen, detect, visible_amd, visible_cuda
+from pipeline.machine import Device
+from pipeline.serving.host.detect import chosen, detect, device_here, visible_amd, visible_cuda
 from pipeline.serving.planning.target import Target
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, KEPT, machine
@@ -46,14 +48,6 @@ def test_a_partition_is_not_a_whole_gpu(tmp_path: Path):
     assert len({gpu.device.resolve() for gpu in found.devices if gpu.device}) == 8
 
 
-def test_modes_that_differ_are_both_said(tmp_path: Path):
-    root = trees.instinct(tmp_path, count=2)
-    trees.write(root, "sys/bus/pci/devices/0000:14:00.0/current_compute_partition", "DPX")
-    found = detect(machine(root))
-    assert found.compute_partition == "DPX+SPX"
-    assert found.partitioned
-
-
 def test_a_virtual_function_without_partitions(tmp_path: Path):
     root = trees.instinct(tmp_path, device_id=0x74B5, count=1)
     for name in ("current_compute_partition", "current_memory_partition"):
@@ -61,18 +55,6 @@ def test_a_virtual_function_without_partitions(tmp_path: Path):
     found = detect(machine(root))
     assert (found.hardware, found.gpus, found.xgmi, found.compute_partition) == ("mi300x", 1, None, None)
     assert not found.partitioned
-
-
-def test_only_banks_of_the_gpu_are_its_memory(tmp_path: Path):
-    root = trees.instinct(tmp_path, count=1)
-    trees.write(root, f"{trees.NODES}/2/mem_banks/1/properties", "heap_type 0\nsize_in_bytes 1099511627776")
-    assert detect(machine(root)).hbm_bytes == 192 * GIB - KEPT
-
-
-def test_memory_of_the_card_where_the_topology_has_no_banks(tmp_path: Path):
-    root = trees.instinct(tmp_path, count=1)
-    (root / trees.NODES / "2/mem_banks/0/properties").unlink()
-    assert detect(machine(root)).hbm_bytes == 192 * GIB - KEPT
 
 
 def test_a_node_that_the_container_may_not_read_is_not_ours(tmp_path: Path):
@@ -89,13 +71,6 @@ def test_an_unknown_instinct_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"device id 0x74a2 \(gfx942\), expected one of 0x74a1 \(mi300x\)") as caught:
         detect(machine(root))
     assert caught.value.hint == "name what it is most like: --target mi300x or --target mi325x"
-
-
-def test_a_radeon_is_no_instinct(tmp_path: Path):
-    root = trees.instinct(tmp_path, device_id=0x744C, gfx=110000, count=1)
-    with pytest.raises(UserError, match=r"0x744c \(gfx1100\)") as caught:
-        detect(machine(root))
-    assert "--target cpu" in str(caught.value.hint)
 
 
 def test_different_gpus_side_by_side(tmp_path: Path):
@@ -129,12 +104,6 @@ def test_nothing_visible_is_an_error_and_not_a_cpu(tmp_path: Path):
         detect(machine(root, {"ROCR_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}))
 
 
-def test_a_missing_link_is_seen(tmp_path: Path):
-    root = trees.instinct(tmp_path, unlinked=[(0, 7)])
-    assert detect(machine(root)).xgmi is False
-    assert detect(machine(root, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})).xgmi is True
-
-
 def test_nvidia_by_its_tool(tmp_path: Path):
     found = detect(machine(tmp_path, smi=H100))
     assert found.target == Target("h100", 2, 1, 81008 << 20)
@@ -164,3 +133,27 @@ def test_lists_of_devices():
     assert chosen("-1,0", uuids) == ()
     assert visible_amd({"CUDA_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "2,0"}, uuids) == (0,)
     assert visible_cuda({"HIP_VISIBLE_DEVICES": "1"}, uuids) == (0, 1, 2)
+
+
+def test_an_instinct_gpu_is_the_table_s(tmp_path: Path):
+    assert device_here("cuda:3", machine(trees.instinct(tmp_path))) == Device("mi300x", "AMD Instinct MI300X")
+
+
+def test_an_nvidia_gpu_has_its_driver_s_words(tmp_path: Path):
+    def smi(argv: object) -> str:
+        listed = "GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559, 551, 4\n"
+        return listed if "--query-gpu=name" not in tuple(argv) else "NVIDIA H100 80GB HBM3\n"  # type: ignore[call-overload]
+
+    assert device_here("cuda", replace(machine(tmp_path), run=smi)) == Device("h100", "NVIDIA H100 80GB HBM3")
+
+
+def test_a_cpu_is_its_model_also_beside_a_gpu(tmp_path: Path):
+    root = trees.instinct(tmp_path)
+    trees.write(root, "proc/cpuinfo", "processor\t: 0\nmodel name\t: AMD EPYC 9654 96-Core Processor\n")
+    assert device_here("cpu", machine(root)) == Device("cpu", "AMD EPYC 9654 96-Core Processor")
+
+
+def test_a_machine_without_a_gpu_is_its_cpu(tmp_path: Path):
+    found = device_here("cuda", machine(tmp_path))
+    assert found.hardware == "cpu"
+    assert found.name

@@ -25,34 +25,12 @@ def test_the_planned_accelerators_are_here(tmp_path: Path, finding):
     assert (few.status, few.found) == ("fail", "2 x AMD Instinct MI300X")
 
 
-def test_what_cannot_be_told_is_said(tmp_path: Path, finding):
-    box = machine(trees.instinct(tmp_path, device_id=0x74A2, count=1))
-    seen = finding("accelerators", box, target="mi300x:1")
-    assert seen.status == "fail"
-    assert "0x74a2" in seen.found
-
-
-def test_any_cuda_gpu_is_cuda(tmp_path: Path, finding):
-    box = machine(tmp_path, smi="GPU-a, NVIDIA H100 80GB HBM3, 81559, 551, 4\n")
-    assert finding("accelerators", box, target="cuda:1").status == "ok"
-    assert finding("accelerators", box, target="h200:1").status == "fail"
-
-
 def test_partitions_fail_a_plan_that_counts_on_whole_gpus(tmp_path: Path, finding):
     box = machine(trees.partitioned(tmp_path))
     whole = finding("partition", box, target="mi300x:8")
     assert (whole.status, whole.found) == ("fail", "CPX with NPS1, 24.0 GiB each")
     assert whole.as_root == ("amd-smi set --compute-partition SPX", "amd-smi set --memory-partition NPS1")
     assert finding("partition", box).status == "warn"  # the target is what the machine is
-
-
-def test_whole_gpus_are_well(tmp_path: Path, finding):
-    box = machine(trees.instinct(tmp_path))
-    seen = finding("partition", box, target="mi300x:8")
-    assert (seen.status, seen.fix, seen.as_root) == ("ok", "", ())
-    nps4 = machine(trees.instinct(tmp_path / "nps4", modes=("SPX", "NPS4")))
-    assert finding("partition", nps4).status == "warn"
-    assert finding("partition", machine(trees.healthy(tmp_path / "cpu")), target="mi300x:8").status == "skipped"
 
 
 def test_links_between_all_gpus(tmp_path: Path, finding):

@@ -167,13 +167,3 @@ def test_the_real_questions(tmp_path: Path):
     assert run_command(["sh", "-c", "echo hello"]) == "hello\n"
     assert run_command(["sh", "-c", "exit 3"]) is None
     assert run_command(["no-such-command-anywhere"]) is None
-
-
-def test_files_are_read_below_the_root(tmp_path: Path):
-    box = Machine(root=tmp_path, environ={})
-    trees.write(tmp_path, "a/b", "0x10")
-    assert (box.number("a/b"), box.text("a/none"), box.number("a/none")) == (16, None, None)
-    assert box.path("/a/b") == tmp_path / "a/b"
-    for number in (10, 9, 1):
-        trees.write(tmp_path, f"n/{number}/x", "")
-    assert [path.parent.name for path in box.glob("n/*/x")] == ["1", "9", "10"]

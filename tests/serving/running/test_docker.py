@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ServingError, UserError
+from pipeline.errors import ServingError
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.running.docker import DockerLauncher
 
@@ -143,8 +143,7 @@ def test_the_exact_command(docker: Path, fake_model: Callable[..., Path], tmp_pa
     assert not list(docker.glob("quantmint-*.pid"))
 
 
-@pytest.mark.parametrize("client", ["proxy", "deaf"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("client", "number"), [("proxy", signal.SIGTERM), ("deaf", signal.SIGKILL)])
 def test_no_container_outlives_its_owner(
     docker: Path,
     fake_model: Callable[..., Path],
@@ -180,13 +179,3 @@ def test_an_image_that_nobody_has(docker: Path, fake_model: Callable[..., Path],
     ):
         pass
     assert "--image" in (caught.value.hint or "")
-
-
-def test_no_docker(fake_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    plan, processes = launch(fake_model())
-    with (
-        pytest.raises(UserError, match="no `docker` command"),
-        DockerLauncher().deploy(plan, processes, tmp_path / "logs"),
-    ):
-        pass

@@ -127,13 +127,6 @@ def test_what_cannot_be_proven_is_a_warning_or_in_strict_an_error(
         take(endpoint, plan_for(tiny_llama), tmp_path, strict=True)
 
 
-def test_a_model_is_known_by_its_folder_under_another_name(
-    endpoint: Endpoint, tiny_llama: Path, tmp_path: Path
-) -> None:
-    endpoint.card["id"] = "llama-prod"
-    assert take(endpoint, plan_for(tiny_llama), tmp_path)[1].model_name == "llama-prod"
-
-
 def test_a_key_goes_into_the_header_and_nowhere_else(
     endpoint: Endpoint, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,18 +180,6 @@ def test_one_that_loads_is_waited_for(
     endpoint.health = 503
     threading.Timer(0.3, lambda: setattr(endpoint, "health", 200)).start()
     assert take(endpoint, plan_for(tiny_llama), tmp_path)[1].started_seconds >= 0.2
-
-
-def test_the_watch_forgives_two_misses_and_not_three(
-    endpoint: Endpoint, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoint_module, "_WATCH_S", 0.01)
-    with EndpointLauncher(endpoint.url).deploy(plan_for(tiny_llama), (), tmp_path) as running:
-        endpoint.health = 500
-        before = len(endpoint.asked)
-        with pytest.raises(ServingError, match="answers /health with 500"):
-            running.watch()
-    assert len(endpoint.asked) == before + 3
 
 
 def test_a_server_without_a_log_says_so_in_the_record(endpoint: Endpoint, tiny_llama: Path, tmp_path: Path) -> None:

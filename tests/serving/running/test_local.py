@@ -146,17 +146,3 @@ def test_a_port_that_is_held_is_not_exchanged(fake_vllm: Path, fake_model: Calla
             pass
     assert "--port" in (caught.value.hint or "")
     assert not (model / "starts").exists()
-
-
-def test_a_port_that_is_lost_during_the_start_is_not_exchanged(
-    fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    (port,) = free_ports(1)
-    model = fake_model(mode="die", log="OSError: [Errno 98] Address already in use\n")
-    plan, processes = launch(model, ports=(port,))
-    with (
-        pytest.raises(UserError, match=f"port {port} is held"),
-        LocalLauncher(fake_vllm).deploy(plan, processes, tmp_path / "logs"),
-    ):
-        pass
-    assert (model / "starts").read_text().split() == [str(port)]

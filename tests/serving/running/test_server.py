@@ -140,14 +140,6 @@ def test_a_server_of_another_model_is_not_taken_for_ours(
     assert survivors(model) == []
 
 
-def test_a_command_that_is_not_there_is_named(fake_model: Callable[..., Path], tmp_path: Path):
-    with (
-        pytest.raises(ServingError, match="No such file"),
-        LocalLauncher(tmp_path / "no-vllm").launch(plan_for(fake_model()), tmp_path / "log"),
-    ):
-        pass
-
-
 def test_an_exception_in_the_block_ends_a_server_that_ignores_sigterm(
     fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path
 ):
