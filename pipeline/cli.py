@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import click
 
 from pipeline import __version__
-from pipeline.commands.lazy import LazyGroup
 from pipeline.errors import QuantmintError
 
 # command: (module below pipeline.commands, heading and line of --help); it is imported when it is called
@@ -60,10 +60,30 @@ _EXTRAS = {
 }
 
 
-class _Commands(LazyGroup):
-    """Ours, with the nearest name for one that is none."""
+class _Commands(click.Group):
+    """Commands that are imported when they are called, with the nearest name for one that is none."""
 
-    table = _COMMANDS
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the table."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command, by the name that it gives itself; None for a name that is none."""
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"pipeline.commands.{_COMMANDS[cmd_name][0]}")
+        found = [value for value in vars(module).values() if isinstance(value, click.Command)]
+        return next(command for command in found if command.name == cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List them below their headings, without importing any."""
+        headings: dict[str, list[tuple[str, str]]] = {}
+        for name, (_, heading, line) in _COMMANDS.items():
+            headings.setdefault(heading, []).append((name, line))
+        widest = max(map(len, _COMMANDS))
+        for title, rows in headings.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<{widest}}", line) for name, line in rows])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

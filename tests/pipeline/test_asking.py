@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.errors import MeasurementError
 from eval.harness import Item
 from eval.harness_log import Asked
 from eval.samples import Sample, SampleSet, pair
@@ -231,18 +230,6 @@ def test_kill_9_costs_the_look_that_was_being_asked(
         assert sorted(sample.doc_id for sample in whole.samples) == list(range(400))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm")
-def test_a_server_that_breaks_is_told_with_the_log(world: Callable[..., Any]) -> None:
-    with world(SUMS) as w:
-        w.servers["baseline"].fail_after = 0
-        with pytest.raises(StageError, match=r"^lm-eval ended with exit code 1: .*500") as caught:
-            w.run(BASELINE)
-        assert caught.value.hint is not None
-        assert "lm-eval.log" in caught.value.hint
-        assert caught.value.transient, "a server that answers 5xx may be well later"
-
-
 class Answers:
     """In place of lm-eval: facts that each side knows some of, by their numbers."""
 
@@ -300,22 +287,6 @@ def test_asking_stops_where_the_look_decides(
     assert entry.record.result["datasets"] == {"facts": [{"path": "org/facts", "commit": None}]}
 
 
-def test_data_that_cannot_be_had_is_told_before_anything_is_asked(
-    world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Halting(Answers):
-        def load(self, task: SuiteTask) -> dict[str, Any]:
-            if task.task == "sums":
-                raise MeasurementError("lm-eval has no task 'sums'")
-            return super().load(task)
-
-    halting = Halting(80)
-    monkeypatch.setattr("pipeline.stages.evaluate.asking", lambda *_, **__: nullcontext(halting))
-    with world(FACTS, SUMS) as w, pytest.raises(InvalidMeasurementError, match="baseline: lm-eval has no task 'sums'"):
-        w.run(BASELINE)
-    assert halting.batches == []
-
-
 @pytest.mark.parametrize(
     ("gated", "documents", "refused"),
     [
@@ -335,16 +306,6 @@ def test_a_group_that_lacks_a_task(
     expected = pytest.raises(InvalidMeasurementError, match=refused) if refused else nullcontext()
     with expected:
         answered(Group(80), Group(80), replace(FACTS, gated=gated))
-
-
-def test_sides_that_cannot_be_compared_are_left_to_the_gate(answered: Callable[..., Any]) -> None:
-    w, candidate, outcome = answered(Answers(80, tokenizer="a"), Answers(80, tokenizer="b"), FACTS)
-    assert "asked with tokenizer 'a' of the baseline, 'b' of the candidate" in w.said
-    assert "facts: not comparable with the baseline after 100 of 400 items" in w.said
-    assert candidate.batches == [0]
-    sides = (samples(outcome, f"evaluate-{side}", FACTS) for side in ("baseline", "candidate"))
-    with pytest.raises(MeasurementError, match="tokenizer"):
-        pair(*sides)
 
 
 def test_fingerprints(world: Callable[..., Any]) -> None:

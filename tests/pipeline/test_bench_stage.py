@@ -98,6 +98,7 @@ def test_sides_take_turns_on_fresh_servers(series: Callable[..., Series]) -> Non
     assert [step.cached for step in made.run().steps] == [True] * 3
 
 
+@pytest.mark.slow
 def test_killed_in_the_third_launch(
     series: Callable[..., Series],
     forked: Callable[[Callable[[], None]], int],
@@ -130,6 +131,7 @@ def test_killed_in_the_third_launch(
     assert not processes_naming(str(made.folder / "bin"))
 
 
+@pytest.mark.slow
 def test_a_lost_request_voids_the_measurement(series: Callable[..., Series]) -> None:
     made = series(launches=2)
     made.rules(candidate={"lose": [2]})
@@ -141,20 +143,6 @@ def test_a_lost_request_voids_the_measurement(series: Callable[..., Series]) -> 
     made.rules()
     made.run()
     assert [len(made.lines(side, "starts")) for side in ("baseline", "candidate")] == [2, 3]
-
-
-def test_what_the_log_says_goes_into_each_launch(series: Callable[..., Series]) -> None:
-    made = series(launches=1, cells=CELLS[:1])
-    made.rules(candidate={"void": {"--kv-cache-dtype": ["fp8"]}})
-    outcome = made.run()
-    entry = outcome.entry("bench")
-    assert entry is not None
-    before, after = read_launches(entry.path)
-    assert before.faults == ()
-    assert len(after.faults) == 1
-    assert "scaling factor 1.0" in after.faults[0]
-    assert entry.record.result["faults"] == [f"launch 1 (candidate): {after.faults[0]}"]
-    assert any("warning: candidate: " in line for line in made.orchestra.lines)
 
 
 def test_what_the_result_depends_on(series: Callable[..., Series], tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from tests.served.cases import MODEL, Case, make_case
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.slow
+
 RECIPE = MODEL.parents[1] / "tiny-ptpc-fp8kv.yaml"
 LAYERS = 4
 

@@ -19,7 +19,7 @@ import pytest
 
 from eval import prompts
 from eval.canary import CanaryPolicy
-from pipeline.errors import RefusalError, ServingError
+from pipeline.errors import ServingError
 from pipeline.progress import PlainReporter
 from pipeline.serving.running.server import HOST, Server
 from pipeline.stage import Job, Output, Setting
@@ -139,14 +139,6 @@ def test_the_baseline_reads_every_prompt_alone(ask: Any, tmp_path: Path) -> None
     assert output.summary.startswith("5 prompts, ")
 
 
-def test_prompts_are_cut_to_what_the_server_takes(ask: Any, setting: Setting) -> None:
-    recipe = setting.recipe
-    short = recipe.model_copy(update={"target": recipe.target.model_copy(update={"max_model_len": 33})})
-    model = Model()
-    ask("baseline", model, changed=replace(setting, loaded=replace(setting.loaded, recipe=short)))
-    assert {len(body["prompt"]) for body in model.bodies} == {32}
-
-
 def test_a_candidate_is_given_the_tokens_of_the_baseline(ask: Any, tmp_path: Path) -> None:
     baseline, candidate = Model(), Model(noise=0.1)
     ask("baseline", baseline)
@@ -202,14 +194,6 @@ def test_a_candidate_that_computes_no_numbers_fails(ask: Any, broken: Model, tmp
     assert output.result["verdict"] == "FAIL"
     assert output.result["reasons"][0].startswith("no finite log probability for 5 of 5 prompts")
     assert len(read_comparison(tmp_path / "candidate").unanswered) == 5
-
-
-def test_a_server_that_refuses_or_dies_is_no_broken_checkpoint(ask: Any) -> None:
-    ask("baseline", Model())
-    with pytest.raises(RefusalError, match="answers /v1/completions with 400: prompt logprobs of 20, max allowed: 5"):
-        ask("candidate", Model(status=400, refusal="prompt logprobs of 20, max allowed: 5"))
-    with pytest.raises(ServingError, match="answers /health with 503"):
-        ask("candidate", Model(status=500, healthy=False))
 
 
 @pytest.mark.parametrize(

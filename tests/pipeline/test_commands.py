@@ -178,34 +178,6 @@ def test_explain(orchestra: Any, quantmint: Quantmint) -> None:
     assert orchestra.ran == ["calibrate", "quantize", "gate"], "nothing is made"
 
 
-def test_explain_shows_of_a_long_text_what_differs(orchestra: Any, quantmint: Quantmint) -> None:
-    before, after = "name: r\nmargin: 0.01\nlooks: 4\n", "name: r\nmargin: 0.02\nlooks: 4\n"
-    orchestra.run(orchestra.stage("only", option=before))
-    orchestra.plan(orchestra.stage("only", option=after))
-    lines = [line.strip() for line in quantmint("explain", "r.yaml").out.splitlines()]
-    assert lines[1:] == ["settings.option:", "-margin: 0.01", "+margin: 0.02"]
-    [told] = quantmint("explain", "r.yaml", "--json").json
-    assert told["changes"] == [{"path": "$.settings.option", "old": before, "new": after}]
-
-
-def test_explain_follows_a_stage_that_moved(orchestra: Any, quantmint: Quantmint) -> None:
-    """A recipe that needs no calibration any more has a shorter plan."""
-    sides = ("candidate", "baseline")
-
-    def served(**options: Any) -> list[Any]:
-        return [orchestra.stage(f"serve-{side}", "quantize", family="serve", **options) for side in sides]
-
-    orchestra.run(
-        orchestra.stage("calibrate"), orchestra.stage("quantize", "calibrate", option="fp8"), *served(option=[1])
-    )
-    orchestra.plan(orchestra.stage("quantize", option="auto"), *served(option=[2]))
-    told = {entry["stage"]: entry for entry in quantmint("explain", "r.yaml", "--json").json}
-    assert told["quantize"]["state"] == "changed"
-    assert {"path": "$.settings.option", "old": "fp8", "new": "auto"} in told["quantize"]["changes"]
-    for side in sides:
-        assert {"path": "$.settings.option[0]", "old": 1, "new": 2} in told[f"serve-{side}"]["changes"]
-
-
 @pytest.fixture
 def made(quantize: Callable[..., Any], tmp_path: Path) -> tuple[Path, Path]:
     """A checkpoint of the engine to break, and what it was made from."""

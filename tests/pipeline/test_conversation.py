@@ -80,18 +80,6 @@ def test_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.Mon
         assert talk.ask({"what": "add", "numbers": [1]}) == {"sum": 1}
 
 
-def test_an_error_of_ours_ends_it(tmp_path: Path) -> None:
-    marker = f"conversation-{time.time_ns()}"
-
-    def fail() -> None:
-        assert processes_naming(marker)
-        raise KeyError
-
-    with pytest.raises(KeyError), conversation(argv(marker), tmp_path / "log", what="it", env={}):
-        fail()
-    assert processes_naming(marker) == ()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_it_does_not_outlive_us(tmp_path: Path, number: signal.Signals) -> None:
     marker = f"conversation-{time.time_ns()}"

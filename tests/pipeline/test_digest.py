@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import digest
-from pipeline.digest import file_digests, folder_digest, model_files
-from pipeline.errors import UserError
+from pipeline.digest import file_digests, folder_digest
 from pipeline.store.disk import sha256_of
 
 
@@ -89,42 +88,6 @@ def test_the_same_content_elsewhere_has_the_same_digest(folder: Path, memory: Pa
     (copy / ".cache").mkdir()
     (copy / ".cache" / "x.json").write_text("{}")
     assert folder_digest(file_digests(copy, memory)) == folder_digest(file_digests(folder, memory))
-
-
-@pytest.mark.parametrize("name", ["config.json", "model-00002-of-00002.safetensors", "LICENSE", "modeling_x.py"])
-def test_every_file_of_a_model_counts(folder: Path, memory: Path, name: str) -> None:
-    before = folder_digest(file_digests(folder, memory))
-    (folder / name).write_text("new")
-    assert folder_digest(file_digests(folder, memory)) != before
-
-
-def test_pickled_weights_are_no_part(folder: Path) -> None:
-    (folder / "pytorch_model.bin").write_bytes(b"x")
-    assert [path.name for path in model_files(folder)] == ["config.json", "model.safetensors"]
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"a": ', "\x00"])
-def test_a_memory_that_is_lost_costs_a_reading(folder: Path, memory: Path, read: list[str], content: str) -> None:
-    first = file_digests(folder, memory)
-    (memory / "file-digests.json").write_text(content)
-    read.clear()
-    assert file_digests(folder, memory) == first
-    assert len(read) == 2
-    read.clear()
-    file_digests(folder, memory)
-    assert read == []
-
-
-@pytest.mark.parametrize("kind", ["missing", "empty", "file"])
-def test_no_model(tmp_path: Path, memory: Path, kind: str) -> None:
-    place = tmp_path / "nothing"
-    if kind == "empty":
-        place.mkdir()
-    elif kind == "file":
-        place.write_text("")
-    with pytest.raises(UserError, match="no such folder, or no model files"):
-        file_digests(place, memory)
-    assert not memory.exists()
 
 
 def test_named_templates_belong_to_the_model_and_its_card_does_not(folder: Path, memory: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections import Counter
@@ -81,30 +80,3 @@ def test_the_second_waits_says_so_and_takes_the_result(
     assert outcome.steps[0].cached
     assert orchestra.ran == ["only"]
     assert [line for line in lines if line.startswith("    waiting for ")]
-
-
-def test_a_waiting_run_takes_over_from_a_killed_one(
-    orchestra: Any, forked: Forked, code_of: CodeOf, tmp_path: Path
-) -> None:
-    began = tmp_path / "began"
-
-    def slow(job: Job) -> None:
-        (job.path / "piece").write_text("whole")
-        began.touch()
-        time.sleep(600)
-
-    first = forked(lambda: orchestra.run(orchestra.stage("only", work=slow)))
-    wait_for(began)
-
-    class Loud(list[str]):
-        def append(self, text: str) -> None:
-            if "waiting for" in text:
-                os.kill(first, signal.SIGKILL)
-                assert code_of(first) == -signal.SIGKILL
-
-    found: list[str] = []
-    orchestra.lines = Loud()
-    outcome = orchestra.run(orchestra.stage("only", work=lambda job: found.append((job.path / "piece").read_text())))
-    assert not outcome.steps[0].cached
-    assert found == ["whole"]
-    assert orchestra.ran == ["only", "only"]

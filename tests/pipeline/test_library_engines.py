@@ -158,26 +158,6 @@ def test_the_process_gets_no_token_and_no_network(
     assert seen["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
 
 
-def test_a_run_that_was_stopped_after_the_rename_takes_what_is_there(
-    opened: Open,
-    library: Callable[..., list[LibraryJob]],
-    quantize: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    jobs = library(quantize("llama", "compressed-tensors", kv_cache=False).folder)
-    setting = opened("ptpc_fp8", "llmcompressor")
-
-    def interrupt(**_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(by_library, "Output", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(setting)
-    run(setting)
-    assert len(jobs) == 1
-
-
 def test_a_model_that_does_not_fit_is_refused_before_any_work(
     opened: Open, library: Callable[..., list[LibraryJob]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,13 +167,6 @@ def test_a_model_that_does_not_fit_is_refused_before_any_work(
         run(opened("ptpc_fp8", "llmcompressor"))
     assert caught.value.exit_code == 2
     assert "stream does not" in str(caught.value.hint)
-    assert jobs == []
-
-
-def test_a_quark_cache_needs_a_k_projection_of_its_own(opened: Open, library: Callable[..., list[LibraryJob]]) -> None:
-    jobs = library(code="")
-    with pytest.raises(UserError, match=r"layers\.0\.self_attn has no separate K projection"):
-        run(opened("ptpc_fp8", "quark", "kv_cache: fp8", model="phi3"))
     assert jobs == []
 
 

@@ -67,12 +67,6 @@ def test_a_recipe_can_leave_stages_out(setting: Setting) -> None:
     assert {planned.key for planned in build_plan(without)} == EVERYTHING - {"control", "bench"}
 
 
-def test_a_recipe_can_ask_for_a_signature(setting: Setting) -> None:
-    signed = edit(setting, "publish: {", "publish: {sign: {keyless: true}, ")
-    assert [planned.key for planned in build_plan(signed)][-3:] == ["package", "sign", "publish"]
-    assert {"gate", "report"}.isdisjoint(changed(setting, signed)), "who vouches for it changes no figure"
-
-
 def test_the_plan_of_a_stopped_run_is_the_same_up_to_the_canary(setting: Setting) -> None:
     whole, stopped = build_plan(setting), stopped_plan(setting)
     assert stopped[:8] == whole[:8]
@@ -141,13 +135,6 @@ def test_a_task_of_the_suite_is_its_content(setting: Setting) -> None:
     first = replace(suite.tasks[0], num_fewshot=3)
     other = replace(setting, suite=replace(suite, tasks=(first, *suite.tasks[1:])))
     assert changed(setting, other) == ASKED | JUDGED
-
-
-def test_a_margin_of_the_suite_asks_no_baseline_again(setting: Setting) -> None:
-    suite: Suite = setting.suite
-    first = replace(suite.tasks[0], margin=0.5)
-    other = replace(setting, suite=replace(suite, tasks=(first, *suite.tasks[1:])))
-    assert changed(setting, other) == STOPPING
 
 
 def test_a_cell_is_benched_again(setting: Setting) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 
 from pipeline import preflight
 from pipeline.errors import UserError
-from pipeline.planning import missing_stages
-from pipeline.preflight import require_means
 
 Quantmint = Callable[..., Any]
 
@@ -46,17 +43,6 @@ def test_until_inspect_works_without_vllm(quantmint: Quantmint, project: Path, m
     assert [stage["cached"] for stage in again.json["stages"]] == [True] * 4
     checkpoint = Path(ended.json["stages"][2]["path"]) / "checkpoint"
     assert quantmint("inspect", checkpoint, "--source", models("llama")).code == 0
-
-
-def test_a_cached_measurement_needs_no_vllm(orchestra: Any) -> None:
-    stages = [orchestra.stage("serve-candidate"), orchestra.stage("gate", "serve-candidate", result={})]
-    orchestra.run(stages[0])
-    plan = orchestra.plan(*stages)
-    without = replace(orchestra.setting, vllm=None)
-    assert missing_stages(plan, without) == ["gate"]
-    require_means(plan, without)
-    with pytest.raises(UserError, match="no vLLM"):
-        require_means(plan, without, redo=["serve-candidate"])
 
 
 def test_a_vllm_that_is_named_wrongly_is_an_error_at_once(

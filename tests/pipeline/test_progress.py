@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from pipeline.progress import PlainReporter, Reporter, RichReporter
+from pipeline.progress import PlainReporter, Reporter
 
 ROOT = Path(__file__).parents[2]
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -53,13 +52,6 @@ def test_what_is_quoted_cannot_move_the_cursor() -> None:
     tell(PlainReporter(stream), ALIEN)
     assert CONTROL.search(stream.getvalue()) is None
     assert "warning: WARNING 12-01 [loader.py:7] at [/opt/model] 50 %| [bold]" in stream.getvalue()
-
-
-def test_a_terminal_shows_what_is_quoted_as_it_is() -> None:
-    stream = io.StringIO()
-    tell(RichReporter(Console(file=stream, force_terminal=True, width=200, highlight=False)), ALIEN)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    assert shown.count("WARNING 12-01 [loader.py:7] at [/opt/model] 50 %| [bold]") == 4
 
 
 _TELL = """
@@ -101,12 +93,6 @@ def test_a_terminal_gets_bars(unit: str, amount: str) -> None:
     assert "━" in seen
     assert "\x1b[" in seen
     assert amount in seen
-
-
-def test_a_terminal_gets_lines_with_json() -> None:
-    seen = on_a_terminal("samples", "--json")
-    assert CONTROL.sub("", seen.replace("\r\n", "\n")) == seen.replace("\r\n", "\n")
-    assert "100 % of 3 samples" in seen
 
 
 def test_json_keeps_standard_output_clean(orchestra: Any, quantmint: Callable[..., Any]) -> None:

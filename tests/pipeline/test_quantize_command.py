@@ -7,9 +7,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,25 +99,7 @@ def test_what_it_says(quantmint: Quantmint, source: Path) -> None:
     assert str(source) not in json.dumps(record)
 
 
-def test_a_plan_for_people(quantmint: Quantmint, source: Path) -> None:
-    ended = quantmint("quantize", source, "out", "--scheme", "mxfp4", "--exclude", "re:.*mlp", "--dry-run")
-    assert ended.code == 0
-    assert "-> out (nothing is there yet)" in ended.out
-    rows = [line.split() for line in ended.out.splitlines()]
-    assert ["mxfp4", "8"] in rows
-    assert ["16", "bit", "7"] in rows
-    assert not Path("out").exists()
-
-
-def test_schemes_can_be_mixed(quantmint: Quantmint, source: Path) -> None:
-    more = ("--override", "re:.*self_attn=ptpc_fp8", "--override", "re:.*layers\\.1.*(gate|up)_proj=mxfp4_weight_only")
-    ended = quantmint("quantize", source, "out", "--scheme", "mxfp4", *more, "--no-inspect", "--json")
-    assert ended.code == 0, ended.err
-    assert ended.json["schemes"] == {"ptpc_fp8": 8, "mxfp4": 4, "mxfp4_weight_only": 2}
-    assert ended.json["inspection"] is None
-    assert ended.json["worst"] is not None, "the engine counts on the way"
-
-
+@pytest.mark.slow
 def test_options_reach_the_engine(quantmint: Quantmint, source: Path) -> None:
     fp8 = ("quantize", source, "--scheme", "fp8", *KV, "--no-inspect")
     assert quantmint(*fp8, "shared").code == 0
@@ -315,57 +296,6 @@ def test_a_repository_at_a_commit_needs_no_network(quantmint: Quantmint, cached:
     record = json.loads(Path("two/quantmint/job.json").read_text())
     assert record["payload"]["source"]["settings"] == {"repo": "org/llama", "commit": COMMIT}
     assert quantmint("quantize", f"org/llama@{COMMIT}", "two", "--scheme", "mxfp4", "--json").json["made"] is False
-
-
-def test_a_branch_becomes_a_commit(quantmint: Quantmint, cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
-
-    def model_info(_: object, repo: str, *, revision: str) -> SimpleNamespace:
-        asked.append((repo, revision))
-        return SimpleNamespace(sha=COMMIT)
-
-    refused = quantmint("quantize", "org/llama", "out", "--scheme", "ptpc_fp8")
-    assert refused.code == 2
-    assert "org/llama@main: cannot be resolved to a commit" in refused.err
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-    for repo in ("org/llama", "org/llama@v1"):
-        assert quantmint("quantize", repo, "out", "--scheme", "ptpc_fp8", "--no-inspect").code == 0
-    assert asked == [("org/llama", "main"), ("org/llama", "v1")]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 256 KiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def test_a_full_disk(quantmint: Quantmint, source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = small_disk / "out"
-    command = ("quantize", source, out, "--scheme", "ptpc_fp8", "--no-inspect")
-    refused = quantmint(*command)
-    assert refused.code == 2
-    assert "GB are needed" in refused.err
-    assert not out.exists()
-
-    # A disk that fills up while it is written to, as others may do.
-    monkeypatch.setattr("pipeline.preflight.free_bytes", lambda _: 1 << 40)
-    monkeypatch.setattr("pipeline.stages.quantize.free_bytes", lambda _: 1 << 40)
-    broken = quantmint(*command)
-    assert broken.code == 5
-    assert "the disk is full" in broken.err
-    assert not (out / "config.json").exists()
-    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
-    ended = quantmint(*command)
-    assert ended.code == 0, ended.err
-    assert quantmint("quantize", source, "plain", "--scheme", "ptpc_fp8", "--no-inspect").code == 0
-    assert weights(out) == weights(Path("plain"))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +12,8 @@ import pytest
 
 from pipeline.errors import StageError
 from pipeline.machine import Device
-from pipeline.planning import missing_stages
 from pipeline.publish.storage.objects import open_objects
 from pipeline.stage import Job
-from pipeline.store.remote.parcel import ParcelError, decode
 from pipeline.store.remote.tier import RemoteTier
 from pipeline.store.tree import Store
 
@@ -82,15 +79,6 @@ def test_a_second_site_measures_nothing_again(site: Any, baseline: Any, orchestr
     assert orchestra.ran == []
 
 
-def test_what_is_offered_is_not_missing(site: Any, baseline: Any, orchestra: Any) -> None:
-    site("one").run(*baseline())
-    two = site("two")
-    two.run(baseline()[0])
-    plan = orchestra.plan(*baseline())
-    assert missing_stages(plan, orchestra.setting) == ["quantize"]
-    assert missing_stages(plan, orchestra.setting, ["evaluate"]) == ["evaluate-baseline", "quantize"]
-
-
 def test_what_was_measured_of_other_bytes_is_not_taken(site: Any, baseline: Any, orchestra: Any) -> None:
     site("one").run(*baseline())
     site("two").run(*baseline(weights="other bits"))
@@ -120,18 +108,6 @@ def test_damage_is_noticed_told_and_mended(site: Any, baseline: Any, orchestra: 
     assert three.warnings == []
 
 
-def test_files_that_are_gone_are_made_again(site: Any, baseline: Any, orchestra: Any, tmp_path: Path) -> None:
-    site("one").run(*baseline())
-    for folder in (tmp_path / "tier" / "evaluate").glob("*/"):
-        shutil.rmtree(folder)
-    two = site("two")
-    two.run(*baseline())
-    assert orchestra.ran == ["source", "evaluate-baseline", "quantize"]
-    assert len(two.warnings) == 1
-    site("three").run(*baseline())
-    assert orchestra.ran == ["source", "quantize"]
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -158,21 +134,6 @@ def test_a_parcel_that_lies_is_refused(
     assert "evaluate-baseline" not in orchestra.ran  # the second site put a sound one in its place
 
 
-def test_a_parcel_of_another_entry_or_of_paths_that_lead_out_is_refused(
-    site: Any, baseline: Any, tmp_path: Path
-) -> None:
-    site("one").run(*baseline())
-    (parcel,) = (tmp_path / "tier" / "evaluate").glob("*.json")
-    data = json.loads(parcel.read_text())
-    with pytest.raises(ParcelError, match=f"it is of evaluate/{parcel.stem[:12]}"):
-        decode(parcel.read_bytes(), "evaluate", "0" * 64)
-    data["record"]["files"] = {"../../out": next(iter(data["record"]["files"].values()))}
-    with pytest.raises(ParcelError, match="no name inside an entry"):
-        decode(json.dumps(data).encode(), "evaluate", parcel.stem)
-    with pytest.raises(ParcelError):
-        decode(b"\x00" * 40, "evaluate", parcel.stem)
-
-
 class Away:
     """A place that does not answer."""
 
@@ -192,11 +153,3 @@ def test_a_tier_that_is_away_is_asked_once_and_spoils_nothing(baseline: Any, orc
     assert len(outcome.steps) == 5
     assert away.asked == 1
     assert warnings == ["the remote store is left out: bucket: could not read: timed out"]
-
-
-def test_the_command_takes_it_from_the_environment(
-    quantmint: Any, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUANTMINT_REMOTE_STORE", f"file://{tmp_path}/tier")
-    assert quantmint("run", "r.yaml", "--until", "source").code == 0
-    assert not (tmp_path / "tier").exists()  # a source is a path of this machine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,19 +13,16 @@ import pytest
 from eval.verdict import Verdict
 from pipeline import planning
 from pipeline.errors import UserError
-from pipeline.planning import explain, foreseen
 from pipeline.preflight import require_means
 from pipeline.progress import PlainReporter
 from pipeline.runner import run_plan
 from pipeline.stage import Job
 from pipeline.stages.report import PAGE
-from pipeline.store.gc import plan_gc
 
 BROKEN = {"verdict": "FAIL", "reasons": ["agreement below 70.0%"]}
 SOUND: dict[str, object] = {"verdict": "PASS", "reasons": []}
 UP_TO_THERE = ["quantize", "canary-baseline", "canary-candidate"]
 STOPPED = [*UP_TO_THERE, "gate", "report"]
-WHOLE = [*UP_TO_THERE, "evaluate-candidate", "bench", "gate", "report", "publish"]
 
 
 @pytest.fixture
@@ -61,10 +57,6 @@ def write_page(job: Job) -> None:
     (job.path / PAGE).write_text("a page")
 
 
-def keys(plan: Any) -> list[str]:
-    return [planned.key for planned in plan]
-
-
 def test_a_broken_checkpoint_is_judged_and_shown_and_no_more(orchestra: Any, stages: Any) -> None:
     outcome = orchestra.run(*stages(BROKEN))
     assert orchestra.ran == STOPPED
@@ -81,29 +73,6 @@ def test_a_later_run_makes_nothing_and_says_the_same(orchestra: Any, stages: Any
     assert all(step.cached for step in again.steps)
     assert [step.entry for step in again.steps] == [step.entry for step in first.steps]
     assert (again.verdict, again.exit_code, again.stopped) == (first.verdict, first.exit_code, first.stopped)
-
-
-def test_the_log_of_a_stopped_run(orchestra: Any, stages: Any) -> None:
-    planned = orchestra.plan(*stages(BROKEN))
-    outcome = orchestra.run(*stages(BROKEN))
-    run = orchestra.last_run
-    stopped = planning.stopped_plan(orchestra.setting)
-    assert run.plan == tuple((p.stage.family, p.fingerprint) for p in stopped)
-    assert (run.verdict, run.exit_code, run.facts["stopped"]) == ("FAIL", 1, "canary-candidate")
-    assert set(run.facts["stages"]) == set(STOPPED)
-    assert outcome.entry("report").fingerprint != planned[-2].fingerprint
-    made = {step.entry.path for step in outcome.steps}
-    removed = plan_gc(orchestra.setting.store, keep=1, now=time.time() + 7 * 86400.0).remove
-    assert not made & {item.path for item in removed}
-
-
-def test_a_run_that_was_interrupted_after_the_canary_goes_on_stopped(orchestra: Any, stages: Any) -> None:
-    listed = stages(BROKEN)
-    plan = orchestra.plan(*listed)
-    run_plan(planning.cut(plan, "canary-candidate"), orchestra.setting, PlainReporter())
-    assert orchestra.ran == UP_TO_THERE
-    orchestra.run(*listed)
-    assert orchestra.ran == STOPPED
 
 
 @pytest.mark.parametrize(
@@ -125,28 +94,6 @@ def test_until_ends_a_stopped_run_too(orchestra: Any, stages: Any, until: str | 
     assert (outcome.verdict, outcome.exit_code) == ((Verdict.FAIL, 1) if reached else (None, 0))
     assert (outcome.stopped is not None) == reached
     assert (orchestra.last_run.verdict, orchestra.last_run.exit_code) == (("FAIL", 1) if reached else (None, 0))
-
-
-def test_what_will_happen_is_known_where_the_canary_has_failed(orchestra: Any, stages: Any) -> None:
-    plan = orchestra.plan(*stages(BROKEN))
-    assert keys(foreseen(plan, orchestra.setting)) == WHOLE
-    orchestra.run(*stages(BROKEN))
-    told = foreseen(plan, orchestra.setting)
-    assert keys(told) == STOPPED
-    assert {entry.state for entry in explain(told, orchestra.setting)} == {"cached"}
-    assert keys(foreseen(plan, orchestra.setting, redo=["canary"])) == WHOLE
-    assert keys(foreseen(planning.cut(plan, "bench"), orchestra.setting)) == UP_TO_THERE
-
-
-def test_a_run_that_is_going_to_stop_needs_no_server(orchestra: Any, stages: Any) -> None:
-    plan = orchestra.plan(*stages(BROKEN))
-    without = replace(orchestra.setting, vllm=None)
-    with pytest.raises(UserError, match="no vLLM was found"):
-        require_means(plan, without)
-    orchestra.run(*stages(BROKEN))
-    require_means(plan, without)
-    with pytest.raises(UserError, match="no vLLM was found"):
-        require_means(plan, without, redo=["canary-candidate"])
 
 
 def test_the_reference_runtime_needs_no_vllm_but_its_packages(

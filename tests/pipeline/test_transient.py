@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from pipeline.errors import RefusalError, StageError, StoreError, UserError
-from pipeline.serving.running.server import Server
+from pipeline.errors import RefusalError, StageError, UserError
 from pipeline.stage import SourceIdentity
 from pipeline.stages import source
 from pipeline.transience import is_transient, is_transient_status, says_transient
@@ -77,15 +74,6 @@ def test_what_a_server_answers(status: int) -> None:
     assert RefusalError("x", status=status, answer="").transient is is_transient_status(status)
 
 
-def test_a_server_that_died_after_it_was_ready() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(StageError) as died:
-        Server("m", f"http://127.0.0.1:{port}", None, 0.0).get("/health")
-    assert died.value.transient
-
-
 @pytest.mark.parametrize(("cause", "may"), [(answered(502), True), (answered(404), False)], ids=["502", "404"])
 def test_a_model_that_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch, cause: Exception, may: bool) -> None:
     """The exit code is that of a wrong command all the same: nothing was started."""
@@ -108,15 +96,3 @@ class Silent:
     def say(self, message: str) -> None: ...
     def warn(self, message: str) -> None: ...
     def bar(self, total: int, unit: str) -> Any: ...
-
-
-@pytest.mark.parametrize("may", [True, False])
-def test_the_command_line_says_so_as_json(
-    quantmint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, may: bool
-) -> None:
-    def broken(root: Path) -> None:
-        raise StoreError("the server of the disk is away", transient=may)
-
-    monkeypatch.setattr("pipeline.store.runs.list_runs", broken)
-    ended = quantmint("runs", "--json")
-    assert ended.json == {"error": "the server of the disk is away", "exit_code": 5, "transient": may}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import RecipeError, UserError
 from pipeline.recipe.faults import Place
-from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names, resolved_yaml
+from pipeline.recipe.load import LoadedRecipe, load_recipe, resolved_yaml
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.yaml_positions import parse
 
@@ -141,14 +141,6 @@ def test_unknown_names(write: Write) -> None:
         load_recipe("gone.yaml")
     with pytest.raises(UserError, match='found no recipe "_base"'):
         load_recipe("_base")
-
-
-def test_recipes_of_the_working_directory_go_first(write: Write) -> None:
-    write("name: mine\n" + BASE, "recipes/mine.yaml")
-    write("name: llama8b-ptpc\n" + BASE, "recipes/llama8b-ptpc.yaml")
-    assert "mine" in recipe_names()
-    assert load_recipe("mine").recipe.target.gpus == 8
-    assert load_recipe("llama8b-ptpc").recipe.source.repo == "org/model"
 
 
 def test_the_resolved_text_is_stable(write: Write) -> None:
