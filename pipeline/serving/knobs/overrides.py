@@ -27,6 +27,7 @@ _EXPERT = "--enable-expert-parallel"
 _NOT_OURS = frozenset(
     {
         *("--host", "--port", "--headless", "--model", "--nnodes", "--node-rank", "--master-addr"),
+        "--distributed-executor-backend",
         *(
             "--data-parallel-size-local",
             "--data-parallel-address",

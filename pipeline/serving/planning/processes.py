@@ -63,7 +63,9 @@ def _spanning(plan: LaunchPlan, port: int, addresses: Sequence[str], first_gpu: 
             own += ["--data-parallel-rpc-port", str(DATA_PORT)]
             own += ["--data-parallel-start-rank", str(node * local)] if node else []
         else:
-            own = ["--nnodes", str(layout.nodes), "--node-rank", str(node), "--master-addr", addresses[0]]
+            # --nnodes needs it, and on ROCm vLLM takes Ray where it finds a cluster (vLLM 0.32 config/parallel.py).
+            own = ["--distributed-executor-backend", "mp", "--nnodes", str(layout.nodes)]
+            own += ["--node-rank", str(node), "--master-addr", addresses[0]]
         env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "VLLM_HOST_IP": address}
         if node == 0:
             yield Process(0, "server", 0, gpus, port, env, (*plan.argv, *own))

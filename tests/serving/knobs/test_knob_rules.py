@@ -84,8 +84,8 @@ CASES = {
     "two nodes": (
         "0.24",
         TWO_NODES,
-        {"--pipeline-parallel-size": "2", "--distributed-executor-backend": "mp", "RCCL_NET_GDR_LEVEL": "2"},
-        ["--nnodes", "--async-scheduling"],
+        {"--pipeline-parallel-size": "2", "RCCL_NET_GDR_LEVEL": "2"},
+        ["--nnodes", "--distributed-executor-backend"],
     ),
     "alone": ("0.24", {}, {"--gpu-memory-utilization": "0.95"}, []),
     "packed": ("0.24", {"packed": 2}, {"--gpu-memory-utilization": "0.45"}, []),

@@ -227,10 +227,10 @@ def test_a_context_that_nobody_said_is_the_longest_that_fits():
 def test_nodes_run_a_process_each():
     staged = plan(facts(LLAMA_405B), "mi300x:4x2", concurrency=16)
     assert staged.layout == Layout(4, 2, nodes=2)
-    assert flag(staged, "--distributed-executor-backend") == "mp"
+    assert flag(staged, "--distributed-executor-backend") is None  # a run that is spread over a Ray cluster says ray
     head, worker = processes(staged, host_ips=("10.0.0.1", "10.0.0.2"))
     assert (head.role, worker.role, worker.port) == ("server", "headless", None)
-    shared = ("--nnodes", "2", "--node-rank")
+    shared = ("--distributed-executor-backend", "mp", "--nnodes", "2", "--node-rank")
     assert head.argv == (*staged.argv, *shared, "0", "--master-addr", "10.0.0.1")
     assert worker.argv == (*staged.argv, *shared, "1", "--master-addr", "10.0.0.1", "--headless")
     assert (worker.env["VLLM_HOST_IP"], worker.env["CUDA_VISIBLE_DEVICES"]) == ("10.0.0.2", "0,1,2,3")
