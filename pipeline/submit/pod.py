@@ -257,11 +257,11 @@ def parse_claim(text: str) -> Claim:
 
 
 def parse_reference(text: str) -> Reference:
-    """``IMAGE_VARIABLE=SECRET`` or ``IMAGE_VARIABLE=SECRET:KEY``; a key that is left out is the variable's name."""
+    """``VARIABLE=SECRET`` or ``VARIABLE=SECRET:KEY``; a key that is left out is the variable's name."""
     variable, _, source = text.partition("=")
     secret, _, key = source.partition(":")
     if not secret:
-        expected = "expected IMAGE_VARIABLE=SECRET or IMAGE_VARIABLE=SECRET:KEY, as in HF_TOKEN=hub:token"
+        expected = "expected VARIABLE=SECRET or VARIABLE=SECRET:KEY, as in HF_TOKEN=hub:token"
         raise UserError(f"--secret: found {variable!r}, {expected}")
     return Reference(variable, secret, key or variable)
 

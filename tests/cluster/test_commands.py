@@ -48,10 +48,6 @@ def test_no_cluster_answers(refused: Callable[..., str], monkeypatch: pytest.Mon
     assert "ray start --head" in said
 
 
-def test_no_place_of_that_name(refused: Callable[..., str]) -> None:
-    assert "--on: found 'slurm', expected ray" in refused("--on", "slurm")
-
-
 def test_a_library_is_not_spread(refused: Callable[..., str]) -> None:
     said = refused(
         "--on",

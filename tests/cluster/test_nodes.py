@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster.connection import address_of, endpoint_of, forget_secrets, warning_of
+from pipeline.cluster.connection import address_of, forget_secrets, warning_of
 from pipeline.cluster.nodes import (
     Ask,
     Node,
@@ -52,14 +51,6 @@ def test_what_is_no_address(on: str) -> None:
 def test_where_ray_takes_jobs_no_tasks_are_taken() -> None:
     with pytest.raises(UserError, match="where Ray takes jobs"):
         address_of("ray", {"RAY_ADDRESS": "http://127.0.0.1:8265"})
-
-
-def test_endpoints() -> None:
-    assert endpoint_of("auto") is None
-    assert endpoint_of("10.0.0.1:6379") == ("10.0.0.1", 6379)
-    assert endpoint_of("ray://head:10001") == ("head", 10001)
-    with pytest.raises(UserError, match="expected HOST:PORT"):
-        endpoint_of("head")
 
 
 def test_a_cluster_that_asks_nobody_for_a_token_is_told() -> None:
@@ -131,18 +122,6 @@ def test_folders_are_the_same_or_are_named(models: Callable[..., Path], tmp_path
     assert len(list(shared.glob(f"*{PARTIAL_SUFFIX}"))) == len(list(shared.iterdir())) == 2
     probe.close()
     assert list(shared.iterdir()) == []
-
-
-def test_other_weights_of_the_same_size_are_other_files(models: Callable[..., Path], tmp_path: Path) -> None:
-    model, other = models("llama"), tmp_path / "tuned"
-    shutil.copytree(model, other)
-    assert list(facts_here([model]).folders.values()) == list(facts_here([other]).folders.values())
-    weights = other / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    for place in range(len(data) // 2, len(data)):
-        data[place] ^= 1
-    weights.write_bytes(data)
-    assert list(facts_here([model]).folders.values()) != list(facts_here([other]).folders.values())
 
 
 def test_a_worker_forgets_what_the_shell_of_ray_had(monkeypatch: pytest.MonkeyPatch) -> None:

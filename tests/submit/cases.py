@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +9,6 @@ from typing import Any
 
 from pipeline.recipe.load import load_recipe
 from pipeline.serving.render.invocation import dump
-from pipeline.submit import ray
 from pipeline.submit import script as slurm_script
 from pipeline.submit.mounts import Mount, Needs
 from pipeline.submit.pod import Claim, Pod, Reference, manifest, read_template
@@ -33,10 +31,6 @@ def script(of: Task, **options: Any) -> str:
 
 def _manifest(of: Task, **options: Any) -> str:
     return dump(manifest(of, Pod(**{"image": IMAGE, "claims": (Claim("shared"),), **options})))
-
-
-def _entry(of: Task, **options: Any) -> str:
-    return json.dumps(ray.description(of, ray.Options(folder=FOLDER, venv=VENV, **options)), indent=1) + "\n"
 
 
 GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
@@ -68,7 +62,6 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
             selector={"amd.com/gpu.product-name": "MI300X"},
         ),
         "template.yaml": lambda: _manifest(task("llama70b-fp8kv"), given=read_template(TEMPLATE)),
-        "node.json": lambda: _entry(task("llama70b-fp8kv", cpus=32, memory_gb=200), variables={"HF_HOME": "/cache"}),
     }
 )
 

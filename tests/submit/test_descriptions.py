@@ -14,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.submit import ray
 from pipeline.submit import script as sbatch
 from pipeline.submit.pod import Claim, Pod, manifest
-from pipeline.submit.task import Task, program_here
+from pipeline.submit.task import Task
 from tests.serving.render.test_kubernetes import held_against_the_api
 from tests.submit.cases import FOLDER, GOLDEN, IMAGE, LOGS, VENV, script, task
 
@@ -80,23 +80,6 @@ def test_what_ray_says_of_its_start_is_no_verdict(ray: str, code: int, tmp_path:
     assert _executed(tmp_path, "exit 3", of=task("llama405b-fp8kv", gpus=16), ray=ray)[0] == code
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({"ROCR_VISIBLE_DEVICES": "4,5"}, "4,5 unset"),
-        ({"ROCR_VISIBLE_DEVICES": "4", "HIP_VISIBLE_DEVICES": "0"}, "4 unset"),
-        ({"HIP_VISIBLE_DEVICES": "2,3"}, "2,3 unset"),
-        ({}, "unset unset"),
-    ],
-)
-def test_how_ray_is_told_of_devices(given: dict[str, str], found: str) -> None:
-    show = ("sh", "-c", 'echo "${HIP_VISIBLE_DEVICES-unset} ${ROCR_VISIBLE_DEVICES-unset}"')
-    told = subprocess.run(
-        ["bash", "-c", sbatch._RENAMED, "bash", *show], env=given, capture_output=True, text=True, check=True
-    )
-    assert told.stdout.strip() == found
-
-
 def test_before_the_time_limit_it_asks_for_another_turn_and_waits_on(tmp_path: Path) -> None:
     ended, log = _executed(tmp_path, 'kill -USR1 "$PPID_OF_SCRIPT"; sleep 0.2; echo went on; exit 4')
     assert ended == 4
@@ -106,12 +89,6 @@ def test_before_the_time_limit_it_asks_for_another_turn_and_waits_on(tmp_path: P
 def test_it_does_not_ask_for_ever(tmp_path: Path) -> None:
     ended, log = _executed(tmp_path, 'kill -USR1 "$PPID_OF_SCRIPT"; sleep 0.2; exit 4', rounds=sbatch.ROUNDS)
     assert (ended, log) == (4, "")
-
-
-def test_it_asks_neither_at_once_nor_for_less_time_than_was_given() -> None:
-    lines = script(task("tiny-ptpc-fp8kv", seconds=150.0)).splitlines()
-    assert {"#SBATCH --time=3", "#SBATCH --signal=B:USR1@37"} <= set(lines)
-    assert "#SBATCH --signal=B:USR1@120" in script(task("tiny-ptpc-fp8kv", seconds=3600.0)).splitlines()
 
 
 def _executed(
@@ -179,11 +156,6 @@ def test_no_text_is_read_by_a_shell() -> None:
     money = manifest(task("tiny-ptpc-fp8kv", arguments=("--until", "$$(HOME)")), given)
     container = money["spec"]["template"]["spec"]["containers"][0]
     assert container["command"][-1] == container["env"][0]["value"] == "$$$$(HOME)", "Kubernetes reads $$ as $"
-
-
-def test_this_quantmint_is_what_runs_there() -> None:
-    assert Path(program_here(None)[0]).is_absolute()
-    assert program_here("/shared/env") == ("/shared/env/bin/quantmint",)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from pipeline.errors import StageError, UserError
 from pipeline.submit import place as places
 from pipeline.submit.kubernetes import Kubernetes
 from pipeline.submit.place import follow
-from pipeline.submit.pod import Claim, Pod, read_template
+from pipeline.submit.pod import Claim, Pod
 from tests.serving.render.test_kubernetes import held_against_the_api
-from tests.submit.cases import IMAGE, TEMPLATE, task
+from tests.submit.cases import IMAGE, task
 from tests.submit.kubernetes_api import Api, served
 from tests.submit.slurm import free_ports
 from tests.submit.test_command import ended
@@ -85,15 +85,6 @@ def test_a_judgement_is_not_asked_for_twice(api: Api, code: int) -> None:
 def test_what_broke_or_was_driven_away_is_tried_again(api: Api) -> None:
     tries = (5, "brok\u00e9\n".encode()), (None, b"evicted\n"), (137, b"killed\n"), (0, b"passed\n")
     assert followed(api, *tries) == (0, "brok\u00e9\nevicted\nkilled\npassed\n")
-
-
-def test_tries_end_and_evictions_are_none(api: Api) -> None:
-    tries = [(5, b"a"), (None, b"b"), (None, b"c"), (5, b"d"), (5, b"e"), (5, b"f"), (0, b"never")]
-    assert followed(api, *tries) == (5, "abcdef")
-
-
-def test_a_container_beside_it_has_another_log_and_another_end(api: Api) -> None:
-    assert followed(api, (3, b"judged\n"), given=read_template(TEMPLATE)) == (3, "judged\n")
 
 
 def test_a_log_that_breaks_off_is_read_to_its_end(api: Api) -> None:
@@ -235,24 +226,6 @@ def test_how_the_api_fails(api: Api) -> None:
     with pytest.raises(StageError, match="503: said by the API") as broken:
         place().submit(task("tiny-ptpc-fp8kv"))
     assert broken.value.transient
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"clusters": [], "users": [], "contexts": []}, "current-context"),
-        ("{", "while parsing"),
-    ],
-)
-def test_what_is_wrong_with_a_configuration_is_said(
-    config: object, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kubeconfig"
-    path.write_text(config if isinstance(config, str) else yaml.safe_dump(config), encoding="utf-8")
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(UserError, match=message):
-        place().state("a")
 
 
 def test_why_the_api_cannot_be_reached_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

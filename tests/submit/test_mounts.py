@@ -105,14 +105,6 @@ def test_all_that_a_recipe_names_is_seen(disk: Path, monkeypatch: pytest.MonkeyP
     assert {disk / "out", disk / "hf", disk / "hub"} == set(needs.written)
 
 
-def test_what_comes_with_quantmint_is_the_images_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    needs = needs_of(load_recipe("tiny-ptpc-fp8kv"), tmp_path, {})
-    assert needs.read == ()
-    assert needs.variables == {"HF_HOME": str(tmp_path / "me/.cache/huggingface")}
-
-
 def test_outer_mounts_come_first_and_hold_the_inner(tmp_path: Path) -> None:
     (tmp_path / "away").mkdir()
     (tmp_path / "work").mkdir()
@@ -153,12 +145,6 @@ def test_what_cannot_be_mounted(path: str) -> None:
 def test_what_is_no_mount(text: str) -> None:
     with pytest.raises(UserError, match="--mount"):
         parse_mount(text)
-
-
-def test_folders_of_the_hub_are_read_as_its_client_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
-    needs = needs_of(load_recipe("tiny-ptpc-fp8kv"), tmp_path / "work", {"HF_HOME": "$SCRATCH/hf"})
-    assert needs.variables == {"HF_HOME": str(tmp_path / "scratch/hf")}
 
 
 def test_pyxis_mounts_no_blank() -> None:

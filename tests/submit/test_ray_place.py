@@ -251,3 +251,20 @@ def test_what_rays_libraries_raise_is_told_as_ours(error: Exception, kind: type[
 def test_a_folder_that_a_node_does_not_see_is_no_verdict(tmp_path: Path) -> None:
     entry = ray.description(task("tiny-ptpc-fp8kv"), Options(tmp_path / "away"))["entrypoint"]
     assert subprocess.run(["sh", "-c", entry], capture_output=True, check=False).returncode == 5
+
+
+def test_what_is_sent() -> None:
+    place = Options(Path("/shared/models"), "/env", {"HF_HOME": "/cache"})
+    sent = ray.description(task("llama70b-fp8kv", memory_gb=200), place)
+    run = "/env/bin/quantmint run llama70b-fp8kv --json --store store"
+    assert sent == {
+        "entrypoint": f"cd /shared/models || exit 5; exec {run}",
+        "metadata": {"quantmint": "llama70b-fp8kv"},
+        "runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "20", "HF_HOME": "/cache"}},
+        "entrypoint_num_gpus": 8,
+        "entrypoint_memory": 200 * 10**9,
+    }
+    assert ray.description(task("tiny-ptpc-fp8kv"), place)["entrypoint_num_cpus"] == 1, "else it begins on the head"
+    several = ray.description(task("llama405b-fp8kv", gpus=16), place)
+    assert several["entrypoint"].endswith("--on ray")
+    assert not {"entrypoint_num_gpus", "entrypoint_num_cpus"} & several.keys()
