@@ -91,7 +91,8 @@ class Slurm:
         if told.returncode == 0:
             # The first of a name: a comment comes later, and may read like anything.
             fields = dict(part.split("=", 1) for part in reversed(told.stdout.split()) if "=" in part)
-            return _state(fields.get("JobState", "UNKNOWN"), fields.get("ExitCode", "0:0"), fields.get("Reason", ""))
+            state = _state(fields.get("JobState", "UNKNOWN"), fields.get("ExitCode", "0:0"), fields.get("Reason", ""))
+            return self._of_the_run(state, job)
         if _UNREACHABLE.search(told.stderr):
             raise _failure("scontrol", told.stderr)
         kept = _run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job)
@@ -104,7 +105,7 @@ class Slurm:
                 f"Its log is {self._log(job)}.",
             )
         word, _, code = kept.stdout.strip().splitlines()[-1].partition("|")
-        return _state(word, code)
+        return self._of_the_run(_state(word, code), job)
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
         """What the log file has grown by."""
@@ -123,6 +124,12 @@ class Slurm:
         done = _run("scancel", job)
         if done.returncode != 0:
             raise _failure("scancel", done.stderr)
+
+    def _of_the_run(self, state: State, job: str) -> State:
+        """A job that ended with a status before its run did (see `script`) has said nothing of a checkpoint."""
+        logs = self._log(job).parent if state.word == "FAILED" else None
+        noted = logs is None or not logs.is_dir() or (logs / f"{job}.code").is_file()
+        return state if noted else State(state.word, BROKEN)
 
     def _log(self, job: str) -> Path:
         """Where Slurm says that it writes, wherever we were started; our folder's, once it has forgotten."""

@@ -184,4 +184,6 @@ def test_the_log_is_where_slurm_writes(tmp_path: Path, monkeypatch: pytest.Monke
         file.write("another\n")
     there.show_log("4711", shown.append)
     assert shown == ["a line\n", "another\n"]
+    assert there.state("4711").exit_code == 5, "slurmd ends so what it could not start"
+    (log.parent / "4711.code").write_text("3\n", encoding="utf-8")
     assert there.state("4711").exit_code == 3
