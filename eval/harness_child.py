@@ -237,8 +237,7 @@ class Session:
         if self._harness is None:
             raise ValueError(f"{what!r} before 'open'")
         if what == "load":
-            task = {**given["task"], "data": tuple(given["task"]["data"])}
-            return self._harness.load(SuiteTask(**task), given["commits"])
+            return self._harness.load(SuiteTask.from_json(given["task"]), given["commits"])
         return self._harness.ask(given["task"], given["documents"], Path(given["destination"]))
 
 

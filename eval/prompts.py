@@ -13,7 +13,6 @@ line, the columns of vLLM's dataset "custom"::
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from eval.definitions import unknown
 from eval.errors import DefinitionError
 
 FOLDER = Path(__file__).parent / "prompts"
@@ -44,11 +44,8 @@ def load(name: str, folder: Path = FOLDER) -> tuple[Prompt, ...]:
 
     Raises `DefinitionError` with the nearest existing name, or with file and line of what is wrong in it.
     """
-    found = names(folder)
-    if name not in found:
-        near = difflib.get_close_matches(name, found, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(found)}"
-        raise DefinitionError(f"no prompts {name!r} in {folder}; {hint}")
+    if name not in names(folder):
+        raise unknown("prompts", name, names(folder), folder)
     return parse(folder / f"{name}.jsonl")
 
 

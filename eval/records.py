@@ -41,9 +41,8 @@ class Record:
         """Read back what `to_json` wrote; `MeasurementError` that names the field for anything else."""
         from pydantic import ValidationError
 
-        kind: Any = cls
         try:
-            read: Self = _adapter(kind).validate_json(json.dumps(data))
+            read: Self = validated(cls, data)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = "".join(f"{part}: " for part in (".".join(map(str, first["loc"])),) if part)
@@ -52,6 +51,11 @@ class Record:
         except (TypeError, ValueError, RecursionError) as error:
             raise MeasurementError(f"not a {cls.__name__}: {error}") from error
         return read
+
+
+def validated(kind: Any, data: Any) -> Any:
+    """Data as a record of a kind; pydantic's `ValidationError`, or `TypeError` and `ValueError` for what is no JSON."""
+    return _adapter(kind).validate_json(json.dumps(data))
 
 
 def _plain(fields: list[tuple[str, Any]]) -> dict[str, Any]:

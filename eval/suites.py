@@ -6,47 +6,31 @@ must be known before anything is run.
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from eval import prompts
-from eval.definitions import Section, read
+from eval.definitions import read, unknown
 from eval.errors import DefinitionError
 from eval.power import detectable_margin, detectable_mean, items_needed, mean_items_needed
+from eval.records import Record
 from eval.samples import Kind
 
 FOLDER = Path(__file__).parent / "suites"
 TASKS_FOLDER = Path(__file__).parent / "tasks"
-
-_SUITE_KEYS = ("name", "description", "expected_flip_rate", "canary", "tasks")
-_TASK_KEYS = (
-    "task",
-    "metric",
-    "filter",
-    "items",
-    "gated",
-    "margin",
-    "expected_flip_rate",
-    "expected_spread",
-    "cluster",
-    "num_fewshot",
-    "max_gen_tokens",
-    "chat",
-    "data",
-)
-
-_DATA = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 # Metrics that lm-eval logs as (log likelihood, words or bytes).
 _PERPLEXITIES = ("word_perplexity", "byte_perplexity")
 
 
 @dataclass(frozen=True, slots=True)
-class SuiteTask:
+class SuiteTask(Record):
     """One lm-eval task of a suite, or one group of tasks.
 
     `items` is the number of samples that the task is expected to have, `margin` its own accuracy margin as a fraction
@@ -59,17 +43,17 @@ class SuiteTask:
 
     task: str
     metric: str
-    items: int
-    expected_flip_rate: float
+    items: Annotated[int, Field(ge=1)]
+    expected_flip_rate: Share
     gated: bool = True
     filter: str = "none"
-    margin: float | None = None
-    num_fewshot: int | None = None
-    max_gen_tokens: int | None = None
+    margin: Share | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    max_gen_tokens: Annotated[int, Field(ge=1)] | None = None
     chat: bool = False
     cluster: str | None = None
-    expected_spread: float | None = None
-    data: tuple[str, ...] = ()
+    expected_spread: Share | None = None
+    data: tuple[Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+(@[\w./-]+)?$")], ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -90,12 +74,12 @@ class SuiteTask:
 
 
 @dataclass(frozen=True, slots=True)
-class Suite:
+class Suite(Record):
     """A named list of tasks, and the prompts that the canary reads before them (a set of `eval.prompts`)."""
 
     name: str
     description: str
-    tasks: tuple[SuiteTask, ...]
+    tasks: Annotated[tuple[SuiteTask, ...], Field(min_length=1)]
     canary: str = "general"
 
     def judged_by(self, margins: Mapping[str, float | None]) -> Suite:
@@ -125,75 +109,40 @@ def load(name: str, folder: Path = FOLDER) -> Suite:
 
     Raises `DefinitionError` with the nearest existing name, or with file, line and key of what is wrong in it.
     """
-    path = folder / f"{name}.yaml"
     if name not in names(folder):
-        near = difflib.get_close_matches(name, names(folder), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names(folder))}"
-        raise DefinitionError(f"no suite {name!r} in {folder}; {hint}")
-    return parse(path)
+        raise unknown("suite", name, names(folder), folder)
+    return parse(folder / f"{name}.yaml")
 
 
 def parse(path: Path) -> Suite:
     """Load a suite from any file."""
-    root = read(path)
-    root.only(_SUITE_KEYS)
-    if root.need("name", str) != path.stem:
-        raise root.error(f"'name' must be the file's name, {path.stem!r}", "name")
-    flip_rate = root.fraction("expected_flip_rate")
-    if flip_rate is None:
-        raise root.error("missing key 'expected_flip_rate', expected a number between 0 and 1")
-    tasks = tuple(_task(section, flip_rate) for section in root.sections("tasks"))
+    document = read(path)
+    # The file says once what flips; a task may say it for itself.
+    if "expected_flip_rate" not in document.data:
+        raise document.error("missing key 'expected_flip_rate'")
+    flip_rate, tasks = document.data.pop("expected_flip_rate"), document.data.get("tasks")
+    for task in tasks if isinstance(tasks, list) else ():
+        if isinstance(task, dict):
+            task.setdefault("expected_flip_rate", flip_rate)
+    known = {field.name for kind in (Suite, SuiteTask) for field in fields(kind)}
+    suite = document.read(Suite, known)
+    if suite.name != path.stem:
+        raise document.error(f"'name' must be the file's name, {path.stem!r}", "name")
     seen: set[str] = set()
-    for section, task in zip(root.sections("tasks"), tasks, strict=True):
+    for number, task in enumerate(suite.tasks):
         if task.task in seen:
-            raise section.error(f"task {task.task!r} appears twice", "task")
+            raise document.error(f"task {task.task!r} appears twice", "tasks", number, "task")
         seen.add(task.task)
-    if not any(task.gated for task in tasks):
-        raise root.error("no task is gated, so the suite cannot decide anything", "tasks")
-    canary = root.get("canary", str) or "general"
+        if (task.expected_spread is None) == (task.kind == "perplexity"):
+            what = "needs" if task.expected_spread is None else "has no"
+            raise document.error(f"metric {task.metric!r} {what} 'expected_spread'", "tasks", number, "metric")
+    if not any(task.gated for task in suite.tasks):
+        raise document.error("no task is gated, so the suite cannot decide anything", "tasks")
     try:
-        prompts.load(canary)
+        prompts.load(suite.canary)
     except DefinitionError as error:
-        raise root.error(str(error), "canary") from error
-    return Suite(root.need("name", str), root.need("description", str), tasks, canary)
-
-
-def _task(section: Section, flip_rate: float) -> SuiteTask:
-    section.only(_TASK_KEYS)
-    gated = section.get("gated", bool)
-    fewshot = section.count("num_fewshot", least=0) if section.get("num_fewshot", int) is not None else None
-    tokens = section.count("max_gen_tokens") if section.get("max_gen_tokens", int) is not None else None
-    spread = section.fraction("expected_spread")
-    if (spread is None) == (section.need("metric", str) in _PERPLEXITIES):
-        wanted = (
-            "needs 'expected_spread'" if spread is None else "has no 'expected_spread', expected 'expected_flip_rate'"
-        )
-        raise section.error(f"metric {section.need('metric', str)!r} {wanted}", "metric")
-    return SuiteTask(
-        task=section.need("task", str),
-        metric=section.need("metric", str),
-        items=section.count("items"),
-        expected_flip_rate=section.fraction("expected_flip_rate") or flip_rate,
-        gated=True if gated is None else gated,
-        filter=section.get("filter", str) or "none",
-        margin=section.fraction("margin"),
-        num_fewshot=fewshot,
-        max_gen_tokens=tokens,
-        chat=section.get("chat", bool) or False,
-        cluster=section.get("cluster", str),
-        expected_spread=spread,
-        data=_data(section),
-    )
-
-
-def _data(section: Section) -> tuple[str, ...]:
-    found = section.values.get("data")
-    if not isinstance(found, list | None):
-        raise section.error(f"'data' must be a list of data sets, found {found!r}", "data")
-    for item in found or ():
-        if not (isinstance(item, str) and _DATA.fullmatch(item)):
-            raise section.error(f"found the data set {item!r}, expected org/name or org/name@revision", "data")
-    return tuple(found or ())
+        raise document.error(str(error), "canary") from error
+    return suite
 
 
 def untestable(

@@ -22,27 +22,71 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from eval.definitions import Section, read
-from eval.errors import DefinitionError
+from pydantic import Field
+
+from eval.definitions import Document, Place, read, unknown
 from eval.prompts import SHAREGPT_PROMPT, SHAREGPT_TOTAL, Kind, PromptFile, lines_of
+from eval.records import Record
 
 FOLDER = Path(__file__).parent / "workloads"
 
-_SHARED_KEYS = ("dataset", "goodput")
-_WORKLOAD_KEYS = ("name", "description", "profile", "cells", *_SHARED_KEYS)
 PROFILES = ("latency", "streaming", "throughput", "offline")
 """What a server may be for. Whoever plans one has a row for each of these names."""
-_CELL_KEYS = (
-    "name", "input_len", "output_len", "concurrency", "rate", "num_prompts", "warmups", "ignore_eos", *_SHARED_KEYS,
-)  # fmt: skip
 GOALS = ("ttft", "tpot", "e2el")
 """What a request's latency may be bound by: time to first token, time per token after it, the whole request."""
+
+_Count = Annotated[int, Field(ge=1)]
+_Above = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Goals(Record):
+    """Latencies in ms."""
+
+    ttft: _Above | None = None
+    tpot: _Above | None = None
+    e2el: _Above | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Dataset(Record):
+    """One file, beside the workload's or by its path."""
+
+    sharegpt: str | None = None
+    jsonl: str | None = None
+    chat_template: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell(Record):
+    """A cell as it is written; its name names files."""
+
+    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]
+    num_prompts: _Count
+    warmups: Annotated[int, Field(ge=0)]
+    input_len: _Count | None = None
+    output_len: _Count | None = None
+    concurrency: _Count | None = None
+    rate: _Above | Literal["inf"] | None = None
+    ignore_eos: bool | None = None
+    dataset: _Dataset | Literal["random"] | None = None
+    goodput: _Goals | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload(Record):
+    """A file as it is written."""
+
+    name: str
+    description: str
+    profile: Literal["latency", "streaming", "throughput", "offline"]
+    cells: Annotated[tuple[_Cell, ...], Field(min_length=1)]
+    dataset: _Dataset | Literal["random"] | None = None
+    goodput: _Goals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +189,7 @@ def load(name: str, folder: Path = FOLDER) -> Workload:
     if is_path(name):
         return parse(Path(name))
     if name not in names(folder):
-        near = difflib.get_close_matches(name, names(folder), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names(folder))}"
-        raise DefinitionError(f"no workload {name!r} in {folder}; {hint}")
+        raise unknown("workload", name, names(folder), folder)
     return parse(folder / f"{name}.yaml")
 
 
@@ -158,134 +200,75 @@ def is_path(name: str) -> bool:
 
 def parse(path: Path) -> Workload:
     """Load a workload from any file."""
-    root = read(path)
-    root.only(_WORKLOAD_KEYS)
-    if root.need("name", str) != path.stem:
-        raise root.error(f"'name' must be the file's name, {path.stem!r}", "name")
+    document = read(path)
+    known = {field.name for kind in (_Workload, _Cell, _Dataset, _Goals) for field in fields(kind)}
+    written = document.read(_Workload, known)
+    if written.name != path.stem:
+        raise document.error(f"'name' must be the file's name, {path.stem!r}", "name")
     cells: dict[str, Cell] = {}
-    for section in root.sections("cells"):
-        cell = _cell(section, root)
+    for number, entry in enumerate(written.cells):
+        cell = _cell(document, written, entry, ("cells", number))
         if cell.name in cells:
-            raise section.error(f"cell {cell.name!r} appears twice", "name")
+            raise document.error(f"cell {cell.name!r} appears twice", "cells", number, "name")
         cells[cell.name] = cell
-    profile = root.need("profile", str)
-    if profile not in PROFILES:
-        near = difflib.get_close_matches(profile, PROFILES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise root.error(f"no profile {profile!r}: expected one of {', '.join(PROFILES)}{hint}", "profile")
-    return Workload(root.need("name", str), root.need("description", str), profile, tuple(cells.values()))
+    return Workload(written.name, written.description, written.profile, tuple(cells.values()))
 
 
-def _cell(section: Section, root: Section) -> Cell:
-    section.only(_CELL_KEYS)
-    file = _file(section if "dataset" in section.values else root)
-    cell = Cell(
-        name=_name(section),
-        input_len=_input_len(section, file),
-        output_len=section.count("output_len") if file is None or "output_len" in section.values else None,
-        concurrency=section.count("concurrency") if "concurrency" in section.values else None,
-        num_prompts=section.count("num_prompts"),
-        warmups=section.count("warmups", least=0),
-        rate=_rate(section),
-        file=file,
-        ignore_eos=_ignore_eos(section, file),
-        goodput=_goodput(section if "goodput" in section.values else root),
-    )
-    if cell.concurrency is None and "rate" not in section.values:
-        raise section.error("missing key 'concurrency' or 'rate': how many requests there are at a time")
-    if cell.concurrency is not None and cell.num_prompts < cell.concurrency:
-        raise section.error(
-            f"{cell.num_prompts} prompts never reach a concurrency of {cell.concurrency}", "num_prompts"
-        )
+def _cell(document: Document, whole: _Workload, entry: _Cell, at: Place) -> Cell:
+    """A cell with what the whole workload says of all; `DefinitionError` for what does not go together."""
+    own = document.data["cells"][at[-1]]
+    file = _file(document, entry.dataset if "dataset" in own else whole.dataset, at if "dataset" in own else ())
+    goals = entry.goodput if "goodput" in own else whole.goodput
+    if entry.input_len is None and (file is None or file.kind == "jsonl"):
+        raise document.error("missing key 'input_len'", *at)
+    if entry.input_len is not None and file is not None and file.kind == "sharegpt":
+        why = f"vLLM takes ShareGPT's of up to {SHAREGPT_PROMPT} tokens"
+        raise document.error(f"'input_len' goes with random prompts and jsonl files: {why}", *at, "input_len")
+    if entry.output_len is None and file is None:
+        raise document.error("missing key 'output_len'", *at)
+    if file is None and entry.ignore_eos is False:  # answers to random tokens have no end of their own
+        raise document.error("'ignore_eos' is always true for random prompts", *at, "ignore_eos")
+    if entry.concurrency is None and entry.rate is None:
+        raise document.error("missing key 'concurrency' or 'rate': how many requests there are at a time", *at)
+    if entry.concurrency is not None and entry.num_prompts < entry.concurrency:
+        few = f"{entry.num_prompts} prompts never reach a concurrency of {entry.concurrency}"
+        raise document.error(few, *at, "num_prompts")
     if file is not None and file.kind == "jsonl":
-        _check_lines(section, cell, file.path)
-    if file is not None and file.kind == "sharegpt" and (cell.output_len or 0) >= SHAREGPT_TOTAL:
-        raise section.error(
-            f"'output_len' must be below {SHAREGPT_TOTAL}: vLLM leaves out what is longer", "output_len"
-        )
-    return cell
+        lines = lines_of(file.path)
+        if lines.prompts < entry.num_prompts:
+            few = f"{entry.num_prompts} prompts are more than the {lines.prompts} of {file.path}"
+            raise document.error(few, *at, "num_prompts")
+        if entry.output_len is None and lines.longest_answer is None:
+            raise document.error(f"missing key 'output_len': not every line of {file.path} has \"output_tokens\"", *at)
+    if file is not None and file.kind == "sharegpt" and (entry.output_len or 0) >= SHAREGPT_TOTAL:
+        long = f"'output_len' must be below {SHAREGPT_TOTAL}: vLLM leaves out what is longer"
+        raise document.error(long, *at, "output_len")
+    return Cell(
+        name=entry.name,
+        input_len=SHAREGPT_PROMPT if entry.input_len is None else entry.input_len,
+        output_len=entry.output_len,
+        concurrency=entry.concurrency,
+        num_prompts=entry.num_prompts,
+        warmups=entry.warmups,
+        rate=None if entry.rate == "inf" else entry.rate,
+        file=file,
+        ignore_eos=file is None if entry.ignore_eos is None else entry.ignore_eos,
+        goodput=() if goals is None else tuple((n, limit) for n in GOALS if (limit := getattr(goals, n)) is not None),
+    )
 
 
-def _name(section: Section) -> str:
-    """It names files."""
-    name = section.need("name", str)
-    if not name or name.startswith(".") or not all(part.isalnum() or part in "-_." for part in name):
-        raise section.error(f"'name' may have letters, digits, '-', '_' and '.', found {name!r}", "name")
-    return name
-
-
-def _input_len(section: Section, file: PromptFile | None) -> int:
-    if file is None or file.kind == "jsonl":
-        return section.count("input_len")
-    if "input_len" in section.values:
-        raise section.error(
-            f"'input_len' goes with random prompts and jsonl files: vLLM takes ShareGPT's of up to {SHAREGPT_PROMPT} "
-            "tokens",
-            "input_len",
-        )
-    return SHAREGPT_PROMPT
-
-
-def _rate(section: Section) -> float | None:
-    if section.values.get("rate") == "inf":
+def _file(document: Document, dataset: _Dataset | str | None, at: Place) -> PromptFile | None:
+    if dataset is None or isinstance(dataset, str):
         return None
-    value = section.get("rate", float)
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise section.error(f"'rate' must be above 0 requests a second, or inf, found {value}", "rate")
-    return value
-
-
-def _ignore_eos(section: Section, file: PromptFile | None) -> bool:
-    """Answers to random tokens have no end of their own; vLLM does not look for one."""
-    value = section.get("ignore_eos", bool)
-    if file is None and value is False:
-        raise section.error("'ignore_eos' is always true for random prompts", "ignore_eos")
-    return file is None if value is None else value
-
-
-def _goodput(section: Section) -> tuple[tuple[str, float], ...]:
-    goals = section.section("goodput")
-    if goals is None:
-        return ()
-    goals.only(GOALS)
-    found = tuple((name, goals.need(name, float)) for name in GOALS if name in goals.values)
-    for name, value in found:
-        if value <= 0:
-            raise goals.error(f"{name!r} must be above 0 ms, found {value}", name)
-    if not found:
-        raise section.error(f"'goodput' must have one of {', '.join(GOALS)}", "goodput")
-    return found
-
-
-def _file(section: Section) -> PromptFile | None:
-    if section.values.get("dataset") in (None, "random"):
-        return None
-    if isinstance(section.values["dataset"], str):
-        raise section.error(
-            f"'dataset' must be random, {{sharegpt: FILE}} or {{jsonl: FILE}}, found {section.values['dataset']!r}",
-            "dataset",
-        )
-    dataset = section.section("dataset")
-    assert dataset is not None  # noqa: S101 - None was the random one
-    dataset.only((*get_args(Kind), "chat_template"))
-    given: list[Kind] = [kind for kind in get_args(Kind) if kind in dataset.values]
+    given: list[tuple[Kind, str]] = [(kind, name) for kind in get_args(Kind) if (name := getattr(dataset, kind))]
     if len(given) != 1:
-        raise section.error("'dataset' must name one file: {sharegpt: FILE} or {jsonl: FILE}", "dataset")
-    kind = given[0]
-    path = (section.path.absolute().parent / dataset.need(kind, str)).resolve()
+        raise document.error("'dataset' must name one file: {sharegpt: FILE} or {jsonl: FILE}", *at, "dataset")
+    kind, name = given[0]
+    path = (document.path.absolute().parent / name).resolve()
     if not path.is_file():
-        raise dataset.error(f"found no file {path}", kind)
+        raise document.error(f"found no file {path}", *at, "dataset", kind)
     if kind == "jsonl" and path.suffix != ".jsonl":
-        raise dataset.error(f"vLLM reads files whose name ends in .jsonl, found {path.name}", kind)
-    template = dataset.get("chat_template", bool)
-    if kind == "sharegpt" and template is not None:
-        raise dataset.error("'chat_template' goes with a jsonl file", "chat_template")
-    return PromptFile(kind, path, chat_template=template is not False)
-
-
-def _check_lines(section: Section, cell: Cell, path: Path) -> None:
-    lines = lines_of(path)
-    if lines.prompts < cell.num_prompts:
-        raise section.error(f"{cell.num_prompts} prompts are more than the {lines.prompts} of {path}", "num_prompts")
-    if cell.output_len is None and lines.longest_answer is None:
-        raise section.error(f"missing key 'output_len': not every line of {path} has \"output_tokens\"")
+        raise document.error(f"vLLM reads files whose name ends in .jsonl, found {path.name}", *at, "dataset", kind)
+    if kind == "sharegpt" and dataset.chat_template is not None:
+        raise document.error("'chat_template' goes with a jsonl file", *at, "dataset", "chat_template")
+    return PromptFile(kind, path, chat_template=dataset.chat_template is not False)

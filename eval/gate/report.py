@@ -13,11 +13,10 @@ from eval.canary import Canary, CanaryPolicy
 from eval.records import Record
 from eval.servers import UNKNOWN
 from eval.statistics.sequential import Look
-from eval.suites import Suite
+from eval.suites import Share, Suite
 from eval.throughput import Throughput
 from eval.verdict import Verdict
 
-Share = Annotated[float, Field(gt=0, lt=1)]
 Confidence = Annotated[float, Field(ge=0.5, lt=1)]
 
 
