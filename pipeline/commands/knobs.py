@@ -22,7 +22,7 @@ from pipeline.commands.options import emit, json_option
 def command(name: str | None, version: str | None, document: Path | None, as_json: bool) -> int:
     """List what a launch of vLLM can set, or say of one NAME when it gets which value, and why."""
     from pipeline.serving.environment import parse_version
-    from pipeline.serving.knobs.page import conditions, entry, existence, page, refresh, versions
+    from pipeline.serving.knobs.page import conditions, entry, existence, page, versions
     from pipeline.serving.knobs.table import Knob, knob, table
 
     def plain(item: Knob) -> dict[str, object]:
@@ -58,10 +58,10 @@ def command(name: str | None, version: str | None, document: Path | None, as_jso
             click.echo(page(), nl=False)
             return 0
         try:
-            changed = refresh(document)
+            document.write_text(page(), encoding="utf-8")
         except OSError as error:
             raise click.UsageError(f"--markdown: {document}: {error.strerror}") from None
-        click.echo(f"{document}: {'written' if changed else 'up to date'}")
+        click.echo(f"{document}: written")
         return 0
     if name is not None:
         found = knob(name)

@@ -8,8 +8,6 @@ The page is `docs/serving-knobs.md`; nothing in it is written by hand.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipeline.serving.environment import Version
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, Knob, Rule, table
 
@@ -84,15 +82,6 @@ def existence(knob: Knob) -> str:
 def conditions(rule: Rule) -> str:
     """The facts that a rule asks for, in words; empty where it asks for none."""
     return ", ".join(f"{name} {condition}" for name, condition in rule.when.items())
-
-
-def refresh(path: Path) -> bool:
-    """Bring the page up to date; whether anything changed. Raises `OSError`."""
-    new = page()
-    changed = not path.exists() or path.read_text(encoding="utf-8") != new
-    if changed:
-        path.write_text(new, encoding="utf-8")
-    return changed
 
 
 def _contents(topics: dict[str, list[Knob]]) -> str:
