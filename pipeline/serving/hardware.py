@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -201,6 +200,6 @@ def _rules(section: str) -> tuple[_Rule, ...]:
 
 @cache
 def _document() -> dict[str, Any]:
-    text = resources.files("pipeline.serving").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8")
     document: dict[str, Any] = yaml.safe_load(text)
     return document

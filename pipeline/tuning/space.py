@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
@@ -198,7 +198,7 @@ def gated() -> frozenset[str]:
 @cache
 def sweeps() -> Mapping[str, list[dict[str, Any]]]:
     """The file."""
-    text = resources.files("pipeline.tuning").joinpath("sweeps.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("sweeps.yaml").read_text(encoding="utf-8")
     rows: Mapping[str, list[dict[str, Any]]] = yaml.safe_load(text)
     return rows
 

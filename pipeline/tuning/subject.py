@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import TypeAlias
 from eval.workloads import Cell, Workload
 from pipeline.canonical import fingerprint
 from pipeline.errors import UserError
-from pipeline.machine import Machine
+from pipeline.machine import Machine, cpu_name
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.hardware import hardware
 from pipeline.serving.host.detect import Detected, detect
@@ -158,7 +156,7 @@ def machine_facts(target: Target, machine: Machine) -> dict[str, str]:
     UserError where the machine is not the target: a sweep measures, it cannot plan for another machine.
     """
     cores = len(os.sched_getaffinity(0))
-    facts = {"target": str(target), "cpu": _cpu(machine), "cores": str(cores)}
+    facts = {"target": str(target), "cpu": cpu_name(machine), "cores": str(cores)}
     if target.accelerator.kind == "cpu":
         return facts
     found = detect(machine)
@@ -183,8 +181,3 @@ def _named(found: Detected) -> str:
         return "no GPU"
     parts = found.compute_partition if found.partitioned else None
     return f"{found.gpus} x {row.title}" + (f" in {parts} mode" if parts else "")
-
-
-def _cpu(machine: Machine) -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", machine.text("proc/cpuinfo") or "", re.MULTILINE)
-    return found[1].strip() if found else platform.machine()

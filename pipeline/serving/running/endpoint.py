@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,20 +57,17 @@ class EndpointLauncher:
 
         One that is still loading (503) is waited for. Raises ServingError where nobody answers, or another model does.
         """
-        server = Server(plan.served_model_name, self.url, None, 0.0, api_key_variable=self.api_key_variable)
-        if self.api_key_variable is not None and self.url.startswith("http:") and not is_local(server):
+        if self.api_key_variable is not None and self.url.startswith("http:") and not _is_local(self.url):
             say(f"warning: {self.url} is not https: the key in {self.api_key_variable} travels readable")
         waited = self._wait(startup_timeout)
-        verdict = examine(server, plan)
-        if verdict.wrong:
-            raise ServingError(f"{self.url} is not the server of this plan: {'; '.join(verdict.wrong)}")
-        doubts = [*verdict.unproven, *verdict.differs]
+        asked = Server(plan.served_model_name, self.url, None, waited, api_key_variable=self.api_key_variable)
+        server = _served(asked, plan)
+        doubts = list(_doubts(server, plan))
         if doubts and self.strict:
             raise ServingError(f"{self.url} cannot be taken: {'; '.join(doubts)}", hint="Without --strict it is taken.")
         for doubt in doubts:
             say(f"warning: {self.url}: {doubt}")
-        found = verdict.server
-        yield _Attached(Server(found.model_name, self.url, None, waited, api_key_variable=self.api_key_variable))
+        yield _Attached(server)
 
     def _wait(self, timeout: float) -> float:
         """Seconds until /health says 200."""
@@ -143,70 +140,52 @@ def _variable(name: str | None) -> str | None:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """``wrong`` shows that it is another model, ``unproven`` says what could not be seen, ``differs`` how it is served
-    otherwise than planned. ``server`` has the name under which the model is served.
-    """
-
-    server: Server
-    wrong: tuple[str, ...] = ()
-    unproven: tuple[str, ...] = ()
-    differs: tuple[str, ...] = ()
+def _is_local(url: str) -> bool:
+    """Whether the files of a server there are ours."""
+    return urlsplit(url).hostname in _LOOPBACK
 
 
-def examine(server: Server, plan: LaunchPlan) -> Verdict:
-    """Ask the server what it is. Raises ServingError where it does not answer as vLLM does."""
-    card = _card(server, plan)
-    if card is None:
-        names = ", ".join(str(model.get("id")) for model in _models(server)) or "nothing"
-        return Verdict(server, wrong=(f"it serves {names}, expected {plan.served_model_name}",))
-    server = replace(server, model_name=str(card["id"]))
-    wrong, unproven, differs = [], [], []
-    root = card.get("root")
-    if root is None:
-        unproven.append("it does not say which folder it serves")
-    elif not is_local(server) or not Path(root).is_dir():
-        unproven.append(f"it serves {root} on a machine whose files cannot be seen from here")
-    elif not Path(plan.model).is_dir() or not Path(root).samefile(plan.model):
-        wrong.append(f"it serves {root}, expected {plan.model}")
-    length, needed = card.get("max_model_len"), plan.option("--max-model-len")
-    if isinstance(length, int) and needed is not None and needed.isdigit() and length != int(needed):
-        if length < int(needed):
-            wrong.append(f"it takes {length:,} tokens a request, the plan needs {int(needed):,}")
-        else:
-            differs.append(f"it takes {length:,} tokens a request where the plan says {int(needed):,}")
-    differs += _differences(server, plan)
-    return Verdict(server, tuple(wrong), tuple(unproven), tuple(differs))
-
-
-def is_local(server: Server) -> bool:
-    """Whether the server's files are ours."""
-    return urlsplit(server.base_url).hostname in _LOOPBACK
-
-
-def _models(server: Server) -> list[Mapping[str, Any]]:
+def _card(server: Server, plan: LaunchPlan) -> Mapping[str, Any]:
+    """What the server says of our model, by its name, else by its folder. ServingError where it has none."""
     try:
-        return [dict(model) for model in json.loads(server.get("/v1/models"))["data"]]
+        models = [dict(model) for model in json.loads(server.get("/v1/models"))["data"]]
+        ours = [model for model in models if model["id"] == server.model_name]
+        ours += [model for model in models if model.get("root") == plan.model]
     except (ValueError, KeyError, TypeError) as error:
         raise ServingError(f"{server.base_url} does not list its models as vLLM does: {error}") from error
+    if not ours:
+        names = ", ".join(str(model["id"]) for model in models) or "nothing"
+        raise _another(server, f"it serves {names}, expected {plan.served_model_name}")
+    return ours[0]
 
 
-def _card(server: Server, plan: LaunchPlan) -> Mapping[str, Any] | None:
-    """The entry of our model: by its name, else by its folder."""
-    models = [model for model in _models(server) if "id" in model]
-    named = [model for model in models if model["id"] == plan.served_model_name]
-    rooted = [model for model in models if model.get("root") == plan.model]
-    return next(iter([*named, *rooted]), None)
+def _served(server: Server, plan: LaunchPlan) -> Server:
+    """The server by the name that it gives our model. ServingError where it cannot be the one of the plan."""
+    card = _card(server, plan)
+    root, length, needed = card.get("root"), card.get("max_model_len"), plan.option("--max-model-len")
+    seen = root is not None and _is_local(server.base_url) and Path(root).is_dir()
+    if seen and not (Path(plan.model).is_dir() and Path(str(root)).samefile(plan.model)):
+        raise _another(server, f"it serves {root}, expected {plan.model}")
+    if isinstance(length, int) and needed is not None and needed.isdigit() and length < int(needed):
+        raise _another(server, f"it takes {length:,} tokens a request, the plan needs {int(needed):,}")
+    return replace(server, model_name=str(card["id"]))
 
 
-def _differences(server: Server, plan: LaunchPlan) -> list[str]:
-    found = []
+def _another(server: Server, why: str) -> ServingError:
+    return ServingError(f"{server.base_url} is not the server of this plan: {why}")
+
+
+def _doubts(server: Server, plan: LaunchPlan) -> Iterator[str]:
+    """What cannot be proven of a server that may be the right one, and what is otherwise than planned."""
+    root = _card(server, plan).get("root")
+    if root is None:
+        yield "it does not say which folder it serves"
+    elif not _is_local(server.base_url) or not Path(root).is_dir():
+        yield f"it serves {root} on a machine whose files cannot be seen from here"
     version = server.version()
     if plan.vllm_version and parse_version(version) != parse_version(plan.vllm_version):
-        found.append(f"it is vLLM {version}, the plan was made for {plan.vllm_version}")
+        yield f"it is vLLM {version}, the plan was made for {plan.vllm_version}"
     # The label says "auto" also where the checkpoint brought FP8, so that word proves nothing.
     said, planned = server.cache_config().get("cache_dtype", "auto"), plan.option("--kv-cache-dtype") or "auto"
     if said != "auto" and said[:3] != planned[:3]:
-        found.append(f"its KV cache is {said}, the plan's {planned}")
-    return found
+        yield f"its KV cache is {said}, the plan's {planned}"
