@@ -66,7 +66,7 @@ class GcPlan:
 
 
 @dataclass(frozen=True)
-class Found:
+class _Thing:
     """Something in the store, before it is judged. ``changed`` is in seconds since the epoch."""
 
     path: Path
@@ -77,17 +77,15 @@ class Found:
 
 
 def plan_gc(store: Store, *, keep: int, now: float | None = None) -> GcPlan:
-    """Decide what to remove, without touching anything. Raises `StoreError` if the store cannot be read."""
-    moment = time.time() if now is None else now
-    with disk_errors(store.root):
-        return decide(store.root, list(_survey(store.root, moment)), list_runs(store.root), keep=keep, now=moment)
+    """Decide what to remove, without touching anything.
 
-
-def decide(root: Path, found: Iterable[Found], runs: Iterable[Run], *, keep: int, now: float) -> GcPlan:
-    """Judge what was found; ``runs`` are newest first. Raises `ValueError` if ``keep`` is negative."""
+    Raises `ValueError` if ``keep`` is negative, and `StoreError` if the store cannot be read.
+    """
     if keep < 0:
         raise ValueError(f"keep must be 0 or more, not {keep}")
-    things = list(found)
+    root, now = store.root, time.time() if now is None else now
+    with disk_errors(root):
+        things, runs = list(_survey(root, now)), list_runs(root)
     live, old = _sort_runs(runs, keep, now)
     needed = {root / stage / fingerprint for run in live for stage, fingerprint in run.plan}
     # A stage that broke goes on from its working folder, unless its entry has been made since.
@@ -176,7 +174,7 @@ def _seconds(moment: str) -> float:
         return 0.0
 
 
-def _survey(root: Path, now: float) -> Iterator[Found]:
+def _survey(root: Path, now: float) -> Iterator[_Thing]:
     for folder in sorted(path for path in _children(root) if path.is_dir()):
         if folder.name == RUNS:
             yield from (_found(path, "scrap") for path in _children(folder) if path.suffix == ".tmp")
@@ -192,7 +190,7 @@ def _survey(root: Path, now: float) -> Iterator[Found]:
                     yield _found(path, kind, held=is_held(lock, stale_after=GRACE_S, now=now))
 
 
-def _survey_refresh(folder: Path, now: float) -> Iterator[Found]:
+def _survey_refresh(folder: Path, now: float) -> Iterator[_Thing]:
     """Locks, logs and scraps; states are small, few, and nobody's but the recipe's."""
     for place in (folder, folder / "devices"):
         for path in _children(place):
@@ -221,7 +219,7 @@ def _kind(path: Path) -> str | None:
     return "scrap" if rest == ".record" or rest.startswith(".lock.") else None
 
 
-def _found(path: Path, kind: str, *, held: bool = False) -> Found:
+def _found(path: Path, kind: str, *, held: bool = False) -> _Thing:
     """Size and age of a thing; what another process removes meanwhile counts as nothing."""
     size, changed = 0, 0.0
     for part in [path, *path.rglob("*")]:
@@ -235,7 +233,7 @@ def _found(path: Path, kind: str, *, held: bool = False) -> Found:
         changed = _time(path / RECORD)
     elif kind == "quarantine":
         changed = _time(path, moved=True)
-    return Found(path, kind, size, changed, held)
+    return _Thing(path, kind, size, changed, held)
 
 
 def _time(path: Path, *, moved: bool = False) -> float:
