@@ -47,14 +47,6 @@ def test_a_format_without_the_scheme(load: Load) -> None:
     ]
 
 
-def test_an_engine_that_does_not_write_the_layout(load: Load) -> None:
-    loaded = load(HEAD + "quantization: {scheme: ptpc_fp8, engine: quark}\n")
-    assert faults(loaded) == [
-        "r.yaml:3:42: quantization.engine: engine quark does not write compressed-tensors, "
-        "expected stream or llmcompressor"
-    ]
-
-
 @pytest.mark.parametrize(
     ("scheme", "engine", "layout", "algorithm", "expected"),
     [
@@ -183,18 +175,6 @@ def test_groups_that_do_not_divide(load: Load, changed: dict[str, Any], gpus: in
     ]
 
 
-def test_real_shapes_go_before_the_configuration(load: Load) -> None:
-    loaded = load(
-        HEAD + "quantization:\n  scheme: ptpc_fp8\n  overrides:\n"
-        "  - {modules: [a.down_proj], scheme: mxfp4}\ntarget: {hardware: mi355x, gpus: 2}\n"
-    )
-    linear = {"a.up_proj": (96, 50), "a.down_proj": (50, 96)}
-    assert faults(loaded, linear=linear) == [
-        "r.yaml:6:38: quantization.overrides[0].scheme: found mxfp4 with a.down_proj 96 over 2 GPUs, "
-        "expected a multiple of 32 on each GPU"
-    ]
-
-
 LAYER = "model.layers.3"
 
 
@@ -235,23 +215,6 @@ def test_fused_modules_named_one_by_one(load: Load, rules: str, expected: str) -
     with pytest.raises(RecipeError) as refused:
         refuse(check(loaded))
     assert str(refused.value) == expected
-
-
-@pytest.mark.parametrize(
-    ("model", "pattern", "group"),
-    [
-        ("Llama-3.1-8B-Instruct", r"re:.*\.(q|k)_proj", "model.layers.0.self_attn.{q_proj, k_proj, v_proj}"),
-        ("Mixtral-8x7B-Instruct-v0.1", r"re:.*\.experts\.[0-3]\.", "model.layers.0.block_sparse_moe.experts.*"),
-        ("Qwen3-30B-A3B", r"re:.*\.experts\..*down_proj", "model.layers.0.mlp.experts.*"),
-        ("DeepSeek-R1-0528", r"re:.*q_a_proj", "model.layers.0.self_attn.{q_a_proj, kv_a_proj_with_mqa}"),
-        ("DeepSeek-R1-0528", r"re:.*shared_experts\.up", "model.layers.3.mlp.shared_experts.{gate_proj, up_proj}"),
-    ],
-)
-def test_expressions_that_split_groups(load: Load, model: str, pattern: str, group: str) -> None:
-    loaded = load(HEAD + f"quantization:\n  scheme: ptpc_fp8\n  exclude: ['{pattern}']\n")
-    [fault] = faults(loaded, config=config(model))
-    assert fault.startswith("r.yaml:5:13: quantization.exclude[0]: found 16 bit for ")
-    assert f"expected one scheme for {group}, which vLLM loads as one" in fault
 
 
 def test_the_order_of_overrides_must_not_matter(load: Load) -> None:

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import RecipeError, UserError
 from pipeline.recipe.faults import Place
-from pipeline.recipe.load import LoadedRecipe, load_recipe, resolved_yaml
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.yaml_positions import parse
+from pipeline.recipe.load import LoadedRecipe, load_recipe
 
 Write = Callable[..., Path]
 
@@ -76,14 +74,6 @@ def test_a_fault_stands_in_the_file_that_has_it(write: Write) -> None:
     ]
 
 
-def test_a_name_is_not_inherited(write: Write) -> None:
-    write("name: base\ndescription: The base.\n" + BASE, "base.yaml")
-    with pytest.raises(RecipeError, match=r"^r.yaml:1:1: name: found nothing"):
-        load_recipe(write("extends: base.yaml\n"))
-    loaded = load_recipe(write("name: r\nextends: base.yaml\n"))
-    assert loaded.recipe.description == ""
-
-
 def test_circles_are_refused(write: Write) -> None:
     write("extends: b.yaml\n", "a.yaml")
     write("extends: c.yaml\n", "b.yaml")
@@ -141,17 +131,6 @@ def test_unknown_names(write: Write) -> None:
         load_recipe("gone.yaml")
     with pytest.raises(UserError, match='found no recipe "_base"'):
         load_recipe("_base")
-
-
-def test_the_resolved_text_is_stable(write: Write) -> None:
-    loaded = load_recipe("tiny-ptpc-fp8kv")
-    assert loaded.text_resolved == resolved_yaml(loaded.recipe)
-    again = load_recipe(write(loaded.text_resolved, "tiny-ptpc-fp8kv.yaml"))
-    assert again.recipe == loaded.recipe
-    assert again.text_resolved == loaded.text_resolved
-    data = loaded.recipe.model_dump(mode="json")
-    assert Recipe.model_validate(data) == loaded.recipe
-    assert parse(loaded.text_resolved, "f").data == data
 
 
 def test_importing_recipes_is_cheap() -> None:

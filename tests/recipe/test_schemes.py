@@ -36,26 +36,6 @@ def test_each_format_holds_a_scheme_in_so_many_bytes(
             assert sum(tensor.nbytes for tensor in tensors) == weight + scales
 
 
-@pytest.mark.parametrize(
-    ("name", "divisor", "bits", "ranges", "mx"),
-    [
-        ("ptpc_fp8", 1, 8.0, False, False),
-        ("fp8", 1, 8.0, True, False),
-        ("fp8_block", 128, 8 + 16 / 128**2, False, False),
-        ("mxfp4", 32, 4.25, False, True),
-        ("mxfp4_weight_only", 32, 4.25, False, True),
-        ("mxfp4_fp8", 32, 4.25, True, True),
-        ("mxfp6_e2m3", 32, 6.25, False, True),
-        ("mxfp8", 32, 8.25, False, True),
-        ("int8_w8a8", 1, 8.0, False, False),
-        ("w4a16", 128, 4.125, False, False),
-    ],
-)
-def test_properties(name: str, divisor: int, bits: float, ranges: bool, mx: bool) -> None:
-    row = scheme(name)
-    assert (row.input_divisor, row.bits_per_weight, row.needs_ranges, row.is_mx) == (divisor, bits, ranges, mx)
-
-
 def test_every_layout_is_there_or_refused_with_a_reason() -> None:
     for row in table().values():
         assert {*row.formats, *dict(row.refused)} == {"compressed-tensors", "quark"}
