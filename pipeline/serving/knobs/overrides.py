@@ -27,14 +27,9 @@ _EXPERT = "--enable-expert-parallel"
 _NOT_OURS = frozenset(
     {
         *("--host", "--port", "--headless", "--model", "--nnodes", "--node-rank", "--master-addr"),
-        "--distributed-executor-backend",
-        *(
-            "--data-parallel-size-local",
-            "--data-parallel-address",
-            "--data-parallel-rank",
-            "--data-parallel-start-rank",
-        ),
-        *("--data-parallel-rpc-port", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "VLLM_HOST_IP", "HF_TOKEN"),
+        *("--distributed-executor-backend", "--data-parallel-size-local", "--data-parallel-address"),
+        *("--data-parallel-rank", "--data-parallel-start-rank", "--data-parallel-rpc-port"),
+        *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "VLLM_HOST_IP", "HF_TOKEN"),
     }
 )
 _BENCHMARK = "Benchmarks"

@@ -180,14 +180,8 @@ def _valid(case: _Case, layout: Layout) -> bool:
     return not split_faults(case.facts, layout)
 
 
-def _each(case: _Case, *, smallest_first: bool) -> Iterator[int]:
-    """Sizes of tensor parallelism within a node."""
-    sizes = range(1, case.target.gpus + 1)
-    yield from sizes if smallest_first else reversed(sizes)
-
-
 def _tensor(case: _Case, *, expert: bool) -> Iterator[Layout]:
-    for tensor in _each(case, smallest_first=False):
+    for tensor in range(case.target.gpus, 0, -1):
         servers = case.target.gpus // tensor * case.target.nodes
         layout = Layout(tensor, expert=expert and tensor > 1, replicas=servers)
         if _valid(case, layout):
@@ -199,7 +193,7 @@ def _replicas(case: _Case, *, expert: bool) -> Iterator[Layout]:
 
 
 def _data(case: _Case, *, expert: bool) -> Iterator[Layout]:
-    for tensor in _each(case, smallest_first=True):
+    for tensor in range(1, case.target.gpus + 1):
         if case.target.gpus % tensor == 0:
             data = case.target.gpus // tensor
             layout = Layout(tensor, data=data, expert=expert and case.target.gpus > 1, replicas=case.target.nodes)
@@ -209,7 +203,7 @@ def _data(case: _Case, *, expert: bool) -> Iterator[Layout]:
 
 def _spread(case: _Case, *, expert: bool) -> Iterator[Layout]:
     nodes = case.target.nodes
-    for tensor in _each(case, smallest_first=True):
+    for tensor in range(1, case.target.gpus + 1):
         if case.target.gpus % tensor == 0:
             layout = Layout(tensor, data=case.target.gpus // tensor * nodes, expert=expert, nodes=nodes)
             if _valid(case, layout):
@@ -218,7 +212,7 @@ def _spread(case: _Case, *, expert: bool) -> Iterator[Layout]:
 
 def _pipeline(case: _Case, *, expert: bool = False) -> Iterator[Layout]:
     """Stages within a node."""
-    for tensor in _each(case, smallest_first=False):
+    for tensor in range(case.target.gpus, 0, -1):
         stages = case.target.gpus // tensor
         layout = Layout(tensor, stages, expert=expert and tensor > 1, replicas=case.target.nodes)
         if stages > 1 and _valid(case, layout):
@@ -227,7 +221,7 @@ def _pipeline(case: _Case, *, expert: bool = False) -> Iterator[Layout]:
 
 def _stages(case: _Case, *, expert: bool) -> Iterator[Layout]:
     nodes = case.target.nodes
-    for tensor in _each(case, smallest_first=False):
+    for tensor in range(case.target.gpus, 0, -1):
         stages = case.target.gpus // tensor * nodes
         layout = Layout(tensor, stages, expert=expert and tensor > 1, nodes=nodes)
         if _valid(case, layout):

@@ -181,7 +181,7 @@ def _state_bytes(facts: ModelFacts, mixer: str, tensor: int, kind: str) -> int:
     """One request's state in one layer: the convolution's last inputs, and the recurrent state (mamba_utils.py).
 
     The recurrent state is in 16 bit but where the configuration asks for float32, in Nemotron-H (models/config.py),
-    and on CPUs, whose AMX kernels want it so (platforms/cpu.py; vLLM 0.32).
+    and on CPUs, whose AVX-512 kernels want it so (platforms/cpu.py; vLLM 0.32).
     """
     sizes = facts.shape.recurrent
     assert sizes is not None  # noqa: S101 - a layer of this kind has them

@@ -91,9 +91,6 @@ class Profile:
     """
 
     name: str
-    title: str
-    about: str
-    watch: tuple[str, ...]
     concurrency: int
     request_tokens: int
     share: float
@@ -125,4 +122,4 @@ def profiles() -> Mapping[str, Profile]:
     """Every profile by name, in the order of the file."""
     text = resources.files("pipeline.serving.planning").joinpath("profiles.yaml").read_text(encoding="utf-8")
     rows = yaml.safe_load(text).items()
-    return MappingProxyType({name: Profile(name=name, **{**row, "watch": tuple(row["watch"])}) for name, row in rows})
+    return MappingProxyType({name: Profile(name=name, **row) for name, row in rows})
