@@ -53,15 +53,15 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
             mounts=(Mount("/nvme", "/shared/models/scratch"),),
             needs=Needs((Path("/data/llama"),), (Path("/out"), Path("/hf")), {"HF_HOME": "/hf"}),
         ),
-        "node.yaml": lambda: _manifest(
+        "template.yaml": lambda: _manifest(
             task("llama70b-fp8kv", seconds=8 * 3600.0),
-            claims=(Claim("shared", "/models"), Claim("cache", "/cache")),
-            folder="/models/team",
+            claims=(Claim("shared", "/work"), Claim("more", "/more")),
+            folder="/work/team",
             secrets=(Reference("HF_TOKEN", "hub", "token"),),
-            variables={"HF_HOME": "/cache/hf", "NOTE": "$(HOME) stays"},
+            variables={"NOTE": "$(HOME) stays"},
             selector={"amd.com/gpu.product-name": "MI300X"},
+            given=read_template(TEMPLATE),
         ),
-        "template.yaml": lambda: _manifest(task("llama70b-fp8kv"), given=read_template(TEMPLATE)),
     }
 )
 
