@@ -12,8 +12,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.fleet.events import Event
-from pipeline.notices.outlets import outlets
-from pipeline.notices.webhook import ATTEMPTS, Webhook, address_in
+from pipeline.notices.outlets import ATTEMPTS, Webhook, address_in, outlets
 from tests.notices.receiver import Receiver
 
 Make = Callable[..., Event]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,17 +81,6 @@ def test_what_a_pod_asks_for(written: Written) -> None:
     held_against_the_api(manifest(text), "V1CronJob")
     assert pod_of(text)["priorityClassName"] == "batch"
     assert [container["name"] for container in pod_of(text)["containers"]] == ["quantmint", "watch"]
-
-
-def test_a_store_is_not_hidden_by_a_folder_that_ends_with_its_pod(written: Written, tmp_path: Path) -> None:
-    pytest.importorskip("kubernetes.client", reason="the API's own models hold the template")
-    path = tmp_path / "pod.yaml"
-    mount = "containers: [{name: quantmint, volumeMounts: [{name: a, mountPath: /work/store}]}]\n"
-    path.write_text(mount + "volumes: [{name: a, emptyDir: {}}]\n", encoding="utf-8")
-    hidden = replace(CLUSTER, template=read_template(path))
-    with pytest.raises(UserError, match="/work/store, which is on no volume that is there"):
-        cron_job(written("0 3 * * 6"), export(), hidden)
-    assert cron_job(written("0 3 * * 6"), export(store="/work/other"), hidden)
 
 
 def test_on_a_ray_cluster_the_pod_itself_holds_no_gpu(written: Written) -> None:

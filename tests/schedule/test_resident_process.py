@@ -90,6 +90,7 @@ def test_of_two_one_works_and_when_it_is_killed_the_other_takes_over(stage: Stag
     assert stage.locks() == []
 
 
+@pytest.mark.slow
 def test_what_a_signal_cut_short_goes_on_and_those_who_watch_are_told(stage: Stage) -> None:
     recipe(stage, "a", "hang", "pass")
     with scheduler(stage, "a") as first:
