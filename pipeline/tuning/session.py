@@ -33,8 +33,8 @@ from pipeline.tuning.report import Report, report
 from pipeline.tuning.space import BASE, TUNABLEOP, Axis, Trial, default_axes
 from pipeline.tuning.subject import STAGE, TUNED_FILE, Subject, machine_facts, planner
 from pipeline.tuning.sweep import Sweep, planned, run_sweep
-from pipeline.tuning.trials import Budget, Launch, OutOfTimeError, Trials, local_launch
-from pipeline.tuning.tunableop import FOLDER, STOP_GRACE_S, first_pass
+from pipeline.tuning.trials import Budget, OutOfTimeError, Trials
+from pipeline.tuning.tunableop import FOLDER, first_pass
 
 LOCK = "tuning.lock"
 
@@ -49,8 +49,6 @@ def tune(
     existing: dict[str, Any],
     tunableop: bool,
     redo: bool,
-    launch: Launch | None = None,
-    tuning_launch: Launch | None = None,
 ) -> tuple[Report, Path]:
     """Run a sweep to its end or that of its budget; write `tuning.json` and `tuning.html` into ``out``.
 
@@ -64,13 +62,13 @@ def tune(
     try:
         budget.begin()
         if tunableop:
-            _tuned_first(sweep, store, budget, reporter, out, tuning_launch, redo=redo)
-        trials = Trials(store, sweep.subject, on_wait=reporter.say)
+            _tuned_first(sweep, store, budget, reporter, out, redo=redo)
+        trials = Trials(store, sweep.subject)
         # The collector of garbage spares what the newest runs name: these trials too.
         log = RunLog.start(store.root, f"tune {sweep.subject.name}", sweep.id, _entries(sweep, planned(sweep)))
         code = 5
         try:
-            run_sweep(sweep, trials, budget, reporter, launch or local_launch(sweep.subject), redo=redo)
+            run_sweep(sweep, trials, budget, reporter, redo=redo)
             found = report(
                 sweep,
                 budget,
@@ -90,13 +88,10 @@ def tune(
     return found, page
 
 
-def _tuned_first(
-    sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, out: Path, launch: Launch | None, *, redo: bool
-) -> None:
+def _tuned_first(sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> None:
     """Give the sweep its tuned kernels; where the budget ends first, it goes without and says so."""
-    patient = launch or local_launch(sweep.subject, stop_grace=STOP_GRACE_S)
     try:
-        tuned = first_pass(sweep.subject, store, budget, reporter, patient, out, redo=redo)
+        tuned = first_pass(sweep.subject, store, budget, reporter, out, redo=redo)
         sweep.subject = replace(sweep.subject, tuned=tuned)
     except OutOfTimeError:
         reporter.warn("the budget ended during the TunableOp pass, which does not count")

@@ -20,12 +20,12 @@ from typing import Literal, TypeAlias
 
 from pipeline.canonical import fingerprint
 from pipeline.durations import duration
-from pipeline.errors import ServingError, UserError
+from pipeline.errors import UserError
 from pipeline.progress import Reporter
 from pipeline.tuning.objective import Judge, Objective
 from pipeline.tuning.space import BASE, Axis, Point, Trial, label
 from pipeline.tuning.subject import Subject
-from pipeline.tuning.trials import STARTUP_TIMEOUT_S, Budget, Launch, Outcome, OutOfTimeError, Trials, measure
+from pipeline.tuning.trials import STARTUP_TIMEOUT_S, Budget, Outcome, OutOfTimeError, Trials
 
 Mode: TypeAlias = Literal["one-at-a-time", "grid"]
 Choose: TypeAlias = Callable[[Sequence[Point]], Point]
@@ -160,16 +160,12 @@ def planned(sweep: Sweep) -> list[Trial]:
     return [*exploring(replace(sweep.design, keep=False), lambda points: points[0]), *closing(sweep.design)]
 
 
-def run_sweep(
-    sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, launch: Launch, *, redo: bool = False
-) -> None:
-    """Fill ``sweep`` with outcomes.
-
-    ``redo`` measures again what the store has.
+def run_sweep(sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, *, redo: bool = False) -> None:
+    """Fill ``sweep`` with outcomes; ``redo`` measures again what the store has.
 
     Raises ServingError where the base plan itself does not serve: nothing could be compared with it.
     """
-    runner = _Runner(sweep, trials, budget, reporter, launch, redo)
+    runner = _Runner(sweep, trials, budget, reporter, redo)
     choose = sweep.judge.choose
     tried = runner.through(exploring(sweep.design, choose), reserve=1)
     runner.through(closing(sweep.design), reserve=0)
@@ -185,11 +181,8 @@ def run_sweep(
 
 
 class _Runner:
-    def __init__(
-        self, sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, launch: Launch, redo: bool
-    ) -> None:
-        self.sweep, self.trials, self.budget, self.reporter = sweep, trials, budget, reporter
-        self.launch, self.redo = launch, redo
+    def __init__(self, sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, redo: bool) -> None:
+        self.sweep, self.trials, self.budget, self.reporter, self.redo = sweep, trials, budget, reporter, redo
         self.id = sweep.id
         self.total = len(planned(sweep))
         self.number = 0
@@ -234,20 +227,11 @@ class _Runner:
         try:
             outcome = self.trials.make(
                 trial,
-                lambda work: self._checked(
-                    trial,
-                    measure(
-                        self.sweep.subject,
-                        plan,
-                        work.path,
-                        log=self.trials.log,
-                        launch=self.launch,
-                        sweep=self.id,
-                        budget=self.budget,
-                        startup_timeout=STARTUP_TIMEOUT_S if base_start is None else 300 + 4 * base_start,
-                        progress=self.reporter,
-                    ),
-                ),
+                plan,
+                sweep=self.id,
+                budget=self.budget,
+                startup_timeout=STARTUP_TIMEOUT_S if base_start is None else 300 + 4 * base_start,
+                progress=self.reporter,
             )
         except OutOfTimeError:
             self._stop(f"the budget ended during {name}, which does not count")
@@ -257,13 +241,6 @@ class _Runner:
             self.reporter.warn(f"{name}: {outcome.why}")
         self.reporter.finished(name, self.number, self.total, outcome.seconds, summary(outcome))
         return True
-
-    def _checked(self, trial: Trial, outcome: Outcome) -> Outcome:
-        if trial.point == BASE and outcome.status != "ok":
-            raise ServingError(
-                f"the base plan cannot be measured, and everything is compared with it: {outcome.why}", hint=outcome.fix
-            )
-        return outcome
 
     def _keep(self, trial: Trial, outcome: Outcome) -> None:
         self.sweep.outcomes[trial] = outcome

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from eval.bench import CellResult
 from eval.errors import MeasurementError
@@ -21,15 +21,13 @@ from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running.local import LocalLauncher
 from pipeline.serving.running.log import diagnose, scan_log
 from pipeline.serving.running.server import Server
-from pipeline.store.tree import Store, Work
-from pipeline.tuning.space import Trial
+from pipeline.store.tree import Store
+from pipeline.tuning.space import BASE, Trial
 from pipeline.tuning.subject import STAGE, Subject
 
 SERVER_LOG, CLIENT_LOG = "server.log", "bench.log"
 STARTUP_TIMEOUT_S = 3600.0
 _MARGIN = 1.1  # how much longer than the longest so far the next trial may take
-Launch: TypeAlias = Callable[[LaunchPlan, Path, float], AbstractContextManager[Server]]
-"""Serve a plan, with its log in a file, if it answers within so many seconds."""
 
 
 class OutOfTimeError(Exception):
@@ -123,23 +121,17 @@ class Outcome:
         return cls(**{**data, "cells": cells, "notes": tuple(data["notes"])})
 
 
-def local_launch(subject: Subject, *, stop_grace: float = 15.0) -> Launch:
-    """Servers on this machine, one at a time."""
-    launcher = LocalLauncher(subject.vllm.executable, stop_grace=stop_grace)
-    return lambda plan, log, timeout: launcher.launch(plan, log, startup_timeout=timeout)
-
-
 def measure(
     subject: Subject,
     plan: LaunchPlan,
     folder: Path,
     *,
     log: Path,
-    launch: Launch,
     sweep: str,
     budget: Budget,
-    startup_timeout: float,
     progress: Progress,
+    startup_timeout: float = STARTUP_TIMEOUT_S,
+    stop_grace: float = 15.0,
 ) -> Outcome:
     """Run a plan once; the JSON of each cell stays in ``folder``, as does a copy of ``log``, the server's.
 
@@ -152,7 +144,8 @@ def measure(
     started: float | None = None
     failure: StageError | MeasurementError | None = None
     try:
-        with launch(plan, log, patience) as server:
+        launcher = LocalLauncher(subject.vllm.executable, stop_grace=stop_grace)
+        with launcher.launch(plan, log, startup_timeout=patience) as server:
             started = server.started_seconds
             progress.say(f"ready after {started:.0f} s")
             for cell in subject.cells:
@@ -210,15 +203,9 @@ def _words(failure: Exception, folder: Path) -> tuple[str, str | None]:
 class Trials:
     """The trials of one subject. A damaged record is put into quarantine by the store, which says so."""
 
-    def __init__(self, store: Store, subject: Subject, *, on_wait: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, subject: Subject) -> None:
         self._store = store
         self._subject = subject
-        self._on_wait = on_wait
-
-    @property
-    def log(self) -> Path:
-        """Where the server that runs now writes."""
-        return log_path(self._store, self._subject)
 
     def find(self, trial: Trial) -> Outcome | None:
         """What was measured before, by whichever sweep."""
@@ -236,18 +223,35 @@ class Trials:
         if entry is not None:
             self._store.retire(entry)
 
-    def make(self, trial: Trial, measure: Callable[[Work], Outcome]) -> Outcome:
-        """Measure in an empty folder and commit; what raises leaves nothing that counts."""
-        payload = self._subject.payload(trial)
-        with self._store.working(STAGE, fingerprint(payload), on_wait=self._on_wait) as work:
+    def make(
+        self, trial: Trial, plan: LaunchPlan, *, sweep: str, budget: Budget, startup_timeout: float, progress: Progress
+    ) -> Outcome:
+        """Measure in an empty folder and commit; what raises leaves nothing that counts.
+
+        Raises `OutOfTimeError`, and ServingError where the base plan itself cannot be measured.
+        """
+        subject = self._subject
+        payload = subject.payload(trial)
+        with self._store.working(STAGE, fingerprint(payload), on_wait=progress.say) as work:
             if work.existing is not None:
                 return Outcome.from_json(work.existing.record.result)
             work.discard()
             started = datetime.now(UTC)
-            outcome = measure(work)
-            work.commit(
-                payload=payload, result=outcome.to_json(), started=started, tools={"vllm": self._subject.vllm.version}
+            outcome = measure(
+                subject,
+                plan,
+                work.path,
+                log=log_path(self._store, subject),
+                sweep=sweep,
+                budget=budget,
+                progress=progress,
+                startup_timeout=startup_timeout,
             )
+            if trial.point == BASE and outcome.status != "ok":
+                why = f"the base plan cannot be measured, and everything is compared with it: {outcome.why}"
+                raise ServingError(why, hint=outcome.fix)
+            tools = {"vllm": subject.vllm.version}
+            work.commit(payload=payload, result=outcome.to_json(), started=started, tools=tools)
             return outcome
 
 

@@ -21,7 +21,7 @@ from pipeline.store.disk import sha256_of
 from pipeline.store.tree import Store
 from pipeline.tuning.space import BASE
 from pipeline.tuning.subject import TUNED_FILE, Subject, Tuned, tuning
-from pipeline.tuning.trials import STARTUP_TIMEOUT_S, Budget, Launch, log_path, measure
+from pipeline.tuning.trials import Budget, log_path, measure
 
 FOLDER = "tunableop"
 STOP_GRACE_S = 120.0
@@ -91,9 +91,7 @@ def _read(path: Path) -> tuple[dict[str, str], set[tuple[str, str]]]:
     return validators, shapes
 
 
-def first_pass(
-    subject: Subject, store: Store, budget: Budget, reporter: Reporter, launch: Launch, out: Path, *, redo: bool
-) -> Tuned:
+def first_pass(subject: Subject, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> Tuned:
     """Tune the matrix products that the workload meets; the files end up in ``out``/tunableop.
 
     Raises ServingError where the server does not come through, StageError where its files are not usable, and
@@ -115,11 +113,10 @@ def first_pass(
                 tuning(subject.plan(BASE), work.path),
                 work.path,
                 log=log_path(store, subject),
-                launch=launch,
                 sweep="tunableop",
                 budget=budget,
-                startup_timeout=STARTUP_TIMEOUT_S,
                 progress=reporter,
+                stop_grace=STOP_GRACE_S,
             )
             if outcome.status == "failed":
                 raise ServingError(f"the TunableOp pass failed: {outcome.why}", hint=outcome.fix)
