@@ -21,10 +21,10 @@ from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.model.select import select
 from pipeline.model.structure import Structure, imagine, read_structure
 from pipeline.planning import foreseen, known_unsound, missing_stages
-from pipeline.publish.admission import require_admission
 from pipeline.recipe.schema import Recipe
 from pipeline.stage import Planned, Setting
 from pipeline.stages.calibrate import pinned_set
+from pipeline.stages.publish import require_admission
 from pipeline.stages.serve import launch_plan
 from pipeline.stages.servers import over_nodes
 from pipeline.stages.sign import require_signer

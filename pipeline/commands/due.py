@@ -49,9 +49,9 @@ def command(
     where a recipe is broken, else 0.
     """
     from pipeline.progress import reporter_for
-    from pipeline.publish.wholeness import DamagedError
     from pipeline.refresh.due import all_recipes, look
     from pipeline.serving.environment import serving_image
+    from pipeline.store.files import DamagedError
     from pipeline.store.tree import Store
 
     serving_image()  # a wrong one is one error, and not one of each recipe

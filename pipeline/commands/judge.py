@@ -235,8 +235,8 @@ def verify_release(
     """
     from pipeline.errors import UserError
     from pipeline.progress import reporter_for
-    from pipeline.publish.fetching import OtherBytesError
-    from pipeline.publish.keys import public_fingerprint
+    from pipeline.publish.signing import public_fingerprint
+    from pipeline.store.files import OtherBytesError
     from pipeline.verify.check import exit_code, fails
     from pipeline.verify.place import opened
     from pipeline.verify.run import verify

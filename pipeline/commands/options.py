@@ -47,7 +47,7 @@ def remote_option(function: F) -> F:
         "remote",
         metavar="URL",
         envvar=VARIABLE,
-        help=f"s3://bucket/prefix, or any URL of fsspec: what was measured at another site is taken from there, what "
+        help=f"s3://bucket/prefix, gs://, az://, file://: what was measured at another site is taken from there, what "
         f"is measured here is sent there (default: ${VARIABLE}, or none).",
     )(function)
 

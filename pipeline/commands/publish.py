@@ -1,8 +1,9 @@
-"""quantmint publish RECIPE"""
+"""quantmint publish, releases, promote, rollback, prune: where releases are, and which of them readers get."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -11,14 +12,15 @@ from pipeline.commands.options import emit, json_option, store_option, vllm_opti
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from pipeline.progress import Reporter
+    from pipeline.publish.place import Operation, Published
     from pipeline.runner import Outcome
     from pipeline.stage import Planned, Setting
 
 _MAY_RUN = ("report", "package", "sign", "publish")
 """What names the places, or puts files together; everything before it was proven by a run."""
+_dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 
 
 @click.command(name="publish")
@@ -31,7 +33,7 @@ _MAY_RUN = ("report", "package", "sign", "publish")
 @vllm_option
 @store_option
 @json_option
-def command(
+def publish(
     recipe: str,
     to: str | None,
     hub: str | None,
@@ -45,13 +47,12 @@ def command(
     """Publish what a finished run of RECIPE left in the store, if it passed: nothing is measured, nothing quantized.
 
     To the places of the recipe, or to those that are named here; several may be named. A release that is there is left
-    as it is, so that the same command finishes what was interrupted. Readers get it back where a run chose another one,
-    and not where a person did.
+    as it is, so that the same command finishes what was interrupted; `quantmint rollback` gives readers an earlier one.
     """
     from pipeline.planning import build_plan, foreseen, missing_stages
     from pipeline.preflight import require_means
     from pipeline.progress import reporter_for
-    from pipeline.publish.elsewhere import elsewhere
+    from pipeline.publish.places import elsewhere
     from pipeline.session import open_setting
     from pipeline.store.tree import Store
 
@@ -63,8 +64,157 @@ def command(
     plan = foreseen(build_plan(setting), setting)
     _refuse_unfinished(recipe, [key for key in missing_stages(plan, setting) if key not in _MAY_RUN])
     require_means(plan, setting)
-    publish = _foresee if dry_run else _publish
-    return publish(plan, setting, reporter, as_json=as_json)
+    do = _foresee if dry_run else _publish
+    return do(plan, setting, reporter, as_json=as_json)
+
+
+@click.command(name="releases")
+@click.argument("place")
+@json_option
+def releases(place: str, as_json: bool) -> int:
+    """List what is published in PLACE, the newest first, and which of it readers get.
+
+    PLACE is a published folder (published/NAME), a bucket (s3://bucket/prefix/NAME) or a repository (org/name).
+    """
+    from pipeline.publish.places import open_place
+
+    there = open_place(place)
+    found = there.releases()
+    if as_json:
+        emit({"place": there.address, "releases": [asdict(release) for release in found]})
+        return 0
+    if not found:
+        click.echo(f"nothing is published in {_shown(there.address)}", err=True)
+        return 0
+    from rich.markup import escape
+
+    from pipeline.commands.tables import size, table, terminal
+
+    made = table("tag", "date", "", "size", "title", right=("size",))
+    for release in found:
+        made.add_row(
+            release.tag,
+            f"{release.created[:16].replace('T', ' ')} UTC",
+            "current" if release.current else "candidate" if release.candidate else "",
+            "-" if release.size is None else size(release.size),
+            escape("".join(letter for letter in release.title if letter.isprintable())),
+        )
+    terminal().print(made)
+    return 0
+
+
+@click.command(name="promote")
+@click.argument("place")
+@click.argument("tag", required=False)
+@_dry_run_option
+@json_option
+def promote(place: str, tag: str | None, dry_run: bool, as_json: bool) -> int:
+    """Make a candidate in PLACE what readers get; TAG says which one where several wait.
+
+    Its files were sent when it was published: none is sent again. `quantmint rollback` undoes it.
+    """
+    from pipeline.progress import reporter_for
+    from pipeline.publish.places import open_place
+
+    there = open_place(place)
+    done = there.promote(tag, dry_run=dry_run, progress=reporter_for(json=as_json))
+    if as_json:
+        emit({"place": there.address, "dry_run": dry_run, "operations": _as_json(done)})
+        return 0
+    _show(done)
+    if not done:
+        click.echo(f"{tag} is the current release of {_shown(there.address)} already")
+    elif not dry_run:
+        current = next((release.tag for release in there.releases() if release.current), None)
+        click.echo(f"current  {current or '-'} of {_shown(there.address)}")
+    return 0
+
+
+@click.command(name="rollback")
+@click.argument("place")
+@click.argument("tag")
+@_dry_run_option
+@json_option
+def rollback(place: str, tag: str, dry_run: bool, as_json: bool) -> int:
+    """Make TAG, an earlier release in PLACE, what readers get again, byte by byte.
+
+    Nothing is removed: the release that it replaces can be rolled back to in the same way.
+    """
+    from pipeline.progress import reporter_for
+    from pipeline.publish.places import open_place
+
+    there = open_place(place)
+    done = there.rollback(tag, dry_run=dry_run, progress=reporter_for(json=as_json))
+    if as_json:
+        emit({"place": there.address, "tag": tag, "dry_run": dry_run, "operations": _as_json(done)})
+        return 0
+    _show(done)
+    if not done:
+        click.echo(f"{tag} is the current release of {_shown(there.address)} already")
+    elif not dry_run:
+        click.echo(f"current  {tag} of {_shown(there.address)}")
+    return 0
+
+
+@click.command(name="prune")
+@click.argument("place")
+@click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="The newest N releases stay.")
+@click.option("--older-than", type=click.IntRange(min=0), metavar="DAYS", help="Only those made longer ago than that.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@json_option
+def prune(place: str, keep: int, older_than: int | None, dry_run: bool, as_json: bool) -> int:
+    """Remove old releases from PLACE, never the current one or a candidate."""
+    from datetime import UTC, datetime, timedelta
+
+    from pipeline.progress import reporter_for
+    from pipeline.publish.place import outdated
+    from pipeline.publish.places import open_place
+
+    there = open_place(place)
+    age = None if older_than is None else timedelta(days=older_than)
+    tags = outdated(there.releases(), keep=keep, older_than=age, now=datetime.now(UTC))
+    done = there.remove(tags, dry_run=dry_run, progress=reporter_for(json=as_json)) if tags else ()
+    if as_json:
+        told = {"place": there.address, "removed": list(tags), "dry_run": dry_run}
+        emit({**told, "operations": _as_json(done)})
+        return 0
+    _show(done)
+    if not tags:
+        click.echo(f"{_shown(there.address)} has no release to remove")
+    return 0
+
+
+def published_by(outcome: Outcome) -> Sequence[Published]:
+    """Every place that the run's release is in; none where it was not published."""
+    from pipeline.stages.publish import published_in
+
+    entry = outcome.entry("publish")
+    return () if entry is None else published_in(entry)
+
+
+def report_page(outcome: Outcome, setting: Setting) -> Path | None:
+    """The report's page: beside the checkpoint where readers get this very release from a folder, else in the store."""
+    from pipeline.publish.places import published_folder
+    from pipeline.publish.release import EVIDENCE
+    from pipeline.stages.report import PAGE
+
+    report = outcome.entry("report")
+    if report is None:
+        return None
+    folder = published_folder(setting.recipe, setting.home)
+    tags = {one.tag for one in published_by(outcome)}
+    shown = folder is not None and folder.is_symlink() and folder.resolve().name in tags
+    return folder / EVIDENCE / PAGE if folder is not None and shown else report.file(PAGE)
+
+
+def show_published(published: Sequence[Published], setting: Setting) -> None:
+    """A line for each place: how it is named to vLLM, and the tag."""
+    for one in published:
+        place = _shown(one.place)
+        waits = setting.recipe.publish.to == "candidate" and not one.current
+        there = "  was there already" if one.again else ""
+        waiting = f"  a candidate: quantmint promote {place}" if waits else ""
+        click.echo(f"checkpoint  {place}  {one.tag}{there}{waiting}")
 
 
 def _refuse_unfinished(recipe: str, missing: Sequence[str]) -> None:
@@ -79,16 +229,15 @@ def _refuse_unfinished(recipe: str, missing: Sequence[str]) -> None:
 
 def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
     """Ask every place, also where the store says that it was published there."""
-    from pipeline.commands import published
     from pipeline.runner import run_plan
 
     outcome = run_plan(plan, setting, reporter, redo=("publish",))
-    found, verdict = published.of(outcome), _verdict(outcome)
+    found, verdict = published_by(outcome), _verdict(outcome)
     if as_json:
         told = {"recipe": setting.recipe.name, "verdict": verdict, "dry_run": False}
-        emit({**told, "published": published.as_json(found)})
+        emit({**told, "published": [asdict(one) for one in found]})
     elif found:
-        published.show(found, setting)
+        show_published(found, setting)
     else:
         click.echo(f"nothing was published: the verdict is {verdict}")
     return outcome.exit_code
@@ -99,11 +248,10 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
 
     A signature without a key is not made for that: Sigstore writes it into a public log, for ever.
     """
-    from pipeline.commands import operations
     from pipeline.commands.tables import size
     from pipeline.planning import missing_stages
-    from pipeline.publish.opening import targets_of
-    from pipeline.publish.target import Operation
+    from pipeline.publish.place import Operation
+    from pipeline.publish.places import places_of
     from pipeline.runner import run_plan
     from pipeline.stages.publish import release_of, require_proof
 
@@ -122,24 +270,44 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     require_proof(entries["quantize"], entries["gate"])
     release = release_of(entries)
     found = []
-    for target in targets_of(setting):
-        target.preflight(release)
-        todo = target.operations(release, candidate=section.to == "candidate")
-        if section.to == "release":
-            todo = (*todo, *target.bring_back(release.tag, dry_run=True, progress=reporter))
+    for place in places_of(setting.recipe, setting.home):
+        place.preflight(release)
         signing = (Operation("sign", "all of it, in Sigstore's public log"),) if logged else ()
-        found.append((target.place, (*signing, *todo)))
+        todo = place.operations(release, candidate=section.to == "candidate")
+        found.append((place.address, (*signing, *todo)))
     if as_json:
-        places = [{"place": place, "operations": operations.as_json(todo)} for place, todo in found]
+        places = [{"place": address, "operations": _as_json(todo)} for address, todo in found]
         release_facts = {"tag": release.tag, "identity": release.identity, "title": release.title}
         emit({**told, "verdict": "PASS", **release_facts, "bytes": release.size, "places": places})
         return outcome.exit_code
     click.echo(f"{release.tag}  {release.title}  {size(release.size)}")
-    for place, todo in found:
-        click.echo(f"\n{operations.shown(place)}" + ("" if todo else ": nothing to do, it is there"))
-        operations.show(todo, indent="  ")
+    for address, todo in found:
+        click.echo(f"\n{_shown(address)}" + ("" if todo else ": nothing to do, it is there"))
+        _show(todo, indent="  ")
     return outcome.exit_code
 
 
 def _verdict(outcome: Outcome) -> str:
     return "missing" if outcome.verdict is None else outcome.verdict.value
+
+
+def _as_json(operations: Sequence[Operation]) -> list[dict[str, object]]:
+    """One object for each, in their order; ``bytes`` is null where there is no size."""
+    return [{"verb": one.verb, "what": one.what, "bytes": one.size} for one in operations]
+
+
+def _shown(place: str) -> str:
+    """A place as a person would type it from here."""
+    from pipeline.recipe.faults import shown_path
+
+    path = Path(place)
+    return shown_path(path) if path.is_absolute() else place
+
+
+def _show(operations: Sequence[Operation], *, indent: str = "") -> None:
+    """A line for each."""
+    from pipeline.commands.tables import size
+
+    for one in operations:
+        line = f"{indent}{one.verb:<9}{one.what}"
+        click.echo(line if one.size is None else f"{line}  {size(one.size)}")

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,11 +63,11 @@ def run(
     Finished stages are taken from the store; an interrupted run goes on with the same command.
     """
     from pipeline.cluster.spread import spread_over
-    from pipeline.commands import published
+    from pipeline.commands.publish import published_by, report_page, show_published
     from pipeline.planning import build_plan, cut
     from pipeline.preflight import require_means
     from pipeline.progress import reporter_for
-    from pipeline.publish.opening import published_folder
+    from pipeline.publish.places import published_folder
     from pipeline.recipe.faults import shown_path
     from pipeline.runner import run_plan
     from pipeline.session import open_setting
@@ -99,9 +99,9 @@ def run(
         setting = replace(setting, spread=spread)
         require_means(plan, setting, redo)
         outcome = run_plan(plan, setting, reporter, redo=redo)
-    report, places = outcome.entry("report"), published.of(outcome)
-    page = published.page(outcome, setting)
-    checkpoint = published_folder(setting) if places else None
+    report, places = outcome.entry("report"), published_by(outcome)
+    page = report_page(outcome, setting)
+    checkpoint = published_folder(setting.recipe, setting.home) if places else None
     tracked = None if report is None else log_run(setting, report, reporter.warn)
     judged = outcome.entry("gate") or (None if outcome.stopped is None else outcome.entry(outcome.stopped))
     reasons: object = [] if judged is None else judged.record.result["reasons"]
@@ -115,7 +115,7 @@ def run(
                 "measured": measured,
                 "stopped": outcome.stopped,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
-                "published": published.as_json(places),
+                "published": [asdict(one) for one in places],
                 "report": None if page is None else str(page.absolute()),
                 "tracked": tracked,
                 "stages": [
@@ -140,7 +140,7 @@ def run(
             click.echo(paragraph(console, "  ", str(reason)))
     if measured is not None:
         click.echo(f"measured    by {measured['runtime']} on {measured['device'] or measured['hardware']}")
-    published.show(places, setting)
+    show_published(places, setting)
     if page is not None:
         click.echo(f"report      {shown_path(page.absolute())}")
     if tracked is not None:

@@ -17,8 +17,8 @@ from pipeline.fleet.devices import Devices
 from pipeline.fleet.events import Ended, State, now_utc
 from pipeline.fleet.order import Waiting
 from pipeline.locks import Lock
-from pipeline.publish.wholeness import DamagedError
 from pipeline.refresh.state import RecipeState, moment
+from pipeline.store.files import DamagedError
 
 if TYPE_CHECKING:
     from pipeline.refresh.due import Due

@@ -29,7 +29,7 @@ from eval import workloads
 from eval.errors import DefinitionError
 from pipeline.errors import UserError
 from pipeline.progress import Progress
-from pipeline.publish.opening import published_folder, serving_name
+from pipeline.publish.places import published_folder, serving_name
 from pipeline.recipe.faults import nearest
 from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
 from pipeline.recipe.modules import assigned
@@ -150,7 +150,7 @@ def _of_recipe(
         f"{recipe.name} has made no checkpoint yet",
         hint=f"quantmint run {text} makes it; --baseline serves the 16-bit model, --dry-run plans.",
     )
-    model = str(published_folder(setting) or serving_name(recipe))
+    model = str(published_folder(setting.recipe, setting.home) or serving_name(recipe))
     return ServedModel(model, facts, recipe.name, recipe=recipe, tunableop=loaded.tunableop, missing=missing)
 
 
@@ -178,7 +178,7 @@ def _made(setting: Setting, config: Path | None) -> Path | None:
         entry = find_entry(planned, setting)
         if entry is not None:
             return model_folder(entry)
-    published = published_folder(setting)
+    published = published_folder(setting.recipe, setting.home)
     return published if published is not None and (published / "config.json").is_file() else None
 
 

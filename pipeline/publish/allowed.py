@@ -21,8 +21,8 @@ from typing import Final
 from pipeline.digest import NAMED_TEMPLATES
 from pipeline.errors import UserError
 from pipeline.formats.checkpoint import read_header
-from pipeline.publish.names import require_safe
 from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, NOTICE, PROVENANCE, RECIPE, SBOM, SIGNATURE
+from pipeline.store.files import require_safe
 
 SCORES: Final = ".eval_results"
 """Folder of a release that the Hub reads scores from."""

@@ -7,56 +7,44 @@
 A release is copied under a temporary name, checked against its digests on the way, put on the disk, and renamed. Then
 one rename of a symbolic link makes it the current one, as it does in a promotion and in a rollback. A crash leaves at
 most folders with a temporary name, which the next publication removes, and the link ``pending``: it names the release
-whose publication was not finished, so that the same command finishes it and a release that was rolled back stays so.
-The link ``chosen`` names the release that a run made the current one; a promotion and a rollback remove it. A link
-``left.v20261121-3f1c0a52`` says that a person went back from that release.
-
-Folders with other names, as earlier versions of quantmint made, are releases as well.
+whose publication was not finished.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from pipeline.errors import StageError, UserError
 from pipeline.locks import Lock
 from pipeline.progress import Progress
 from pipeline.publish import manifest
-from pipeline.publish.choosing import earlier, named, removable, waiting
-from pipeline.publish.copying import Advance, chunks, copy, digest_of
-from pipeline.publish.fetching import fetch
-from pipeline.publish.listing import described, newest_first
-from pipeline.publish.release import MANIFEST, SIGNATURE, Release
-from pipeline.publish.target import Listed, Operation, Published
-from pipeline.publish.wholeness import require_whole
-from pipeline.store.disk import FULL, folders, free_bytes, fsync, regular_files
+from pipeline.publish.place import Difference, Listed, Operation, Place, State, named, newest_first, said_of
+from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in
+from pipeline.store.disk import FULL, folders, free_bytes, fsync
+from pipeline.store.files import chunks, copy, digest_of, fetch
 
 RELEASES: Final = ".releases"
-_CANDIDATE: Final = "candidate"
-_PENDING: Final = "pending"
-_CHOSEN: Final = "chosen"
-_LEFT: Final = "left."
 _PARTIAL: Final = ".partial"
 
 
-class FolderTarget:
-    """``folder/name``; see `pipeline.publish.target.Target`. Publishers exclude each other by a lock."""
+class FolderPlace(Place):
+    """``folder/name``. Publishers exclude each other by a lock."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
         self._name = name
         self._home = folder / RELEASES / name
         self._link = folder / name
+        self._candidate = self._home / "candidate"
+        self._pending = self._home / "pending"
 
     @property
-    def place(self) -> str:
+    def address(self) -> str:
         """The link that readers follow."""
         return str(self._link)
 
@@ -70,91 +58,119 @@ class FolderTarget:
         free = free_bytes(there) + sum(sum(_sizes(path).values()) for path in self._home.glob(f"*{_PARTIAL}"))
         if not self._looks_whole(release) and free < release.size:
             raise StageError(
-                f"{self.place}: the release has {release.size:,} bytes, the disk has {free:,} free",
+                f"{self.address}: the release has {release.size:,} bytes, the disk has {free:,} free",
                 hint="Free space (`quantmint prune` removes old releases) and run the same command again.",
             )
 
-    def operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
-        """What would be copied and pointed; of a release that is there, names, sizes and manifest are compared."""
-        self._refuse_foreign()
-        files = {} if self._looks_whole(release) else release.files
-        copies = (Operation("copy", name, file.size) for name, file in sorted(files.items()))
-        return (*copies, *self._pointing(release.tag, candidate=candidate, again=self._has(release.tag)))
-
-    def publish(self, release: Release, *, candidate: bool, progress: Progress) -> Published:
-        """Copy it where it is not there with every digest as it should be, and point to it."""
-        with self._changing(progress):
-            self._refuse_foreign()
-            self._sweep()
-            known = self._has(release.tag)
-            with progress.bar(release.size, "B") as advance:
-                again = self._holds(release, advance)
-                if not again:
-                    self._write(release, advance)
-            if again and self._signature(release.tag) != _digest(release, SIGNATURE):
-                progress.warn(f"{release.tag} is there with another signature, which stays: a release never changes.")
-            unfinished = not known or self._pending() == release.tag
-            if self._pointing(release.tag, candidate=candidate, again=known):
-                unfinished = True
-                if candidate:
-                    self._point(self._home / _CANDIDATE, Path(release.tag))
-                else:
-                    self._leave(self._left_by_hand())
-                    self._show(release.tag)
-            if unfinished and not candidate:
-                self._point(self._home / _CHOSEN, Path(release.tag))
-            self._settle()
-        current = self._current()
-        return Published(self.place, release.tag, release.identity, current == release.tag, again=again)
-
-    def releases(self) -> Sequence[Listed]:
-        """What is there, also what is damaged or was made before releases had tags."""
-        current, candidate = self._current(), self._waiting()
+    def state(self) -> State:
+        """What is there, also what is damaged."""
+        current, candidate = self._current(), _target(self._candidate)
         found = []
-        for path in self._released():
-            with suppress(FileNotFoundError):  # it is being removed
-                found.append(_listed(path, current=path.name == current, candidate=path.name == candidate != current))
-        return newest_first(found)
+        for path in self._home.iterdir() if self._home.is_dir() else ():
+            if TAG.fullmatch(path.name) and path.is_dir():
+                raw = _read(path / MANIFEST)
+                title, created, size = said_of(raw or b"")
+                found.append(
+                    Listed(
+                        tag=path.name,
+                        revision=path.name if raw is None else manifest.identity(raw),
+                        created=created or day_in(path.name),
+                        title=title,
+                        current=path.name == current,
+                        candidate=path.name == candidate != current,
+                        size=sum(_sizes(path).values()) if size is None else size,
+                    )
+                )
+        pending = _target(self._pending)
+        return State(newest_first(found), frozenset(() if pending is None else (pending,)))
 
-    def promote(self, tag: str | None, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Point to a candidate: one rename."""
-        with nullcontext() if dry_run else self._changing(progress):
-            return self._switch(waiting(self.releases(), tag, self.place), "promotion", dry_run)
+    def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
+        """All of it, unless exactly these bytes are there. The signature is not compared: whoever signed it."""
+        self._refuse_foreign()
+        everything = Difference(tuple(sorted(release.files)))
+        if not self._looks_whole(release):
+            return everything
+        if progress is None:
+            return Difference()
+        folder = self._home / release.tag
+        with progress.bar(release.size, "B") as advance:
+            same = all(
+                digest_of(folder / name, advance) == file.sha256
+                for name, file in release.files.items()
+                if name != SIGNATURE
+            )
+        return Difference() if same else everything
 
-    def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Point to an earlier release: one rename."""
-        with nullcontext() if dry_run else self._changing(progress):
-            return self._switch(named(self.releases(), tag, self.place), "rollback", dry_run)
+    def put(
+        self, release: Release, difference: Difference, state: State, *, candidate: bool, progress: Progress
+    ) -> str:
+        """Copy the whole, each digest checked, then rename."""
+        if not difference:
+            return release.identity
+        folder = self._home / release.tag
+        partial = self._home / f"{release.tag}{_PARTIAL}"
+        with progress.bar(release.size, "B") as advance:
+            for name, file in release.files.items():
+                copy(file, partial / name, advance)
+        for inner in folders(partial):
+            fsync(inner)
+        if folder.is_dir():
+            folder.rename(self._home / f"{release.tag}.damaged{_PARTIAL}")
+        else:
+            self._set(self._pending, Path(release.tag))
+        partial.rename(folder)
+        fsync(self._home)
+        self._sweep()
+        return release.identity
 
-    def chosen_by_run(self) -> bool:
-        """Whether the link ``chosen`` names the current release."""
-        current = self._current()
-        return current is not None and self._target(self._home / _CHOSEN, ()) == current
+    def point(self, release: Listed, state: State, why: str) -> None:
+        """One rename of a link."""
+        self._set(self._link, Path(RELEASES, self._name, release.tag))
 
-    def bring_back(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Point to an earlier release; what is cut off here, the publication of that release finishes."""
-        with nullcontext() if dry_run else self._changing(progress):
-            release = earlier(self.releases(), tag)
-            if release is None or tag in self.left() or not self.chosen_by_run():
-                return ()
-            return self._switch(release, "run", dry_run)
+    def wait(self, release: Listed, state: State) -> None:
+        """One rename of another link."""
+        self._set(self._candidate, Path(release.tag))
 
-    def left(self) -> frozenset[str]:
-        """By the links ``left.*``; and what a run made the current one, where somebody moved the link by hand."""
-        noted = {link.name.removeprefix(_LEFT) for link in self._home.glob(f"{_LEFT}*") if link.is_symlink()}
-        by_hand = self._left_by_hand()
-        return frozenset(noted if by_hand is None else noted | {by_hand}) - {self._current()}
+    def end_wait(self, release: Listed, state: State) -> None:
+        """Remove that link."""
+        if _target(self._candidate) in self._ended(release, state):
+            self._candidate.unlink()
 
-    def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Take releases away: out of sight first, then off the disk."""
-        with nullcontext() if dry_run else self._changing(progress):
-            gone = removable(self.releases(), tags, self.place)
-            if not dry_run:
-                for release in gone:
-                    (self._home / release.tag).rename(self._home / f"{release.tag}.removed{_PARTIAL}")
-                fsync(self._home)
-                self._sweep()
-            return tuple(Operation("remove", release.tag, release.size) for release in gone)
+    def finish(self, release: Listed) -> None:
+        """Remove the link ``pending``, where it names this release."""
+        if _target(self._pending) == release.tag:
+            self._pending.unlink()
+            fsync(self._home)
+
+    def pointing(self, release: Listed, state: State, why: str) -> Sequence[Operation]:
+        """Of links; nothing where it is current."""
+        if release.current:
+            return ()
+        ends = _target(self._candidate) in self._ended(release, state)
+        ended = (Operation("remove", str(self._candidate)),) if ends else ()
+        return (Operation("point", f"{self._link} to {release.tag}"), *ended)
+
+    def waiting(self, release: Listed, state: State) -> Sequence[Operation]:
+        """Of a link."""
+        return (Operation("point", f"{self._candidate} to {release.tag}"),)
+
+    def sending(self, release: Release, difference: Difference) -> Sequence[Operation]:
+        """Every file is copied, or none."""
+        return tuple(Operation("copy", name, release.files[name].size) for name in difference.missing)
+
+    def read(self, release: Listed, name: str) -> bytes | None:
+        """From the disk."""
+        return _read(self._home / release.tag / name)
+
+    def sizes(self, release: Listed) -> dict[str, int]:
+        """From the disk."""
+        return _sizes(self._home / release.tag)
+
+    def drop(self, release: Listed) -> None:
+        """Out of sight first, then off the disk."""
+        (self._home / release.tag).rename(self._home / f"{release.tag}.removed{_PARTIAL}")
+        fsync(self._home)
+        self._sweep()
 
     def fetch(
         self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
@@ -162,88 +178,28 @@ class FolderTarget:
         """Where the release lies, or a copy whose digests were checked."""
         found = tag or self._current()
         if found is None:
-            raise UserError(f"{self.place}: nothing is published there")
-        folder = self._home / named(self.releases(), found, self.place).tag
+            raise UserError(f"{self.address}: nothing is published there")
+        release = named(self.releases(), found, self.address)
+        folder = self._home / release.tag
         if into is None:
             return folder
-        sizes = {name: status.st_size for name, status in regular_files(folder).items()}
-        raw = _read(folder / MANIFEST)
-        digests: dict[str, str] = {}
-        if raw is not None:
-            digests = {name: file.sha256 for name, file in manifest.decode(raw, what=str(folder)).files.items()}
-            digests[MANIFEST] = manifest.identity(raw)
+        sizes, digests = manifest.expected(self.manifest_of(release), self.sizes(release), str(folder), wanted)
 
         def pieces(name: str, start: int) -> Iterator[bytes]:
             return chunks(folder / name, start=start)
 
         return fetch(into, sizes, digests, pieces, place=str(folder), progress=progress, wanted=wanted)
 
-    def _switch(
-        self, release: Listed, by: Literal["run", "promotion", "rollback"], dry_run: bool
-    ) -> Sequence[Operation]:
-        """Make a release the current one, if its files are there; the size of each is looked at, and the manifest."""
-        if release.current:
-            if not (by == "run" or dry_run):  # it is what they want, whoever had chosen it
-                self._by_hand(release.tag, None)
-            return ()
-        folder = self._home / release.tag
-        raw = _read(folder / MANIFEST)
-        if raw is not None:
-            require_whole(raw, release.tag, _sizes(folder), str(folder))
-        done = self._pointing(release.tag, candidate=False, again=False)
-        if not dry_run:
-            if by == "run":
-                self._point(self._home / _PENDING, Path(release.tag))
-            else:
-                self._by_hand(release.tag, self._current() if by == "rollback" else None)
-            self._show(release.tag)
-            if by == "run":
-                self._point(self._home / _CHOSEN, Path(release.tag))
-            self._settle()
-        return done
-
-    def _by_hand(self, tag: str, back_from: str | None) -> None:
-        """Note a person's choice before readers get it: what is cut off here leaves nothing for a run to finish."""
-        self._leave(back_from)
-        for note in (f"{_LEFT}{tag}", _CHOSEN, _PENDING):
-            (self._home / note).unlink(missing_ok=True)
-        fsync(self._home)
-
-    def _leave(self, tag: str | None) -> None:
-        if tag is not None:
-            self._point(self._home / f"{_LEFT}{tag}", Path(tag))
-
-    def _left_by_hand(self) -> str | None:
-        """What a run made the current release, where nothing of ours replaced it; None where nothing did.
-
-        A run that was cut off before it noted what it shows has left ``pending``.
-        """
-        chosen, current = self._target(self._home / _CHOSEN, ()), self._current()
-        return None if current in (None, chosen, self._pending()) else chosen
-
-    def _pointing(self, tag: str, *, candidate: bool, again: bool) -> tuple[Operation, ...]:
-        """What remains of a publication once the files are there.
-
-        Nothing for a release that was there: another may be current because somebody went back to it. Unless nothing
-        is current, or the publication that copied it was cut off here.
-        """
-        current, waiting_there = self._current(), self._waiting()
-        if again and self._pending() != tag and (candidate or current is not None):
-            return ()
-        if candidate:
-            at = self._home / _CANDIDATE
-            return () if tag in (current, waiting_there) else (Operation("point", f"{at} to {tag}"),)
-        ended = (Operation("remove", f"{self._home / _CANDIDATE}"),) if _ends(waiting_there, tag, current) else ()
-        return () if current == tag else (Operation("point", f"{self._link} to {tag}"), *ended)
-
     @contextmanager
-    def _changing(self, progress: Progress) -> Iterator[None]:
+    def changing(self, progress: Progress) -> Iterator[None]:
         """Alone here; what the disk refuses is told as an error that says that nothing changed."""
+        self._refuse_foreign()
         try:
             self._home.mkdir(parents=True, exist_ok=True)
             lock = Lock(self._home / "lock")
-            lock.acquire(on_wait=lambda holder: progress.say(f"{self.place}: waiting for {holder}"))
+            lock.acquire(on_wait=lambda holder: progress.say(f"{self.address}: waiting for {holder}"))
             try:
+                self._sweep()
                 yield
             finally:
                 lock.release()
@@ -262,7 +218,7 @@ class FolderTarget:
         while not there.exists() and there != there.parent:
             there = there.parent
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise UserError(f"{self.place}: {there} cannot be written", hint="Give this user the right to write there.")
+            raise UserError(f"{self.address}: {there} cannot be written", hint="Give this user the right to write.")
         return there
 
     def _refuse_foreign(self) -> None:
@@ -270,28 +226,11 @@ class FolderTarget:
             raise UserError(f"{self._link} is there and was not published by quantmint: move it away.")
 
     def _current(self) -> str | None:
-        return self._target(self._link, (RELEASES, self._name))
+        return _target(self._link, (RELEASES, self._name))
 
-    def _pending(self) -> str | None:
-        return self._target(self._home / _PENDING, ())
-
-    def _waiting(self) -> str | None:
-        return self._target(self._home / _CANDIDATE, ())
-
-    @staticmethod
-    def _target(link: Path, before: tuple[str, ...]) -> str | None:
-        """The name that a link of ours ends with; None for what is not there, or is not ours."""
-        parts = link.readlink().parts if link.is_symlink() else ()
-        return parts[-1] if parts and parts[:-1] == before else None
-
-    def _has(self, tag: str) -> bool:
-        return (self._home / tag).is_dir()
-
-    def _released(self) -> list[Path]:
-        if not self._home.is_dir():
-            return []
-        found = [path for path in self._home.iterdir() if path.suffix != _PARTIAL]
-        return [path for path in found if path.is_dir() and not path.is_symlink()]
+    def _ended(self, release: Listed, state: State) -> set[str]:
+        """Tags that are candidates no more once this one is shown: itself, and one that was promoted and cut off."""
+        return {release.tag} | ({state.current.tag} if state.current else set())
 
     def _looks_whole(self, release: Release) -> bool:
         """Whether the release is there by the names and sizes of its files, and by the bytes of its manifest."""
@@ -301,51 +240,14 @@ class FolderTarget:
         for found in (sizes, expected):
             found.pop(SIGNATURE, None)
         raw = _read(folder / MANIFEST)
-        return sizes == expected and (None if raw is None else manifest.identity(raw)) == _digest(release, MANIFEST)
+        return sizes == expected and raw is not None and manifest.identity(raw) == release.identity
 
-    def _holds(self, release: Release, advance: Advance) -> bool:
-        """Whether the release is there with exactly these bytes: its name alone proves nothing.
-
-        The signature is not compared: a release is the same whoever signed it.
-        """
-        folder = self._home / release.tag
-        return self._looks_whole(release) and all(
-            digest_of(folder / name, advance) == file.sha256
-            for name, file in release.files.items()
-            if name != SIGNATURE
-        )
-
-    def _write(self, release: Release, advance: Advance) -> None:
-        folder = self._home / release.tag
-        partial = self._home / f"{release.tag}{_PARTIAL}"
-        for name, file in release.files.items():
-            copy(file.path, partial / name, file.sha256, advance)
-        for inner in folders(partial):
-            fsync(inner)
-        if not folder.is_dir():
-            self._point(self._home / _PENDING, Path(release.tag))
-        else:
-            folder.rename(self._home / f"{release.tag}.damaged{_PARTIAL}")
-        partial.rename(folder)
-        fsync(self._home)
-        self._sweep()
-
-    def _show(self, tag: str) -> None:
-        before = self._current()
-        self._point(self._link, Path(RELEASES, self._name, tag))
-        if _ends(self._waiting(), tag, before):
-            (self._home / _CANDIDATE).unlink()
-
-    def _point(self, link: Path, to: Path) -> None:
+    def _set(self, link: Path, to: Path) -> None:
         fresh = link.with_name(f".{link.name}{_PARTIAL}")
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(to, target_is_directory=True)
         fresh.replace(link)
         fsync(link.parent)
-
-    def _settle(self) -> None:
-        (self._home / _PENDING).unlink(missing_ok=True)
-        fsync(self._home)
 
     def _sweep(self) -> None:
         for stale in self._home.glob(f"*{_PARTIAL}"):
@@ -354,41 +256,17 @@ class FolderTarget:
             else:
                 shutil.rmtree(stale)
 
-    def _signature(self, tag: str) -> str | None:
-        raw = _read(self._home / tag / SIGNATURE)
-        return None if raw is None else hashlib.sha256(raw).hexdigest()
 
-
-def _ends(waits: str | None, shown: str, before: str | None) -> bool:
-    """Whether a candidate is one no more: it is shown now, or was before, by a promotion that was cut off."""
-    return waits is not None and waits in (shown, before)
-
-
-def _listed(folder: Path, *, current: bool, candidate: bool) -> Listed:
-    raw = _read(folder / MANIFEST)
-    said = described(raw or b"")
-    made = datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat(timespec="seconds")
-    return Listed(
-        tag=folder.name,
-        revision=folder.name if raw is None else manifest.identity(raw),
-        created=said.created or made,
-        title=said.title,
-        current=current,
-        candidate=candidate,
-        size=sum(_sizes(folder).values()) if said.size is None else said.size,
-    )
-
-
-def _digest(release: Release, name: str) -> str | None:
-    file = release.files.get(name)
-    return None if file is None else file.sha256
+def _target(link: Path, before: tuple[str, ...] = ()) -> str | None:
+    """The name that a link of ours ends with; None for what is not there, or is not ours."""
+    parts = link.readlink().parts if link.is_symlink() else ()
+    return parts[-1] if parts and parts[:-1] == before else None
 
 
 def _read(path: Path) -> bytes | None:
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError):
         return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    return None
 
 
 def _sizes(folder: Path) -> dict[str, int]:

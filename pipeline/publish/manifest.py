@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn
@@ -22,8 +22,8 @@ from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, Validati
 
 from pipeline.canonical import UnstableValueError, fingerprint
 from pipeline.errors import UserError
-from pipeline.publish.names import require_safe
-from pipeline.publish.release import UNLISTED, File
+from pipeline.publish.release import MANIFEST, SIGNATURE, UNLISTED, identity_in
+from pipeline.store.files import DamagedError, File, OtherBytesError, require_safe
 
 SCHEMA: Final = 1
 LARGEST: Final = 1 << 26  # bytes; a release of ten thousand files has a manifest of two million
@@ -199,6 +199,44 @@ def identity(raw: bytes) -> str:
 def digests(files: Mapping[str, File]) -> dict[str, Digest]:
     """What a manifest says of files, by their names in the release; itself and the signature are left out."""
     return {name: Digest(file.size, file.sha256) for name, file in sorted(files.items()) if name not in UNLISTED}
+
+
+DAMAGED: Final = "What readers get stays as it is. Publish the release again, or choose another one."
+"""What to do about a release that is not what it was."""
+
+
+def require_whole(raw: bytes, tag: str, sizes: Mapping[str, int], place: str) -> None:
+    """Raise `DamagedError` where what lies under a tag is not that release.
+
+    ``raw`` are the bytes of its manifest, which its tag vouches for; ``sizes`` are those of the files that are there,
+    in bytes.
+    """
+    if not identity(raw).startswith(identity_in(tag)):
+        raise DamagedError(f"{place} is damaged: its {MANIFEST} is not that of {tag}", hint=DAMAGED)
+    for name, file in decode(raw, what=f"{place}/{MANIFEST}").files.items():
+        if sizes.get(name) != file.size:
+            found = f"found {sizes[name]:,} bytes" if name in sizes else "it is missing"
+            raise DamagedError(f"{place} is damaged: {name}: {found}, expected {file.size:,} bytes", hint=DAMAGED)
+
+
+def expected(
+    raw: bytes, present: Mapping[str, int], place: str, wanted: Callable[[str], bool] | None = None
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Sizes and digests of the files that a release is to be fetched as, its manifest last.
+
+    ``present`` are the bytes of what lies there: of the signature nobody knows a digest, and what is no file of the
+    release, but wanted, is an `OtherBytesError`, as a reader would load whatever weights lie there.
+    """
+    files = decode(raw, what=f"{place}/{MANIFEST}").files
+    sizes = {name: file.size for name, file in files.items()}
+    sizes |= {name: present[name] for name in (SIGNATURE,) if name in present}
+    sizes[MANIFEST] = len(raw)
+    strays = [name for name in sorted(present.keys() - sizes.keys()) if wanted is None or wanted(name)]
+    if strays:
+        raise OtherBytesError(
+            f"{place}: {strays[0]} is no file of the release", hint="Publishing the release again removes it."
+        )
+    return sizes, {name: file.sha256 for name, file in files.items()} | {MANIFEST: identity(raw)}
 
 
 def contradictions(manifest: Manifest) -> tuple[str, ...]:

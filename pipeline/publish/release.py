@@ -17,8 +17,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Final
+
+from pipeline.store.files import File
 
 EVIDENCE: Final = "quantmint"
 """Folder of a release that holds the gate's record, the report and the recipe."""
@@ -34,15 +35,6 @@ UNLISTED: Final = (MANIFEST, SIGNATURE)
 """What the manifest cannot list: itself, and the signature that covers it."""
 TAG: Final = re.compile(r"v\d{8}-[0-9a-f]{8}")
 """What `tag_of` makes."""
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """A file of a release: where it lies now, its bytes and its SHA-256 in hex."""
-
-    path: Path
-    size: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,33 +1,279 @@
-"""Signatures over the files of a release, in the form of OpenSSF's model-signing.
+"""Signatures over the files of a release, in the form of OpenSSF's model-signing; the keys, and what a signature says.
 
     sign("llama-fp8", {"config.json": path, ...}, folder / "model.sig", key=Path("signing.pem"), passphrase=word)
     signed = verified(folder / "model.sig", key=Path("signing.pub"))
 
 Anybody can check one without us: ``python -m model_signing verify key FOLDER --signature FOLDER/model.sig
 --public_key signing.pub``. The library makes and proves signatures. The files are hashed here, several at once and
-with their progress; and only once, as whoever verifies a release has read 140 GB of it already.
-"""
+with their progress; and only once, as whoever verifies a release has read 140 GB of it already. The file is a Sigstore
+bundle around an in-toto statement in a DSSE envelope.
+
+Keys are elliptic curves in PEM, the private one with a passphrase:
+
+    openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -aes-256-cbc -out signing.pem
+    openssl pkey -in signing.pem -pubout -out signing.pub
+
+A public key is known by the SHA-256 of its PEM text, which is what a signature holds as its hint and what
+``sha256sum signing.pub`` prints. It lies beside the private key, so that a run can be planned where nobody can sign."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 from pipeline.errors import StageError, UserError
-from pipeline.publish.keys import is_encrypted, private_fingerprint, public_fingerprint
 from pipeline.publish.release import SIGNATURE
-from pipeline.publish.signature import BrokenSignatureError, OtherSignerError, SignatureError, Signed, read_signature
 from pipeline.transience import is_transient
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
     from model_signing.signing import Config as Signing
+
+
+_PREDICATE: Final = "https://model_signing/signature/v1.0"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 64 << 20  # bytes; a name and a digest for each of half a million files
+# Object identifiers of the issuer in a certificate of Fulcio: the one in use, and the one before it.
+_ISSUER, _OLD_ISSUER = "1.3.6.1.4.1.57264.1.8", "1.3.6.1.4.1.57264.1.1"
+
+
+class SignatureError(UserError):
+    """A signature that vouches for nothing here."""
+
+
+class BrokenSignatureError(SignatureError):
+    """... because it is none, or was changed after it was made."""
+
+
+class OtherSignerError(SignatureError):
+    """... because somebody else signed than was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """Who signed, by what the signature says: the SHA-256 of a public key, or an identity and who issued it."""
+
+    key_sha256: str | None = None
+    identity: str | None = None
+    issuer: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """``key`` or ``identity``."""
+        return "key" if self.identity is None else "identity"
+
+    def to_json(self) -> dict[str, str]:
+        """The kind, and what there is of the rest."""
+        known = {"key_sha256": self.key_sha256, "identity": self.identity, "issuer": self.issuer}
+        return {"kind": self.kind, **{name: value for name, value in known.items() if value is not None}}
+
+    def __str__(self) -> str:
+        if self.identity is not None:
+            return f"{self.identity} ({self.issuer})"
+        return f"the key {(self.key_sha256 or 'without a fingerprint')[:16]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A statement: what was signed by its name, SHA-256 of each file by its own, and the paths that were left out."""
+
+    name: str
+    signer: Signer
+    digests: Mapping[str, str]
+    ignored: tuple[str, ...]
+
+
+def read_signature(path: Path) -> Signed:
+    """Read who signed what. Raises `BrokenSignatureError` for a file that is no signature of files by SHA-256."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise BrokenSignatureError(f"{path}: no signature: it has {path.stat().st_size:,} bytes.")
+        bundle = json.loads(path.read_bytes())
+    except OSError as error:
+        raise BrokenSignatureError(f"{path}: the signature cannot be read: {error.strerror or error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise BrokenSignatureError(f"{path}: not a signature: {error}.") from None
+    try:
+        return _signed(bundle)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        fault = f"nothing at {error}" if isinstance(error, KeyError) else str(error)
+        raise BrokenSignatureError(f"{path}: not a signature over a model's files: {fault}.") from None
+
+
+def _signed(bundle: Mapping[str, Any]) -> Signed:
+    envelope = bundle["dsseEnvelope"]
+    if len(envelope["signatures"]) != 1:
+        raise ValueError(f"found {len(envelope['signatures'])} signatures, expected one")
+    statement = json.loads(base64.b64decode(envelope["payload"], validate=True))
+    if statement["predicateType"] != _PREDICATE:
+        raise ValueError(f"found a statement of the kind {statement['predicateType']!r}, expected {_PREDICATE}")
+    how = statement["predicate"]["serialization"]
+    if (how["method"], how["hash_type"]) != ("files", "sha256"):
+        raise ValueError(f"found digests of {how['method']} by {how['hash_type']}, expected files by sha256")
+    digests: dict[str, str] = {}
+    for resource in statement["predicate"]["resources"]:
+        name, digest = resource["name"], resource["digest"]
+        if not isinstance(name, str) or name in digests or not _SHA256.fullmatch(digest):
+            raise ValueError(f"the entry {name!r} is there twice or has no SHA-256")
+        digests[name] = digest
+    ignored = tuple(sorted(str(path) for path in how.get("ignore_paths", ())))
+    return Signed(str(statement["subject"][0]["name"]), _signer(bundle["verificationMaterial"]), digests, ignored)
+
+
+def _signer(material: Mapping[str, Any]) -> Signer:
+    if "publicKey" in material:
+        hint = material["publicKey"].get("hint")
+        return Signer(key_sha256=hint if isinstance(hint, str) and _SHA256.fullmatch(hint) else None)
+    chain = material["x509CertificateChain"]["certificates"] if "x509CertificateChain" in material else ()
+    certificate = chain[0] if chain else material["certificate"]
+    return _identity(base64.b64decode(certificate["rawBytes"], validate=True))
+
+
+def _identity(der: bytes) -> Signer:
+    from cryptography import x509
+
+    found = x509.load_der_x509_certificate(der).extensions
+    names = found.get_extension_for_class(x509.SubjectAlternativeName).value
+    plain = [str(name.value) for name in names if isinstance(name, x509.RFC822Name | x509.UniformResourceIdentifier)]
+    issuers = {
+        extension.oid.dotted_string: extension.value.value
+        for extension in found
+        if isinstance(extension.value, x509.UnrecognizedExtension)
+    }
+    # A DER string: its tag, its length in one byte, its text.
+    issuer = issuers[_ISSUER][2:] if _ISSUER in issuers else issuers.get(_OLD_ISSUER, b"")
+    if not plain:
+        raise ValueError("its certificate names nobody")
+    return Signer(identity=plain[0], issuer=issuer.decode())
+
+
+PASSPHRASE: Final = "QUANTMINT_SIGNING_PASSPHRASE"  # noqa: S105 - the name of the variable
+CURVES: Final = {"secp256r1": "P-256", "secp384r1": "P-384", "secp521r1": "P-521"}
+"""Curves that OpenSSF's model signatures allow, by their names in OpenSSL and NIST's."""
+_HOW_TO = "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -aes-256-cbc -out signing.pem"
+
+
+def passphrase() -> str | None:
+    """The passphrase of the private key, from the environment; None where there is none."""
+    return os.environ.get(PASSPHRASE) or None
+
+
+def public_path(private: Path) -> Path:
+    """Where the public key of a private one lies: ``signing.pub`` beside ``signing.pem``."""
+    return private.with_suffix(".pub")
+
+
+def foreseen_fingerprint(private: Path) -> str | None:
+    """SHA-256 of the public key that will sign, without the passphrase where it lies in the open; else None."""
+    # `require_private` says what is wrong with a key, where that matters.
+    with suppress(UserError):
+        return public_fingerprint(public_path(private))
+    with suppress(UserError):
+        return private_fingerprint(private, passphrase())
+    return None
+
+
+def require_private(private: Path, word: str | None) -> str:
+    """SHA-256 of the public key, after everything that would stop a signature was looked at.
+
+    Raises `UserError` for a key that cannot be read or used, a passphrase that is missing or wrong, and a public key
+    beside it that is another one's.
+    """
+    fingerprint = private_fingerprint(private, word)
+    beside = public_path(private)
+    if beside.exists() and public_fingerprint(beside) != fingerprint:
+        raise UserError(
+            f"{beside} is not the public key of {private}.",
+            hint=f"openssl pkey -in {private.name} -pubout -out {beside.name}",
+        )
+    return fingerprint
+
+
+def private_fingerprint(private: Path, word: str | None) -> str:
+    """SHA-256 of the public key that belongs to a private one. Raises `UserError` that never has the passphrase."""
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    data = _read(private, "private")
+    encrypted = is_encrypted(data)
+    if encrypted and word is None:
+        raise UserError(f"{private} has a passphrase, but {PASSPHRASE} is not set.", hint=f"Set {PASSPHRASE}.")
+    try:
+        # Its own message may quote what it was given, so none of it is passed on.
+        key = load_pem_private_key(data, word.encode() if encrypted and word is not None else None)
+    except (ValueError, TypeError):
+        if encrypted:
+            raise UserError(f"{private}: the passphrase in {PASSPHRASE} is wrong, or the file is damaged.") from None
+        raise UserError(
+            f"{private}: expected a private key as PEM, found something else.", hint=f"Make one: {_HOW_TO}"
+        ) from None
+    except Exception as error:  # an algorithm that the library does not know, of whichever class it says so
+        raise UserError(f"{private}: a private key of a kind that cannot sign: {type(error).__name__}.") from None
+    if not isinstance(key, EllipticCurvePrivateKey):
+        raise _wrong_kind(private, type(key).__name__)
+    return _fingerprint(private, key.public_key())
+
+
+def public_fingerprint(public: Path) -> str:
+    """SHA-256 of a public key's PEM text. Raises `UserError` for what is no public key on a curve that is allowed."""
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    data = _read(public, "public")
+    try:
+        key = load_pem_public_key(data)
+    except Exception:  # as above
+        private = b"PRIVATE KEY" in data
+        raise UserError(
+            f"{public}: expected a public key as PEM, found {'a private one' if private else 'something else'}.",
+            hint=f"openssl pkey -in {public.name} -pubout" if private else None,
+        ) from None
+    if not isinstance(key, EllipticCurvePublicKey):
+        raise _wrong_kind(public, type(key).__name__)
+    return _fingerprint(public, key)
+
+
+def is_encrypted(pem: bytes) -> bool:
+    """Whether a private key's PEM text asks for a passphrase (PKCS #8, or OpenSSL's older form)."""
+    return b"BEGIN ENCRYPTED PRIVATE KEY" in pem or b"Proc-Type: 4,ENCRYPTED" in pem
+
+
+def _read(path: Path, kind: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: the {kind} key cannot be read: {error.strerror or error}.") from None
+
+
+def _fingerprint(path: Path, key: EllipticCurvePublicKey) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    if key.curve.name not in CURVES:
+        raise UserError(
+            f"{path}: found a key on the curve {key.curve.name}, expected one on {', '.join(CURVES.values())}.",
+            hint=f"Make one: {_HOW_TO}",
+        )
+    return hashlib.sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def _wrong_kind(path: Path, found: str) -> UserError:
+    name = found.lstrip("_").removesuffix("PrivateKey").removesuffix("PublicKey")
+    return UserError(
+        f"{path}: found a key of the kind {name}, expected one on an elliptic curve ({', '.join(CURVES.values())}).",
+        hint=f"Make one: {_HOW_TO}",
+    )
+
 
 IGNORED: Final = (".cache/huggingface", ".git", ".gitattributes", ".github", ".gitignore", SIGNATURE)
 """Paths that no signature covers: itself, git's, what the Hub adds to a repository and its client to a download."""

@@ -229,7 +229,7 @@ class Hub(Section):
 
 
 class Storage(Section):
-    """A bucket or a file system that fsspec reaches; S3 and what is compatible with it."""
+    """A bucket: S3 and what is compatible with it, Google, Azure, or a folder that machines share."""
 
     url: Address = Field(
         pattern=r"^[a-z][a-z0-9+.-]*://[^\x00-\x1f?#]+$",

@@ -25,9 +25,9 @@ from pipeline.commits import COMMIT
 from pipeline.errors import QuantmintError
 from pipeline.publish.hub.client import MissingError, connect
 from pipeline.publish.manifest import ManifestError
-from pipeline.publish.wholeness import DamagedError
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.refresh.releases import TIMEOUT_S, Released, Silent, hub_file, newest, places
+from pipeline.store.files import DamagedError
 
 PATIENCE_S: Final = 10.0
 """Without any answer for so long, what is left is given up."""

@@ -22,10 +22,10 @@ from pipeline.publish import manifest
 from pipeline.publish.hub.client import Client, MissingError, connect
 from pipeline.publish.hub.repository import MAIN
 from pipeline.publish.manifest import Manifest, ManifestError
+from pipeline.publish.place import Listed, Place
 from pipeline.publish.release import MANIFEST, TAG, day_in, identity_in
-from pipeline.publish.target import Listed, Target
-from pipeline.publish.wholeness import DamagedError, require_whole
 from pipeline.recipe.schema import Recipe
+from pipeline.store.files import DamagedError
 from pipeline.store.runs import Run
 from pipeline.store.tree import Store
 
@@ -76,15 +76,15 @@ def places(recipe: Recipe, home: Path) -> Mapping[str, Callable[[], Released | N
     section, name = recipe.publish, recipe.name
     found: dict[str, Callable[[], Released | None]] = {}
     if section.folder is not None:
-        from pipeline.publish.folder import FolderTarget
+        from pipeline.publish.folder import FolderPlace
 
-        folder = FolderTarget((home / section.folder).resolve(), name)
-        found[folder.place] = partial(_newest, folder, here=True)
+        folder = FolderPlace((home / section.folder).resolve(), name)
+        found[folder.address] = partial(_newest, folder, here=True)
     if section.storage is not None:
-        from pipeline.publish.storage import StorageTarget
+        from pipeline.publish.bucket import BucketPlace
 
-        bucket = StorageTarget(section.storage.url, name, endpoint=section.storage.endpoint)
-        found[bucket.place] = partial(_newest, bucket, here=False)
+        bucket = BucketPlace(section.storage.url, name, endpoint=section.storage.endpoint)
+        found[bucket.address] = partial(_newest, bucket, here=False)
     if section.hub is not None:
         found[section.hub.repo] = partial(_newest_on_hub, section.hub.repo)
     return found
@@ -133,7 +133,7 @@ class Silent:
 # A folder or a bucket.
 
 
-def _newest(target: Target, *, here: bool) -> Released | None:
+def _newest(target: Place, *, here: bool) -> Released | None:
     """``here``: its files lie on this machine, and each one's size is looked at too."""
     listed = target.releases()
     shown = next((release for release in listed if release.current), None)
@@ -142,11 +142,11 @@ def _newest(target: Target, *, here: bool) -> Released | None:
         if made is not None:
             readers = None if shown is None or shown is release else _manifest(target, shown, here)
             tag = None if shown is None else shown.tag
-            return Released(target.place, release.tag, made, tag, readers, frozenset(one.tag for one in listed))
+            return Released(target.address, release.tag, made, tag, readers, frozenset(one.tag for one in listed))
     return None
 
 
-def _manifest(target: Target, release: Listed, here: bool) -> Manifest | None:
+def _manifest(target: Place, release: Listed, here: bool) -> Manifest | None:
     """What a release was made from; None for one that was made before releases said so."""
     folder = target.fetch(None, tag=release.tag, progress=Silent(), wanted=lambda name: name == MANIFEST)
     path = folder / MANIFEST
@@ -156,7 +156,7 @@ def _manifest(target: Target, release: Listed, here: bool) -> Manifest | None:
         return None
     if here:
         sizes = {one.relative_to(folder).as_posix(): one.lstat().st_size for one in folder.rglob("*")}
-        require_whole(path.read_bytes(), release.tag, sizes, str(folder))
+        manifest.require_whole(path.read_bytes(), release.tag, sizes, str(folder))
     return manifest.read(path)
 
 

@@ -18,9 +18,9 @@ from pipeline import __version__
 from pipeline.errors import StageError, StoreError, UserError
 from pipeline.progress import Progress
 from pipeline.publish import manifest as manifests
-from pipeline.publish.lineage import Lineage, gather
 from pipeline.publish.manifest import Manifest
-from pipeline.publish.opening import public_names
+from pipeline.publish.places import public_names
+from pipeline.publish.provenance import Lineage
 from pipeline.publish.release import (
     CARD,
     EVIDENCE,
@@ -30,15 +30,16 @@ from pipeline.publish.release import (
     RECIPE,
     SBOM,
     SIGNATURE,
-    File,
     Release,
     tag_of,
 )
 from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages.gate import checkpoint_digest
+from pipeline.stages.lineage import gather
 from pipeline.stages.quantize import CHECKPOINT
 from pipeline.stages.report import ReportStage
 from pipeline.store.entries import Entry
+from pipeline.store.files import File
 from pipeline.versions import versions
 
 EVIDENT = ("gate", "report", "inspect")
@@ -59,11 +60,11 @@ class PackageStage(Stage):
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The recipe, what the card says of where it goes, and what it is called where others read it."""
-        from pipeline.publish.card import gathering
+        from pipeline.stages import card
 
         return {
             "recipe": setting.loaded.text_proven,
-            "card": gathering.settings(setting),
+            "card": card.settings(setting),
             "public": public_names(setting.recipe),
         }
 
@@ -178,10 +179,11 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
 
     Raises `UserError` where the source's licence does not let it go where others read it.
     """
-    from pipeline.publish.card import eval_results, gathering, notice, render, sentence
+    from pipeline.publish.card import eval_results, notice, render, sentence
     from pipeline.publish.licences import refusal
+    from pipeline.stages import card
 
-    facts = gathering.gather(job)
+    facts = card.gather(job)
     public = public_names(job.setting.recipe)
     for name in public or (facts.name,):
         refused = refusal(facts.terms, name)
@@ -203,11 +205,10 @@ def _write_statements(
     folder: Path, lineage: Lineage, made: Mapping[str, File], title: str, files: dict[str, File]
 ) -> None:
     """The bill of materials of the checkpoint ``made``, and the statement over it and all other files."""
-    from pipeline.publish import statement
-    from pipeline.publish.sbom import sbom
+    from pipeline.publish.provenance import encode, sbom, statement
 
     _write(folder, files, SBOM, sbom(lineage, made, title, __version__))
-    _write(folder, files, PROVENANCE, statement.encode(statement.statement(lineage, files, __version__)))
+    _write(folder, files, PROVENANCE, encode(statement(lineage, files, __version__)))
 
 
 def _manifest(lineage: Lineage, title: str, files: Mapping[str, File]) -> Manifest:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,17 @@ from eval import record
 from eval.errors import MeasurementError
 from eval.gate import changes
 from eval.verdict import Verdict
-from pipeline.errors import QuantmintError, StageError
+from pipeline.errors import QuantmintError, StageError, UserError
 from pipeline.progress import Progress
 from pipeline.publish.folder import RELEASES
-from pipeline.publish.opening import published_folder, targets_of
+from pipeline.publish.licences import TEXTS, refusal, terms
+from pipeline.publish.place import Place, Published, outdated
+from pipeline.publish.places import places_of, public_names, published_folder
 from pipeline.publish.release import MANIFEST, Release
-from pipeline.publish.retention import outdated
-from pipeline.publish.target import Published, Target
 from pipeline.recipe.faults import shown_path
-from pipeline.stage import Job, Output, Setting, Stage
+from pipeline.stage import Job, Output, Setting, SourceIdentity, Stage
 from pipeline.stages import package
+from pipeline.stages.card import base_metadata
 from pipeline.stages.gate import GATE, checkpoint_digest
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
@@ -45,7 +47,7 @@ class PublishStage(Stage):
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The places. Who signs is a matter of the signature's own stage."""
         section = setting.recipe.publish.model_dump(mode="json", exclude={"sign", "licence", "folder"})
-        folder = published_folder(setting)
+        folder = published_folder(setting.recipe, setting.home)
         return {**section, "folder": None if folder is None else str(folder.parent), "name": setting.recipe.name}
 
     def run(self, job: Job) -> Output:
@@ -53,30 +55,24 @@ class PublishStage(Stage):
         section, progress = job.setting.recipe.publish, job.progress
         require_proof(job.inputs["quantize"], job.inputs["gate"])
         release = release_of(job.inputs)
-        targets = targets_of(job.setting)
-        for target in targets:
-            target.preflight(release)
+        places = places_of(job.setting.recipe, job.setting.home)
+        for place in places:
+            place.preflight(release)
         published: list[Published] = []
-        for target in targets:
-            progress.say(f"{_shown(target)}: {release.tag}")
-            one = target.publish(release, candidate=section.to == "candidate", progress=progress)
-            if section.to == "release" and not one.current:
-                # Its inputs moved there and back: what a run put in its place, a run replaces; a person's choice stays.
-                done = target.bring_back(release.tag, dry_run=False, progress=progress)
-                one = replace(one, current=bool(done))
-            published.append(one)
-        if section.keep is not None:
-            for target in targets:
-                _retain(target, section.keep, progress)
-        for target, one in zip(targets, published, strict=True):
+        for place in places:
+            progress.say(f"{_shown(place)}: {release.tag}")
+            published.append(place.publish(release, candidate=section.to == "candidate", progress=progress))
+        for place, one in zip(places, published, strict=True):
+            if section.keep is not None:
+                _retain(place, section.keep, progress)
             if section.to == "release" and not one.current:
                 progress.warn(
-                    f"{_shown(target)}: {release.tag} is there, but readers get another release, which stays so; "
-                    f"`quantmint releases {_shown(target)}` shows which"
+                    f"{_shown(place)}: {release.tag} is there, but readers get another release, which stays so; "
+                    f"`quantmint rollback {_shown(place)} {release.tag}` gives them this one"
                 )
         return Output(
             result={"tag": release.tag, "identity": release.identity, "targets": [asdict(one) for one in published]},
-            summary=f"{release.tag} in {', '.join(map(_shown, targets))}",
+            summary=f"{release.tag} in {', '.join(map(_shown, places))}",
         )
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
@@ -84,7 +80,7 @@ class PublishStage(Stage):
 
         Another release may be the current one: somebody went back to it. But one must be, unless this is a candidate.
         """
-        link = published_folder(setting)
+        link = published_folder(setting.recipe, setting.home)
         if link is None:
             return True
         result = entry.record.result
@@ -126,20 +122,58 @@ def require_proof(quantize: Entry, gate: Entry) -> None:
         raise StageError(f"the gate's record is not what its numbers say. {edited[0]}")
 
 
-def _shown(target: Target) -> str:
+def require_admission(setting: Setting) -> None:
+    """Ask before hours of work what the publication asks again: rights and terms, as far as they are known by then.
+
+    Raise `UserError` where a place of the recipe takes nothing, or the source's licence lets nothing go there.
+    """
+    for place in places_of(setting.recipe, setting.home):
+        place.require_access()
+    public = public_names(setting.recipe)
+    if not public:
+        return
+    # A card that cannot be had now may be had later; without it, nothing is known and nothing is refused.
+    unknown: list[str] = []
+    metadata = base_metadata(setting.source, setting.source.folder or Path(), warn=unknown.append)
+    names = _names(setting.source)
+    if unknown or names is None:
+        return
+    texts = [name for name in names if any(fnmatchcase(name, pattern) for pattern in TEXTS)]
+    found = terms(metadata, texts, setting.recipe.publish.licence)
+    for name in public:
+        refused = refusal(found, name)
+        if refused is not None:
+            raise UserError(f"{name} could not be published: {refused}")
+
+
+def _names(source: SourceIdentity) -> list[str] | None:
+    """Names at the top of the source; None where the Hub cannot be asked."""
+    if source.folder is not None:
+        return [path.name for path in source.folder.iterdir()]
+    from huggingface_hub import HfApi
+
+    from pipeline.stages.source import hub_errors
+
+    try:
+        return list(HfApi().list_repo_files(str(source.repo), revision=source.digest))
+    except hub_errors():
+        return None
+
+
+def _shown(place: Place) -> str:
     """A place as a person would type it from here."""
-    path = Path(target.place)
-    return shown_path(path) if path.is_absolute() else target.place
+    path = Path(place.address)
+    return shown_path(path) if path.is_absolute() else place.address
 
 
-def _retain(target: Target, keep: int, progress: Progress) -> None:
+def _retain(place: Place, keep: int, progress: Progress) -> None:
     """Remove what is beyond the newest releases; the new one is out, and a failure here must not hide that."""
     try:
-        tags = outdated(target.releases(), keep=keep)
-        for one in target.remove(tags, dry_run=False, progress=progress) if tags else ():
-            progress.say(f"{_shown(target)}: {one.verb} {one.what}")
+        tags = outdated(place.releases(), keep=keep)
+        for one in place.remove(tags, dry_run=False, progress=progress) if tags else ():
+            progress.say(f"{_shown(place)}: {one.verb} {one.what}")
     except QuantmintError as error:
         progress.warn(
-            f"{_shown(target)}: published, but older releases were not removed: {error.message}; "
-            f"`quantmint prune {_shown(target)} --keep {keep}` tries again"
+            f"{_shown(place)}: published, but older releases were not removed: {error.message}; "
+            f"`quantmint prune {_shown(place)} --keep {keep}` tries again"
         )

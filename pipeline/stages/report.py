@@ -22,7 +22,7 @@ from pipeline import __version__
 from pipeline.errors import StageError
 from pipeline.formats.checkpoint import open_checkpoint
 from pipeline.inspection.contents import kv_scales, layer_errors, sizes
-from pipeline.publish.opening import serving_name
+from pipeline.publish.places import serving_name
 from pipeline.serving import hardware
 from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages.evaluate import ANSWERS

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.errors import StageError
-from pipeline.publish.keys import foreseen_fingerprint, passphrase, require_private
 from pipeline.publish.release import SIGNATURE
-from pipeline.publish.signing import require_identity, sign
+from pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
 from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages import package
 from pipeline.store.disk import disk_errors

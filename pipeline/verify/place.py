@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Final
 
 from pipeline.errors import StageError, UserError
 from pipeline.progress import Progress
-from pipeline.publish.names import require_safe
-from pipeline.publish.opening import HUB_SCHEME, open_target
+from pipeline.publish.places import HUB_SCHEME, open_place
 from pipeline.publish.release import EVIDENCE, MANIFEST
+from pipeline.store.files import require_safe
 
 if TYPE_CHECKING:
     from pipeline.publish.hub.client import Client
-    from pipeline.publish.hub.tree import Remote
-    from pipeline.publish.target import Target
+    from pipeline.publish.hub.repository import Remote
+    from pipeline.publish.place import Place
 
 
 _TAGGED: Final = re.compile(r"(?P<place>.+)@(?P<tag>v\d{8}-[0-9a-f]{8})")
@@ -55,10 +55,10 @@ def opened(subject: str, revision: str | None, *, remote: bool, progress: Progre
     if is_folder(place) and tag is None:
         yield Found(Path(place))
     elif remote:
-        with looked_at(open_target(place), tag, progress) as (folder, vouched):
+        with looked_at(open_place(place), tag, progress) as (folder, vouched):
             yield Found(folder, vouched, tag)
     else:
-        yield Found(open_target(place).fetch(None, tag=tag, progress=progress), tag=tag)
+        yield Found(open_place(place).fetch(None, tag=tag, progress=progress), tag=tag)
 
 
 def record_of(subject: str, progress: Progress) -> Path | None:
@@ -69,7 +69,7 @@ def record_of(subject: str, progress: Progress) -> Path | None:
     place, tag = split(subject, None)
     if Path(subject).exists() or Path(place).exists() or not ("://" in place or _REPO.fullmatch(place)):
         return None
-    return open_target(place).fetch(None, tag=tag, progress=progress, wanted=is_evidence) / EVIDENCE
+    return open_place(place).fetch(None, tag=tag, progress=progress, wanted=is_evidence) / EVIDENCE
 
 
 def is_evidence(name: str) -> bool:
@@ -99,37 +99,36 @@ _REST: Final = 1 << 30  # bytes of all that is no weight; tokenizers take some t
 
 
 @contextmanager
-def looked_at(target: Target, tag: str | None, progress: Progress) -> Iterator[tuple[Path, Mapping[str, str]]]:
+def looked_at(target: Place, tag: str | None, progress: Progress) -> Iterator[tuple[Path, Mapping[str, str]]]:
     """A temporary folder with a release whose weights are stand-ins, and the SHA-256 that the Hub says they have.
 
     Raises `UserError` for a place that is no repository of the Hub, a repository or tag that is not there, and names
     or sizes that no release has.
     """
     from pipeline.publish.hub.client import connect
-    from pipeline.publish.hub.download import read, revision_of
-    from pipeline.publish.hub.target import HubTarget
-    from pipeline.publish.hub.tree import tree
+    from pipeline.publish.hub.place import HubPlace
+    from pipeline.publish.hub.repository import read, tree
 
-    if not isinstance(target, HubTarget):
-        raise UserError(f"--remote: found {target.place}, expected a repository of the Hub (org/name)")
+    if not isinstance(target, HubPlace):
+        raise UserError(f"--remote: found {target.address}, expected a repository of the Hub (org/name)")
     client = connect(target.repo, progress)
-    revision = revision_of(client, tag)
+    revision = target.revision_of(tag)
     found = tree(client, revision)
     try:
         require_safe(found)
     except ValueError as error:
-        raise UserError(f"{target.place}: {error}") from None
+        raise UserError(f"{target.address}: {error}") from None
     vouched = {
         name: remote.sha256 for name, remote in found.items() if name.endswith(_WEIGHTS) and remote.sha256 is not None
     }
     rest = sum(remote.size for name, remote in found.items() if name not in vouched)
     if rest > _REST:
-        raise UserError(f"{target.place}: {rest:,} bytes that are no weights, expected at most {_REST:,}")
+        raise UserError(f"{target.address}: {rest:,} bytes that are no weights, expected at most {_REST:,}")
     with tempfile.TemporaryDirectory(prefix="quantmint-verify-") as temporary:
         folder = Path(temporary) / "release"
         folder.mkdir()
         progress.say(
-            f"fetching {rest:,} bytes, and of {len(vouched)} shards the header, from {target.place}@{revision[:12]}"
+            f"fetching {rest:,} bytes, and of {len(vouched)} shards the header, from {target.address}@{revision[:12]}"
         )
         for name, remote in found.items():
             path = folder / name
@@ -143,7 +142,7 @@ def looked_at(target: Target, tag: str | None, progress: Progress) -> Iterator[t
 
 def _stand_in(client: Client, revision: str, name: str, remote: Remote, path: Path) -> None:
     """A file with the header of a safetensors file, as long as that is."""
-    from pipeline.publish.hub.download import read
+    from pipeline.publish.hub.repository import read
 
     head = read(client, revision, name, 0, min(_FIRST, remote.size))
     length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0

@@ -8,11 +8,11 @@ from typing import Any
 
 from pipeline.canonical import Change, difference
 from pipeline.publish.licences import table, terms
-from pipeline.publish.lineage import Lineage
 from pipeline.publish.manifest import Manifest
-from pipeline.publish.release import CARD, NOTICE, PROVENANCE, SBOM, File
-from pipeline.publish.statement import BUILD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE, statement
+from pipeline.publish.provenance import BUILD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE, Lineage, statement
+from pipeline.publish.release import CARD, NOTICE, PROVENANCE, SBOM
 from pipeline.recipe.yaml_positions import parse
+from pipeline.store.files import File
 from pipeline.verify.check import Check, fails, judged, not_checked
 from pipeline.verify.subject import Subject
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from pipeline.errors import QuantmintError, UserError
 from pipeline.progress import Progress
 from pipeline.publish import manifest as manifests
-from pipeline.publish.keys import public_fingerprint
 from pipeline.publish.release import MANIFEST
-from pipeline.publish.signing import hashed
+from pipeline.publish.signing import hashed, public_fingerprint
 from pipeline.verify.check import Check, Outcome, fails, not_checked
 from pipeline.verify.checkpoint import check_recipe, check_structure
 from pipeline.verify.files import check_digests, check_files, check_manifest

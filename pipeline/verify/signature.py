@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.errors import StageError
 from pipeline.publish import signing
 from pipeline.publish.release import SIGNATURE
-from pipeline.publish.signature import SignatureError, Signed, read_signature
+from pipeline.publish.signing import SignatureError, Signed, read_signature
 from pipeline.verify.check import Check, Outcome, fails, judged, not_checked
 from pipeline.verify.subject import Subject
 

@@ -12,8 +12,8 @@ import pytest
 
 from pipeline.errors import StageError
 from pipeline.machine import Device
-from pipeline.publish.storage.objects import open_objects
 from pipeline.stage import Job
+from pipeline.store.objects import Objects
 from pipeline.store.remote.tier import RemoteTier
 from pipeline.store.tree import Store
 
@@ -31,7 +31,7 @@ class Site:
     warnings: list[str] = field(default_factory=list)
 
     def run(self, *stages: Any, **options: Any) -> Any:
-        tier = RemoteTier(self.url, open_objects(self.url, None), self.warnings.append, device=lambda kind: self.device)
+        tier = RemoteTier(self.url, Objects(self.url), self.warnings.append, device=lambda kind: self.device)
         self.orchestra.setting = replace(self.orchestra.setting, store=Store(self.root), remote=tier)
         Path(self.orchestra.trace).unlink(missing_ok=True)
         return self.orchestra.run(*stages, **options)

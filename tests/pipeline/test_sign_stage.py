@@ -16,10 +16,9 @@ from pipeline.errors import StageError, UserError
 from pipeline.planning import build_plan
 from pipeline.preflight import require_means
 from pipeline.publish import manifest as manifests
-from pipeline.publish.keys import PASSPHRASE
 from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
 from pipeline.publish.release import MANIFEST, SIGNATURE
-from pipeline.publish.signing import verified
+from pipeline.publish.signing import PASSPHRASE, verified
 from pipeline.session import open_setting
 from pipeline.stage import Job, Output, Setting
 from pipeline.stages.package import release

@@ -7,8 +7,8 @@ import hashlib
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import pytest
 
 from pipeline.canonical import fingerprint
 from pipeline.publish import manifest as manifests
+from pipeline.publish.bucket import BucketPlace
 from pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
-from pipeline.publish.release import MANIFEST, SIGNATURE, File, Release, tag_of
-from pipeline.publish.storage import StorageTarget, calls
+from pipeline.publish.release import MANIFEST, SIGNATURE, Release, tag_of
+from pipeline.store import objects
+from pipeline.store.files import File
 from tests.publish.s3_server import S3Server
 
 MakeRelease = Callable[..., Release]
@@ -110,8 +112,9 @@ def bucket(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "AWS_CONFIG_FILE": str(tmp_path / "config"),
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(calls, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(objects, "FIRST_WAIT", timedelta(milliseconds=1))
     found = Bucket(s3_server, f"bucket-{uuid.uuid4().hex[:12]}")
+    s3_server.forget()
     found.client("create_bucket")
     s3_server.forget()
     return found
@@ -123,21 +126,20 @@ class Bucket:
 
     server: S3Server
     name: str
-    targets: dict[str, StorageTarget] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
         return f"s3://{self.name}/models"
 
     def client(self, operation: str, **arguments: Any) -> Any:
-        from s3fs import S3FileSystem
+        import boto3
 
-        return S3FileSystem(endpoint_url=self.server.url).call_s3(operation, Bucket=self.name, **arguments)
+        client = boto3.client("s3", endpoint_url=self.server.url, region_name="us-east-1")
+        return getattr(client, operation)(Bucket=self.name, **arguments)
 
     def objects(self) -> list[str]:
         found = self.client("list_objects_v2").get("Contents", [])
         return [item["Key"].removeprefix("models/r/") for item in found]
 
-    def target(self, name: str = "r") -> StorageTarget:
-        """The same object for the same name: a client of its own takes a tenth of a second to make."""
-        return self.targets.setdefault(name, StorageTarget(self.url, name, self.server.url))
+    def place(self, name: str = "r") -> BucketPlace:
+        return BucketPlace(self.url, name, self.server.url)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.canonical import fingerprint
-from pipeline.publish.lineage import Lineage
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Serving
-from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, SIGNATURE, File
+from pipeline.publish.provenance import Lineage
+from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, SIGNATURE
+from pipeline.store.files import File
 from pipeline.toolchain import Distribution, Environment
 
 A, B, COMMIT, OTHER = "a" * 64, "b" * 64, "c" * 40, "d" * 40

@@ -34,7 +34,7 @@ def test_forth_and_back(bucket: Any, make_release: Any, call: Any, monkeypatch: 
     releases = [make_release(content, day=day) for day, content in ((19, "one"), (20, "two"), (21, "three"))]
     first, second, third = (release.tag for release in releases)
     for release in releases:
-        bucket.target().publish(release, candidate=release.tag == third, progress=progress)
+        bucket.place().publish(release, candidate=release.tag == third, progress=progress)
 
     def state() -> dict[str, str]:
         return {

@@ -16,9 +16,9 @@ import pytest
 
 from pipeline.errors import StageError, UserError
 from pipeline.progress import PlainReporter
-from pipeline.publish.folder import FolderTarget
+from pipeline.publish.folder import FolderPlace
+from pipeline.publish.place import Published
 from pipeline.publish.release import Release
-from pipeline.publish.target import Published
 
 MakeRelease = Callable[..., Release]
 Forked = Callable[[Callable[[], None]], int]
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def publish(folder: Path, release: Release, *, candidate: bool = False, name: str = "r") -> Published:
-    return FolderTarget(folder, name).publish(release, candidate=candidate, progress=PlainReporter(io.StringIO()))
+    return FolderPlace(folder, name).publish(release, candidate=candidate, progress=PlainReporter(io.StringIO()))
 
 
 def shown(folder: Path, name: str = "r") -> Mapping[str, bytes] | None:
@@ -56,7 +56,7 @@ def leftovers(folder: Path) -> list[str]:
 def test_what_is_published(folder: Path, make_release: MakeRelease) -> None:
     release = make_release("one")
     lines = io.StringIO()
-    found = FolderTarget(folder, "r").publish(release, candidate=False, progress=PlainReporter(lines))
+    found = FolderPlace(folder, "r").publish(release, candidate=False, progress=PlainReporter(lines))
     assert found == Published(str(folder / "r"), release.tag, release.identity, current=True, again=False)
     assert shown(folder) == contents(release)
     assert f"100 % of {release.size:,} B" in lines.getvalue()
@@ -108,7 +108,7 @@ def test_the_same_release_with_another_signature_stays_as_it_was(folder: Path, m
     publish(folder, make_release("one", signed="by me"))
     lines = io.StringIO()
     release = make_release("one", signed="by you")
-    assert FolderTarget(folder, "r").publish(release, candidate=False, progress=PlainReporter(lines)).again
+    assert FolderPlace(folder, "r").publish(release, candidate=False, progress=PlainReporter(lines)).again
     assert (folder / "r" / "model.sig").read_text() == "by me"
     assert "another signature" in lines.getvalue()
 
@@ -180,7 +180,7 @@ def test_what_others_put_there_is_left_alone(
             (folder / "r").symlink_to(tmp_path / "an unmounted disk")
     before = shown(folder), (folder / "r").readlink() if "link" in kind else None
     release = make_release("one")
-    target = FolderTarget(folder, "r")
+    target = FolderPlace(folder, "r")
     for attempt in (
         lambda: target.preflight(release),
         lambda: target.operations(release, candidate=False),
@@ -310,12 +310,12 @@ def test_a_full_disk(small_disk: Path, make_release: MakeRelease) -> None:
     publish(folder, make_release("one"))
     large = make_release("large", files={"model.safetensors": b"x" * (2 << 20)})
     with pytest.raises(StageError, match=r"the release has 2,[0-9,]+ bytes, the disk has [0-9,]+ free"):
-        FolderTarget(folder, "r").preflight(large)
+        FolderPlace(folder, "r").preflight(large)
     with pytest.raises(StageError, match="the disk is full; nothing was published") as refused:
         publish(folder, large)
     assert "Free space" in str(refused.value.hint)
     assert shown(folder) == contents(make_release("one"))
-    FolderTarget(folder, "r").preflight(make_release("two"))  # what the attempt left there will not be in the way
+    FolderPlace(folder, "r").preflight(make_release("two"))  # what the attempt left there will not be in the way
     publish(folder, make_release("two"))
     assert shown(folder) == contents(make_release("two"))
     assert leftovers(folder) == []

@@ -15,8 +15,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from pipeline.errors import StageError, UserError
-from pipeline.publish.signature import BrokenSignatureError, OtherSignerError, read_signature
-from pipeline.publish.signing import require_identity, sign, verified
+from pipeline.publish.signing import (
+    BrokenSignatureError,
+    OtherSignerError,
+    read_signature,
+    require_identity,
+    sign,
+    verified,
+)
 from tests.signing import WORD, write_key
 
 WORKFLOW = "https://github.com/my-org/models/.github/workflows/publish.yml@refs/heads/main"

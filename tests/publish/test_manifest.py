@@ -13,7 +13,8 @@ import pytest
 from pipeline.canonical import fingerprint
 from pipeline.publish import manifest as manifests
 from pipeline.publish.manifest import Base, Dataset, Digest, Hardware, Made, Manifest, ManifestError, Serving
-from pipeline.publish.release import MANIFEST, SIGNATURE, File
+from pipeline.publish.release import MANIFEST, SIGNATURE
+from pipeline.store.files import File
 
 A, B = "a" * 64, "b" * 64
 WHEN = "2026-11-21T12:00:04.445Z"

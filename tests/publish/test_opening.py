@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.publish.elsewhere import elsewhere
-from pipeline.publish.folder import FolderTarget
-from pipeline.publish.hub.target import HubTarget
-from pipeline.publish.opening import open_target, published_folder, serving_name, targets_of
-from pipeline.publish.storage import StorageTarget
+from pipeline.publish.bucket import BucketPlace
+from pipeline.publish.folder import FolderPlace
+from pipeline.publish.hub.place import HubPlace
+from pipeline.publish.places import elsewhere, open_place, places_of, published_folder, serving_name
 from pipeline.recipe.sections import Publish
 
 
@@ -29,9 +28,9 @@ def published(folder: str, name: str) -> None:
 @pytest.mark.parametrize("text", ["published/llama", "published/llama/", "./published/llama"])
 def test_a_published_folder(text: str) -> None:
     published("published", "llama")
-    target = open_target(text)
-    assert isinstance(target, FolderTarget)
-    assert target.place == str(Path.cwd() / "published" / "llama")
+    target = open_place(text)
+    assert isinstance(target, FolderPlace)
+    assert target.address == str(Path.cwd() / "published" / "llama")
 
 
 def test_a_folder_that_is_current_is_named_by_its_link() -> None:
@@ -39,25 +38,27 @@ def test_a_folder_that_is_current_is_named_by_its_link() -> None:
     release = Path("published/.releases/llama/v20261121-01234567")
     release.mkdir()
     Path("published/llama").symlink_to(Path(".releases/llama") / release.name)
-    assert open_target("published/llama").place == str(Path.cwd() / "published" / "llama")
+    assert open_place("published/llama").address == str(Path.cwd() / "published" / "llama")
 
 
 def test_a_repository() -> None:
     for text in ("my-org/Llama-3.3-70B", "hf://my-org/Llama-3.3-70B"):
-        assert open_target(text) == HubTarget("my-org/Llama-3.3-70B")
+        place = open_place(text)
+        assert isinstance(place, HubPlace)
+        assert (place.address, place.section) == ("my-org/Llama-3.3-70B", None)
 
 
 def test_a_folder_goes_before_a_repository() -> None:
     published("my-org", "llama")
-    assert isinstance(open_target("my-org/llama"), FolderTarget)
-    assert open_target("hf://my-org/llama") == HubTarget("my-org/llama")
+    assert isinstance(open_place("my-org/llama"), FolderPlace)
+    assert isinstance(open_place("hf://my-org/llama"), HubPlace)
 
 
-@pytest.mark.parametrize("text", ["s3://bucket/models/llama", "s3://bucket/models/llama/", "memory://x/llama"])
+@pytest.mark.parametrize("text", ["s3://bucket/models/llama", "s3://bucket/models/llama/", "gs://x/llama"])
 def test_a_bucket(text: str) -> None:
-    target = open_target(text)
-    assert isinstance(target, StorageTarget)
-    assert target.place == text.rstrip("/")
+    target = open_place(text)
+    assert isinstance(target, BucketPlace)
+    assert target.address == text.rstrip("/")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_what_is_no_place(text: str, said: str) -> None:
     published("published", "llama")
     Path("mine/stuff").mkdir(parents=True)
     with pytest.raises(UserError, match=said):
-        open_target(text)
+        open_place(text)
 
 
 def recipe(**section: Any) -> Any:
@@ -103,13 +104,14 @@ def test_what_readers_give_to_vllm(section: dict[str, Any], name: str) -> None:
 
 def test_the_places_of_a_recipe(tmp_path: Path) -> None:
     setting: Any = SimpleNamespace(recipe=recipe(folder="out", hub=HUB, storage=STORAGE), home=tmp_path)
-    folder, storage, hub = targets_of(setting)
-    assert folder.place == str(tmp_path / "out" / "llama") == str(published_folder(setting))
-    assert storage.place == "s3://bucket/models/llama"
-    assert hub == HubTarget("my-org/llama", setting.recipe.publish.hub)
+    folder, storage, hub = places_of(setting.recipe, tmp_path)
+    assert folder.address == str(tmp_path / "out" / "llama") == str(published_folder(setting.recipe, tmp_path))
+    assert storage.address == "s3://bucket/models/llama"
+    assert isinstance(hub, HubPlace)
+    assert (hub.repo, hub.section) == ("my-org/llama", setting.recipe.publish.hub)
     setting.recipe = recipe(hub=HUB)
-    assert [target.place for target in targets_of(setting)] == ["my-org/llama"]
-    assert published_folder(setting) is None
+    assert [target.address for target in places_of(setting.recipe, tmp_path)] == ["my-org/llama"]
+    assert published_folder(setting.recipe, tmp_path) is None
 
 
 def test_other_places_than_the_recipe_names() -> None:

@@ -69,7 +69,7 @@ def test_two_sites_that_send_at_once_do_not_mix(bucket: Any, tmp_path: Path, mon
 
 def test_an_object_that_is_too_large_is_not_read(bucket: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.url)
-    monkeypatch.setattr("pipeline.publish.storage.objects.SMALL", 100)
+    monkeypatch.setattr("pipeline.store.objects.SMALL", 100)
     for url in (f"s3://{bucket.name}/tier", f"file://{tmp_path}/tier"):
         warnings: list[str] = []
         open_tier(url, warnings.append).send(_made(tmp_path / url[:4], "one"), {}, PlainReporter())

@@ -6,8 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pipeline.publish.retention import outdated
-from pipeline.publish.target import Listed
+from pipeline.publish.place import Listed, outdated
 
 NOW = datetime(2026, 11, 30, tzinfo=UTC)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.publish.sbom import sbom
+from pipeline.publish.provenance import sbom
 from tests.publish.lineages import CHECKPOINT, JUDGED, LINEAGE, A
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_no_clock_and_no_chance(document: dict[str, Any], tmp_path: Path) -> Non
     """Another process, folder, time zone and order of hashes write the same bytes."""
     assert document["metadata"]["timestamp"].startswith(JUDGED.removesuffix("Z"))
     code = (
-        "import sys; from pipeline.publish.sbom import sbom; from tests.publish.lineages import *;"
+        "import sys; from pipeline.publish.provenance import sbom; from tests.publish.lineages import *;"
         "sys.stdout.buffer.write(sbom(LINEAGE, dict(reversed(CHECKPOINT.items())), 'Llama in FP8', '0.1.0'))"
     )
     for seed in ("0", "4711"):

@@ -21,8 +21,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pipeline.errors import StageError
-from pipeline.publish.credentials import detectors
-from pipeline.publish.secrets import Secret, findings, private_paths
+from pipeline.publish.secrets import Secret, detectors, findings, private_paths
 
 _LETTERS = "AbCdEfGhIjKlMnOpQrStUvWxYzAbCdEfGhIjKlMnOpQrStUvWxYz"
 _DIGITS = "3f1c0a52e7d94b603f1c0a52e7d94b603f1c0a52e7d94b60"

@@ -15,14 +15,19 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from pipeline.errors import UserError
-from pipeline.publish.keys import PASSPHRASE, foreseen_fingerprint, public_fingerprint, require_private
-from pipeline.publish.signature import (
+from pipeline.publish.signing import (
+    PASSPHRASE,
     BrokenSignatureError,
     OtherSignerError,
     SignatureError,
+    foreseen_fingerprint,
+    hashed,
+    public_fingerprint,
     read_signature,
+    require_private,
+    sign,
+    verified,
 )
-from pipeline.publish.signing import hashed, sign, verified
 from tests.signing import WORD, curve_key, rsa_key, write_key
 
 

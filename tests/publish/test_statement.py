@@ -17,8 +17,8 @@ from in_toto_attestation.v1.statement import Statement
 from packageurl import PackageURL
 
 from pipeline.publish.manifest import Base, Serving
+from pipeline.publish.provenance import BUILD_TYPE, encode, purl, statement
 from pipeline.publish.release import CARD
-from pipeline.publish.statement import BUILD_TYPE, encode, purl, statement
 from tests.publish.lineages import COMMIT, FILES, JUDGED, LINEAGE, OTHER, REPORTED, STARTED, A, B
 
 _URI = re.compile(r"[a-z][a-z0-9+.-]*:[^\s]+")

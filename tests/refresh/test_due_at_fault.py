@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.publish import manifest as manifests
+from pipeline.publish.bucket import BucketPlace
 from pipeline.publish.manifest import Digest
 from pipeline.publish.release import MANIFEST
-from pipeline.publish.storage import StorageTarget
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.refresh.plan import plan_now
 from tests.hub.standin import HubStandIn
@@ -79,7 +79,7 @@ def test_a_damaged_release_that_this_store_can_send_again_is_due(world: World) -
 @pytest.mark.parametrize("pointer", [False, True])
 def test_a_damaged_release_in_a_bucket(world: World, bucket: Bucket, pointer: bool) -> None:
     world.recipe(publish={"folder": None, "storage": {"url": bucket.url, "endpoint": bucket.server.url}})
-    tag = world.release(to=StorageTarget(bucket.url, "r", bucket.server.url))
+    tag = world.release(to=BucketPlace(bucket.url, "r", bucket.server.url))
     name = "current.json" if pointer else f"{tag}/{MANIFEST}"
     bucket.client("put_object", Key=f"models/r/{name}", Body=b"{}")
     found = world.due()
@@ -113,12 +113,12 @@ def test_what_is_due_is_due_beside_a_damaged_release(world: World, hub: HubStand
 @pytest.mark.parametrize("where", ["folder", "storage"])
 def test_a_place_that_is_new(world: World, bucket: Bucket, where: str) -> None:
     """Where the store has nothing: else the stage publish is found to be missing there."""
-    storage = StorageTarget(bucket.url, "r", bucket.server.url)
+    storage = BucketPlace(bucket.url, "r", bucket.server.url)
     publish = {"folder": "published", "storage": {"url": bucket.url, "endpoint": bucket.server.url}}
     world.release(to=storage if where == "folder" else None)
     world.recipe(publish=publish)
     found = world.due()
-    place = str(Path("published/r").resolve()) if where == "folder" else storage.place
+    place = str(Path("published/r").resolve()) if where == "folder" else storage.address
     assert (found.state, found.reason, found.changes) == ("due", f"nothing is in {place}", ())
     world.release(to=None if where == "folder" else storage)
     assert world.due().state == "current"

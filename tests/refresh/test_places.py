@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.publish.folder import FolderTarget
-from pipeline.publish.hub.target import HubTarget
+from pipeline.publish.bucket import BucketPlace
+from pipeline.publish.folder import FolderPlace
+from pipeline.publish.hub.place import HubPlace
+from pipeline.publish.place import Place
 from pipeline.publish.release import MANIFEST
-from pipeline.publish.storage import StorageTarget
-from pipeline.publish.target import Target
 from pipeline.refresh.answers import NoAnswerError, ask_all
 from pipeline.refresh.releases import Silent
 from tests.hub.standin import Fault, HubStandIn
@@ -169,7 +169,7 @@ def test_a_bucket(world: World, bucket: Bucket) -> None:
     storage = {"url": bucket.url, "endpoint": bucket.server.url}
     world.recipe(publish={"folder": None, "storage": storage})
     assert (world.due().state, world.due().reason) == ("due", "never released")
-    place = StorageTarget(bucket.url, "r", bucket.server.url)
+    place = BucketPlace(bucket.url, "r", bucket.server.url)
     world.release(to=place)
     assert world.due().state == "current"
     world.recipe(publish={"folder": None, "storage": storage}, gate={"accuracy": {"margin": 0.03}})
@@ -181,7 +181,7 @@ def test_the_newest_of_several_places(world: World, bucket: Bucket) -> None:
     world.recipe(publish=publish)
     world.release()
     world.recipe(publish=publish, gate={"accuracy": {"margin": 0.03}})
-    tag = world.release(to=StorageTarget(bucket.url, "r", bucket.server.url), hour=13)
+    tag = world.release(to=BucketPlace(bucket.url, "r", bucket.server.url), hour=13)
     found = world.due()
     assert found.release is not None
     assert (found.state, found.release.tag, found.release.place) == ("current", tag, f"{bucket.url}/r")
@@ -192,7 +192,7 @@ class There:
     """A recipe that was released as it was first, and then as it was edited; ``move`` undoes the edit, or makes it."""
 
     world: World
-    target: Target
+    target: Place
     move: Callable[[str], None]
     first: str
     edited: str
@@ -200,16 +200,16 @@ class There:
 
 @pytest.fixture(params=["folder", "hub", "storage"])
 def there(request: pytest.FixtureRequest, world: World, hub: HubStandIn) -> There:
-    target: Target
+    target: Place
     publish: dict[str, Any]
     match request.param:
         case "folder":
-            target, publish = FolderTarget(world.folder / "published", "r"), {"folder": "published"}
+            target, publish = FolderPlace(world.folder / "published", "r"), {"folder": "published"}
         case "hub":
-            target, publish = HubTarget(REPO), {"folder": None, "hub": {"repo": REPO}}
+            target, publish = HubPlace(REPO), {"folder": None, "hub": {"repo": REPO}}
         case _:
             bucket: Bucket = request.getfixturevalue("bucket")
-            target = StorageTarget(bucket.url, "r", bucket.server.url)
+            target = BucketPlace(bucket.url, "r", bucket.server.url)
             publish = {"folder": None, "storage": {"url": bucket.url, "endpoint": bucket.server.url}}
 
     def move(to: str) -> None:
@@ -227,7 +227,7 @@ def there(request: pytest.FixtureRequest, world: World, hub: HubStandIn) -> Ther
 def test_an_edit_that_was_taken_back_has_its_release_already(there: There) -> None:
     there.move("first")
     found = there.world.due()
-    command = f"`quantmint rollback {there.target.place} {there.first}` gives them what these inputs made"
+    command = f"`quantmint rollback {there.target.address} {there.first}` gives them what these inputs made"
     assert (found.state, found.reason) == (
         "current", f"readers get {there.edited}; {command} (recipe: gate.accuracy.margin 0.03 -> 0.02)",
     )  # fmt: skip
@@ -238,7 +238,7 @@ def test_an_edit_that_was_taken_back_has_its_release_already(there: There) -> No
 def test_a_rollback_makes_nothing_due(there: There) -> None:
     there.target.rollback(there.first, dry_run=False, progress=Silent())
     found = there.world.due()
-    command = f"`quantmint rollback {there.target.place} {there.edited}` gives them what these inputs made"
+    command = f"`quantmint rollback {there.target.address} {there.edited}` gives them what these inputs made"
     assert (found.state, found.reason) == ("current", f"nothing changed; readers get {there.first}; {command}")
     assert found.release is not None
     assert (found.release.tag, found.release.shown) == (there.edited, there.first)

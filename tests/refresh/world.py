@@ -20,15 +20,16 @@ from pipeline import __version__
 from pipeline.canonical import fingerprint
 from pipeline.planning import build_plan
 from pipeline.publish import manifest as manifests
-from pipeline.publish.folder import FolderTarget
+from pipeline.publish.folder import FolderPlace
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
-from pipeline.publish.release import MANIFEST, File, Release, tag_of
-from pipeline.publish.target import Target
+from pipeline.publish.place import Place
+from pipeline.publish.release import MANIFEST, Release, tag_of
 from pipeline.refresh.due import Due, look
 from pipeline.refresh.releases import Silent
 from pipeline.session import open_setting
 from pipeline.stage import Planned, Setting
 from pipeline.stages.source import LOCATION
+from pipeline.store.files import File
 from pipeline.store.runs import RunLog
 from pipeline.store.tree import Store
 from tests.hub.standin import HubStandIn
@@ -106,7 +107,7 @@ class World:
             quantmint=__version__,
         )
 
-    def release(self, name: str = "r", to: Target | None = None, **facts: Any) -> str:
+    def release(self, name: str = "r", to: Place | None = None, **facts: Any) -> str:
         """Publish a release of the recipe as it is now (``to`` None: to its folder); returns its tag."""
         made = self.manifest(name, **facts)
         raw = manifests.encode(made)
@@ -116,7 +117,7 @@ class World:
         identity = manifests.identity(raw)
         tag = tag_of(datetime.fromisoformat(made.created), identity)
         release = Release(name, tag, identity, made.title, {MANIFEST: File(path, len(raw), identity)})
-        target = to or FolderTarget(self.folder / "published", name)
+        target = to or FolderPlace(self.folder / "published", name)
         target.publish(release, candidate=False, progress=Silent())
         return tag
 
@@ -135,7 +136,7 @@ class World:
         ``tag`` is of the release that it made ("": the newest in the folder).
         """
         setting, plan = self.plan(name)
-        found = FolderTarget(self.folder / "published", name).releases()
+        found = FolderPlace(self.folder / "published", name).releases()
         published = [one for one in found if tag in ("", one.tag)]
         result = {"verdict": verdict, "tag": published[0].tag, "identity": published[0].revision} if published else {}
         result |= {"tag": tag} if tag else {}

@@ -22,17 +22,16 @@ from pipeline.canonical import fingerprint
 from pipeline.digest import folder_digest
 from pipeline.inspection.contents import layer_errors
 from pipeline.inspection.findings import INSPECTION, Inspection
+from pipeline.publish import card_facts
 from pipeline.publish import manifest as manifests
-from pipeline.publish.card import facts as card_facts
-from pipeline.publish.card.facts import CardFacts
-from pipeline.publish.card.rendering import render
+from pipeline.publish.card import render
+from pipeline.publish.card_facts import CardFacts
 from pipeline.publish.licences import terms
-from pipeline.publish.lineage import Lineage
 from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
-from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED, File
-from pipeline.publish.sbom import sbom
-from pipeline.publish.statement import encode, statement
+from pipeline.publish.provenance import Lineage, encode, sbom, statement
+from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED
 from pipeline.recipe.schema import Recipe
+from pipeline.store.files import File
 from tests.checkpoints import Checkpoint, answers
 
 WHEN = "2026-03-14T09:26:53.000Z"

@@ -12,9 +12,10 @@ import pytest
 
 from pipeline.progress import PlainReporter
 from pipeline.publish import manifest as manifests
-from pipeline.publish.folder import FolderTarget
-from pipeline.publish.hub.target import HubTarget
-from pipeline.publish.release import MANIFEST, SIGNATURE, File, Release, tag_of
+from pipeline.publish.folder import FolderPlace
+from pipeline.publish.hub.place import HubPlace
+from pipeline.publish.release import MANIFEST, SIGNATURE, Release, tag_of
+from pipeline.store.files import File
 from tests.hub.standin import HubStandIn
 from tests.publish.conftest import Bucket
 from tests.verify import honest
@@ -41,14 +42,14 @@ def release_of(folder: Path) -> Release:
 def published(hub: HubStandIn, signed: Path) -> Release:
     """The signed release, on the Hub."""
     release = release_of(signed)
-    HubTarget(REPO).publish(release, candidate=False, progress=PlainReporter())
+    HubPlace(REPO).publish(release, candidate=False, progress=PlainReporter())
     hub.requests.clear()
     return release
 
 
 def test_a_release_of_a_folder_by_its_tag(release: Path, quantmint: Quantmint, tmp_path: Path) -> None:
     first = release_of(release)
-    target = FolderTarget(tmp_path / "published", "llama-ptpc")
+    target = FolderPlace(tmp_path / "published", "llama-ptpc")
     target.publish(first, candidate=False, progress=PlainReporter())
     honest.remanifest(release, title="again")
     second = release_of(release)
@@ -71,7 +72,7 @@ def test_a_release_of_a_folder_by_its_tag(release: Path, quantmint: Quantmint, t
 def test_another_release_under_a_tag(release: Path, quantmint: Quantmint, tmp_path: Path) -> None:
     """An older one, whole and signed by whom the reader trusts, in place of the one that he asks for."""
     first = release_of(release)
-    target = FolderTarget(tmp_path / "published", "llama-ptpc")
+    target = FolderPlace(tmp_path / "published", "llama-ptpc")
     target.publish(first, candidate=False, progress=PlainReporter())
     honest.remanifest(release, title="again")
     second = release_of(release)
@@ -79,7 +80,7 @@ def test_another_release_under_a_tag(release: Path, quantmint: Quantmint, tmp_pa
     home = tmp_path / "published/.releases/llama-ptpc"
     shutil.rmtree(home / second.tag)
     (home / first.tag).rename(home / second.tag)
-    told = quantmint("verify", f"{target.place}@{second.tag}", "--unsigned", "--json")
+    told = quantmint("verify", f"{target.address}@{second.tag}", "--unsigned", "--json")
     failing = [check for check in told.json["checks"] if check["outcome"] != "OK"]
     assert [check["name"] for check in failing] == ["manifest"]
     assert f"another release lies under {second.tag}" in failing[0]["reason"]
@@ -146,7 +147,7 @@ def test_a_bucket(
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.url)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     release = release_of(signed)
-    bucket.target("llama-ptpc").publish(release, candidate=False, progress=PlainReporter())
+    bucket.place("llama-ptpc").publish(release, candidate=False, progress=PlainReporter())
     place = f"{bucket.url}/llama-ptpc"
     told = quantmint("gate", place, "--json")
     assert (told.code, told.json["verdict"], told.json["differences"]) == (0, "PASS", [])

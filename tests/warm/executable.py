@@ -39,9 +39,9 @@ _LIBRARIES = (
     "pipeline.cli", "pipeline.commands.requantize", "pipeline.commands.run", "pipeline.runner", "pipeline.session",
     "pipeline.planning", "pipeline.preflight", "pipeline.refresh.due", "pipeline.fleet.rounds",
     "pipeline.notices.outlets", "pipeline.engines.stream.engine", "pipeline.inspection.inspect",
-    "pipeline.publish.opening", "pipeline.publish.hub.target",
-    "pipeline.publish.card.rendering",
-    "pipeline.publish.sbom", "pipeline.publish.secrets", "pipeline.reference.lm",
+    "pipeline.publish.places", "pipeline.publish.hub.place",
+    "pipeline.publish.card",
+    "pipeline.publish.provenance", "pipeline.publish.secrets", "pipeline.reference.lm",
     "calibration.calibrate", "eval.report.page",
     "eval.report.plots", "eval.harness_client",
 )  # fmt: skip

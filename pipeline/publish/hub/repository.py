@@ -1,22 +1,56 @@
-"""What a repository of the Hub is now: who sees it, and where its branches and tags are."""
+"""A repository of the Hub as it is now: refs, files and history; asked for, nothing changed.
+
+No byte is fetched to know whether files are a release's: the Hub tells the SHA-256 of each large file, and for the
+others the hash that git gives them, which follows from the bytes that are here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+import hashlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC
+from glob import escape
+from pathlib import Path
+from typing import Any, Final
 
+from pipeline.errors import StageError, UserError
 from pipeline.publish.hub.client import Client, MissingError
+from pipeline.publish.place import Listed, newest_first
+from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
+from pipeline.store.files import File, require_digest, require_safe
 
 MAIN: Final = "main"
 """The branch that readers get."""
 CANDIDATE: Final = "candidate"
 """The branch of a release that waits to be promoted."""
+_ATTRIBUTES: Final = ".gitattributes"  # the Hub's own file: which names are large files
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A file on the Hub: bytes, git's hash of its blob, and the SHA-256 where it is stored as a large file."""
+
+    size: int
+    blob: str
+    sha256: str | None
+
+    @property
+    def content(self) -> str:
+        """What names its bytes."""
+        return self.blob if self.sha256 is None else f"sha256:{self.sha256}"
+
+
+Tree = Mapping[str, Remote]
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """``name`` differs from the name that was asked for where it was renamed; commits are 40 hex digits."""
+    """``name`` differs from the name that was asked for where it was renamed; commits are 40 hex digits.
+
+    ``requests`` are the head and the title of each open pull request by its number.
+    """
 
     name: str
     private: bool
@@ -24,20 +58,36 @@ class Repository:
     disabled: bool
     branches: Mapping[str, str]
     tags: Mapping[str, str]
+    requests: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def head(self) -> str:
         """The commit of ``main``."""
         return self.branches[MAIN]
 
+    def request_of(self, commit: str) -> int | None:
+        """The open pull request whose head is this commit."""
+        return next((number for number, (head, _) in self.requests.items() if head == commit), None)
+
 
 def look(client: Client) -> Repository | None:
     """The repository; None where there is none, or none that this token may see."""
+    api, repo = client.api, client.repo
     try:
-        info = client.call("read the repository", lambda: client.api.model_info(client.repo))
-        refs = client.call("read its branches and tags", lambda: client.api.list_repo_refs(client.repo))
+        info = client.call("read the repository", lambda: api.model_info(repo))
+        refs = client.call("read its branches and tags", lambda: api.list_repo_refs(repo, include_pull_requests=True))
     except MissingError:
         return None
+    heads = {int(ref.ref.rpartition("/")[2]): str(ref.target_commit) for ref in refs.pull_requests or ()}
+    opened: dict[int, str] = {}
+    if heads:  # a merged or closed one keeps its ref
+        opened = client.call(
+            "list its pull requests",
+            lambda: {
+                int(one.num): str(one.title)
+                for one in api.get_repo_discussions(repo, discussion_type="pull_request", discussion_status="open")
+            },
+        )
     return Repository(
         name=str(info.id),
         private=bool(info.private),
@@ -45,6 +95,46 @@ def look(client: Client) -> Repository | None:
         disabled=bool(info.disabled),
         branches={ref.name: ref.target_commit for ref in refs.branches},
         tags={ref.name: ref.target_commit for ref in refs.tags},
+        requests={number: (heads[number], title) for number, title in opened.items() if number in heads},
+    )
+
+
+def releases(client: Client, repository: Repository) -> tuple[Listed, ...]:
+    """The tagged releases, the newest first.
+
+    One is current where `main` has its manifest, whichever commit brought that there: a release that was promoted or
+    rolled back to is on `main` by another commit than the tagged one.
+    """
+    tags = {name: commit for name, commit in repository.tags.items() if TAG.fullmatch(name)}
+    waits = {head for head, _ in repository.requests.values()} | {repository.branches.get(CANDIDATE)}
+    shown = tree(client, repository.head).get(MANIFEST) if tags else None
+    commits: dict[str, Any] = {}
+    for revision in (repository.head, *tags.values()):  # most are in the history of `main`
+        if tags and revision not in commits:
+            commits |= {str(commit.commit_id): commit for commit in history(client, revision)}
+    found = []
+    for tag, commit in tags.items():
+        files = tree(client, commit)
+        current = shown is not None and MANIFEST in files and files[MANIFEST].content == shown.content
+        found.append(
+            Listed(
+                tag=tag,
+                revision=commit,
+                created=commits[commit].created_at.astimezone(UTC).isoformat(timespec="seconds"),
+                title=str(commits[commit].title).removeprefix(f"{tag}: "),
+                current=current,
+                candidate=commit in waits and not current,
+                size=sum(file.size for file in files.values()),
+            )
+        )
+    return newest_first(found)
+
+
+def history(client: Client, revision: str) -> list[Any]:
+    """The commits that led to a revision, the newest first."""
+    return client.call(
+        f"read the history of {revision[:12]}",
+        lambda: list(client.api.list_repo_commits(client.repo, revision=revision)),
     )
 
 
@@ -54,4 +144,127 @@ def head(client: Client, branch: str) -> str:
     found = next((str(ref.target_commit) for ref in refs.branches if ref.name == branch), None)
     if found is None:
         raise MissingError(f"{client.repo}: the branch {branch} is gone", status=404)
+    return found
+
+
+def tree(client: Client, revision: str) -> dict[str, Remote]:
+    """Every file at a revision by its name, without the Hub's own."""
+    from huggingface_hub.hf_api import RepoFile
+
+    def listed() -> dict[str, Remote]:
+        found = {}
+        for entry in client.api.list_repo_tree(client.repo, revision=revision, recursive=True):
+            if isinstance(entry, RepoFile):
+                found[entry.path] = Remote(entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else None)
+        found.pop(_ATTRIBUTES, None)
+        return found
+
+    return client.call(f"read the files at {revision[:12]}", listed)
+
+
+def is_same(remote: Remote | None, file: File) -> bool:
+    """Whether the Hub holds these bytes under that name."""
+    if remote is None or remote.size != file.size:
+        return False
+    return remote.sha256 == file.sha256 if remote.sha256 is not None else remote.blob == git_blob(content(file))
+
+
+def differences(found: Tree, release: Release) -> tuple[str, ...]:
+    """What is missing, other or too much on the Hub, one phrase a file; whoever signed it, it is the same release."""
+    wrong = []
+    for name in sorted((found.keys() | release.files.keys()) - {SIGNATURE}):
+        if name not in found:
+            wrong.append(f"{name} is missing")
+        elif name not in release.files:
+            wrong.append(f"{name} is not in the release")
+        elif not is_same(found[name], release.files[name]):
+            wrong.append(f"{name} is not the same")
+    return tuple(wrong)
+
+
+def differing(one: Tree, other: Tree) -> list[str]:
+    """Names of the files that two trees do not share, sorted."""
+    names = sorted(one.keys() | other.keys())
+    return [name for name in names if name not in one or name not in other or one[name].content != other[name].content]
+
+
+def require_release(client: Client, revision: str, release: Release, what: str) -> None:
+    """Raise `StageError` where the Hub does not hold exactly a release's files, by SHA-256 or git's hash."""
+    wrong = differences(tree(client, revision), release)
+    if wrong:
+        raise StageError(
+            f"{client.repo}: {what} {revision[:20]} does not hold what was sent: {some(wrong)}",
+            hint="Look at the files there, then run the same command again.",
+        )
+
+
+def some(phrases: Sequence[str], shown: int = 3) -> str:
+    """The first few of many."""
+    more = len(phrases) - shown
+    return "; ".join(phrases[:shown]) + (f"; and {more} more" if more > 0 else "")
+
+
+def content(file: File) -> bytes:
+    """The bytes of a small file; raises `StageError` where they are not those that were judged."""
+    found = file.path.read_bytes()
+    require_digest(file, hashlib.sha256(found).hexdigest())
+    return found
+
+
+def git_blob(found: bytes) -> str:
+    """Git's hash of a file: SHA-1 of ``blob``, its length, a zero byte and its bytes (git-hash-object(1))."""
+    return hashlib.sha1(b"blob %d\0" % len(found) + found, usedforsecurity=False).hexdigest()
+
+
+def download(client: Client, revision: str, into: Path | None, wanted: Callable[[str], bool] | None) -> Path:
+    """The folder that holds the files of a commit; raises `UserError` for names that lead out of it."""
+    from huggingface_hub.utils import disable_progress_bars
+
+    found = tree(client, revision)
+    if MANIFEST not in found:
+        raise UserError(f"{client.repo} holds no release at {revision[:12]}: it has no {MANIFEST}")
+    try:
+        require_safe(found)
+    except ValueError as error:
+        raise UserError(f"{client.repo}: {error}") from None
+    names = [name for name in found if wanted is None or wanted(name)]
+    if client.progress is not None:
+        size = sum(found[name].size for name in names)
+        client.progress.say(f"fetching {len(names)} files, {size:,} bytes, of {client.repo}@{revision[:12]}")
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # they are drawn over and over, which a log keeps
+    return Path(
+        client.call(
+            "fetch its files",
+            lambda: client.api.snapshot_download(
+                client.repo, revision=revision, local_dir=into, allow_patterns=[*map(escape, names)], etag_timeout=30
+            ),
+        )
+    )
+
+
+def read(client: Client, revision: str, name: str, start: int, stop: int) -> bytes:
+    """Bytes ``start`` to ``stop`` (not included) of a file; raises `StageError` where there are fewer."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    url = hf_hub_url(client.repo, name, revision=revision, endpoint=client.api.endpoint)
+
+    def ask() -> bytes:
+        headers = build_hf_headers(headers={"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"})
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
+            hf_raise_for_status(answer)
+            skipped = 0 if answer.status_code == 206 else start  # a server that knows no ranges begins at the beginning
+            found = bytearray()
+            for chunk in answer.iter_bytes():
+                found += chunk
+                if len(found) >= skipped + stop - start:  # no more is taken of a shard that is sent whole
+                    break
+        return bytes(found[skipped : skipped + stop - start])
+
+    if stop <= start:
+        return b""
+    found = client.call(f"read {name}", ask)
+    if len(found) != stop - start:
+        raise StageError(f"{client.repo}: {name} ends within the bytes {start} to {stop}")
     return found

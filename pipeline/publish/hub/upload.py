@@ -1,4 +1,4 @@
-"""The bytes of a release on their way to the Hub, before any commit names them.
+"""The bytes of a release on their way to the Hub, and the one commit that names them.
 
 **What resumes.** The Hub keeps objects by what they contain, so the same command sends only what is not there.
 
@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import StageError
-from pipeline.publish.hub.client import Client
-from pipeline.publish.hub.tree import content, require_digest
-from pipeline.publish.release import File, Release
+from pipeline.publish.hub.client import Client, MovedError
+from pipeline.publish.hub.repository import content
+from pipeline.publish.release import Release
+from pipeline.store.files import File, require_digest
 
+_TITLE: Final = 200  # characters that the Hub takes as the title of a pull request (`HfApi.create_discussion`)
 SMALL: Final = 10 * 1024**2
 """Bytes: larger files never lie in git itself (https://huggingface.co/docs/hub/repositories-getting-started)."""
 
@@ -151,3 +154,60 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+def title_of(release: Release) -> str:
+    """The first line of the commit, and of a pull request; the listing of releases reads the title from it."""
+    return f"{release.tag}: {release.title}"[:_TITLE]
+
+
+def commit(
+    client: Client,
+    operations: Sequence[Any],
+    title: str,
+    branch: str,
+    parent: str,
+    *,
+    found: Callable[[], str | None],
+    by_request: bool = False,
+) -> str:
+    """Make one commit on top of ``parent`` (``by_request``: on a new pull request against the branch); returns its id.
+
+    ``found`` looks for the commit where it may be there already: its answer got lost, or another publisher made it of
+    the same release at the same time. Raises `MovedError` where the branch moved meanwhile: nothing was overwritten.
+    """
+    tries = 0
+
+    def attempt() -> str:
+        nonlocal tries
+        tries += 1
+        if tries > 1 and (earlier := found()) is not None:
+            return earlier
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # remarks on the card's metadata, which preflight has made
+            made = client.api.create_commit(
+                client.repo,
+                list(operations),
+                commit_message=title,
+                revision=branch,
+                parent_commit=parent,
+                create_pr=by_request,
+            )
+        return str(made.oid)
+
+    try:
+        return client.call(f"commit to {branch}", attempt)
+    except MovedError:
+        earlier = found()
+        if earlier is not None:
+            return earlier
+        raise moved(client.repo, branch) from None
+
+
+def moved(repo: str, branch: str) -> MovedError:
+    """What is said where somebody else wrote to the branch."""
+    return MovedError(
+        f"{repo}: {branch} has moved since it was looked at: somebody else wrote to it meanwhile",
+        hint="Nothing was overwritten, and what was sent is kept. Look at what is there, then run the same command "
+        "again: it commits on top.",
+    )

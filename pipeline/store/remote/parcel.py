@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from pipeline.canonical import fingerprint
 from pipeline.machine import Device
-from pipeline.publish.names import require_safe
 from pipeline.store.entries import FINGERPRINT, Entry, Record
+from pipeline.store.files import require_safe
 
 SCHEMA: Final = 1
 _KEYS: Final = {"schema", "folder", "record", "inputs", "device"}

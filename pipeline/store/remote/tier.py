@@ -16,12 +16,11 @@ from typing import Final
 from pipeline.errors import QuantmintError, StoreError, UserError
 from pipeline.machine import Device
 from pipeline.progress import Progress
-from pipeline.publish.fetching import PARTIAL, fetch
-from pipeline.publish.release import File
-from pipeline.publish.storage.objects import Objects, open_objects
 from pipeline.recipe.faults import did_you_mean
 from pipeline.serving.host.detect import device_here
 from pipeline.store.entries import Entry
+from pipeline.store.files import PARTIAL, File, fetch
+from pipeline.store.objects import SCHEMES, Objects
 from pipeline.store.remote.parcel import Parcel, ParcelError, contents, decode, pack
 from pipeline.store.tree import Work
 
@@ -104,7 +103,7 @@ class RemoteTier:
                 for name, fact in entry.record.files.items():
                     file = File(entry.path / name, fact.size, fact.sha256)
                     self._objects.send(f"{folder}/{name}", file, advance)
-            self._objects.replace(_name(entry.stage, entry.fingerprint), parcel.encode(), mark)
+            self._objects.put_if(_name(entry.stage, entry.fingerprint), parcel.encode(), mark)
         except QuantmintError as error:
             self._tell(f"{entry.stage} was not sent to {self.url}: {error.message}")
 
@@ -142,15 +141,13 @@ def open_tier(url: str, warn: Callable[[str], None]) -> RemoteTier:
 
     Raises `UserError` for no such kind, and for an address with credentials, which it does not repeat.
     """
-    from fsspec import available_protocols
-
     scheme, separator, path = url.partition("://")
     if "@" in url:
         raise UserError("--remote-store: found an address with an @, expected one without credentials")
-    if not separator or not path.strip("/") or scheme not in available_protocols():
-        near = did_you_mean(scheme, available_protocols()) if separator else ""
-        raise UserError(f"--remote-store: found {url!r}, expected s3://bucket/prefix or another URL of fsspec{near}")
-    return RemoteTier(url.rstrip("/"), open_objects(url.rstrip("/"), None), warn)
+    if not separator or not path.strip("/") or scheme not in SCHEMES:
+        near = did_you_mean(scheme, SCHEMES) if separator else ""
+        raise UserError(f"--remote-store: found {url!r}, expected s3://bucket/prefix, gs://, az:// or file://{near}")
+    return RemoteTier(url.rstrip("/"), Objects(url.rstrip("/")), warn)
 
 
 def _name(stage: str, fingerprint: str) -> str:

@@ -15,11 +15,12 @@ import pytest
 from pipeline.canonical import fingerprint
 from pipeline.publish import manifest as manifests
 from pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving
-from pipeline.publish.release import CARD, MANIFEST, SIGNATURE, File, tag_of
+from pipeline.publish.release import CARD, MANIFEST, SIGNATURE, tag_of
 from pipeline.recipe.sections import Publish
 from pipeline.stage import Job, Setting
 from pipeline.stages.gate import checkpoint_digest
 from pipeline.stages.publish import PublishStage
+from pipeline.store.files import File
 
 WriteGate = Callable[..., Path]
 SIZE = 2 << 20  # bytes; more than what the store reads at every look

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.publish.admission import require_admission
 from pipeline.recipe.sections import Hub, Licence, Publish, Storage
 from pipeline.stage import Setting
+from pipeline.stages.publish import require_admission
 from tests.hub.standin import HubStandIn
 
 REPO = Hub(repo="my-org/Small-FP8")

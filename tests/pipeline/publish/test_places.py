@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import StageError, UserError
-from pipeline.publish.opening import open_target
+from pipeline.publish.places import open_place
 from pipeline.stages.publish import published_in
 from tests.hub.standin import Fault, HubStandIn
 
@@ -21,7 +21,7 @@ def state(place: str) -> dict[str, str]:
     """What readers of a place get, by tag, the newest first."""
     return {
         found.tag: "current" if found.current else "candidate" if found.candidate else ""
-        for found in open_target(place).releases()
+        for found in open_place(place).releases()
     }
 
 

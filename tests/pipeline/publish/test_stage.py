@@ -97,21 +97,20 @@ def test_a_run_does_not_undo_a_rollback(orchestra: Any, stages: Any, quantmint: 
         outcome = orchestra.run(*stages(2), redo=redo)
         assert outcome.steps[-1].cached == (not redo)
         assert published() == first
-    assert "readers get another release, which stays so; `quantmint releases" in orchestra.lines[-2]
+    assert "readers get another release, which stays so; `quantmint rollback" in orchestra.lines[-2]
     orchestra.run(*stages(1))
     assert orchestra.ran == ["quantize", "inspect", "gate", "report", "package"] * 2
 
 
 def test_inputs_that_moved_there_and_back(orchestra: Any, stages: Any, quantmint: Any) -> None:
-    """What a run put in its place, the stage made again replaces, with the same proof as any publication."""
+    """A release that is there is left as it is: what to type is said."""
     tags = [orchestra.run(*stages(option)).entry("publish").record.result["tag"] for option in (1, 2)]
     assert orchestra.run(*stages(1)).steps[-1].cached
-    assert quantmint("publish", "r.yaml", "--dry-run").out.rstrip().endswith(f"work/published/r to {tags[0]}")
-    for option in (1, 2, 1):
-        entry = orchestra.run(*stages(option), redo=["publish"]).entry("publish")
-        assert [one.current for one in published_in(entry)] == [True]
-        assert Path("published/r").resolve().name == tags[option - 1]
-    assert orchestra.ran == ["quantize", "inspect", "gate", "report", "package"] * 2
+    assert quantmint("publish", "r.yaml", "--dry-run").out.rstrip().endswith("nothing to do, it is there")
+    entry = orchestra.run(*stages(1), redo=["publish"]).entry("publish")
+    assert [(one.current, one.again) for one in published_in(entry)] == [(False, True)]
+    assert f"`quantmint rollback published/r {tags[0]}` gives them this one" in orchestra.lines[-2]
+    assert Path("published/r").resolve().name == tags[1]
 
 
 def test_a_byte_that_flips_after_the_verdict(orchestra: Any, stages: Any) -> None:

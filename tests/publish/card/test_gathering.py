@@ -12,10 +12,10 @@ import pytest
 
 from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.publish.card import CardFacts, eval_results, render
-from pipeline.publish.card.gathering import gather, settings
 from pipeline.recipe.sections import Publish
 from pipeline.session import open_setting
 from pipeline.stage import Job, Setting
+from pipeline.stages.card import gather, settings
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry, FileFact, Record
 from pipeline.store.tree import Store

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.publish.card import CardFacts, render
-from pipeline.publish.card.metadata import front_matter, metadata
+from pipeline.publish.card import CardFacts, front_matter, metadata, render
 from pipeline.publish.licences import terms
 from pipeline.recipe.sections import Licence
 from tests.hub.standin import HubStandIn

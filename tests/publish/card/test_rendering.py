@@ -13,12 +13,12 @@ from markdown_it.token import Token
 from eval import workloads
 from eval.report import markdown
 from pipeline.publish.card import notice, render, sentence
-from pipeline.publish.card.launches import launches
 from pipeline.publish.licences import terms
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.schema import Speculative
 from pipeline.recipe.sections import Licence
 from pipeline.serving.model.facts import model_facts
+from pipeline.stages.card import launches
 from tests.eval.report import made as reports
 from tests.publish.card import made
 

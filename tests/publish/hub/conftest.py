@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline.progress import PlainReporter
-from pipeline.publish.hub.target import HubTarget
+from pipeline.publish.hub.place import HubPlace
+from pipeline.publish.place import Published
 from pipeline.publish.release import Release
-from pipeline.publish.target import Published
 from pipeline.recipe.sections import Hub
 from tests.hub.standin import HubStandIn
 
@@ -51,8 +51,8 @@ class Publisher:
     told: Told = field(default_factory=Told)
     waits: list[float] = field(default_factory=list)
 
-    def target(self, repo: str = REPO, **section: object) -> HubTarget:
-        return HubTarget(repo, Hub.model_validate({"repo": repo, **section}), sleep=self.waits.append)
+    def target(self, repo: str = REPO, **section: object) -> HubPlace:
+        return HubPlace(repo, Hub.model_validate({"repo": repo, **section}), sleep=self.waits.append)
 
     def publish(self, release: Release, *, candidate: bool = False, repo: str = REPO, **section: object) -> Published:
         return self.target(repo, **section).publish(release, candidate=candidate, progress=self.told)

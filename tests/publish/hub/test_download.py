@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import StageError, UserError
 from pipeline.publish.hub.client import connect
-from pipeline.publish.hub.download import read
+from pipeline.publish.hub.repository import read
 from pipeline.publish.release import Release
 from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.publish.hub import rights
-from pipeline.publish.hub.preflight import LARGEST_FILE, require_names, require_room
-from pipeline.publish.release import File, Release
+from pipeline.publish.hub import access
+from pipeline.publish.hub.access import LARGEST_FILE, require_names, require_room
+from pipeline.publish.release import Release
+from pipeline.store.files import File
 from tests.publish.hub.conftest import REPO, Publisher
 
 MakeRelease = Callable[..., Release]
@@ -105,7 +106,7 @@ def test_organisations(publisher: Publisher, make_release: MakeRelease) -> None:
     ],
 )
 def test_what_the_hub_tells_of_a_token(who: Mapping[str, Any], reason: str | None) -> None:
-    found = rights.refusal(who, "o/r", exists=False, collection=False)
+    found = access._refusal(who, "o/r", exists=False, collection=False)
     assert found is None if reason is None else found is not None and found.startswith(reason)
 
 

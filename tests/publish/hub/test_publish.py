@@ -9,10 +9,9 @@ import pytest
 
 from pipeline.errors import StageError, UserError
 from pipeline.publish.hub.client import connect
-from pipeline.publish.hub.commit import require_same
-from pipeline.publish.hub.download import read
+from pipeline.publish.hub.repository import read, require_release
+from pipeline.publish.place import Operation
 from pipeline.publish.release import Release
-from pipeline.publish.target import Operation
 from tests.publish.hub.conftest import REPO, Publisher, Told
 
 MakeRelease = Callable[..., Release]
@@ -43,11 +42,6 @@ def test_the_same_release_again_changes_nothing(publisher: Publisher, make_relea
     assert publisher.target().operations(make_release("one"), candidate=False) == ()
 
 
-def test_whoever_signed_it_it_is_the_same_release(publisher: Publisher, make_release: MakeRelease) -> None:
-    publisher.publish(make_release("one", signed="by a machine"))
-    assert publisher.publish(make_release("one", signed="by a person")).again
-
-
 def test_the_next_release_replaces_all_files_and_sends_what_is_new(
     publisher: Publisher, make_release: MakeRelease
 ) -> None:
@@ -62,17 +56,6 @@ def test_the_next_release_replaces_all_files_and_sends_what_is_new(
     assert publisher.sent() == [*sent, second.files[SHARD].sha256]
     assert publisher.history()[0].startswith(second.tag)
     assert len(publisher.history()) == 3
-
-
-def test_a_rollback_is_not_undone_by_publishing_again(publisher: Publisher, make_release: MakeRelease) -> None:
-    first, second = make_release("one"), make_release("two", day=22)
-    publisher.publish(first)
-    publisher.publish(second)
-    publisher.target().rollback(first.tag, dry_run=False, progress=Told())
-    head = publisher.head()
-    found = publisher.publish(second)
-    assert (found.again, found.current) == (True, False)
-    assert publisher.head() == head
 
 
 def test_a_tag_that_holds_another_release(publisher: Publisher, make_release: MakeRelease) -> None:
@@ -98,7 +81,7 @@ def test_a_release_that_was_damaged_under_its_tag(publisher: Publisher, make_rel
 def test_what_the_hub_holds_is_compared_file_by_file(publisher: Publisher, make_release: MakeRelease) -> None:
     release = make_release("one")
     publisher.publish(release)
-    require_same(connect(REPO), release.tag, release, "the tag")
+    require_release(connect(REPO), release.tag, release, "the tag")
     other = make_release("two")
     lacking = {name: file for name, file in release.files.items() if name != "config.json"}
     for files, wrong in (
@@ -108,21 +91,7 @@ def test_what_the_hub_holds_is_compared_file_by_file(publisher: Publisher, make_
         (lacking, "config.json is not in the release"),
     ):
         with pytest.raises(StageError, match=wrong):
-            require_same(connect(REPO), release.tag, replace(release, files=files), "the tag")
-
-
-@pytest.mark.parametrize("name", [SHARD, "config.json"])
-@pytest.mark.parametrize("longer", [False, True])
-def test_a_file_that_changed_after_the_gate(
-    publisher: Publisher, make_release: MakeRelease, name: str, longer: bool
-) -> None:
-    release = make_release("one")
-    path = release.files[name].path
-    path.write_bytes(path.read_bytes() + b"!" if longer else b"x" * path.stat().st_size)
-    with pytest.raises(StageError, match=f"{name} is not what was judged"):
-        publisher.publish(release)
-    assert publisher.history() == ["initial commit"]
-    assert publisher.tags() == {}
+            require_release(connect(REPO), release.tag, replace(release, files=files), "the tag")
 
 
 def test_a_dry_run_tells_exactly_what_then_happens(publisher: Publisher, make_release: MakeRelease) -> None:

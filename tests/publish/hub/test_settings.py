@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from pipeline.publish.place import Operation
 from pipeline.publish.release import Release
-from pipeline.publish.target import Operation
 from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher
 

@@ -1,8 +1,9 @@
 """From what a person typed, or a recipe says, to the places that releases are published to.
 
-    open_target("published/llama70b-fp8kv")         a folder
-    open_target("s3://bucket/models/llama70b-fp8kv")  a bucket
-    open_target("my-org/Llama-3.3-70B-FP8-KV")      a repository of the Hub, also as hf://my-org/...
+    open_place("published/llama70b-fp8kv")           a folder
+    open_place("s3://bucket/models/llama70b-fp8kv")  a bucket
+    open_place("my-org/Llama-3.3-70B-FP8-KV")        a repository of the Hub, also as hf://my-org/...
+    elsewhere(recipe.publish, hub="my-org/name")     a recipe's publish section with the places of a command line
 
 Nothing is asked of a place before its methods are called.
 """
@@ -12,16 +13,18 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
 
 from pipeline.errors import UserError
 from pipeline.publish.folder import RELEASES
 from pipeline.recipe.faults import did_you_mean
 from pipeline.recipe.schema import Recipe
-from pipeline.stage import Setting
+from pipeline.recipe.sections import Hub, Publish, Storage
 
 if TYPE_CHECKING:
-    from pipeline.publish.target import Target
+    from pipeline.publish.place import Place
 
 HUB_SCHEME: Final = "hf://"
 _REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -31,7 +34,7 @@ _URL: Final = re.compile(
 _EXPECTED: Final = "a published folder (published/NAME), a bucket (s3://bucket/prefix/NAME) or a repository (org/name)"
 
 
-def open_target(text: str) -> Target:
+def open_place(text: str) -> Place:
     """The place that a person names; raises `UserError` for what is none.
 
     A published folder that is there goes before a repository of the same name; ``hf://org/name`` always means the Hub.
@@ -46,9 +49,9 @@ def open_target(text: str) -> Target:
     path = Path(text).absolute()
     releases = path.parent / RELEASES
     if path.name and (releases / path.name).is_dir():
-        from pipeline.publish.folder import FolderTarget
+        from pipeline.publish.folder import FolderPlace
 
-        return FolderTarget(path.parent, path.name)
+        return FolderPlace(path.parent, path.name)
     if text and os.path.lexists(path):
         raise UserError(
             f"{text} is there and was not published by quantmint: {releases / path.name} is missing",
@@ -62,30 +65,33 @@ def open_target(text: str) -> Target:
     )
 
 
-def published_folder(setting: Setting) -> Path | None:
-    """Where readers find a recipe's checkpoint on this machine; None for a recipe that publishes to no folder."""
-    folder = setting.recipe.publish.folder
-    return None if folder is None else (setting.home / folder).resolve() / setting.recipe.name
+def published_folder(recipe: Recipe, home: Path) -> Path | None:
+    """Where readers find a recipe's checkpoint on this machine; None for a recipe that publishes to no folder.
+
+    ``home`` is what a folder is relative to.
+    """
+    folder = recipe.publish.folder
+    return None if folder is None else (home / folder).resolve() / recipe.name
 
 
-def targets_of(setting: Setting) -> tuple[Target, ...]:
+def places_of(recipe: Recipe, home: Path) -> tuple[Place, ...]:
     """The places of a recipe, in the order in which they are published to: what is nearest comes first."""
-    section, name = setting.recipe.publish, setting.recipe.name
-    targets: list[Target] = []
-    folder = published_folder(setting)
+    section, name = recipe.publish, recipe.name
+    found: list[Place] = []
+    folder = published_folder(recipe, home)
     if folder is not None:
-        from pipeline.publish.folder import FolderTarget
+        from pipeline.publish.folder import FolderPlace
 
-        targets.append(FolderTarget(folder.parent, name))
+        found.append(FolderPlace(folder.parent, name))
     if section.storage is not None:
-        from pipeline.publish.storage import StorageTarget
+        from pipeline.publish.bucket import BucketPlace
 
-        targets.append(StorageTarget(section.storage.url, name, endpoint=section.storage.endpoint))
+        found.append(BucketPlace(section.storage.url, name, endpoint=section.storage.endpoint))
     if section.hub is not None:
-        from pipeline.publish.hub.target import HubTarget
+        from pipeline.publish.hub.place import HubPlace
 
-        targets.append(HubTarget(section.hub.repo, section.hub))
-    return tuple(targets)
+        found.append(HubPlace(section.hub.repo, section.hub))
+    return tuple(found)
 
 
 def public_names(recipe: Recipe) -> tuple[str, ...]:
@@ -108,13 +114,53 @@ def serving_name(recipe: Recipe) -> str:
     return recipe.name
 
 
-def _hub(repo: str) -> Target:
-    from pipeline.publish.hub.target import HubTarget
+def elsewhere(
+    section: Publish,
+    *,
+    to: str | None = None,
+    hub: str | None = None,
+    folder: str | None = None,
+    storage: str | None = None,
+) -> Publish:
+    """The section with these places; the same where nothing is given. Raises `UserError` for what is none.
 
-    return HubTarget(repo)
+    Places that are named replace all of the section's; what it says of a place of the same kind (private, gated, the
+    server's address) goes for the one that takes its part.
+    """
+    changes: dict[str, Any] = {} if to is None else {"to": to}
+    if (hub, folder, storage) != (None, None, None):
+        changes |= {
+            "hub": None if hub is None else _of_section(section.hub, repo=hub),
+            "folder": folder,
+            "storage": None if storage is None else _of_section(section.storage, url=storage),
+        }
+    if not changes:
+        return section
+    try:
+        return Publish.model_validate({**section.model_dump(), **changes})
+    except ValidationError as error:
+        raise UserError(_reason(error)) from None
 
 
-def _storage(text: str) -> Target:
+def _of_section(section: Hub | Storage | None, **named: str) -> dict[str, Any]:
+    return {**({} if section is None else section.model_dump()), **named}
+
+
+def _reason(error: ValidationError) -> str:
+    """The first fault by the option that it stands in."""
+    expected = {"hub": "org/name", "storage": "a URL such as s3://bucket/prefix", "folder": "the path of a folder"}
+    fault = error.errors()[0]
+    option = str(fault["loc"][0]) if fault["loc"] else "publish"
+    return f"--{option}: found {fault['input']!r}, expected {expected.get(option, fault['msg'])}"
+
+
+def _hub(repo: str) -> Place:
+    from pipeline.publish.hub.place import HubPlace
+
+    return HubPlace(repo)
+
+
+def _storage(text: str) -> Place:
     if text.startswith(("https://", "http://")):
         page = re.fullmatch(rf"https?://[^/]+/({_REPO.pattern})/?", text)
         hint = f"A repository goes by its name: {HUB_SCHEME}{page[1]}" if page else None
@@ -122,9 +168,9 @@ def _storage(text: str) -> Target:
     found = _URL.fullmatch(text)
     if found is None:
         raise UserError(f"{text}: expected a bucket's URL that ends with a release's name: s3://bucket/prefix/NAME")
-    from pipeline.publish.storage import StorageTarget
+    from pipeline.publish.bucket import BucketPlace
 
-    return StorageTarget(found["base"], found["name"])
+    return BucketPlace(found["base"], found["name"])
 
 
 def _near(path: Path, text: str) -> str:

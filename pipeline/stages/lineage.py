@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import yaml
 
@@ -19,41 +18,11 @@ from eval.servers import Server
 from pipeline.canonical import fingerprint
 from pipeline.errors import StageError
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Serving
+from pipeline.publish.provenance import ABSENT, Lineage
 from pipeline.stages.gate import GATE
 from pipeline.stages.source import LOCATION
 from pipeline.store.entries import Entry
-from pipeline.toolchain import Environment, recorded_environment
-
-ABSENT: Final = "absent"  # what `pipeline.versions.versions` says of a distribution that is not there
-
-
-@dataclass(frozen=True, slots=True)
-class Lineage:
-    """What a release was made from.
-
-    ``recipe`` is the resolved recipe without where it goes; ``stages`` are by their keys in the plan, ``tools`` and
-    ``environments`` as the manifest and the bill of materials have them, an environment by the key of its stage.
-    """
-
-    recipe: Mapping[str, Any]
-    artefact: str
-    base: Base
-    stages: Mapping[str, Made]
-    datasets: tuple[Dataset, ...]
-    tools: Mapping[str, str]
-    serving: Serving
-    hardware: Hardware
-    environments: Mapping[str, Environment]
-
-    @property
-    def name(self) -> str:
-        """The recipe's."""
-        return str(self.recipe["name"])
-
-    @property
-    def judged(self) -> str:
-        """When the gate had judged: ISO 8601 in UTC."""
-        return self.stages["gate"].finished
+from pipeline.toolchain import recorded_environment
 
 
 def gather(entries: Mapping[str, Entry], recipe: str) -> Lineage:

@@ -1,0 +1,271 @@
+"""A bucket as a place to publish to: S3 and what is compatible, Google, Azure, or a folder that machines share.
+
+    s3://bucket/models/llama70b-fp8kv/v20261121-3f1c0a52/model-00001-of-00030.safetensors, ...
+    s3://bucket/models/llama70b-fp8kv/v20261121-3f1c0a52.json      written when the publication was over
+    s3://bucket/models/llama70b-fp8kv/current.json                 what readers get
+    s3://bucket/models/llama70b-fp8kv/candidate.json               what waits to be promoted
+
+    {"schema": 1, "tag": "v20261121-3f1c0a52", "identity": "3f1c0a52...", "title": "...", "created": "...", "size": 1}
+
+A release comes into being file by file under its own tag, where nobody looks before ``current.json`` names it; that
+object is replaced as a whole, on the condition that it is still the one that was there when the publication began. So
+a crash changes nothing for readers, and the same command sends only what is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+from pipeline.errors import StageError, UserError
+from pipeline.locks import Lock
+from pipeline.progress import Progress
+from pipeline.publish import manifest
+from pipeline.publish.place import Difference, Listed, Operation, Place, State, named, newest_first
+from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
+from pipeline.store.disk import disk_errors
+from pipeline.store.files import DamagedError, fetch
+from pipeline.store.objects import Objects
+
+_CURRENT: Final = "current.json"
+_CANDIDATE: Final = "candidate.json"
+_JSON: Final = ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A release by its tag and identity, and what lists say of it; ``created`` is ISO 8601, ``size`` in bytes."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    tag: Annotated[str, StringConstraints(pattern=r"^v\d{8}-[0-9a-f]{8}$")]
+    identity: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    title: str
+    created: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)$")]
+    size: Annotated[int, Field(ge=0)]
+    schema: Annotated[int, Field(ge=1, le=1)] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The marks of the two pointers, and the tag that waits, which is current as well where a promotion was cut off."""
+
+    marks: Mapping[str, str | None]
+    waits: str | None
+
+
+class BucketPlace(Place):
+    """``url/name``. ``endpoint`` is the address of an S3-compatible server (None: AWS, or AWS_ENDPOINT_URL)."""
+
+    def __init__(self, url: str, name: str, endpoint: str | None = None) -> None:
+        self._url = f"{url.rstrip('/')}/{name}"
+        self._endpoint = endpoint
+
+    @cached_property
+    def _objects(self) -> Objects:
+        return Objects(self._url, self._endpoint)
+
+    @property
+    def address(self) -> str:
+        """The URL under which the releases lie."""
+        return self._url
+
+    def require_access(self) -> None:
+        """Credentials, bucket, the rights to list, write and remove; and that the pointers are ours."""
+        self._objects.require_writable()
+        self._look(_CURRENT)
+        self._look(_CANDIDATE)
+
+    def preflight(self, release: Release) -> None:
+        """The same; and whether the tag is another release's."""
+        self.require_access()
+        self._require_own(release, self.state())
+
+    def state(self) -> State:
+        """What was published to its end, and what is pointed to: of that only the record can be missing."""
+        marks: dict[str, str | None] = {}
+        pointed: dict[str, Pointer] = {}
+        for name in (_CANDIDATE, _CURRENT):
+            pointer, marks[name] = self._look(name)
+            if pointer is not None:
+                pointed[name] = pointer
+        recorded = {name.removesuffix(_JSON) for name in self._objects.names() if name.endswith(_JSON)}
+        recorded = {tag for tag in recorded if TAG.fullmatch(tag)}
+        found = {pointer.tag: pointer for pointer in pointed.values()}
+        for tag in recorded - found.keys():
+            pointer, _ = self._look(f"{tag}{_JSON}")
+            if pointer is not None:
+                found[tag] = pointer
+        current, waits = (pointed[name].tag if name in pointed else None for name in (_CURRENT, _CANDIDATE))
+        listed = (
+            Listed(
+                tag=one.tag,
+                revision=one.identity,
+                created=one.created,
+                title=one.title,
+                current=one.tag == current,
+                candidate=one.tag == waits != current,
+                size=one.size,
+            )
+            for one in found.values()
+        )
+        return State(newest_first(listed), frozenset(found.keys() - recorded), _Seen(marks, waits))
+
+    def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
+        """By the sizes and digests that the server says.
+
+        The signature of a release that was published to its end is not compared: it is the same whoever signed it.
+        """
+        known = self._require_own(release, state)
+        present = self._objects.sizes(release.tag)
+        missing = [
+            name
+            for name, file in release.files.items()
+            if not (known and name == SIGNATURE)
+            and (present.get(name) != file.size or not self._objects.holds(f"{release.tag}/{name}", file))
+        ]
+        strays = sorted(present.keys() - release.files.keys() - {SIGNATURE})
+        return Difference(sorted(missing, key=lambda name: (name == MANIFEST, name)), strays)
+
+    def put(
+        self, release: Release, difference: Difference, state: State, *, candidate: bool, progress: Progress
+    ) -> str:
+        """Under the tag, the manifest last."""
+        if self._objects.insecure is not None:
+            progress.warn(f"{self._objects.insecure} is not encrypted: what is sent can be read on the way.")
+        with progress.bar(release.size, "B") as advance:
+            advance(release.size - sum(release.files[name].size for name in difference.missing))
+            for name in difference.missing:
+                self._objects.send(f"{release.tag}/{name}", release.files[name], advance)
+        for name in difference.strays:
+            progress.warn(f"{self._url}: {release.tag}/{name} is no file of the release and was removed.")
+            self._objects.remove(f"{release.tag}/{name}")
+        return release.identity
+
+    def point(self, release: Listed, state: State, why: str) -> None:
+        """Replace ``current.json``."""
+        self._write(_CURRENT, release, state)
+
+    def wait(self, release: Listed, state: State) -> None:
+        """Replace ``candidate.json``."""
+        self._write(_CANDIDATE, release, state)
+
+    def end_wait(self, release: Listed, state: State) -> None:
+        """Remove ``candidate.json``."""
+        if self._ends(release, state):
+            self._objects.remove(_CANDIDATE)
+
+    def finish(self, release: Listed) -> None:
+        """Write the record of its own name; whoever wrote one before wrote the same."""
+        name = f"{release.tag}{_JSON}"
+        if self._objects.read(name) is None:
+            self._objects.put_if(name, _encode(release), None)
+
+    def pointing(self, release: Listed, state: State, why: str) -> Sequence[Operation]:
+        """Of objects; nothing where it is current."""
+        if release.current:
+            return ()
+        ended = (Operation("remove", f"{self._url}/{_CANDIDATE}"),) if self._ends(release, state) else ()
+        return (Operation("point", f"{self._url}/{_CURRENT} to {release.tag}"), *ended)
+
+    def waiting(self, release: Listed, state: State) -> Sequence[Operation]:
+        """Of an object."""
+        return (Operation("point", f"{self._url}/{_CANDIDATE} to {release.tag}"),)
+
+    def read(self, release: Listed, name: str) -> bytes | None:
+        """One object."""
+        found = self._objects.read(f"{release.tag}/{name}")
+        return None if found is None else found.data
+
+    def sizes(self, release: Listed) -> dict[str, int]:
+        """By the bucket's list."""
+        return self._objects.sizes(release.tag)
+
+    def drop(self, release: Listed) -> None:
+        """The record last: what was cut off is still listed, and removed by the same command."""
+        self._objects.remove_folder(release.tag)
+        self._objects.remove(f"{release.tag}{_JSON}")
+
+    def fetch(
+        self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
+    ) -> Path:
+        """A copy whose digests were checked, in ``into`` or below XDG_CACHE_HOME; what is there is not sent again."""
+        state = self.state()
+        found = tag or (state.current.tag if state.current else None)
+        if found is None:
+            raise UserError(f"{self._url}: nothing is published there")
+        release = named(state.releases, found, self._url)
+        raw = self.manifest_of(release)
+        sizes, digests = manifest.expected(raw, self.sizes(release), f"{self._url}/{release.tag}", wanted)
+        folder = into or self._cache() / release.tag
+
+        def pieces(name: str, start: int) -> Iterator[bytes]:
+            return self._objects.pieces(f"{release.tag}/{name}", start, sizes[name])
+
+        with disk_errors(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        with Lock(folder.parent / f".{folder.name}.lock"):
+            return fetch(folder, sizes, digests, pieces, place=self._url, progress=progress, wanted=wanted)
+
+    def _ends(self, release: Listed, state: State) -> bool:
+        """Whether the candidate is one no more once this is shown: it itself, or one that was promoted and cut off."""
+        waits: str | None = state.mark.waits
+        return waits is not None and waits in (release.tag, state.current and state.current.tag)
+
+    def _look(self, name: str) -> tuple[Pointer | None, str | None]:
+        """A pointer as it is now, and the mark of its object (None, None: there is none)."""
+        found = self._objects.read(name)
+        return (None, None) if found is None else (_decode(found.data, f"{self._url}/{name}"), found.mark)
+
+    def _write(self, name: str, release: Listed, state: State) -> None:
+        """Replace a pointer, unless somebody else did since the state was looked at."""
+        data, seen = _encode(release), state.mark.marks[name]
+        before = self._objects.read(name)
+        if (before and before.mark) == seen and self._objects.put_if(name, data, seen):
+            return
+        now = self._objects.read(name)
+        if now is not None and now.data == data:
+            return  # ours: the answer was lost on the way, or another process published the same
+        there = "nothing" if now is None else _decode(now.data, f"{self._url}/{name}").tag
+        raise StageError(
+            f"{self._url}: {name} names {there} now: somebody else published meanwhile. Nothing was overwritten.",
+            hint=f"Look at `quantmint releases {self._url}`; the same command again makes {release.tag} the next.",
+        )
+
+    def _require_own(self, release: Release, state: State) -> bool:
+        """Whether the release was published to its end; raises `StageError` where its tag is another's."""
+        found = state.find(release.tag)
+        if found is not None and found.revision != release.identity:
+            raise StageError(f"{self._url}: {release.tag} is another release there, and a release never changes.")
+        return found is not None and release.tag not in state.unfinished
+
+    def _cache(self) -> Path:
+        """A folder for copies of what this place holds."""
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        which = hashlib.sha256(f"{self._endpoint or ''} {self._url}".encode()).hexdigest()[:16]
+        return root / "quantmint" / "releases" / which
+
+
+def _encode(release: Listed) -> bytes:
+    """The bytes of a pointer, the same for the same release."""
+    found = Pointer(release.tag, release.revision, release.title, release.created, release.size or 0)
+    return (json.dumps(asdict(found), indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _decode(data: bytes, what: str) -> Pointer:
+    """Read a pointer; ``what`` is what an error calls it. Raises `DamagedError`."""
+    try:
+        return TypeAdapter(Pointer).validate_json(data)
+    except ValidationError as error:
+        fault: Mapping[str, object] = error.errors(include_url=False)[0]
+        raise DamagedError(
+            f"{what} is no pointer to a release: {fault['loc']}: {fault['msg']}",
+            hint="Was it written by something else than quantmint, or by a newer one?",
+        ) from None

@@ -1,0 +1,403 @@
+"""The card of a published checkpoint: README.md with metadata that the Hub reads, and scores beside it.
+
+    text, scores = render(facts), eval_results(facts)
+
+`README.md.j2` is filled with the facts, where every value is escaped unless it is Markdown already, as its type says.
+The front matter is made and read back by the Hub client's own classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from eval.accuracy import Accuracy
+from eval.gate import GateReport
+from eval.report import markdown
+from eval.report.numbers import NO_BREAK, signed, size, unit_of
+from eval.report.summary import meaning, notes, runtime, tiles
+from pipeline.errors import StageError
+from pipeline.publish.card_facts import Base, Calibrated, CardFacts
+from pipeline.publish.release import EVIDENCE, NOTICE, RECIPE, SIGNATURE
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+_FEW: Final = 12
+
+
+class Markdown(str):
+    """Text that is Markdown already."""
+
+    __slots__ = ()
+
+
+def escaped(value: object) -> str:
+    """A value as Markdown that shows exactly it."""
+    return value if isinstance(value, Markdown) else markdown.plain(str(value))
+
+
+def code(text: str, *, cell: bool = False) -> Markdown:
+    """Text as code on one line, whatever backticks are in it; in a ``cell`` of a table a bar needs a backslash."""
+    flat, ticks = " ".join(text.split()), "`"
+    while ticks in flat:
+        ticks += "`"
+    pad = " " if flat.startswith("`") or flat.endswith("`") else ""
+    return Markdown(f"{ticks}{pad}{flat.replace('|', chr(92) + '|') if cell else flat}{pad}{ticks}")
+
+
+def codes(names: Iterable[str]) -> Markdown:
+    """Names as code in a cell, the first of many."""
+    known = list(names)
+    more = f" and {len(known) - _FEW} more" if len(known) > _FEW else ""
+    return Markdown(", ".join(code(name, cell=True) for name in known[:_FEW]) + more)
+
+
+def block(lines: str | Sequence[str], language: str = "sh") -> Markdown:
+    """Commands as a block of code."""
+    return Markdown(markdown.fenced(lines if isinstance(lines, str) else "\n".join(lines), language))
+
+
+def link(text: str, address: str) -> Markdown:
+    """A link to the web or to a file beside the card; an address that is neither, or could end the link, as text."""
+    outside = address.startswith("https://")
+    if any(char.isspace() or char in "<>()\\" for char in address) or (":" in address and not outside):
+        return Markdown(f"{escaped(text)} ({escaped(address)})")
+    return Markdown(f"[{escaped(text)}]({address})")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Markdown:
+    """A table of text; cells are Markdown already, or are escaped."""
+    lines = [head, [":--"] * len(head), *[[escaped(cell) for cell in row] for row in rows]]
+    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
+TYPES: Final = {"e4m3": "fp8", "e2m1": "mxfp4", "e2m3": "mxfp6", "e3m2": "mxfp6", "int8": "int8", "int4": "int4"}
+"""Tag of a type of weights; of the schemes with groups and e4m3, mxfp8."""
+_TAG: Final = re.compile(r"\w[\w .+/-]{0,63}")  # with a colon are those that the Hub makes itself: region:us, arxiv:...
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_LANGUAGE: Final = re.compile(r"[a-z]{2,3}(-[A-Za-z]+)?|code|multilingual")
+_REPO: Final = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_LIBRARY: Final = "transformers"
+_TEXT, _PICTURES = "text-generation", "image-text-to-text"
+#: Tags of the base that speak of its files, or of services that run them: no longer true of these.
+_GONE: Final = frozenset(
+    (
+        "pytorch", "tf", "jax", "flax", "onnx", "gguf", "ggml", "openvino", "mlx", "safetensors", "bf16", "bfloat16",
+        "fp16", "float16", "fp32", "fp8", "int8", "unsloth", "text-generation-inference", "endpoints_compatible",
+        "autotrain_compatible",
+    )
+)  # fmt: skip
+
+
+def front_matter(facts: CardFacts) -> str:
+    """The YAML between the two lines of dashes, those included.
+
+    Raises `StageError` where the Hub's classes do not read back what was written.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    fields = metadata(facts)
+    text = f"---\n{ModelCardData(**fields).to_yaml()}\n---\n"
+    read = ModelCard(text).data.to_dict()
+    if read != fields:
+        differing = sorted(key for key in {*read, *fields} if read.get(key) != fields.get(key))
+        raise StageError(f"the card's metadata does not survive the Hub's own classes: {', '.join(differing)}")
+    return text
+
+
+def metadata(facts: CardFacts) -> dict[str, Any]:
+    """The fields, without those that have no value. Of a folder's base nothing on the Hub can be named."""
+    terms, base, own = facts.terms, facts.base, facts.base.metadata
+    texts = facts.made.calibration
+    # The Hub shows a name and a link beside "other" only; a link is also given where the terms ask to be read.
+    linked = terms.link if terms.id == "other" or terms.acceptance else None
+    fields: dict[str, Any] = {
+        "base_model": [base.repo] if base.repo else None,
+        "base_model_relation": "quantized" if base.repo else None,
+        "license": terms.id,
+        "license_name": terms.hub_name,
+        "license_link": linked,
+        "library_name": _word(own.get("library_name")) or _LIBRARY,
+        "pipeline_tag": _word(own.get("pipeline_tag")) or _pipeline_tag(base),
+        "language": list(_words(own.get("language"), _LANGUAGE)),
+        "tags": list(_tags(facts)),
+        "datasets": list(_words(texts.dataset, _REPO)) if texts is not None else None,
+    }
+    return {key: value for key, value in fields.items() if value}
+
+
+def _tags(facts: CardFacts) -> Iterator[str]:
+    """Ours, then those of the base that still hold, each once."""
+    made = facts.made
+    kind = TYPES.get(made.weights, made.weights)
+    ours = ["mxfp8" if made.scheme == "mxfp8" else kind, "ptpc" if made.scheme.startswith("ptpc") else "",
+            made.algorithm if made.algorithm != "none" else "", made.format, "vllm", "quantmint"]  # fmt: skip
+    seen: set[str] = set()
+    for tag in (*ours, *_words(facts.base.metadata.get("tags"))):
+        if tag and tag.lower() not in seen and (tag in ours or tag.lower() not in _GONE):
+            seen.add(tag.lower())
+            yield tag
+
+
+def _pipeline_tag(base: Base) -> str | None:
+    if base.pictures and base.architecture.endswith("ForConditionalGeneration"):
+        return _PICTURES
+    return _TEXT if base.architecture.endswith("ForCausalLM") else None
+
+
+def _word(value: object) -> str | None:
+    return next(_words(value if isinstance(value, str) else None, _NAME), None)
+
+
+def _words(value: object, form: re.Pattern[str] = _TAG) -> Iterator[str]:
+    """A card may say one or a list; what has not the form of such a word is left out.
+
+    YAML reads the language `no` as false.
+    """
+    items: Iterable[object] = value if isinstance(value, list) else [value]
+    for item in items:
+        word = "no" if item is False else item.strip() if isinstance(item, str) else ""
+        if form.fullmatch(word):
+            yield word
+
+
+_HUB = "https://huggingface.co"
+_ENGINES = {"stream": "quantmint", "llmcompressor": "llm-compressor", "quark": "AMD Quark"}
+
+
+def base_link(base: Base) -> Markdown:
+    """The base by its name; that of a repository with its address."""
+    return Markdown(escaped(base.name)) if base.repo is None else link(base.repo, f"{_HUB}/{base.repo}")
+
+
+def figures(facts: CardFacts, gate: GateReport) -> Markdown:
+    """What people ask for first: size, the worst change of accuracy, throughput, room in the cache."""
+    rows = [(caption, Markdown(f"**{escaped(figure)}**"), said) for caption, figure, said in tiles(facts.report, gate)]
+    return table(("Measure", "Value", "Detail"), rows)
+
+
+def made(facts: CardFacts) -> Markdown:
+    """How it was made, a row for each thing that a reader could choose otherwise."""
+    return table(("What", "How"), _made(facts))
+
+
+def _made(facts: CardFacts) -> Iterator[tuple[str, str]]:
+    how, base = facts.made, facts.base
+    if base.commit is not None:
+        origin = f"{base_link(base)} at {code(base.commit, cell=True)}"
+    else:
+        origin = f"{base_link(base)}, a folder that is not on the Hub; SHA-256 {code(base.digest or '-', cell=True)}"
+    yield "Base", Markdown(origin)
+    yield "Scheme", Markdown(f"{code(how.scheme, cell=True)}: {escaped(how.description)}")
+    if len(how.schemes) > 1:
+        counted = (f"{code(name, cell=True)} {count:,}" for name, count in how.schemes.items())
+        yield "Modules by scheme", Markdown(", ".join(counted))
+    elif how.schemes:
+        yield "Modules", f"{sum(how.schemes.values()):,} linear layers"
+    yield "KV cache", "FP8, with calibrated static scales" if how.kv_cache == "fp8" else "16 bit"
+    if how.kept:
+        yield f"Left in 16{NO_BREAK}bit", codes(how.kept)
+    if how.excluded:
+        yield "Left out by the recipe", codes(how.excluded)
+    yield "Calibration", "none: no scale depends on data" if how.calibration is None else _texts(how.calibration)
+    engine = _ENGINES.get(how.engine, how.engine)
+    yield "Made by", engine if how.algorithm == "none" else f"{engine}, {how.algorithm}"
+    yield "Layout", how.format
+    sizes = facts.report["size"]
+    yield "Weights", f"{size(sizes['baseline_bytes'])} before, {size(sizes['candidate_bytes'])} after"
+    yield "Checkpoint", Markdown(f"SHA-256 {code(facts.artefact, cell=True)}")
+
+
+def _texts(texts: Calibrated) -> Markdown:
+    where = escaped(texts.name)
+    if texts.dataset is not None:
+        where = link(texts.dataset, f"{_HUB}/datasets/{texts.dataset}")
+        where += f" at {code(texts.revision, cell=True)}" if texts.revision else ""
+    elif texts.sha256 is not None:
+        where += f" (SHA-256 {code(texts.sha256, cell=True)})"
+    total = "" if texts.tokens is None else f", {texts.tokens:,} tokens in all"
+    return Markdown(f"{where}: {texts.samples:,} samples of at most {texts.sequence_length:,} tokens{total}")
+
+
+def limits(facts: CardFacts, gate: GateReport) -> list[Markdown]:
+    """What the figures do not say, those of the report first."""
+    return [*map(Markdown, markdown.limits(gate)), *(Markdown(escaped(said)) for said in _limits(facts, gate))]
+
+
+def _limits(facts: CardFacts, gate: GateReport) -> Iterator[str]:
+    if gate.canary is not None:
+        yield (
+            f"The canary compared the next token at {gate.canary.positions:,} places of {gate.canary.prompts} prompts:"
+            " it finds what is broken, not what is a little worse."
+        )
+    planned = [
+        launch.title
+        for launch in facts.launches
+        if not launch.refusal and launch.target.partition(":")[0] != gate.hardware
+    ]
+    if planned:
+        yield f"The commands for {' and '.join(planned)} are planned; nothing on this card was measured with them."
+    if facts.made.calibration is not None and facts.made.kv_cache == "fp8":
+        yield "The scales of the KV cache are those of the calibration texts: larger values are clipped."
+    yield "Safety, refusals and bias were not measured: what the base's card says of them was said of 16 bit."
+
+
+def verifying(facts: CardFacts) -> Markdown:
+    """What proves that these are the files that were judged, by quantmint and without it."""
+    subject = facts.repo or facts.name
+    key = {"key": " --key PUBLIC_KEY", "keyless": " --identity WHO --issuer ISSUER", None: " --unsigned"}[facts.signed]
+    parts = [
+        block([f"quantmint verify {subject}{key}", f"quantmint gate {subject}"]),
+        "The first checks digests, provenance and structure" + (", and who signed them" if facts.signed else "")
+        + f"; the second judges again, from every item's score. What both read lies in [{EVIDENCE}/]({EVIDENCE}):"
+        f" [the report]({EVIDENCE}/report.html), the gate's record, the provenance and the list of tools.",
+    ]  # fmt: skip
+    if facts.signed is None:
+        parts.append("It is not signed: the digests say that the files belong together, not who made them.")
+        return Markdown("\n\n".join(parts))
+    name = facts.title
+    how = {"key": "key", "keyless": "sigstore"}[facts.signed]
+    who = {"key": "--public_key PUBLIC_KEY", "keyless": "--identity WHO --identity_provider ISSUER"}[facts.signed]
+    lines = [] if facts.repo is None else [f"hf download {facts.repo} --local-dir {name}"]
+    lines += [
+        f"model_signing verify {how} {name} --signature {name}/{SIGNATURE} \\",
+        f"  --ignore-paths {name}/.cache {who}",
+    ]
+    return Markdown("\n\n".join([*parts, "The signature alone, by the tool of its own project:", block(lines)]))
+
+
+def licence(facts: CardFacts) -> Markdown:
+    """The terms, what they ask to be shown, and where their text is."""
+    terms = facts.terms
+    base = base_link(facts.base)
+    if terms.id == "unknown":
+        said = f"The card of {base} states no licence: nobody has said that its weights may be passed on."
+        return Markdown(said)
+    name = escaped(terms.name) if terms.link is None else link(terms.name, terms.link)
+    parts = [
+        f"{base} is under the {name}, and so is this checkpoint. It is not the base: its weights were quantized, its"
+        " configuration declares how, and this card replaces the base's.",
+        *(f"**{escaped(said)}**" for said in terms.display),
+    ]
+    if terms.conditions:
+        parts.append("\n".join(f"- {escaped(condition)}" for condition in terms.conditions))
+    texts = [*terms.files, *([NOTICE] if terms.notice else [])]
+    if texts:
+        parts.append(f"Its text goes with these files: {', '.join(link(name, name) for name in texts)}.")
+    return Markdown("\n\n".join(parts))
+
+
+FOLDER = ".eval_results"
+
+
+def eval_results(facts: CardFacts) -> dict[str, str]:
+    """The files by their names in the release; none for tasks that are no benchmark of the Hub."""
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    gate = GateReport.from_json(facts.report["gate"])
+    found: dict[str, str] = {}
+    for result in gate.accuracy:
+        row = _table().get(result.task)
+        if row is None or row["metric"] != result.metric:
+            continue
+        entry = EvalResultEntry(
+            dataset_id=row["dataset"],
+            task_id=row["task_id"],
+            value=round(100 * result.candidate, 2),
+            date=facts.judged,
+            source_url=None if facts.repo is None else f"https://huggingface.co/{facts.repo}/tree/main/quantmint",
+            source_name=None if facts.repo is None else "quantmint's record of the evaluation",
+            notes=_notes(result, row["items"], facts),
+        )
+        text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True, width=120)
+        found[f"{FOLDER}/{result.task}.yaml"] = text
+    return found
+
+
+def _notes(result: Accuracy, whole: int, facts: CardFacts) -> str:
+    """How many items, beside which baseline, with which uncertainty, on what."""
+    unit = unit_of(result.kind)
+    low, high = unit.span(result.interval_low, result.interval_high)
+    asked = f"{result.items:,} items" if result.items == whole else f"{result.items:,} of {whole:,} items"
+    harness = f"lm-eval {facts.report['versions'].get('lm-eval', '')}".strip()
+    return (
+        f"{harness}, {asked}; 16-bit baseline {100 * result.baseline:.2f} on the same items, change"
+        f" {unit.words(result.difference)} with a {result.confidence:.0%} interval of {signed(low)} to"
+        f" {signed(high)}"
+    ).replace("\N{NO-BREAK SPACE}", " ")
+
+
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    text = resources.files("pipeline.publish").joinpath("benchmarks.yaml").read_text(encoding="utf-8")
+    rows: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return rows
+
+
+_TEMPLATE: Final = "README.md.j2"
+_MANY: Final = re.compile(r"\n{3,}")  # what is left of parts that have nothing to say
+
+
+def render(facts: CardFacts) -> str:
+    """The whole README.md. Raises `StageError` where the Hub's classes would not read its metadata."""
+    report = facts.report
+    gate = GateReport.from_json(report["gate"])
+    values = {
+        "facts": facts,
+        "gate": gate,
+        "base": base_link(facts.base),
+        "meaning": meaning(report, gate),
+        "runtime": runtime(report),
+        "device": gate.device or gate.hardware,
+        "day": facts.judged[:10],
+        "not_passed": [Markdown(reason) for reason in markdown.not_passed(gate)],
+        "notes": notes(report, gate),
+        "figures": figures(facts, gate),
+        "accuracy": Markdown(markdown.accuracy(gate)),
+        "throughput": Markdown(markdown.throughput(report, gate)),
+        "size": Markdown(markdown.size(report)),
+        "made": made(facts),
+        "run": block(f"quantmint run {RECIPE}"),
+        "recipe": RECIPE,
+        "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
+        "limits": limits(facts, gate),
+        "verifying": verifying(facts),
+        "licence": licence(facts),
+    }
+    text = _environment().get_template(_TEMPLATE).render(values).strip()
+    return f"{front_matter(facts)}\n{_MANY.sub(chr(10) * 2, text)}\n"
+
+
+def sentence(facts: CardFacts) -> str:
+    """What it is, on one plain line: the title of a release."""
+    cache_type = " with an FP8 KV cache" if facts.made.kv_cache == "fp8" else ""
+    return f"{facts.base.name} in {facts.made.scheme}{cache_type}, {facts.made.format}"
+
+
+def notice(facts: CardFacts) -> str | None:
+    """The text of the file `NOTICE` that the base's licence asks for; None where it asks for none."""
+    if facts.terms.notice is None:
+        return None
+    return f"{facts.terms.notice}\n\nThe weights were changed: {sentence(facts)}.\n"
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    made_once = Environment(  # noqa: S701 - Markdown, escaped by `finalize`
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=escaped,
+    )
+    made_once.filters |= {"code": code, "block": block}
+    return made_once

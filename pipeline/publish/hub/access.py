@@ -1,0 +1,282 @@
+"""Whether a release may go to the Hub, asked before the first byte; and who sees a repository, as the recipe says.
+
+What closes a repository comes before the first byte, what opens it after the last one was verified.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from pipeline.errors import UserError
+from pipeline.publish.hub.client import Client, RefusedError, redact
+from pipeline.publish.hub.repository import Repository, content, look, tree
+from pipeline.publish.hub.upload import is_small
+from pipeline.publish.release import CARD, MANIFEST, Release
+from pipeline.recipe.faults import did_you_mean
+from pipeline.recipe.sections import Hub
+from pipeline.store.files import require_safe
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+# https://huggingface.co/docs/hub/storage-limits: "500GB is the hard limit for a single file size", at most 10k files in
+# a folder, and fewer than 100k files in a repository.
+LARGEST_FILE: Final = 500 * 10**9
+_MOST_IN_FOLDER: Final = 10_000
+_MOST_FILES: Final = 100_000
+# `HfApi.create_commit`: 25k large files, and 1 GB of what is sent with the commit itself, in base 64.
+_MOST_LARGE: Final = 25_000
+_LARGEST_COMMIT: Final = 10**9
+_WRITERS: Final = frozenset({"admin", "write", "contributor"})
+"""Roles of an organisation's members that may create repositories (https://huggingface.co/docs/hub/organizations-security);
+a contributor writes to what it created."""
+_TOKENS: Final = "https://huggingface.co/settings/tokens"
+PUBLIC: Final = "public"
+_SLUG: Final = re.compile(r"[^/\s]+/\S+-[0-9a-f]{24}")
+
+
+def preflight(client: Client, release: Release, section: Hub | None) -> Repository | None:
+    """The repository; raises `UserError` for the first thing that would stop the release, and the client's errors."""
+    require_names(client.repo, release)
+    require_room(client.repo, release)
+    card = _card(client, release)
+    repository = require_access(client, section)
+    if card is not None:
+        validate(client, str(card))
+    return repository
+
+
+def require_access(client: Client, section: Hub | None) -> Repository | None:
+    """The repository, None where it would be created; raises `UserError` where this token could publish nothing."""
+    who = _who(client)
+    repository = look(client)
+    wants_collection = section is not None and section.collection is not None
+    reason = _refusal(who, client.repo, exists=repository is not None, collection=wants_collection)
+    if reason is not None:
+        raise UserError(f"{client.repo}: {reason}")
+    changes(repository, section)
+    if repository is not None:
+        _require_open(client, repository)
+    if section is not None and wants_collection:
+        is_listed(client, section)
+    return repository
+
+
+def require_names(repo: str, release: Release) -> None:
+    """Raise `UserError` for a name that the Hub, or the client, refuses."""
+    from huggingface_hub import CommitOperationDelete
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+        require_safe(release.files)
+        for name in release.files:
+            CommitOperationDelete(name, is_folder=False)  # the client's own rule of what may be a path
+    except (HFValidationError, ValueError) as error:
+        raise UserError(f"{repo}: {error}") from None
+    if MANIFEST not in release.files:
+        raise UserError(f"{repo}: the release has no {MANIFEST}, by which it would be known again")
+
+
+def require_room(repo: str, release: Release) -> None:
+    """Raise `UserError` for what is above the Hub's limits."""
+    for name, file in release.files.items():
+        if file.size > LARGEST_FILE:
+            raise UserError(
+                f"{repo}: {name} has {file.size / 1e9:,.1f} GB, and the Hub takes at most {LARGEST_FILE / 1e9:.0f} GB "
+                "a file",
+                hint="Shards follow the source's: save that in smaller ones (`save_pretrained(max_shard_size=...)`).",
+            )
+    small = [file.size for name, file in release.files.items() if is_small(name, file)]
+    folders = Counter(name.rpartition("/")[0] for name in release.files)
+    folder, most = max(folders.items(), key=lambda item: item[1])
+    for found, limit, what in (
+        (len(release.files), _MOST_FILES, "files in a repository"),
+        (most, _MOST_IN_FOLDER, f"files in one folder ({folder or 'the top one'})"),
+        (len(release.files) - len(small), _MOST_LARGE, "large files in a commit"),
+        (sum(small) * 4 // 3, _LARGEST_COMMIT, "bytes of small files in a commit"),
+    ):
+        if found > limit:
+            raise UserError(f"{repo}: found {found:,} {what}, and the Hub takes at most {limit:,}")
+
+
+def _who(client: Client) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = client.call("ask whose token it is", client.api.whoami)
+    except RefusedError as error:
+        if error.status != 401:
+            raise
+        raise UserError(
+            f"{client.repo}: the Hub does not know the token",
+            hint="HF_TOKEN goes before what `hf auth login` has stored; https://huggingface.co/settings/tokens makes a "
+            "new one.",
+        ) from None
+    return found
+
+
+def _require_open(client: Client, repository: Repository) -> None:
+    repo = client.repo
+    if repository.name != repo:
+        raise UserError(f"{repo} is called {repository.name} now", hint="Write its new name in the recipe.")
+    if repository.disabled:
+        raise UserError(f"{repo} is disabled on the Hub", hint="Its page there says why.")
+    there = tree(client, repository.head)
+    if MANIFEST not in there and any(name.endswith((".safetensors", ".bin", ".gguf")) for name in there):
+        raise UserError(
+            f"{repo} holds a model that quantmint did not publish: it has weights, and no {MANIFEST}",
+            hint="A release replaces all files. Name another repository, or remove the files that are there first.",
+        )
+
+
+def _card(client: Client, release: Release) -> ModelCard | None:
+    import yaml
+    from huggingface_hub import ModelCard
+
+    if CARD not in release.files:
+        return None
+    try:
+        return ModelCard(content(release.files[CARD]).decode())
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(redact(str(error)).split())
+        raise UserError(f"{client.repo}: {CARD} is no model card: {reason}") from None
+
+
+def validate(client: Client, card: str) -> None:
+    """Raise `UserError` for metadata that the Hub would refuse with the commit.
+
+    `ModelCard.validate` asks the same question of huggingface.co whatever HF_ENDPOINT says, and as nobody.
+    """
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    def ask() -> None:
+        answer = get_session().post(
+            f"{client.api.endpoint}/api/validate-yaml",
+            json={"content": card, "repoType": "model"},
+            headers=build_hf_headers(),
+        )
+        hf_raise_for_status(answer)
+
+    client.call("have the card's metadata accepted", ask)
+
+
+def _refusal(who: Mapping[str, Any], repo: str, *, exists: bool, collection: bool) -> str | None:
+    """Why this token cannot publish there, in a sentence; None where nothing speaks against it."""
+    namespace = repo.split("/")[0]
+    return _of_member(who, namespace) or _of_token(who, namespace, repo, exists=exists, collection=collection)
+
+
+def _of_member(who: Mapping[str, Any], namespace: str) -> str | None:
+    name = str(who.get("name"))
+    if name == namespace:
+        return None
+    roles = {str(found["name"]): str(found.get("roleInOrg", "")) for found in who.get("orgs", ())}
+    if namespace not in roles:
+        return f"{name} is no member of {namespace}{did_you_mean(namespace, [name, *roles])}"
+    if roles[namespace] and roles[namespace] not in _WRITERS:
+        return f"{name} may not write in {namespace}: found the role {roles[namespace]}, expected contributor or above"
+    return None
+
+
+def _of_token(who: Mapping[str, Any], namespace: str, repo: str, *, exists: bool, collection: bool) -> str | None:
+    token = (who.get("auth") or {}).get("accessToken") or {}
+    label = f"the token {token['displayName']!r}" if token.get("displayName") else "the token"
+    if token.get("role") == "read":
+        return f"{label} may only read; a token that may write is made at {_TOKENS}"
+    if token.get("role") != "fineGrained":
+        return None
+    scoped = (token.get("fineGrained") or {}).get("scoped") or ()
+    everywhere = set(_granted(scoped, {namespace}))
+    here = everywhere | set(_granted(scoped, {repo}))
+    if "repo.write" not in (here if exists else everywhere):
+        what = f"write to {repo}" if exists else f"create repositories in {namespace}"
+        return f"{label} is not allowed to {what}: it lacks repo.write; edit it at {_TOKENS}"
+    if collection and "collection.write" not in everywhere:
+        return f"{label} is not allowed to change collections of {namespace}: it lacks collection.write"
+    return None
+
+
+def _granted(scoped: Any, names: set[str]) -> Iterator[str]:
+    for scope in scoped:
+        if (scope.get("entity") or {}).get("name") in names:
+            yield from scope.get("permissions") or ()
+
+
+def changes(repository: Repository | None, section: Hub | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What would be changed before the release is sent, and after it; nothing where there is no recipe.
+
+    Raises `UserError` where the recipe says private of a repository that everybody sees.
+    """
+    if section is None:
+        return (), ()
+    if repository is not None and section.private and not repository.private:
+        raise UserError(
+            f"{section.repo} is public, and the recipe says private: true of it",
+            hint="Write `private: false` under publish.hub, name another repository, or make this one private on the "
+            "Hub.",
+        )
+    gated = repository.gated if repository is not None else None
+    before = (f"gated: {section.gated}",) if section.gated is not None and section.gated != gated else ()
+    after = (PUBLIC,) if repository is not None and repository.private and not section.private else ()
+    return before, after
+
+
+def restrict(client: Client, repository: Repository, section: Hub | None) -> None:
+    """Let nobody in whom the recipe keeps out."""
+    before, _ = changes(repository, section)
+    if section is not None and before:
+        gated = section.gated
+        client.call("make it gated", lambda: client.api.update_repo_settings(client.repo, gated=gated))
+    if section is not None and section.gated is None and repository.gated is not None and client.progress is not None:
+        client.progress.warn(f"{client.repo} is gated ({repository.gated}), of which the recipe says nothing: left so")
+
+
+def settle(client: Client, repository: Repository, section: Hub | None) -> None:
+    """Open it where the recipe does, and have its collection list it."""
+    if section is None:
+        return
+    _, after = changes(repository, section)
+    if after:
+        client.call("make it public", lambda: client.api.update_repo_settings(client.repo, private=False))
+    if section.collection is not None:
+        _list_it(client, section)
+
+
+def is_listed(client: Client, section: Hub) -> bool:
+    """Whether the recipe's collection lists the repository. Raises `MissingError` for a slug that there is none of."""
+    slug = _slug(client, str(section.collection), section.repo.split("/")[0])
+    return slug is not None and _lists(client, slug)
+
+
+def _list_it(client: Client, section: Hub) -> None:
+    title, namespace = str(section.collection), section.repo.split("/")[0]
+    slug = _slug(client, title, namespace)
+    if slug is None:
+        made = client.call(
+            f"create the collection {title!r}",
+            lambda: client.api.create_collection(title, namespace=namespace, private=section.private, exists_ok=True),
+        )
+        slug = str(made.slug)
+    if not _lists(client, slug):
+        client.call(
+            f"add it to the collection {slug}",
+            lambda: client.api.add_collection_item(slug, item_id=client.repo, item_type="model", exists_ok=True),
+        )
+
+
+def _lists(client: Client, slug: str) -> bool:
+    found = client.call(f"read the collection {slug}", lambda: client.api.get_collection(slug))
+    return any(item.item_id == client.repo and item.item_type == "model" for item in found.items)
+
+
+def _slug(client: Client, wanted: str, namespace: str) -> str | None:
+    """What a collection is called on the Hub; None where none of the namespace has that title."""
+    if _SLUG.fullmatch(wanted):
+        return wanted
+    found = client.call(
+        f"list the collections of {namespace}", lambda: list(client.api.list_collections(owner=namespace))
+    )
+    return next((str(collection.slug) for collection in found if collection.title == wanted), None)

@@ -1,0 +1,405 @@
+"""A repository of the Hugging Face Hub as a place to publish to.
+
+    HubPlace("my-org/Llama-3.3-70B-FP8-KV", recipe.publish.hub).publish(release, candidate=False, progress=progress)
+
+`main` is what readers get, and a release is a tag that never moves. Bytes go up first, where nobody sees them; then
+everything becomes visible in one commit on top of the one that was looked at: on `main`, or for a candidate on the
+branch `candidate`, or on a pull request, which is verified and merged. Its files are compared, and last comes the tag.
+Going from one release to another is one commit that gives `main` the tag's files: large ones are named again by their
+SHA-256 and sent by nobody.
+
+Nothing is lost by any of it: what `main` was stays in its history, and the tags keep what they name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import StageError, UserError
+from pipeline.progress import Progress
+from pipeline.publish.hub import access
+from pipeline.publish.hub.client import Client, MissingError, RefusedError, connect, unseen
+from pipeline.publish.hub.repository import (
+    CANDIDATE,
+    MAIN,
+    Repository,
+    Tree,
+    differences,
+    differing,
+    download,
+    history,
+    is_same,
+    look,
+    read,
+    releases,
+    require_release,
+    some,
+    tree,
+)
+from pipeline.publish.hub.upload import commit, moved, title_of, upload
+from pipeline.publish.place import Difference, Listed, Operation, Place, State, named
+from pipeline.publish.release import MANIFEST, Release
+from pipeline.recipe.sections import Hub
+
+
+class HubPlace(Place):
+    """``section`` is what the recipe says of it; None where a person named it, and then no setting is touched."""
+
+    def __init__(self, repo: str, section: Hub | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.repo = repo
+        self.section = section
+        self._sleep = sleep
+        self._progress: Progress | None = None
+        self._by_request = section is not None and section.via == "pull-request"
+
+    @property
+    def address(self) -> str:
+        """organisation/name."""
+        return self.repo
+
+    def require_access(self) -> None:
+        """Token, rights and visibility."""
+        access.require_access(self._client(), self.section)
+
+    def preflight(self, release: Release) -> None:
+        """Token, rights, names, sizes, visibility and the card; see `pipeline.publish.hub.access`."""
+        repository = access.preflight(self._client(), release, self.section)
+        if repository is not None:
+            self._require_own(release, repository)
+
+    def state(self) -> State:
+        """Refs and files of every tag; nothing where there is no repository yet."""
+        client = self._client()
+        repository = look(client)
+        return State() if repository is None else State(releases(client, repository), mark=repository)
+
+    @contextmanager
+    def changing(self, progress: Progress) -> Iterator[None]:
+        """Nobody is kept out; the client tells this progress what it waits for."""
+        self._progress = progress
+        try:
+            yield
+        finally:
+            self._progress = None
+
+    def releases(self) -> tuple[Listed, ...]:
+        """The tagged releases, the newest first; raises `MissingError` where there is no repository."""
+        state = self.state()
+        if state.mark is None:
+            raise unseen(self.repo)
+        return state.releases
+
+    def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
+        """With what the commit would go on top of, unless the release is tagged, or a pull request holds it."""
+        repository: Repository | None = state.mark
+        if repository is None:
+            return Difference(sorted(release.files))
+        opened = self._opened(release, repository)
+        if self._require_own(release, repository) or (opened and self._goes_on(opened, repository)):
+            return Difference()
+        there = tree(self._client(), self._base(repository, candidate)[1])
+        missing = [name for name, file in sorted(release.files.items()) if not is_same(there.get(name), file)]
+        return (
+            Difference(missing, sorted(there.keys() - release.files.keys()))
+            if differences(there, release)
+            else (Difference())
+        )
+
+    def put(
+        self, release: Release, difference: Difference, state: State, *, candidate: bool, progress: Progress
+    ) -> str:
+        """Make the repository where there is none, send, commit, and compare; returns the commit."""
+        client = self._client()
+        repository = state.mark or self._create(client)
+        access.restrict(client, repository, self.section)
+        branch, parent = self._base(repository, candidate)
+        opened = self._opened(release, repository)
+        if not difference:
+            made = repository.requests[opened][0] if opened is not None else parent
+        elif self._by_request:
+            if opened is not None:
+                self._close(client, opened, f"`{MAIN}` has moved since this was opened; another one takes its place.")
+
+            def found() -> str | None:
+                now = look(client)
+                number = self._opened(release, now)
+                return now.requests[number][0] if now is not None and number is not None else None
+
+            made = self._commit(client, release, MAIN, parent, found)
+        else:
+            if candidate and branch != CANDIDATE:
+                client.call(
+                    f"create the branch {CANDIDATE}",
+                    lambda: client.api.create_branch(self.repo, branch=CANDIDATE, revision=parent, exist_ok=True),
+                )
+            target = CANDIDATE if candidate else MAIN
+            made = self._commit(client, release, target, parent, lambda: self._landed(client, release, target))
+        require_release(client, made, release, "the commit")
+        return made
+
+    def point(self, release: Listed, state: State, why: str) -> None:
+        """Nothing where `main` holds it; else its pull request is merged, or `main` is given its files by a commit."""
+        client = self._client()
+        repository: Repository = look(client) or self._create(client)
+        wanted = tree(client, release.revision)
+        if not differing(tree(client, repository.head), wanted):
+            return
+        parent = state.mark.head if state.mark is not None else repository.head
+        number = repository.request_of(release.revision)
+        if number is not None and self._starts_from(release.revision, repository.head):
+            self._merge(client, number, wanted)
+        elif number is not None and release.tag not in repository.tags:
+            raise moved(self.repo, MAIN)
+        else:
+            self._copy(client, release, parent, wanted, f"{why} {release.tag}")
+        names = differing(tree(client, MAIN), wanted)
+        if names:
+            raise StageError(
+                f"{self.repo}: {MAIN} has not become {release.tag}: {some(names)} differs",
+                hint="Somebody may have written there meanwhile; look, then run the same command again.",
+            )
+
+    def wait(self, release: Listed, state: State) -> None:
+        """Nothing: the branch or the pull request that it was committed to is what waits."""
+
+    def end_wait(self, release: Listed, state: State) -> None:
+        """Close its pull request, where it was not merged; delete its branch."""
+        client = self._client()
+        repository = look(client)
+        number = repository.request_of(release.revision) if repository else None
+        if number is not None:
+            self._close(client, number, f"Promoted by a commit on {MAIN}, which had moved since.")
+        if repository is not None and repository.branches.get(CANDIDATE) == release.revision:
+            with suppress(MissingError):
+                client.call(
+                    f"delete the branch {CANDIDATE}", lambda: client.api.delete_branch(self.repo, branch=CANDIDATE)
+                )
+
+    def finish(self, release: Listed) -> None:
+        """Tag it, where it is not tagged; open the repository and have its collection list it, as the recipe says."""
+        client = self._client()
+        repository = look(client)
+        if repository is None:
+            raise unseen(self.repo)
+        if release.tag not in repository.tags:
+            client.call(
+                f"tag {release.tag}",
+                lambda: client.api.create_tag(self.repo, tag=release.tag, revision=release.revision, exist_ok=True),
+            )
+        access.restrict(client, repository, self.section)
+        access.settle(client, repository, self.section)
+
+    def pointing(self, release: Listed, state: State, why: str) -> Sequence[Operation]:
+        """The commit, file by file, or the merge; and what ends that it waits."""
+        client, repository = self._client(), state.mark
+        number = repository.request_of(release.revision)
+        there, wanted = tree(client, repository.head), tree(client, release.revision)
+        names = differing(there, wanted)
+        steps = []
+        if names and number is not None and self._starts_from(release.revision, repository.head):
+            steps.append(Operation("merge", f"pull request {number} into {MAIN}"))
+            number = None
+        elif names:
+            steps += [
+                *(
+                    Operation("copy", f"{name} from {release.tag}", wanted[name].size)
+                    for name in names
+                    if name in wanted
+                ),
+                *(
+                    Operation("delete", f"{name}, which {release.tag} does not have")
+                    for name in names
+                    if name in there.keys() - wanted.keys()
+                ),
+                Operation("commit", f'"{why} {release.tag}" on {MAIN}, after {repository.head[:8]}'),
+            ]
+        if number is not None:
+            steps.append(Operation("close", f"pull request {number}, whose files {MAIN} has"))
+        if repository.branches.get(CANDIDATE) == release.revision and (steps or not release.current):
+            steps.append(Operation("delete", f"branch {CANDIDATE}, whose files {MAIN} has"))
+        return steps
+
+    def waiting(self, release: Listed, state: State) -> Sequence[Operation]:
+        """Nothing beyond the commit."""
+        return ()
+
+    def operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
+        """The steps of `publish` in their order, also where the repository is not there yet."""
+        client, state = self._client(), self.state()
+        repository: Repository | None = state.mark
+        section = self.section
+        difference = self.compare(release, state, candidate=candidate, progress=None)
+        before, after = access.changes(repository, section)
+        steps = []
+        if repository is None:
+            private = section is None or section.private
+            steps.append(Operation("create", f"{'private' if private else 'public'} repository {self.repo}"))
+        steps += [Operation("set", change) for change in before]
+        opened = self._opened(release, repository)
+        asks = self._by_request
+        if difference:
+            if opened is not None:
+                steps.append(Operation("close", f"pull request {opened}, which {MAIN} has left behind"))
+            steps += [Operation("upload", name, release.files[name].size) for name in difference.missing]
+            if candidate and not asks and (repository is None or CANDIDATE not in repository.branches):
+                steps.append(Operation("create", f"branch {CANDIDATE} from {MAIN}"))
+            steps += [Operation("delete", name) for name in difference.strays]
+            where = f"a pull request against {MAIN}" if asks else CANDIDATE if candidate else MAIN
+            steps.append(Operation("commit", f'"{title_of(release)}" on {where}'))
+        if repository is None or release.tag not in repository.tags:
+            if asks and not candidate:
+                number = "the pull request" if difference or opened is None else f"pull request {opened}"
+                steps.append(Operation("merge", f"{number} into {MAIN}"))
+            steps.append(Operation("tag", release.tag))
+        steps += [Operation("set", change) for change in after]
+        listed = section is None or section.collection is None
+        if section is not None and not (listed or (repository is not None and access.is_listed(client, section))):
+            steps.append(Operation("add", f"{self.repo} to the collection {section.collection}"))
+        return tuple(steps)
+
+    def read(self, release: Listed, name: str) -> bytes | None:
+        """A file at the release's commit."""
+        client = self._client()
+        found = tree(client, release.revision).get(name)
+        return None if found is None else read(client, release.revision, name, 0, found.size)
+
+    def sizes(self, release: Listed) -> dict[str, int]:
+        """By the Hub's list."""
+        return {name: remote.size for name, remote in tree(self._client(), release.revision).items()}
+
+    def drop(self, release: Listed) -> None:
+        """Delete the tag; the files stay as long as the history refers to them, which only its owner can rewrite."""
+        client = self._client()
+        with suppress(MissingError):
+            client.call(f"delete the tag {release.tag}", lambda: client.api.delete_tag(self.repo, tag=release.tag))
+
+    def removal(self, release: Listed) -> Operation:
+        """Of a tag."""
+        return Operation("delete", f"tag {release.tag}; the Hub keeps the files that its history refers to")
+
+    def fetch(
+        self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
+    ) -> Path:
+        """The files in ``into``, or in the Hub's cache; what is there already is not fetched again.
+
+        ``into`` also gets `.cache/huggingface/`, by which the client knows what it has fetched.
+        """
+        with self.changing(progress):
+            return download(self._client(), self.revision_of(tag), into, wanted)
+
+    def revision_of(self, tag: str | None) -> str:
+        """The commit of a release (None: the current one); raises `UserError` where there is none."""
+        client = self._client()
+        repository = look(client)
+        if repository is None:
+            raise unseen(self.repo)
+        return repository.head if tag is None else named(releases(client, repository), tag, self.repo).revision
+
+    def _client(self) -> Client:
+        return connect(self.repo, self._progress, sleep=self._sleep)
+
+    def _base(self, repository: Repository, candidate: bool) -> tuple[str, str]:
+        """The branch that a commit would go on top of, and its head."""
+        branch = CANDIDATE if candidate and not self._by_request and CANDIDATE in repository.branches else MAIN
+        return branch, repository.branches[branch]
+
+    def _create(self, client: Client) -> Repository:
+        """Make the repository; another publisher may do so at the same time."""
+        private = self.section is None or self.section.private
+        client.call("create the repository", lambda: client.api.create_repo(self.repo, private=private, exist_ok=True))
+        repository = look(client)
+        if repository is None:
+            raise MissingError(f"{self.repo}: was created, and cannot be seen by this token", status=404)
+        return repository
+
+    def _require_own(self, release: Release, repository: Repository) -> bool:
+        """Whether the release is tagged; raises where its tag does not hold it."""
+        tagged = repository.tags.get(release.tag)
+        if tagged is None:
+            return False
+        found = tree(self._client(), tagged)
+        if not is_same(found.get(MANIFEST), release.files[MANIFEST]):
+            raise UserError(
+                f"{self.repo}: the tag {release.tag} is there, and the {MANIFEST} that it holds is another one",
+                hint="Tags never move. Look at the tag on the Hub; one that nobody needs is deleted there.",
+            )
+        if wrong := differences(found, release):
+            raise StageError(f"{self.repo}: the release {release.tag} is damaged on the Hub: {some(wrong)}")
+        return True
+
+    def _opened(self, release: Release, repository: Repository | None) -> int | None:
+        """The open pull request that an earlier attempt left, where it holds the release."""
+        if repository is None or not self._by_request:
+            return None
+        known = repository.requests.items()
+        heads = {number: commit for number, (commit, title) in known if title == title_of(release)}
+        held = (number for number, commit in heads.items() if not differences(tree(self._client(), commit), release))
+        return next(held, None)
+
+    def _goes_on(self, number: int, repository: Repository) -> bool:
+        """Whether a pull request still starts from `main`."""
+        return self._starts_from(repository.requests[number][0], repository.head)
+
+    def _landed(self, client: Client, release: Release, branch: str) -> str | None:
+        """The head of a branch, where it holds the release: the answer to its commit was lost."""
+        repository = look(client)
+        commit = repository.branches.get(branch) if repository else None
+        return commit if commit is not None and not differences(tree(client, commit), release) else None
+
+    def _starts_from(self, commit: str, parent: str) -> bool:
+        """Whether a commit is the next one after ``parent``, so that merging it gives exactly its files."""
+        return [str(one.commit_id) for one in history(self._client(), commit)[1:2]] == [parent]
+
+    def _commit(
+        self, client: Client, release: Release, branch: str, parent: str, found: Callable[[], str | None]
+    ) -> str:
+        """The operations that make the parent's files those of the release, in one commit."""
+        from huggingface_hub import CommitOperationDelete
+
+        gone = sorted(tree(client, parent).keys() - release.files.keys())
+        operations = [
+            *upload(client, release, branch, by_request=self._by_request),
+            *(CommitOperationDelete(name, is_folder=False) for name in gone),
+        ]
+        return commit(client, operations, title_of(release), branch, parent, found=found, by_request=self._by_request)
+
+    def _copy(self, client: Client, release: Listed, parent: str, wanted: Tree, message: str) -> None:
+        """One commit; large files are named by their SHA-256 and not sent, small ones the client sends again."""
+        from huggingface_hub import CommitOperationCopy, CommitOperationDelete
+
+        names = differing(tree(client, parent), wanted)
+        operations: list[Any] = [
+            CommitOperationCopy(name, name, src_revision=release.revision)
+            if name in wanted
+            else CommitOperationDelete(name, is_folder=False)
+            for name in names
+        ]
+
+        def found() -> str | None:
+            return None if differing(tree(client, MAIN), wanted) else MAIN
+
+        commit(client, operations, message, MAIN, parent, found=found)
+
+    def _merge(self, client: Client, number: int, wanted: Tree) -> None:
+        def attempt() -> None:
+            status = client.api.get_discussion_details(self.repo, number).status
+            if status == "draft":
+                client.api.change_discussion_status(self.repo, number, "open")
+            if status != "merged":
+                client.api.merge_pull_request(self.repo, number)
+
+        try:
+            client.call(f"merge pull request {number}", attempt)
+        except RefusedError:
+            if differing(tree(client, MAIN), wanted):  # else it was merged, and the answer got lost
+                raise
+
+    def _close(self, client: Client, number: int, comment: str) -> None:
+        client.call(
+            f"close pull request {number}",
+            lambda: client.api.change_discussion_status(self.repo, number, "closed", comment=comment),
+        )

@@ -1,0 +1,413 @@
+"""A place that releases are published to: a folder, a bucket or a repository of the Hub, under one state machine.
+
+    place = open_place("my-org/Llama-3.3-70B-FP8-KV")
+    place.publish(release, candidate=False, progress=progress)
+    place.releases()
+    place.promote(None, dry_run=False, progress=progress)
+    place.rollback("v20261121-3f1c0a52", dry_run=False, progress=progress)
+
+Readers get one release at a time, the current one, and it changes from one to another in a single step. A publication
+puts the files where nobody looks, points to them, and notes that it is over; each step finds what an earlier attempt
+has done, so that the same command finishes what was cut off. A release that was published to its end is left as it is:
+where readers get another one now, somebody chose that, and `rollback` is how to choose again.
+
+What differs between places is a few primitives, the methods of `Place` that are abstract.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.progress import Progress
+from pipeline.publish import manifest
+from pipeline.publish.release import MANIFEST, SIGNATURE, Release, day_in, identity_in
+from pipeline.recipe.faults import did_you_mean
+from pipeline.store.files import DamagedError
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One thing that would be done, in words: ``verb`` "upload", ``what`` "model.safetensors", ``size`` in bytes."""
+
+    verb: str
+    what: str
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Where a release is now. ``revision`` names its bytes for ever; ``again``: it was there, nothing was sent."""
+
+    place: str
+    tag: str
+    revision: str
+    current: bool
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A release that a place holds. ``created`` is ISO 8601 in UTC; ``size`` in bytes, None where nobody said."""
+
+    tag: str
+    revision: str
+    created: str
+    title: str
+    current: bool
+    candidate: bool
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A place as it was looked at: its releases, the newest first.
+
+    ``unfinished`` are tags whose publication was cut off. ``mark`` is what the place itself needs in order to refuse a
+    change where somebody else made one since.
+    """
+
+    releases: tuple[Listed, ...] = ()
+    unfinished: frozenset[str] = frozenset()
+    mark: Any = None
+
+    @property
+    def current(self) -> Listed | None:
+        """What readers get."""
+        return next((release for release in self.releases if release.current), None)
+
+    def find(self, tag: str) -> Listed | None:
+        """The release of that tag."""
+        return next((release for release in self.releases if release.tag == tag), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How what lies under a release's tag differs from it: names to send, and names that are none of its."""
+
+    missing: Sequence[str] = field(default=())
+    strays: Sequence[str] = field(default=())
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.strays)
+
+
+class Place(ABC):
+    """A place. Errors are `StageError` (try again) and `UserError` (it will never work so); both lose nothing."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """What it is called: ``my-org/name``, ``published/name``, ``s3://bucket/prefix/name``."""
+
+    @abstractmethod
+    def require_access(self) -> None:
+        """What would stop any release: rights, and what is in the way; asked before hours of work make one."""
+
+    @abstractmethod
+    def preflight(self, release: Release) -> None:
+        """Everything that would stop a publication, asked before the first byte: rights, sizes, names, room."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """What is there now."""
+
+    @abstractmethod
+    def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
+        """What of a release is not there yet; without ``progress`` no file is read for that."""
+
+    @abstractmethod
+    def put(
+        self, release: Release, difference: Difference, state: State, *, candidate: bool, progress: Progress
+    ) -> str:
+        """Send what differs and see that it arrived; returns the release's revision there."""
+
+    @abstractmethod
+    def point(self, release: Listed, state: State, why: str) -> None:
+        """Make it what readers get, in one step; refused where somebody else did so since the state was looked at."""
+
+    @abstractmethod
+    def wait(self, release: Listed, state: State) -> None:
+        """Make it the candidate."""
+
+    @abstractmethod
+    def end_wait(self, release: Listed, state: State) -> None:
+        """It is a candidate no more."""
+
+    @abstractmethod
+    def finish(self, release: Listed) -> None:
+        """Note that its publication is over, where that is not noted yet."""
+
+    @abstractmethod
+    def pointing(self, release: Listed, state: State, why: str) -> Sequence[Operation]:
+        """What `point` and `end_wait` would do, in words."""
+
+    @abstractmethod
+    def waiting(self, release: Listed, state: State) -> Sequence[Operation]:
+        """What `wait` would do, in words."""
+
+    @abstractmethod
+    def read(self, release: Listed, name: str) -> bytes | None:
+        """A small file of a release; None where it has none of that name."""
+
+    @abstractmethod
+    def sizes(self, release: Listed) -> dict[str, int]:
+        """Bytes of every file that lies under a release's tag, by name."""
+
+    @abstractmethod
+    def drop(self, release: Listed) -> None:
+        """Remove a release."""
+
+    @abstractmethod
+    def fetch(
+        self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
+    ) -> Path:
+        """A folder with a release's files (None: the current one): where it lies, or a copy in ``into`` or a cache.
+
+        ``wanted`` says of a file's name in the release whether it is needed (None: all are); a folder that lies here is
+        given as it is. What is fetched from elsewhere is not believed: names that lead out of the folder are refused.
+        """
+
+    def changing(self, progress: Progress) -> AbstractContextManager[None]:
+        """What a change is made in: alone, where the place knows locks."""
+        return nullcontext()
+
+    def sending(self, release: Release, difference: Difference) -> Sequence[Operation]:
+        """What `put` would do, in words."""
+        return (
+            *(Operation("upload", name, release.files[name].size) for name in difference.missing),
+            *(Operation("remove", f"{release.tag}/{name}") for name in difference.strays),
+        )
+
+    def operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
+        """Exactly what `publish` would do now; asks, but changes nothing."""
+        state = self.state()
+        sending = self.sending(release, self.compare(release, state, candidate=candidate, progress=None))
+        listed = described(release, release.identity)
+        if not self._is_due(listed, state, candidate=candidate):
+            return sending
+        pointing = self.waiting(listed, state) if candidate else self.pointing(listed, state, "Publish")
+        return (*sending, *pointing)
+
+    def publish(self, release: Release, *, candidate: bool, progress: Progress) -> Published:
+        """Make the release the current one, or a candidate. One that is there already is left as it is."""
+        with self.changing(progress):
+            state = self.state()
+            known = state.find(release.tag) if release.tag not in state.unfinished else None
+            difference = self.compare(release, state, candidate=candidate, progress=progress)
+            if known is None or difference:
+                revision = self.put(release, difference, state, candidate=candidate, progress=progress)
+            else:
+                revision = known.revision
+            listed = described(release, revision)
+            if known is not None and SIGNATURE in release.files and not self._has_signature_of(release, listed):
+                progress.warn(f"{release.tag} is there with another signature, which stays: a release never changes.")
+            shown = state.current.tag if state.current else None
+            if self._is_due(listed, state, candidate=candidate):
+                if candidate:
+                    self.wait(listed, state)
+                else:
+                    self._show(listed, state, "Publish")
+                    shown = release.tag
+            self.finish(listed)
+        again = known is not None and not difference
+        return Published(self.address, release.tag, revision, shown == release.tag, again=again)
+
+    def releases(self) -> tuple[Listed, ...]:
+        """What is there, the newest first."""
+        return self.state().releases
+
+    def promote(self, tag: str | None, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Make a candidate the current release (None: the only one); returns what was done."""
+        with nullcontext() if dry_run else self.changing(progress):
+            state = self.state()
+            return self._switch(candidate_of(state.releases, tag, self.address), state, "Promote", dry_run=dry_run)
+
+    def rollback(self, tag: str, *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Make an earlier release the current one again, byte by byte; returns what was done."""
+        with nullcontext() if dry_run else self.changing(progress):
+            state = self.state()
+            chosen = named(state.releases, tag, self.address)
+            if chosen.candidate and not chosen.current:
+                raise UserError(
+                    f"{tag} of {self.address} is a candidate that was never a release",
+                    hint=f"`quantmint promote {self.address} {tag}` makes it one.",
+                )
+            return self._switch(chosen, state, "Roll back to", dry_run=dry_run)
+
+    def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
+        """Remove releases, never the current one or a candidate."""
+        with nullcontext() if dry_run else self.changing(progress):
+            gone = removable(self.state().releases, tags, self.address)
+            for release in () if dry_run else gone:
+                progress.say(f"removing {release.tag}")
+                self.drop(release)
+            return tuple(self.removal(release) for release in gone)
+
+    def removal(self, release: Listed) -> Operation:
+        """What `drop` does, in words."""
+        return Operation("remove", release.tag, release.size)
+
+    def require_whole(self, release: Listed) -> bytes:
+        """The bytes of a release's manifest; raises `DamagedError` where what lies under its tag is not that release.
+
+        Each file's size is compared, not its digest: going back must not take the time of reading a model, and
+        `quantmint verify` reads everything.
+        """
+        raw = self.manifest_of(release)
+        manifest.require_whole(raw, release.tag, self.sizes(release), f"{self.address}: {release.tag}")
+        return raw
+
+    def manifest_of(self, release: Listed) -> bytes:
+        """The bytes of a release's manifest, for which its tag vouches; raises `DamagedError` for others."""
+        raw = self.read(release, MANIFEST)
+        if raw is None or not manifest.identity(raw).startswith(identity_in(release.tag)):
+            state = "missing" if raw is None else f"not that of {release.tag}"
+            raise DamagedError(
+                f"{self.address}: {release.tag} is damaged: its {MANIFEST} is {state}", hint=manifest.DAMAGED
+            )
+        return raw
+
+    def _is_due(self, release: Listed, state: State, *, candidate: bool) -> bool:
+        """Whether a publication still has to point to its release.
+
+        Not to one that was published to its end: another may be current because somebody went back to it.
+        """
+        there = state.find(release.tag)
+        known = there is not None and release.tag not in state.unfinished
+        if known and (candidate or state.current is not None):
+            return False
+        return there is None or not (there.current or (candidate and there.candidate))
+
+    def _show(self, release: Listed, state: State, why: str) -> None:
+        """Point readers to a release. What they had is finished first: a publication that was cut off stays so then."""
+        if state.current is not None and state.current.tag in state.unfinished:
+            self.finish(state.current)
+        self.point(release, state, why)
+        self.end_wait(release, state)
+
+    def _switch(self, release: Listed, state: State, why: str, *, dry_run: bool) -> Sequence[Operation]:
+        if not release.current:
+            self.require_whole(release)
+        done = tuple(self.pointing(release, state, why))
+        if done and not dry_run:
+            if release.tag in state.unfinished:
+                self.finish(release)
+            self._show(release, state, why)
+        return done
+
+    def _has_signature_of(self, release: Release, listed: Listed) -> bool:
+        there = self.read(listed, SIGNATURE)
+        return there is not None and hashlib.sha256(there).hexdigest() == release.files[SIGNATURE].sha256
+
+
+def described(release: Release, revision: str) -> Listed:
+    """A release as a place lists it."""
+    title, created, _ = said_of(release.files[MANIFEST].path.read_bytes())
+    return Listed(release.tag, revision, created or day_in(release.tag), title, False, False, release.size)
+
+
+def said_of(raw: bytes) -> tuple[str, str | None, int | None]:
+    """Title, creation and bytes of all files, as far as the bytes of a ``quantmint.json`` say them; never raises.
+
+    Read leniently, because a list must also show what is damaged; `pipeline.publish.manifest` is strict.
+    """
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict):
+        return "", None, None
+    title, created, files = data.get("title"), data.get("created"), data.get("files")
+    sizes = [file.get("size") for file in files.values() if isinstance(file, dict)] if isinstance(files, dict) else []
+    return (
+        " ".join(title.split()) if isinstance(title, str) else "",
+        created if isinstance(created, str) and _is_moment(created) else None,
+        sum(size for size in sizes if isinstance(size, int)) + len(raw) if sizes else None,
+    )
+
+
+def _is_moment(created: str) -> bool:
+    try:
+        return datetime.fromisoformat(created).tzinfo is not None
+    except ValueError:
+        return False
+
+
+def newest_first(releases: Iterable[Listed]) -> tuple[Listed, ...]:
+    """Releases by when they were made; those of one moment by their tags."""
+    return tuple(sorted(releases, key=lambda one: (datetime.fromisoformat(one.created), one.tag), reverse=True))
+
+
+def named(releases: Sequence[Listed], tag: str, place: str) -> Listed:
+    """The release of that tag; raises `UserError` with the nearest tag where there is none."""
+    found = next((release for release in releases if release.tag == tag), None)
+    if found is None:
+        tags = [release.tag for release in releases]
+        raise UserError(
+            f"{place} has no release {tag}{did_you_mean(tag, tags)}",
+            hint=f"`quantmint releases {place}` lists them." if tags else f"Nothing is published in {place} yet.",
+        )
+    return found
+
+
+def candidate_of(releases: Sequence[Listed], tag: str | None, place: str) -> Listed:
+    """The candidate of that tag, or the only one; the current release where that is named: it was promoted before.
+
+    Raises `UserError` where none waits, several do, or the tag is that of an earlier release.
+    """
+    candidates = [release for release in releases if release.candidate]
+    if tag is not None:
+        found = named(releases, tag, place)
+        if not (found.candidate or found.current):
+            raise UserError(
+                f"{tag} is an earlier release of {place}, expected a candidate"
+                + (f" such as {candidates[0].tag}" if candidates else ""),
+                hint=f"`quantmint rollback {place} {tag}` makes it the current one again.",
+            )
+        return found
+    if not candidates:
+        raise UserError(
+            f"{place} has no candidate to promote", hint="`quantmint publish RECIPE --to candidate` publishes one."
+        )
+    if len(candidates) > 1:
+        tags = ", ".join(release.tag for release in candidates)
+        raise UserError(f"{place} has {len(candidates)} candidates, expected the tag of one: {tags}")
+    return candidates[0]
+
+
+def removable(releases: Sequence[Listed], tags: Collection[str], place: str) -> tuple[Listed, ...]:
+    """The releases of these tags; raises `UserError` where one is not there, is current or is a candidate."""
+    found = tuple(named(releases, tag, place) for tag in dict.fromkeys(tags))
+    for release in found:
+        if release.current or release.candidate:
+            state = "the current release" if release.current else "a candidate"
+            raise UserError(f"{release.tag} is {state} of {place}, expected one that nobody is sent to")
+    return found
+
+
+def outdated(
+    releases: Sequence[Listed], *, keep: int, older_than: timedelta | None = None, now: datetime | None = None
+) -> tuple[str, ...]:
+    """Tags of the releases beyond the newest ``keep``, the newest first; never the current one or a candidate.
+
+    A candidate is not one of those that are counted either, because nobody can go back to what readers never had. With
+    ``older_than`` only those that were made longer ago than that, counted back from ``now`` (with a time zone).
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}, expected at least 1")
+    counted = newest_first(release for release in releases if not release.candidate)
+    latest = None if older_than is None or now is None else now - older_than
+    return tuple(
+        release.tag
+        for release in counted[keep:]
+        if not release.current and (latest is None or datetime.fromisoformat(release.created) < latest)
+    )

@@ -1,0 +1,282 @@
+"""How a release was made, in words that others read: in-toto's statement with SLSA's predicate, and a CycloneDX bill.
+
+The statement is in-toto's Statement v1 (https://in-toto.io/Statement/v1) with SLSA's provenance v1
+(https://slsa.dev/spec/v1.0/provenance); what the parameters of this build type mean is said in docs/provenance.md. It
+is what the publisher says: it claims no SLSA level, and it is worth as much as the signature over the release.
+
+The bill of materials lists what the stages kept of the environments that they ran in, and not what is installed when
+a release is put together. A distribution that several stages ran on is one component, whose property
+``quantmint:stages`` names them; of two versions there are two. A stage that kept no environment adds the tools that
+its record names. `quantmint.json`, the statement and the bill are three readings of one `Lineage`, so that none says
+what another does not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+from uuid import NAMESPACE_URL, uuid5
+
+from pipeline.canonical import fingerprint
+from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Serving
+from pipeline.publish.release import EVIDENCE, PROVENANCE, UNLISTED
+from pipeline.store.files import File
+from pipeline.toolchain import OURS, Environment
+
+if TYPE_CHECKING:
+    from cyclonedx.model.component import Component
+    from cyclonedx.model.license import License
+
+
+ABSENT: Final = "absent"  # what `pipeline.versions.versions` says of a distribution that is not there
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What a release was made from.
+
+    ``recipe`` is the resolved recipe without where it goes; ``stages`` are by their keys in the plan, ``tools`` and
+    ``environments`` as the manifest and the bill of materials have them, an environment by the key of its stage.
+    """
+
+    recipe: Mapping[str, Any]
+    artefact: str
+    base: Base
+    stages: Mapping[str, Made]
+    datasets: tuple[Dataset, ...]
+    tools: Mapping[str, str]
+    serving: Serving
+    hardware: Hardware
+    environments: Mapping[str, Environment]
+
+    @property
+    def name(self) -> str:
+        """The recipe's."""
+        return str(self.recipe["name"])
+
+    @property
+    def judged(self) -> str:
+        """When the gate had judged: ISO 8601 in UTC."""
+        return self.stages["gate"].finished
+
+
+STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE: Final = "https://slsa.dev/provenance/v1"
+BUILDER: Final = "pkg:generic/quantmint"
+BUILD_TYPE: Final = f"{BUILDER}?build_type=1#docs/provenance.md"
+"""The page of the repository that says what the parameters mean; the number changes when that meaning does."""
+
+_BYPRODUCTS = (f"{EVIDENCE}/gate.json", f"{EVIDENCE}/report.html", f"{EVIDENCE}/report.json")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Descriptor = dict[str, Any]
+
+
+def statement(lineage: Lineage, files: Mapping[str, File], version: str) -> dict[str, Any]:
+    """The statement over a release's files, by their names there; ``version`` is that of quantmint.
+
+    The manifest and the signature come after the statement and are no subjects of it; nor is it one of itself.
+    """
+    subjects = sorted(name for name in files if name not in (*UNLISTED, PROVENANCE))
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": [{"name": name, "digest": {"sha256": files[name].sha256}} for name in subjects],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": BUILD_TYPE,
+                "externalParameters": {"recipe": lineage.recipe},
+                "internalParameters": {
+                    "artefact": lineage.artefact,
+                    "stages": {
+                        key: {"fingerprint": made.fingerprint, "version": made.version}
+                        for key, made in lineage.stages.items()
+                    },
+                },
+                "resolvedDependencies": [
+                    *_model(lineage.base),
+                    *(descriptor for dataset in lineage.datasets for descriptor in _data(dataset)),
+                    *_serving(lineage),
+                    *(tool for name, versions in lineage.tools.items() for tool in _tools(name, versions)),
+                ],
+            },
+            "runDetails": {
+                "builder": {"id": BUILDER, "version": {"quantmint": version}},
+                "metadata": {
+                    "invocationId": lineage.stages["gate"].fingerprint,
+                    "startedOn": min(made.started for made in lineage.stages.values()),
+                    "finishedOn": max(made.finished for made in lineage.stages.values()),
+                },
+                "byproducts": [
+                    {"name": name, "digest": {"sha256": files[name].sha256}} for name in _BYPRODUCTS if name in files
+                ],
+            },
+        },
+    }
+
+
+def encode(value: Mapping[str, Any]) -> bytes:
+    """The statement's bytes: the same for the same content."""
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def purl(name: str, version: str) -> str:
+    """A distribution of Python as a package URL; a local version's plus sign is escaped, as purl-spec asks."""
+    return f"pkg:pypi/{name.lower().replace('_', '-')}@{quote(version, safe='')}"
+
+
+def _model(base: Base) -> Iterator[Descriptor]:
+    """The 16-bit model: its repository at a commit, and each file that was read."""
+    place = None if base.repo is None else f"hf://{base.repo}@{base.commit}"
+    if place is not None:
+        yield {"name": "base", "uri": place, "digest": {"gitCommit": base.commit}}
+    for name, digest in base.files.items():
+        at = {} if place is None else {"uri": f"{place}/{quote(name)}"}
+        yield {"name": f"base/{name}", **at, "digest": {"sha256": digest}}
+
+
+def _data(dataset: Dataset) -> Iterator[Descriptor]:
+    """A data set by the digest of its file or at each commit that was fetched; where none is known, by its name."""
+    name = f"{dataset.role}/{dataset.name}"
+    if dataset.sha256 is not None:
+        yield {"name": name, "digest": {"sha256": dataset.sha256}}
+        return
+    commits = _COMMIT.findall(dataset.revision or "")
+    for commit in commits:
+        yield {"name": name, "uri": f"hf://datasets/{dataset.name}@{commit}", "digest": {"gitCommit": commit}}
+    if not commits:
+        yield {"name": name, "uri": f"hf://datasets/{dataset.name}"}
+
+
+def _serving(lineage: Lineage) -> Iterator[Descriptor]:
+    """The container that served, where there was one; what served without one is among the tools."""
+    image = lineage.serving.image
+    if image is not None:
+        digest = re.search(r"sha256:([0-9a-f]{64})", image)
+        yield {"name": "serving", "uri": f"oci://{image}", **({"digest": {"sha256": digest[1]}} if digest else {})}
+
+
+def _tools(name: str, versions: str) -> Iterator[Descriptor]:
+    """A distribution by package URL, of each version that a stage had; what is installed has no digest of its own."""
+    for version in versions.split(", "):
+        yield {"name": name, "uri": purl(name, version)}
+
+
+PYTHON: Final = "python"
+
+
+@dataclass(slots=True)
+class _Found:
+    """A version of a distribution, with the stages that ran on it."""
+
+    licence: str | None = None
+    stages: set[str] = field(default_factory=set)
+
+
+def sbom(lineage: Lineage, files: Mapping[str, File], title: str, version: str) -> bytes:
+    """The document as JSON (CycloneDX 1.6), for ``files`` of the checkpoint by their names in the release.
+
+    ``version`` is that of quantmint, which is the document's author. Neither clock nor chance has a part in it: the
+    time is that of the judgement, and the serial number follows from the content.
+    """
+    from cyclonedx.model import HashAlgorithm, HashType, Property
+    from cyclonedx.model.bom import Bom, BomMetaData
+    from cyclonedx.model.component import Component, ComponentType
+    from cyclonedx.model.tool import ToolRepository
+    from cyclonedx.output.json import JsonV1Dot6
+
+    used = _used(lineage)
+    components = [_component(name, release, found) for (name, release), found in sorted(used.items())]
+    model = Component(
+        name=lineage.name,
+        type=ComponentType.MACHINE_LEARNING_MODEL,
+        bom_ref="model",
+        version=lineage.artefact[:16],
+        description=title,
+        properties=[Property(name="quantmint:artefact", value=lineage.artefact)],
+        components=[
+            Component(
+                name=name,
+                type=ComponentType.FILE,
+                bom_ref=f"model/{name}",
+                hashes=[HashType(alg=HashAlgorithm.SHA_256, content=file.sha256)],
+            )
+            for name, file in sorted(files.items())
+        ],
+    )
+    content = {
+        "model": [lineage.name, lineage.artefact, lineage.judged, title, version],
+        "files": {name: file.sha256 for name, file in files.items()},
+        "used": [[*key, found.licence, sorted(found.stages)] for key, found in sorted(used.items())],
+    }
+    author = Component(name=OURS, type=ComponentType.APPLICATION, bom_ref=f"author/{OURS}", version=version)
+    bom = Bom(
+        components=components,
+        serial_number=uuid5(NAMESPACE_URL, f"quantmint:{fingerprint(content)}"),
+        metadata=BomMetaData(
+            timestamp=datetime.fromisoformat(lineage.judged),
+            component=model,
+            tools=ToolRepository(components=[author]),
+        ),
+    )
+    bom.register_dependency(model, components)
+    text: str = JsonV1Dot6(bom).output_as_string(indent=1)
+    return f"{text}\n".encode()
+
+
+def _used(lineage: Lineage) -> dict[tuple[str, str], _Found]:
+    """Name and version of all that stages ran on: what they kept of their environments, and the tools they name."""
+    found: dict[tuple[str, str], _Found] = {}
+
+    def add(name: str, version: str, stage: str, licence: str | None = None) -> None:
+        one = found.setdefault((name.lower().replace("_", "-"), version), _Found())
+        one.licence = one.licence or licence
+        one.stages.add(stage)
+
+    for stage, environment in lineage.environments.items():
+        add(PYTHON, environment.python, stage, "PSF-2.0")
+        for name, distribution in environment.distributions.items():
+            add(name, distribution.version, stage, distribution.licence)
+    for stage, made in lineage.stages.items():
+        for name, version in made.tools.items():
+            if version != ABSENT:
+                add(name, version, stage)
+    return found
+
+
+def _component(name: str, version: str, found: _Found) -> Component:
+    from cyclonedx.model import Property
+    from cyclonedx.model.component import Component, ComponentType
+    from packageurl import PackageURL
+
+    python = name == PYTHON
+    purl = PackageURL("generic" if python else "pypi", None, name, version)
+    return Component(
+        name=name,
+        type=ComponentType.PLATFORM if python else ComponentType.LIBRARY,
+        bom_ref=str(purl),
+        version=version,
+        purl=purl,
+        licenses=_licences(found.licence),
+        properties=[Property(name="quantmint:stages", value=" ".join(sorted(found.stages)))],
+    )
+
+
+def _licences(said: str | None) -> list[License]:
+    """What a distribution declares: an identifier or an expression of SPDX, or a name that is neither."""
+    from cyclonedx.model.license import DisjunctiveLicense, LicenseAcknowledgement, LicenseExpression
+    from cyclonedx.spdx import fixup_id, is_expression
+
+    if said is None:
+        return []
+    known, declared = fixup_id(said), LicenseAcknowledgement.DECLARED
+    if known is not None:
+        return [DisjunctiveLicense(id=known, acknowledgement=declared)]
+    if is_expression(said):
+        return [LicenseExpression(said, acknowledgement=declared)]
+    return [DisjunctiveLicense(name=said, acknowledgement=declared)]

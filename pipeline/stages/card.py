@@ -1,0 +1,291 @@
+"""The facts of a card, from the entries of a run: what was made, its base's own card, how it is served where."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
+
+import yaml
+
+from eval.report.model import DATA
+from eval.workloads import Workload
+from pipeline.errors import StageError, UserError
+from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Launch, Made
+from pipeline.publish.licences import TEXTS, terms
+from pipeline.publish.release import CARD
+from pipeline.recipe.schema import Recipe
+from pipeline.schemes import scheme
+from pipeline.serving import hardware
+from pipeline.serving.knobs.table import NEWEST_READ
+from pipeline.serving.model.facts import ModelFacts, model_facts
+from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.planning.planner import layout_words, plan_serving
+from pipeline.serving.planning.processes import processes
+from pipeline.serving.planning.target import Target, parse_target, profile
+from pipeline.serving.render.invocation import command, script, servers
+from pipeline.stage import Job, Setting, SourceIdentity
+from pipeline.stages.gate import checkpoint_digest
+from pipeline.stages.inspect import INSPECTION
+from pipeline.stages.source import model_folder
+from pipeline.store.entries import Entry
+
+if TYPE_CHECKING:
+    from eval.report.model import Report
+
+
+_FENCE: Final = "---"
+
+
+def base_metadata(identity: SourceIdentity, folder: Path, *, warn: Callable[[str], None]) -> Mapping[str, Any]:
+    """The front matter of the card in the source's ``folder``, or of its repository at the same commit.
+
+    Empty where there is none; ``warn`` is told where the Hub could not be asked, because then terms are unknown.
+    """
+    if (folder / CARD).is_file() or identity.repo is None:
+        return front_matter(folder)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        path = hf_hub_download(identity.repo, CARD, revision=identity.digest)
+    except Exception as error:
+        # Whatever the Hub's client raises, a card is made without it; a repository without a card is no fault.
+        if isinstance(error, LocalEntryNotFoundError) or not isinstance(error, EntryNotFoundError):
+            warn(f"{identity.repo}: its card cannot be had, so its licence and languages are unknown here")
+        return {}
+    return front_matter(Path(path).parent)
+
+
+def front_matter(folder: Path) -> dict[str, Any]:
+    """The YAML at the top of a folder's README.md as a mapping; empty where there is none, or it is none."""
+    try:
+        text = (folder / CARD).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        return {}
+    first, *lines = text.splitlines() or [""]
+    if first.rstrip() != _FENCE:
+        return {}
+    end = next((number for number, line in enumerate(lines) if line.rstrip() == _FENCE), None)
+    if end is None:
+        return {}
+    try:
+        found = yaml.safe_load("\n".join(lines[:end]))
+    except yaml.YAMLError:
+        return {}
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+SHOWN: Final = ("mi300x", "mi355x")
+"""What every card has a command for; the recipe's own target comes first."""
+_SIZES: Final = (1, 2, 4, 8)
+"""Accelerators that are tried where the recipe is for other hardware: the fewest that hold the model."""
+_THREADS: Final = "OMP_NUM_THREADS"
+
+
+def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, *, vllm: str) -> tuple[Launch, ...]:
+    """A launch for the recipe's target and for each of `SHOWN`.
+
+    ``facts`` are the checkpoint's, ``model`` is what a command calls it, ``vllm`` the version that is planned for.
+    """
+    names = dict.fromkeys((recipe.target.hardware, *SHOWN))
+    return tuple(_launch(name, recipe, workload, facts, model, vllm) for name in names)
+
+
+def _launch(name: str, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str) -> Launch:
+    title, refused = hardware.hardware(name).title, None
+    for target in _targets(name, recipe):
+        try:
+            plan = _plan(target, recipe, workload, facts, model, vllm)
+        except UserError as error:
+            refused = error.message
+            continue
+        running = processes(plan, port=8000)
+        return Launch(
+            title=title,
+            target=str(target),
+            command=_command(plan, running, cpu=target.accelerator.kind == "cpu"),
+            layout=layout_words(plan.layout),
+            servers=len(servers(running)),
+            vllm=plan.vllm_version,
+            image=plan.image,
+            cautions=(*plan.warnings, *_left_out(recipe)),
+        )
+    return Launch(title=title, target=name, vllm=vllm, refusal=refused)
+
+
+def _targets(name: str, recipe: Recipe) -> Iterator[Target]:
+    """The recipe's accelerators, else the fewest that will do."""
+    kind = hardware.hardware(name).kind
+    if recipe.target.hardware == name or (kind != "cpu" and recipe.target.gpus > 1):
+        yield parse_target(f"{name}:{recipe.target.gpus}")
+        return
+    yield from (parse_target(f"{name}:{gpus}") for gpus in _SIZES)
+
+
+def _plan(target: Target, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str) -> LaunchPlan:
+    own = recipe.target.hardware == target.hardware
+    speculative = recipe.serve.speculative
+    return plan_serving(
+        model,
+        facts,
+        target=target,
+        profile=profile(
+            recipe.serve.profile or workload.profile,
+            concurrency=max(recipe.evaluation.concurrency, workload.in_flight),
+            max_model_len=recipe.target.max_model_len,
+        ),
+        vllm_version=vllm,
+        overrides=recipe.serve.overrides if own else {},
+        speculative=None if speculative is None or speculative.model is not None else speculative,
+        served_model_name=model.rpartition("/")[2],
+        trust_remote_code=recipe.trust_remote_code,
+        cpu_threads=1,
+        packed=recipe.serve.pack if own else 1,
+        arguments=recipe.serve.arguments,
+    )
+
+
+def _left_out(recipe: Recipe) -> Iterator[str]:
+    """What the recipe's own launch has, and a reader does not."""
+    if recipe.serve.tunableop is not None:
+        yield "the recipe serves with matrix kernels that TunableOp found, whose file is not here"
+    if recipe.serve.speculative is not None and recipe.serve.speculative.model is not None:
+        yield "the recipe serves with speculative decoding by another model, which is not here"
+
+
+def _command(plan: LaunchPlan, running: Sequence[Process], *, cpu: bool) -> str:
+    """The variables and one server's command; the whole script where a server spans machines.
+
+    A CPU server's threads are those of the reader's machine.
+    """
+    if plan.layout.nodes > 1:
+        return script(plan, running)
+    lines = [
+        f"export {name}=" + ('"$(nproc)"' if cpu and name == _THREADS else shlex.quote(value))
+        for name, value in plan.env.items()
+    ]
+    return "\n".join([*lines, command(servers(running)[0])])
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_IGNORED = ("ignore", "exclude")  # compressed-tensors, Quark
+
+
+def settings(setting: Setting) -> Mapping[str, object]:
+    """What a card depends on beside the entries: where it goes, its terms, a folder's own card.
+
+    A repository's own card belongs to its commit.
+    """
+    section, folder = setting.recipe.publish, setting.source.folder
+    return {
+        "repo": _repo(setting.recipe),
+        "licence": section.licence.model_dump(mode="json"),
+        "signed": _signed(setting.recipe),
+        "base_card": None if folder is None else json.loads(json.dumps(front_matter(folder), default=str)),
+    }
+
+
+def gather(job: Job) -> CardFacts:
+    """Everything that the card says.
+
+    Of the inputs ``source``, ``quantize``, ``inspect``, ``gate`` and ``report`` are needed, ``calibrate`` where there
+    is one. Raises `StageError` for a report that cannot be read.
+    """
+    setting, inputs, recipe = job.setting, job.inputs, job.setting.recipe
+    checkpoint = model_folder(inputs["quantize"])
+    try:
+        report = cast("Report", json.loads(inputs["report"].file(DATA).read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise StageError(f"{inputs['report'].path}: the report cannot be read: {error}") from error
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    metadata = base_metadata(setting.source, model_folder(inputs["source"]), warn=job.progress.warn)
+    texts = [path.name for pattern in TEXTS for path in checkpoint.glob(pattern) if path.is_file()]
+    repo = _repo(recipe)
+    return CardFacts(
+        name=recipe.name,
+        repo=repo,
+        artefact=checkpoint_digest(inputs["quantize"]),
+        judged=inputs["gate"].record.finished,
+        base=_base(setting, config, metadata),
+        made=_made(recipe, inputs, config),
+        terms=terms(metadata, texts, recipe.publish.licence),
+        launches=launches(recipe, setting.workload, model_facts(checkpoint), repo or recipe.name, vllm=_vllm(report)),
+        report=report,
+        signed=_signed(recipe),
+    )
+
+
+def _repo(recipe: Recipe) -> str | None:
+    return None if recipe.publish.hub is None else recipe.publish.hub.repo
+
+
+def _signed(recipe: Recipe) -> Literal["key", "keyless"] | None:
+    section = recipe.publish.sign
+    return None if section is None else "keyless" if section.keyless else "key"
+
+
+def _base(setting: Setting, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Base:
+    identity, folder = setting.source, Path(setting.recipe.source.folder or "")
+    return Base(
+        name=identity.repo or (folder.name if folder.is_absolute() else folder.as_posix()),
+        repo=identity.repo,
+        commit=None if identity.repo is None else identity.digest,
+        digest=identity.digest if identity.repo is None else None,
+        architecture=str((config.get("architectures") or [""])[0]),
+        pictures=isinstance(config.get("vision_config"), Mapping),
+        metadata=metadata,
+    )
+
+
+def _made(recipe: Recipe, inputs: Mapping[str, Entry], config: Mapping[str, Any]) -> Made:
+    quantization = recipe.quantization
+    inspection = json.loads(inputs["inspect"].file(INSPECTION).read_text(encoding="utf-8"))
+    counted = Counter(str(layer["scheme"]) for layer in inspection["layers"])
+    declared = config.get("quantization_config") or {}
+    kept: list[Any] = next((declared[key] for key in _IGNORED if isinstance(declared.get(key), list)), [])
+    return Made(
+        scheme=quantization.scheme,
+        description=scheme(quantization.scheme).description,
+        weights=scheme(quantization.scheme).weight.dtype,
+        kv_cache=quantization.kv_cache,
+        format=quantization.format,
+        engine=quantization.engine,
+        algorithm=quantization.algorithm,
+        schemes=dict(sorted(counted.items(), key=lambda item: (item[0] != quantization.scheme, item[0]))),
+        excluded=tuple(quantization.exclude),
+        kept=tuple(dict.fromkeys(_NUMBER.sub(".N", str(name)) for name in kept)),
+        calibration=_calibrated(recipe, inputs),
+    )
+
+
+def _calibrated(recipe: Recipe, inputs: Mapping[str, Entry]) -> Calibrated | None:
+    """The texts, as the entry knows them that read them: our own calibration, or a library's engine."""
+    section, entry = recipe.calibration, inputs.get("calibrate") or inputs["quantize"]
+    found: Any = entry.record.payload["settings"]
+    found = found if "calibrate" in inputs else found.get("calibration")
+    if section is None or not isinstance(found, Mapping):
+        return None
+    texts, tokens = found["set"], entry.record.result.get("tokens")
+    return Calibrated(
+        name=section.set if not section.set.endswith((".yaml", ".yml")) else Path(section.set).stem,
+        samples=section.samples,
+        sequence_length=section.sequence_length,
+        dataset=texts.get("repo"),
+        revision=texts.get("revision"),
+        sha256=texts.get("file"),
+        tokens=tokens if isinstance(tokens, int) else None,
+    )
+
+
+def _vllm(report: Report) -> str:
+    """The version that was measured, where it was vLLM; else the newest that the plan's tables know."""
+    for server in report["servers"]:
+        found = re.search(r"\d+\.\d+(\.\d+)?", server["version"])
+        if server["side"] == "candidate" and server["runtime"].startswith("vllm") and found:
+            return found[0]
+    return NEWEST_READ

@@ -1,0 +1,295 @@
+"""Objects below a URL: a bucket of S3 (and what is compatible), Google or Azure, or a folder that machines share.
+
+    objects = Objects("s3://bucket/models/r", endpoint=None)
+    objects.send("v1/model.safetensors", File(path, size, sha256), advance)
+    found = objects.read("current.json")
+    objects.put_if("current.json", data, found and found.mark)      # False: somebody else wrote it meanwhile
+
+obstore speaks to them: it repeats what a busy server refused, and sends large files in parts. Each object carries its
+SHA-256 as metadata, given when the upload began, which is completed only where the bytes had that digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from pipeline.errors import QuantmintError, StageError, UserError
+from pipeline.store.files import Advance, File, judged
+
+PART = 32 << 20
+"""Bytes of a part; what fits into one is sent in one piece."""
+SMALL = 1 << 26
+"""Bytes of the largest object that is read whole: a manifest of ten thousand files has two million."""
+FIRST_WAIT = timedelta(seconds=0.5)
+SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
+_S3: Final = ("s3", "s3a")
+_PARALLEL: Final = 8  # parts on the way at a time: 256 MiB of memory
+_MOST_PARTS: Final = 10_000
+_KEY: Final = 1024  # bytes of an object's key
+_SHA256: Final = "sha256"
+_PROBE: Final = "written-and-removed"
+_RIGHTS: Final = (
+    "Credentials are the provider's own: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, an attached role; "
+    "GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ACCOUNT_NAME and a key. They must list, read, write and delete."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The bytes of a small object; ``mark`` (its ETag) is another one whenever the object was written again."""
+
+    data: bytes
+    mark: str
+
+
+class Objects:
+    """Objects by their names below ``url``; errors are `StageError` (try again) and `UserError` (it will never work).
+
+    ``endpoint`` is the address of an S3-compatible server (None: what AWS_ENDPOINT_URL says, or AWS itself). Nothing is
+    asked before a method is called; raises `UserError` for a kind of URL that is not known.
+    """
+
+    def __init__(self, url: str, endpoint: str | None = None) -> None:
+        self.url = url
+        scheme, _, path = url.partition("://")
+        if scheme not in SCHEMES:
+            raise UserError(f"{url}: found {scheme}://, expected one of {', '.join(f'{one}://' for one in SCHEMES)}")
+        if not path.strip("/"):
+            raise UserError(f"{url}: found no bucket, expected {scheme}://bucket/prefix")
+        if endpoint is not None and scheme not in _S3:
+            raise UserError(f"{url}: found an endpoint, which only s3:// has")
+        self._local = scheme == "file"
+        self._endpoint = endpoint
+        if scheme in _S3 and endpoint is None:
+            self._endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+    @cached_property
+    def _store(self) -> Any:
+        from obstore.store import from_url
+
+        options: dict[str, Any] = {}
+        if self._local:
+            options = {"mkdir": True}
+        else:
+            options = {
+                "client_options": {"allow_http": True, "connect_timeout": "10s", "timeout": "600s"},
+                "retry_config": {
+                    "max_retries": 5,
+                    "retry_timeout": timedelta(minutes=5),
+                    "backoff": {"init_backoff": FIRST_WAIT, "max_backoff": 40 * FIRST_WAIT, "base": 2},
+                },
+            }
+        if self.url.startswith(_S3):
+            options |= _of_profile() | {"checksum_algorithm": "SHA256"}
+            if self._endpoint is not None:
+                options["endpoint"] = self._endpoint
+        with self._told("open it"):
+            return from_url(self.url, **options)
+
+    @property
+    def insecure(self) -> str | None:
+        """The server's address, where what is sent there can be read on the way; None where it cannot."""
+        parts = urlsplit(self._endpoint or "")
+        return self._endpoint if parts.scheme == "http" and not _is_loopback(parts.hostname or "") else None
+
+    def require_writable(self) -> None:
+        """Ask whether objects may be listed, written and removed here: one of a few bytes is."""
+        self.names()
+        with self._told("write"):
+            _obstore().put(self._store, _PROBE, b"quantmint asks whether it may write here\n")
+        with self._told("remove"):
+            _obstore().delete(self._store, _PROBE)
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the objects that lie directly here."""
+        with self._told("list"):
+            found = _obstore().list_with_delimiter(self._store)["objects"]
+            return tuple(sorted(str(one["path"]) for one in found if one["path"] != _PROBE))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of the objects below a folder, by their names in it."""
+        with self._told("list"):
+            found = (one for page in _obstore().list(self._store, folder) for one in page)
+            return {str(one["path"]).removeprefix(f"{folder}/"): int(one["size"]) for one in found}
+
+    def holds(self, name: str, file: File) -> bool:
+        """Whether an object has the size and the SHA-256 of a file; one that does not say its own is read."""
+        with self._told(f"look at {name}"):
+            try:
+                found = _obstore().get(self._store, name, options={"head": True})
+            except FileNotFoundError:
+                return False
+            if found.meta["size"] != file.size:
+                return False
+            said = found.attributes.get(_SHA256)
+        return (said or self._digest(name, file.size)) == file.sha256
+
+    def send(self, name: str, file: File, advance: Advance) -> None:
+        """Write a file; other bytes than its digest's do not become an object (`StageError`)."""
+        if len(f"{self.url}/{name}".partition("://")[2].partition("/")[2].encode()) > _KEY:
+            raise UserError(f"{self.url}: {name}: its key has more than the {_KEY:,} bytes that a bucket takes")
+
+        def pieces() -> Iterator[bytes]:
+            for chunk in judged(file):
+                yield chunk
+                advance(len(chunk))
+
+        part = max(PART, -(-file.size // _MOST_PARTS))
+        with self._told(f"write {name}"):
+            _obstore().put(
+                self._store,
+                name,
+                b"".join(pieces()) if file.size <= PART else pieces(),
+                chunk_size=part,
+                max_concurrency=_PARALLEL,
+                attributes=None if self._local else {_SHA256: file.sha256},
+            )
+
+    def read(self, name: str) -> Content | None:
+        """A small object whole; None where there is none. One that is not `SMALL` is a `StageError`, and not read."""
+        with self._told(f"read {name}"):
+            try:
+                found = _obstore().get(self._store, name)
+            except FileNotFoundError:
+                return None
+            if found.meta["size"] > SMALL:
+                raise StageError(
+                    f"{self.url}: {name} has {found.meta['size']:,} bytes, expected at most {SMALL:,}",
+                    hint="Look who wrote it.",
+                )
+            return Content(bytes(found.bytes()), str(found.meta["e_tag"]))
+
+    def put_if(self, name: str, data: bytes, seen: str | None) -> bool:
+        """Write a small object in place of the one that was seen (its mark; None: none was there).
+
+        False, with nothing written, where it is another one now. A folder knows the condition only for a new object:
+        there the caller has looked just now, which must do.
+        """
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        mode: Any = "create" if seen is None else "overwrite" if self._local else {"e_tag": seen}
+        with self._told(f"write {name}"):
+            try:
+                _obstore().put(self._store, name, data, mode=mode, use_multipart=False)
+            except (AlreadyExistsError, PreconditionError, FileNotFoundError):
+                return False
+        return True
+
+    def pieces(self, name: str, start: int, size: int) -> Iterator[bytes]:
+        """The bytes of an object of ``size`` bytes from ``start`` on, some parts of them at a time."""
+
+        def piece(at: int) -> bytes:
+            with self._told(f"read {name}"):
+                return bytes(_obstore().get_range(self._store, name, start=at, end=min(at + PART, size)))
+
+        running: deque[Future[bytes]] = deque()
+        pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="download")
+        try:
+            for at in range(start, size, PART):
+                running.append(pool.submit(piece, at))
+                if len(running) >= _PARALLEL:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def remove(self, name: str) -> None:
+        """Remove an object; one that is not there is no error."""
+        with self._told(f"remove {name}"), suppress(FileNotFoundError):
+            _obstore().delete(self._store, name)
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove everything below a folder."""
+        names = [f"{folder}/{name}" for name in self.sizes(folder)]
+        if names:
+            with self._told(f"remove {folder}"):
+                _obstore().delete(self._store, names)
+
+    def _digest(self, name: str, size: int) -> str:
+        found = hashlib.sha256()
+        for piece in self.pieces(name, 0, size):
+            found.update(piece)
+        return found.hexdigest()
+
+    @contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        """What goes wrong as one sentence, without the library's account of itself."""
+        try:
+            yield
+        except (QuantmintError, ImportError):
+            raise
+        except Exception as error:  # what obstore raises has no common root with what a folder does
+            if not (type(error).__module__.startswith("obstore") or isinstance(error, OSError | NotImplementedError)):
+                raise
+            raise _translated(error, self.url, doing) from None
+
+
+def _obstore() -> Any:
+    import obstore
+
+    return obstore
+
+
+def _of_profile() -> dict[str, Any]:
+    """Credentials of a profile in ~/.aws or of a single sign-on, which obstore leaves to boto3; else none."""
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        return {}
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return {"credential_provider": Boto3CredentialProvider()}
+    except (ImportError, ValueError):  # no boto3; it finds none
+        return {}
+
+
+# What an answer says -> (the sentence, the hint)
+_REFUSALS: Final = (
+    (("169.254.169.254", "Account must be specified"), "found no credentials that could be used", _RIGHTS),
+    (("NoSuchBucket", "ContainerNotFound"), "there is no such bucket", "Create it first; quantmint does not."),
+    (
+        ("without LOCATION", "PermanentRedirect", "AuthorizationHeaderMalformed"),
+        "the bucket is in another region than was asked",
+        "Set AWS_REGION to the bucket's region.",
+    ),
+    (("TimeTooSkewed",), "the clock of this machine is wrong, says the server", "Set it and run again."),
+    (
+        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "401 Unauthorized"),
+        "the server refuses the credentials",
+        _RIGHTS,
+    ),
+    (("403 Forbidden", "Permission denied"), "these credentials may not {doing}", _RIGHTS),
+    (("certificate",), "the server's certificate is not trusted", "SSL_CERT_FILE names a file with those that are."),
+)
+
+
+def _translated(error: Exception, url: str, doing: str) -> QuantmintError:
+    """An error of obstore, by the words of the server's answer."""
+    said = str(error).partition("\n\nDebug source")[0].strip()
+    for marks, sentence, hint in _REFUSALS:
+        if any(mark in said for mark in marks):
+            return UserError(f"{url}: {sentence.format(doing=doing)}: {said}", hint=hint)
+    transient = "HTTP error" in said or any(f"status code: {status}" in said for status in ("429", "5"))
+    return StageError(
+        f"{url}: could not {doing}: {said}",
+        hint="Run the same command again: what was sent is kept.",
+        transient=transient,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
