@@ -145,15 +145,13 @@ class Cell:
         }
         more: dict[str, Any] = {
             "rate": self.rate,
-            "file": None if file is None else {**_file_facts(file), "sha256": file.sha256},
+            "file": None
+            if file is None
+            else {"kind": file.kind, "chat_template": file.chat_template, "sha256": file.sha256},
             "ignore_eos": None if self.ignore_eos else False,
             "goodput": dict(self.goodput) or None,
         }
         return facts | {key: value for key, value in more.items() if value is not None}
-
-
-def _file_facts(file: PromptFile) -> dict[str, object]:
-    return {"kind": file.kind, "chat_template": file.chat_template}
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from eval.gate.report import Finding, Policy
 from eval.measurements import Measurements
 from eval.samples import SampleSet
 from eval.servers import Server
+from eval.statistics.paired import ratio
 
 CLOCK_TOLERANCE = 0.05
 """Relative: what clocks of one GPU differ by from launch to launch is below this, what a throttle takes is above."""
@@ -101,23 +102,19 @@ def _plausible(task: str, baseline: SampleSet, policy: Policy) -> Iterator[Findi
 def standard_error(samples: SampleSet) -> float:
     """Standard error of `SampleSet.mean` (of a perplexity: of its logarithm), over passages that items share.
 
-    The linearised ratio of sums (Cochran, Sampling Techniques, 3rd ed., section 6.4); 0 below two passages.
+    0 below two passages.
     """
+    import numpy as np
+
     sums: dict[object, tuple[float, float]] = {}
     for sample in samples.samples:
         weight = sample.weight if samples.kind == "perplexity" else 1.0
         score, total = sums.get(sample.cluster or sample.key, (0.0, 0.0))
         sums[sample.cluster or sample.key] = (score + sample.score, total + weight)
-    return _ratio_error(list(sums.values()))
-
-
-def _ratio_error(sums: Sequence[tuple[float, float]]) -> float:
-    count, total = len(sums), math.fsum(weight for _, weight in sums)
-    if count < 2:
+    if len(sums) < 2:
         return 0.0
-    mean = math.fsum(score for score, _ in sums) / total
-    squares = math.fsum((score - mean * weight) ** 2 for score, weight in sums)
-    return math.sqrt(count / (count - 1) * squares) / total
+    scores, weights = np.array(list(sums.values())).T
+    return ratio(scores, weights).standard_error
 
 
 def _kind_of_cache(dtype: str) -> str:

@@ -56,11 +56,6 @@ def signed(value: float, digits: int = 2) -> str:
     return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
-def points(fraction: float) -> str:
-    """A difference of fractions in points."""
-    return signed(100 * fraction)
-
-
 def percent(fraction: float | None, digits: int = 1) -> str:
     """A share in per cent; a dash where there is none."""
     return DASH if fraction is None else signs(f"{100 * fraction:.{digits}f}{PER_CENT}")
@@ -144,7 +139,6 @@ def tone(verdict: Verdict | None) -> str:
 FILTERS = {
     "size": size,
     "duration": duration,
-    "points": points,
     "signed": signed,
     "percent": percent,
     "figure": figure,
