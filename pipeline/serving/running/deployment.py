@@ -7,6 +7,7 @@ that took the port first would serve another. Ports are those of the loopback in
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ Say = Callable[[str], None]
 Start = Callable[[Process, int | None], Child]
 """Starts one process of a launch; the port is None where nothing is served."""
 
+BALANCER = "nothing spreads requests over the replicas yet: put a balancer (nginx, a Kubernetes Service) before them"
+"""What to say of several servers."""
 _POLL_S = 0.1
 _UNSEEN = "a process that this user cannot see"
 
@@ -61,6 +64,37 @@ class Deployment:
             time.sleep(_POLL_S)
 
 
+def on_node(plan: LaunchPlan, processes: Sequence[Process], rank: int) -> list[Process]:
+    """The processes of one node. UserError where it has none, where no model is here, and for nodes that all reach."""
+    require_model(plan)
+    for process in processes:
+        _require_private(process)
+    here = [process for process in processes if process.node == rank]
+    if not here:
+        raise UserError(f"this launch has nothing to run on node {rank}")
+    return here
+
+
+def require_model(plan: LaunchPlan) -> None:
+    """Raise UserError where the checkpoint's folder is not here."""
+    if not Path(plan.model).is_dir():
+        raise UserError(f"{plan.model} is not a folder with a model")
+
+
+def _require_private(process: Process) -> None:
+    """UserError for a node on the open internet: the ranks of a launch run what anybody sends them there."""
+    address = process.env.get("VLLM_HOST_IP", "")
+    try:
+        public = ipaddress.ip_address(address).is_global
+    except ValueError:
+        return  # none, or a name: nobody can tell
+    if public:
+        raise UserError(
+            f"{address} is an address of the open internet, and vLLM's ranks ask nobody for a password",
+            hint="Name the addresses of a private network.",
+        )
+
+
 @contextmanager
 def deployed(
     plan: LaunchPlan, processes: Sequence[Process], start: Start, *, startup_timeout: float, say: Say
@@ -81,6 +115,8 @@ def deployed(
             for process, port in zip(processes, held, strict=True):
                 members.append(Member(_title(process, processes), start(process, port), port))
             servers = _ready(plan, members, began, startup_timeout, say)
+        if len(servers) > 1:
+            say(BALANCER)
         yield Deployment(servers, members)
     finally:
         stop(member.child for member in members)

@@ -20,8 +20,7 @@ from pipeline.processes import OFFLINE, Child, child_environment
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.docker import docker_run
 from pipeline.serving.render.invocation import image_of
-from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of
-from pipeline.serving.running.local import BALANCER, require_model
+from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of, on_node
 
 #: How the client finds its engine. Its credentials lie in files that these name.
 _CLIENT = re.compile(r"DOCKER_(HOST|CONTEXT|CONFIG|CERT_PATH|TLS_VERIFY|API_VERSION)|XDG_RUNTIME_DIR|SSH_AUTH_SOCK")
@@ -53,13 +52,10 @@ class DockerLauncher:
         Raises ServingError where one ends or does not answer in time; UserError where there is no docker, no model or
         no free port.
         """
-        require_model(plan)
+        mains = on_node(plan, processes, self.node_rank)
         docker = shutil.which("docker")
         if docker is None:
             raise UserError("there is no `docker` command on PATH", hint="Install it, or take another launcher.")
-        mains = [process for process in processes if process.node == self.node_rank]
-        if not mains:
-            raise UserError(f"this launch has nothing to run on node {self.node_rank}")
         names = [f"quantmint-{os.getpid()}-{number}" for number in range(len(mains))]
         say(f"running {image_of(plan, self.image)} as {', '.join(names)}")
 
@@ -80,6 +76,4 @@ class DockerLauncher:
             )
 
         with deployed(plan, mains, start, startup_timeout=startup_timeout, say=say) as running:
-            if len(running.servers) > 1:
-                say(BALANCER)
             yield running

@@ -10,21 +10,16 @@ Servers listen on 127.0.0.1 only. What tells replicas apart (port, devices) come
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import UserError
 from pipeline.processes import Child, child_environment
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of
+from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of, on_node, require_model
 from pipeline.serving.running.server import HOST, Server
-
-BALANCER = "nothing spreads requests over the replicas yet: put a balancer (nginx, a Kubernetes Service) before them"
-"""What to say of several servers."""
 
 
 class LocalLauncher:
@@ -69,45 +64,18 @@ class LocalLauncher:
 
         Raises as `launch` does, and UserError where a port that the plan asks for is not free.
         """
-        require_model(plan)
-        here = [process for process in processes if process.node == self.node_rank]
-        if not here:
-            raise UserError(f"this launch has nothing to run on node {self.node_rank}")
-        for process in processes:
-            _require_private(process)
+        here = on_node(plan, processes, self.node_rank)
 
         def start(process: Process, port: int | None) -> Child:
             return self._start(plan, process, port, log_of(process, logs))
 
         with deployed(plan, here, start, startup_timeout=startup_timeout, say=say) as running:
-            if len(running.servers) > 1:
-                say(BALANCER)
             yield running
 
     def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path) -> Child:
         command = [str(self.executable), *process.argv[1:], *([] if port is None else listening(process, port))]
         environment = child_environment(os.environ, {**plan.env, **process.env})
         return Child(command, environment, log_path, grace=self.stop_grace)
-
-
-def _require_private(process: Process) -> None:
-    """UserError for a node on the open internet: the ranks of a launch run what anybody sends them there."""
-    address = process.env.get("VLLM_HOST_IP", "")
-    try:
-        public = ipaddress.ip_address(address).is_global
-    except ValueError:
-        return  # none, or a name: nobody can tell
-    if public:
-        raise UserError(
-            f"{address} is an address of the open internet, and vLLM's ranks ask nobody for a password",
-            hint="Name the addresses of a private network.",
-        )
-
-
-def require_model(plan: LaunchPlan) -> None:
-    """Raise UserError where the checkpoint's folder is not here."""
-    if not Path(plan.model).is_dir():
-        raise UserError(f"{plan.model} is not a folder with a model")
 
 
 def listening(process: Process, port: int) -> list[str]:

@@ -22,8 +22,8 @@ from pipeline.errors import ServingError, UserError
 from pipeline.processes import Child, child_environment
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.running.deployment import deployed
-from pipeline.serving.running.local import listening, require_model
+from pipeline.serving.running.deployment import deployed, require_model
+from pipeline.serving.running.local import listening
 from pipeline.serving.running.server import Server
 
 _ASK = "import platform, ray; print(ray.__version__, platform.python_version())"

@@ -9,13 +9,15 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import ServingError, UserError
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.running.local import BALANCER, LocalLauncher
+from pipeline.serving.running.deployment import BALANCER
+from pipeline.serving.running.local import LocalLauncher
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -146,3 +148,13 @@ def test_a_port_that_is_held_is_not_exchanged(fake_vllm: Path, fake_model: Calla
             pass
     assert "--port" in (caught.value.hint or "")
     assert not (model / "starts").exists()
+
+
+def test_a_node_on_the_open_internet_is_refused(fake_model: Callable[..., Path], tmp_path: Path) -> None:
+    plan, [server] = launch(fake_model())
+    nodes = [replace(server, env={"VLLM_HOST_IP": address}) for address in ("10.0.0.1", "8.8.8.8")]
+    with (
+        pytest.raises(UserError, match=r"8\.8\.8\.8 is an address of the open internet"),
+        LocalLauncher("vllm").deploy(plan, nodes, tmp_path / "logs"),
+    ):
+        pass
