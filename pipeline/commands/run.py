@@ -70,6 +70,7 @@ def run(
     from pipeline.publish.places import published_folder
     from pipeline.recipe.faults import shown_path
     from pipeline.runner import run_plan
+    from pipeline.serving.host.detect import device_here
     from pipeline.session import open_setting
     from pipeline.store.remote.tier import open_tier
     from pipeline.store.tree import Store
@@ -82,7 +83,7 @@ def run(
         vllm=vllm,
         device=device,
         to_run=True,
-        remote=None if remote is None else open_tier(remote, reporter.warn),
+        remote=None if remote is None else open_tier(remote, reporter.warn, device_here),
     )
     plan = build_plan(setting, until)
     for name in redo:

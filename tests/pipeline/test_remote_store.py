@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.errors import StageError
 from pipeline.machine import Device
+from pipeline.serving.host.detect import device_here
 from pipeline.stage import Job
 from pipeline.store.objects import Objects
 from pipeline.store.remote.tier import RemoteTier
@@ -31,7 +32,7 @@ class Site:
     warnings: list[str] = field(default_factory=list)
 
     def run(self, *stages: Any, **options: Any) -> Any:
-        tier = RemoteTier(self.url, Objects(self.url), self.warnings.append, device=lambda kind: self.device)
+        tier = RemoteTier(self.url, Objects(self.url), self.warnings.append, lambda kind: self.device)
         self.orchestra.setting = replace(self.orchestra.setting, store=Store(self.root), remote=tier)
         Path(self.orchestra.trace).unlink(missing_ok=True)
         return self.orchestra.run(*stages, **options)
@@ -147,7 +148,7 @@ class Away:
 
 def test_a_tier_that_is_away_is_asked_once_and_spoils_nothing(baseline: Any, orchestra: Any) -> None:
     away, warnings = Away(), []
-    tier = RemoteTier("s3://bucket", away, warnings.append)  # type: ignore[arg-type]
+    tier = RemoteTier("s3://bucket", away, warnings.append, device_here)  # type: ignore[arg-type]
     orchestra.setting = replace(orchestra.setting, remote=tier)
     outcome = orchestra.run(*baseline())
     assert len(outcome.steps) == 5

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.canonical import fingerprint
 from pipeline.progress import PlainReporter
+from pipeline.serving.host.detect import device_here
 from pipeline.store.remote.tier import open_tier
 from pipeline.store.tree import Store
 from tests.publish.s3_server import Fault
@@ -30,7 +31,7 @@ def test_through_a_bucket(bucket: Any, tmp_path: Path, monkeypatch: Any) -> None
     one, other = _made(tmp_path / "one", "one"), _made(tmp_path / "other", "other")
 
     def tier() -> Any:
-        return open_tier(f"s3://{bucket.name}/tier/", warnings.append)
+        return open_tier(f"s3://{bucket.name}/tier/", warnings.append, device_here)
 
     assert not tier().offers("evaluate", DIGEST)
     tier().send(one, {}, progress)
@@ -56,12 +57,12 @@ def test_two_sites_that_send_at_once_do_not_mix(bucket: Any, tmp_path: Path, mon
     url = f"s3://{bucket.name}/tier"
 
     def meanwhile() -> None:
-        open_tier(url, warnings.append).send(other, {}, progress)
+        open_tier(url, warnings.append, device_here).send(other, {}, progress)
 
     bucket.server.faults.append(Fault(f"PUT /.*/{DIGEST}.json", first=meanwhile))
-    open_tier(url, warnings.append).send(one, {}, progress)
+    open_tier(url, warnings.append, device_here).send(one, {}, progress)
     with Store(tmp_path / "two").working("evaluate", DIGEST) as work:
-        brought = open_tier(url, warnings.append).bring(work, {}, progress)
+        brought = open_tier(url, warnings.append, device_here).bring(work, {}, progress)
     assert brought is not None
     assert brought.file("samples/gsm8k.jsonl").read_text() == "other" * 1000
     assert warnings == []
@@ -72,7 +73,7 @@ def test_an_object_that_is_too_large_is_not_read(bucket: Any, tmp_path: Path, mo
     monkeypatch.setattr("pipeline.store.objects.SMALL", 100)
     for url in (f"s3://{bucket.name}/tier", f"file://{tmp_path}/tier"):
         warnings: list[str] = []
-        open_tier(url, warnings.append).send(_made(tmp_path / url[:4], "one"), {}, PlainReporter())
-        assert not open_tier(url, warnings.append).offers("evaluate", DIGEST)
+        open_tier(url, warnings.append, device_here).send(_made(tmp_path / url[:4], "one"), {}, PlainReporter())
+        assert not open_tier(url, warnings.append, device_here).offers("evaluate", DIGEST)
         (warning,) = warnings
         assert "bytes, expected at most 100" in warning

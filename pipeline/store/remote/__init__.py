@@ -1,6 +1,6 @@
 """A second tier of the store, in a bucket or in a folder that machines share (file://), that several sites share.
 
-    tier = RemoteTier("s3://bucket/quantmint", Objects("s3://bucket/quantmint"))
+    tier = RemoteTier("s3://bucket/quantmint", Objects("s3://bucket/quantmint"), print, device_here)
     tier.bring(work, inputs, progress)      # the entry that another site made, or None
     tier.send(entry, inputs, progress)      # for the other sites
 

@@ -16,8 +16,6 @@ from typing import Final
 from pipeline.errors import QuantmintError, StoreError, UserError
 from pipeline.machine import Device
 from pipeline.progress import Progress
-from pipeline.recipe.faults import did_you_mean
-from pipeline.serving.host.detect import device_here
 from pipeline.store.entries import Entry
 from pipeline.store.files import PARTIAL, File, fetch
 from pipeline.store.objects import SCHEMES, Objects
@@ -39,8 +37,7 @@ class RemoteTier:
         url: str,
         objects: Objects,
         warn: Callable[[str], None],
-        *,
-        device: Callable[[str], Device] = device_here,
+        device: Callable[[str], Device],
     ) -> None:
         self.url = url
         self._objects = objects
@@ -136,8 +133,8 @@ class RemoteTier:
             self._warn(message)
 
 
-def open_tier(url: str, warn: Callable[[str], None]) -> RemoteTier:
-    """The tier at a URL; its server is AWS or what AWS_ENDPOINT_URL says.
+def open_tier(url: str, warn: Callable[[str], None], device: Callable[[str], Device]) -> RemoteTier:
+    """The tier at a URL; its server is AWS or what AWS_ENDPOINT_URL says, ``device`` as in `RemoteTier`.
 
     Raises `UserError` for no such kind, and for an address with credentials, which it does not repeat.
     """
@@ -145,9 +142,8 @@ def open_tier(url: str, warn: Callable[[str], None]) -> RemoteTier:
     if "@" in url:
         raise UserError("--remote-store: found an address with an @, expected one without credentials")
     if not separator or not path.strip("/") or scheme not in SCHEMES:
-        near = did_you_mean(scheme, SCHEMES) if separator else ""
-        raise UserError(f"--remote-store: found {url!r}, expected s3://bucket/prefix, gs://, az:// or file://{near}")
-    return RemoteTier(url.rstrip("/"), Objects(url.rstrip("/")), warn)
+        raise UserError(f"--remote-store: found {url!r}, expected s3://bucket/prefix, gs://, az:// or file://")
+    return RemoteTier(url.rstrip("/"), Objects(url.rstrip("/")), warn, device)
 
 
 def _name(stage: str, fingerprint: str) -> str:
