@@ -80,11 +80,6 @@ def test_only_the_gpus_of_the_server_are_asked(smi: Callable[..., Path]) -> None
     assert sensor_for("cuda", gpus=1, env={"CUDA_VISIBLE_DEVICES": ""}) is None
 
 
-def test_a_machine_without_nvidia_smi(tmp_path: Path) -> None:
-    assert sensor_of("cuda", gpus=1, machine=trees.machine(trees.healthy(tmp_path))) is None
-    assert sensor_of("rocm", gpus=1, machine=trees.machine(tmp_path)) is None
-
-
 def hwmon(root: Path, card: int, *, mhz: int, junction: int, power: str = "power1_average") -> Path:
     """amdgpu's hwmon of an Instinct card, as its kernel driver names the files."""
     device = f"sys/bus/pci/devices/0000:{0x0C + 8 * card:02x}:00.0"

@@ -74,12 +74,6 @@ def test_every_mode_begins_with_the_base_plan_and_repeats_nothing(
         assert values == {(axis.knob, value) for axis in axes for value in axis.values}
 
 
-def test_coordinate_descent_goes_on_from_what_was_chosen() -> None:
-    axes = (Axis("--a", ("1", "2")), Axis("--b", ("3",)))
-    points = [trial.point for trial in exploring(Design(axes, keep=True), last)]
-    assert points == [BASE, BASE, (("--a", "1"),), (("--a", "2"),), (("--a", "2"), ("--b", "3"))]
-
-
 def test_winners_are_measured_together_only_when_there_are_two() -> None:
     axes = (Axis("--a", ("1", "2")), Axis("--b", ("3",)))
     assert [trial.point for trial in together(Design(axes), last)] == [(("--a", "2"), ("--b", "3"))]

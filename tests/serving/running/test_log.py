@@ -123,12 +123,6 @@ def test_a_real_log_of_the_cpu() -> None:
     assert [finding.why for finding in broken_promises(promised, scan)] == ["the KV cache is not FP8"]
 
 
-def test_every_unknown_variable_is_a_finding() -> None:
-    text = "WARNING Unknown vLLM environment variable detected: VLLM_{}\n"
-    scan = scan_log(text.format("A") + text.format("B") + text.format("A"))
-    assert [finding.line[-6:] for finding in scan.findings] == ["VLLM_A", "VLLM_B"]
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -208,27 +202,3 @@ def test_a_log_is_explained_in_one_line(log, name, message):
     assert found.name == name
     assert message in found.message
     assert "\n" not in found.message
-
-
-def test_a_log_tells_what_really_runs():
-    log = """
-(EngineCore pid=1) INFO 11-21 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='/m', \
-quantization=quark, quantization_config=None, kv_cache_dtype=fp8, device_config=cuda
-(Worker pid=2) INFO 11-21 [__init__.py:759] Selected AiterPerTokenFp8ScaledMMLinearKernel for QuarkW8A8Fp8
-(Worker pid=3) INFO 11-21 [__init__.py:759] Selected AiterPerTokenFp8ScaledMMLinearKernel for QuarkW8A8Fp8
-(Worker pid=2) INFO 11-21 [rocm.py:750] Using ROCM_AITER_FA backend (selected via --attention-backend).
-(Worker pid=2) WARNING [kv_cache.py:163] Using KV cache scaling factor 1.0 for fp8_e4m3. If this is unintended, verify
-(Worker pid=3) WARNING [kv_cache.py:163] Using KV cache scaling factor 1.0 for fp8_e4m3. If this is unintended, verify
-(Worker pid=2) WARNING [kv_cache.py:201] Using uncalibrated q_scale 1.0 and/or prob_scale 1.0 with fp8 attention.
-(EngineCore pid=1) INFO [kv_cache_utils.py:2327] GPU KV cache size: 1,045,568 tokens, Maximum concurrency for 8,192 \
-tokens per request: 127.63x
-"""
-    scan = scan_log(log)
-    assert scan.vllm_version == "0.32.0"
-    assert (scan.quantization, scan.kv_cache_dtype) == ("quark", "fp8")
-    assert scan.attention_backend == "ROCM_AITER_FA"
-    assert scan.kernels == ("AiterPerTokenFp8ScaledMMLinearKernel",)
-    assert (scan.kv_tokens, scan.concurrency) == (1045568, 127.63)
-    assert [finding.level for finding in scan.findings] == ["invalid", "caution"]
-    assert scan.invalid[0].line.startswith("(Worker pid=2) WARNING")
-    assert len(scan.cautions) == 1
