@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -141,3 +142,10 @@ def test_beside_a_gpu_nothing_is_installed(
     assert install.main(["--venv", str(tmp_path / "venv")]) == 0
     assert "QUANTMINT_VLLM" in capsys.readouterr().err
     assert not (tmp_path / "venv").exists()
+
+
+def test_the_installer_needs_the_standard_library_only():
+    program = "import sys, pipeline.serving.install; print({'yaml', 'packaging', 'numpy'} & set(sys.modules))"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
