@@ -285,12 +285,6 @@ def test_what_changed_after_the_judgement(run: Run, package: Any, key: str, name
     assert f"--redo {key}" in str(refused.value.hint)
 
 
-def test_another_checkpoint_than_the_one_that_was_judged(run: Run) -> None:
-    run.artefact = "cd" * 32
-    with pytest.raises(StageError, match="the gate judged another checkpoint"):
-        run()
-
-
 def test_a_release_whose_entries_do_not_belong_together(run: Run) -> None:
     first = run()
     run.tokenizer = '{"eos_token": "</s>"}'

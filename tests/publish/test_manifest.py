@@ -100,17 +100,6 @@ def test_a_name_that_is_not_safe(edited: Edited, name: str) -> None:
             manifests.decode(edited(change))
 
 
-def test_a_name_that_cannot_be_encoded(edited: Edited) -> None:
-    with pytest.raises(ManifestError):
-        manifests.decode(edited(listing("\ud800")))
-
-
-@pytest.mark.parametrize("names", [("README.md", "readme.md"), ("quantmint", "quantmint/gate.json"), ("a/b", "A")])
-def test_names_of_which_one_hides_the_other(edited: Edited, names: tuple[str, str]) -> None:
-    with pytest.raises(ManifestError, match="file"):
-        manifests.decode(edited(listing(*names)))
-
-
 @pytest.mark.parametrize("name", [MANIFEST, SIGNATURE])
 def test_what_cannot_list_itself(edited: Edited, name: str) -> None:
     with pytest.raises(ManifestError, match="cannot have a digest"):
@@ -192,9 +181,3 @@ def test_what_would_not_be_read_is_not_written(manifest: Manifest, tmp_path: Pat
 def test_what_does_not_agree_with_itself(edited: Edited, change: Callable[[dict[str, Any]], object], told: str) -> None:
     found = manifests.contradictions(manifests.decode(edited(change)))
     assert any(told in sentence for sentence in found), found
-
-
-def test_one_name_written_in_two_ways(edited: Edited) -> None:
-    """An accent of its own, or with its letter: one file where a disk folds them."""
-    with pytest.raises(ManifestError, match="which are one on some file systems"):
-        manifests.decode(edited(listing("caf\u00e9.json", "CAFE\u0301.json")))

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.errors import StageError
 from pipeline.publish.secrets import Secret, detectors, findings, private_paths
 
 _LETTERS = "AbCdEfGhIjKlMnOpQrStUvWxYzAbCdEfGhIjKlMnOpQrStUvWxYz"
@@ -200,19 +199,6 @@ def test_a_hundred_megabytes_are_streamed(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert found.line == (8 << 20) // len(rows) * 256 + 1
     assert peak < 12 << 20
-
-
-def test_what_is_packed_to_keep_a_reader_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.publish.secrets._LONGEST_TEXT", 3 << 20)
-    [found] = looked(tmp_path, "s/a.json.gz", gzip.compress(bytes(64 << 20)))
-    assert found.kind == "more text than can be searched"
-
-
-def test_what_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="cannot be searched for secrets"):
-        looked(tmp_path, "s/a.json.gz", b"{}")
-    with pytest.raises(StageError, match="cannot be searched for secrets"):
-        looked(tmp_path, "s/a.json.gz", gzip.compress(hashlib.shake_256(b"x").digest(5000))[:2000])
 
 
 def test_tokenizers(models: Callable[..., Path], tmp_path: Path) -> None:

@@ -109,12 +109,6 @@ def test_how_and_when(said: dict[str, Any]) -> None:
     assert JUDGED not in (details["metadata"]["startedOn"], details["metadata"]["finishedOn"])
 
 
-def test_the_order_of_what_is_given_is_no_matter() -> None:
-    other = replace(LINEAGE, stages=dict(reversed(LINEAGE.stages.items())))
-    backwards = dict(reversed(FILES.items()))
-    assert encode(statement(other, backwards, "0.1.0")) == encode(statement(LINEAGE, FILES, "0.1.0"))
-
-
 @pytest.mark.parametrize(
     ("name", "version"), [("torch", "2.13.0+cpu"), ("Ruamel_Yaml", "0.18"), ("vllm", "0.32.1.dev3+g0a1b2c3")]
 )

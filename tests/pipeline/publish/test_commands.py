@@ -155,36 +155,6 @@ def test_back_and_forth(passed: Any, quantmint: Any) -> None:
     assert shown.read_text() == before
 
 
-def test_a_candidate_is_promoted_once(passed: Any, quantmint: Any) -> None:
-    first, second = passed(1), passed(2, to="candidate")
-    foreseen = quantmint("promote", "published/r", "--dry-run")
-    assert (foreseen.code, second in foreseen.out) == (0, True)
-    assert listed(quantmint, "published/r") == {first: "current", second: "candidate"}
-    ended = quantmint("promote", "published/r", "--json").json
-    assert ended["operations"]
-    assert listed(quantmint, "published/r") == {first: "", second: "current"}
-    assert quantmint("promote", "published/r", second).out.endswith("already\n")
-    none = quantmint("promote", "published/r")
-    assert (none.code, "has no candidate to promote" in none.err) == (2, True)
-    earlier = quantmint("promote", "published/r", first)
-    assert (earlier.code, "`quantmint rollback" in earlier.err) == (2, True)
-
-
-def test_old_releases_are_removed(passed: Any, quantmint: Any) -> None:
-    tags = [passed(option) for option in (1, 2, 3)]
-    quantmint("rollback", "published/r", tags[0])
-    ordered = list(listed(quantmint, "published/r"))
-    [gone] = quantmint("prune", "published/r", "--keep", 1, "--dry-run", "--json").json["removed"]
-    assert gone in ordered[1:]
-    assert gone != tags[0], "it is the current one"
-    assert list(listed(quantmint, "published/r")) == ordered
-    assert quantmint("prune", "published/r", "--keep", 1, "--older-than", 36500).out.endswith("no release to remove\n")
-    assert quantmint("prune", "published/r", "--keep", 1).code == 0
-    assert set(listed(quantmint, "published/r")) == set(ordered) - {gone}
-    assert not Path("published/.releases/r", gone).exists()
-    assert quantmint("prune", "published/r").code == 2, "how many stay is for a person to say"
-
-
 @pytest.mark.parametrize("command", [("releases",), ("promote",), ("rollback",), ("prune", "--keep", "1")])
 def test_a_place_where_nothing_is(quantmint: Any, project: Path, command: tuple[str, ...]) -> None:
     more = ["v20261121-01234567"] if command == ("rollback",) else []

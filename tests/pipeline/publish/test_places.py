@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,14 +107,6 @@ def test_a_candidate_waits_in_every_place(
     assert not [line for line in orchestra.lines[len(before) :] if "warning" in line]
 
 
-def test_a_first_candidate_is_no_release(orchestra: Any, stages: Any, publish_to: Callable[..., None]) -> None:
-    publish_to(folder="published", to="candidate")
-    outcome = orchestra.run(*stages())
-    assert state("published/r") == {tag_of(outcome): "candidate"}
-    assert not os.path.lexists("published/r")
-    assert orchestra.run(*stages()).steps[-1].cached
-
-
 def test_older_releases_go_after_a_publication(
     orchestra: Any, stages: Any, hub: HubStandIn, publish_to: Callable[..., None], quantmint: Any
 ) -> None:
@@ -138,25 +129,6 @@ def test_what_cannot_be_removed_hides_no_publication(
     assert state(REPO) == {first: "", second: "current"}
     [told] = [line for line in orchestra.lines if "older releases were not removed" in line]
     assert f"`quantmint prune {REPO} --keep 1` tries again" in told
-
-
-def test_a_byte_that_flips_after_the_verdict_is_in_no_commit(
-    orchestra: Any, stages: Any, hub: HubStandIn, publish_to: Callable[..., None]
-) -> None:
-    publish_to(hub={"repo": REPO})
-    made = stages()
-    orchestra.run(*made[:-1])
-    [quantize] = orchestra.plan(*made)[:1]
-    path = orchestra.setting.store.find("quantize", quantize.fingerprint).file("checkpoint/model.safetensors")
-    times = path.stat()
-    with path.open("r+b") as file:
-        file.write(b"x")
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(StageError, match=r"model\.safetensors is not what was judged"):
-        orchestra.run(*made)
-    repo = hub.repo(REPO)
-    assert [repo.tree(commit).keys() for commit in repo.refs.values()] == [{".gitattributes"}], "no commit names it"
-    assert state(REPO) == {}
 
 
 def test_a_signature_travels_with_the_release(orchestra: Any, stages: Any, publish_to: Callable[..., None]) -> None:

@@ -11,7 +11,6 @@ from pipeline.errors import StageError, UserError
 from pipeline.publish.hub.client import connect
 from pipeline.publish.hub.repository import read
 from pipeline.publish.release import Release
-from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher
 
 MakeRelease = Callable[..., Release]
@@ -74,11 +73,3 @@ def test_names_that_lead_out_are_refused(publisher: Publisher, make_release: Mak
     with pytest.raises(UserError, match="are one on some file systems"):
         publisher.target().fetch(tmp_path / "a", tag=None, progress=publisher.told)
     assert not (tmp_path / "a").exists()
-
-
-def test_a_connection_that_breaks(publisher: Publisher, make_release: MakeRelease, tmp_path: Path) -> None:
-    release = make_release("one")
-    publisher.publish(release)
-    publisher.hub.faults += [Fault("GET", "/storage/", drop=100), Fault("GET", "/resolve/", status=503, skip=2)]
-    assert held(publisher.target().fetch(tmp_path / "a", tag=None, progress=publisher.told)) == contents(release)
-    assert any("503" in line for line in publisher.told.lines)

@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +16,8 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import get_session
 
-from pipeline.errors import StageError, UserError
-from pipeline.publish.hub.client import TRIES, MovedError, RefusedError, UnreachableError, connect, redact
-from pipeline.publish.hub.place import HubPlace
+from pipeline.errors import StageError
+from pipeline.publish.hub.client import MovedError, RefusedError, connect, redact
 from pipeline.publish.release import Release
 from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher
@@ -147,18 +145,6 @@ def test_a_shard_is_sent_again(publisher: Publisher, make_release: MakeRelease, 
     assert not any("signature=" in line for line in publisher.told.lines), "nobody may use the signed address"
 
 
-def test_one_part_of_a_shard_is_sent_again(
-    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publisher.hub, "part", 300)
-    publisher.hub.faults.append(Fault("PUT", "/storage-part/", skip=1, status=503))
-    release = make_release("one")
-    publisher.publish(release)
-    parts = -(-release.files["model.safetensors"].size // 300)
-    assert len(publisher.hub.sent("PUT", "/storage-part/")) == parts + 1
-    assert publisher.told.bars == [[release.size, release.size]]
-
-
 def test_how_long_is_waited_and_what_is_told(publisher: Publisher, make_release: MakeRelease) -> None:
     publisher.hub.faults += [
         Fault("POST", "/commit/", status=429, retry_after=7),
@@ -177,30 +163,6 @@ def test_how_long_is_waited_and_what_is_told(publisher: Publisher, make_release:
     assert publisher.history()[1:] == ["initial commit"]
 
 
-def test_a_hub_that_is_away_is_given_up(publisher: Publisher, make_release: MakeRelease) -> None:
-    publisher.hub.faults.append(Fault("POST", "/commit/", status=500, times=99))
-    with pytest.raises(UnreachableError, match="cannot commit to main: 500: The stand-in was told to fail") as raised:
-        publisher.publish(make_release("one"))
-    assert raised.value.hint == "What was sent is kept: the same command goes on."
-    assert len(publisher.hub.sent("POST", "/commit/")) == TRIES
-    publisher.hub.faults.clear()
-    publisher.publish(make_release("one"))
-    assert len(publisher.sent()) == 1
-
-
-@pytest.mark.usefixtures("hub")
-def test_who_waits_is_told_for_what(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A Hub that does not answer, asked by a command that shows no progress."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        away = f"http://127.0.0.1:{free.getsockname()[1]}"
-    monkeypatch.setenv("HF_ENDPOINT", away)
-    with pytest.raises(UnreachableError) as raised:
-        HubPlace(REPO, sleep=lambda _: None).releases()
-    assert f"that {away} is up" in str(raised.value.hint)
-    assert capsys.readouterr().err.count("read the repository") == TRIES - 1
-
-
 def test_what_is_refused_is_asked_once(publisher: Publisher, make_release: MakeRelease) -> None:
     for status in (400, 403, 409, 413):
         publisher.hub.faults.append(Fault("POST", "/commit/", status=status))
@@ -211,14 +173,6 @@ def test_what_is_refused_is_asked_once(publisher: Publisher, make_release: MakeR
     assert publisher.waits == []
 
 
-def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch, publisher: Publisher, make_release: MakeRelease) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://user:word@127.0.0.1:9")
-    with pytest.raises(UnreachableError) as raised:
-        publisher.publish(make_release("one"))
-    assert "word" not in str(raised.value)
-    assert publisher.hub.token not in str(raised.value) + str(publisher.told.lines)
-
-
 def test_secrets_are_cut_out_of_messages(publisher: Publisher) -> None:
     text = f"Bearer {publisher.hub.token} at https://me:word@s3.example/a/b?X-Amz-Signature=abc&x=1 failed"
     assert redact(text) == "Bearer [token] at https://s3.example/a/b failed"
@@ -227,16 +181,6 @@ def test_secrets_are_cut_out_of_messages(publisher: Publisher) -> None:
     assert str(raised.value) == f"{REPO}: cannot try: Bearer [token] at https://s3.example/a/b failed"
     assert raised.value.__cause__ is None
     assert raised.value.__suppress_context__
-
-
-def test_without_a_network_by_decree(
-    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
-        publisher.publish(make_release("one"))
 
 
 @pytest.mark.parametrize("branch", ["main", "candidate"])
@@ -270,22 +214,6 @@ def test_two_publish_the_same_release_at_once(publisher: Publisher, make_release
         found = list(pool.map(lambda _: publisher.publish(release, candidate=branch == "candidate"), range(2)))
     assert len({one.revision for one in found}) == 1
     assert publisher.history(branch) == [f"{release.tag}: the model one", "initial commit"]
-
-
-def test_two_publish_different_releases_at_once(publisher: Publisher, make_release: MakeRelease) -> None:
-    first, second = make_release("one"), make_release("two", day=22)
-    fault = Fault("POST", "/commit/main", hold=threading.Event())
-    assert fault.hold is not None
-    publisher.hub.faults.append(fault)
-    with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(publisher.publish, first)
-        assert fault.reached.wait(60)
-        publisher.publish(second)
-        fault.hold.set()
-        with pytest.raises(MovedError):
-            slow.result()
-    assert publisher.files() == second.files.keys()
-    assert publisher.tags().keys() == {second.tag}
 
 
 def test_what_xet_is_given(publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch) -> None:

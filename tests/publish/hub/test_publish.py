@@ -12,7 +12,7 @@ from pipeline.publish.hub.client import connect
 from pipeline.publish.hub.repository import read, require_release
 from pipeline.publish.place import Operation
 from pipeline.publish.release import Release
-from tests.publish.hub.conftest import REPO, Publisher, Told
+from tests.publish.hub.conftest import REPO, Publisher
 
 MakeRelease = Callable[..., Release]
 SHARD = "model.safetensors"
@@ -68,16 +68,6 @@ def test_a_tag_that_holds_another_release(publisher: Publisher, make_release: Ma
         publisher.target().preflight(release)
 
 
-def test_a_release_that_was_damaged_under_its_tag(publisher: Publisher, make_release: MakeRelease) -> None:
-    release = make_release("one")
-    publisher.publish(release)
-    publisher.api.delete_tag(REPO, tag=release.tag)
-    publisher.api.delete_file("config.json", repo_id=REPO)
-    publisher.api.create_tag(REPO, tag=release.tag)
-    with pytest.raises(StageError, match=r"damaged on the Hub: config\.json is missing"):
-        publisher.publish(release)
-
-
 def test_what_the_hub_holds_is_compared_file_by_file(publisher: Publisher, make_release: MakeRelease) -> None:
     release = make_release("one")
     publisher.publish(release)
@@ -116,28 +106,6 @@ def test_a_dry_run_tells_exactly_what_then_happens(publisher: Publisher, make_re
         Operation("commit", f'"{second.tag}: the model one" on main'),
         Operation("tag", second.tag),
     )
-
-
-def test_a_candidate_waits_beside_what_readers_get(publisher: Publisher, make_release: MakeRelease) -> None:
-    first, second, third = make_release("one"), make_release("two", day=22), make_release("three", day=23)
-    publisher.publish(first)
-    told = publisher.target().operations(second, candidate=True)
-    assert Operation("create", "branch candidate from main") in told
-    found = publisher.publish(second, candidate=True)
-    assert (found.current, found.again) == (False, False)
-    assert publisher.files() == first.files.keys()
-    assert publisher.tags()[second.tag] == publisher.head("candidate") == found.revision
-    assert publisher.publish(second, candidate=True).again
-
-    found = publisher.publish(third, candidate=True)
-    assert publisher.tags()[third.tag] == publisher.head("candidate")
-    assert publisher.files("candidate") == third.files.keys()
-    flags = {one.tag: (one.current, one.candidate) for one in publisher.target().releases()}
-    assert flags == {first.tag: (True, False), second.tag: (False, False), third.tag: (False, True)}
-
-    publisher.target().promote(None, dry_run=False, progress=Told())
-    found = publisher.publish(third)
-    assert (found.again, found.current) == (True, True)
 
 
 def test_a_candidate_where_nothing_is_current_is_released(publisher: Publisher, make_release: MakeRelease) -> None:
