@@ -46,10 +46,11 @@ test:  ## the fast tests; SLOW=1: all that this machine can run
 	@$(BESIDE) $(TEST_ENV) serving browser BACKEND=cpu
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(SLOW),,-m 'not slow') $(ARGS)
 
-lint: $(TEST_ENV)  ## ruff and mypy --strict
+lint: $(TEST_ENV)  ## ruff, mypy --strict, who may import whom
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
 
 format: $(TEST_ENV)  ## rewrite the sources in the house's style
 	@$(BIN)/ruff format .

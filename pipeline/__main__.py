@@ -1,6 +1,6 @@
 """`python -m pipeline` is `quantmint`."""
 
-from pipeline.cli import main
+from pipeline.commands.cli import main
 
 if __name__ == "__main__":
     main()

@@ -22,7 +22,7 @@ from eval.measurements import Measurements, Structure
 from eval.samples import Sample, SampleSet
 from eval.servers import Server
 from eval.verdict import Verdict
-from pipeline.canonical import fingerprint
+from pipeline.base.canonical import fingerprint
 from pipeline.store.runs import RunLog
 from pipeline.store.tree import Store
 

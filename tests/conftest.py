@@ -23,11 +23,11 @@ from tests.warm.shared import for_all_workers, shared_library
 if TYPE_CHECKING:
     import torch
 
-    from pipeline.engines.stream.plan import ShardPlan
-    from pipeline.engines.stream.shard import WrittenShard
-    from pipeline.formats.checkpoint import Checkpoint
-    from pipeline.formats.layout import Choice
-    from pipeline.model.structure import Structure
+    from pipeline.quantize.engines.stream.plan import ShardPlan
+    from pipeline.quantize.engines.stream.shard import WrittenShard
+    from pipeline.quantize.formats.checkpoint import Checkpoint
+    from pipeline.quantize.formats.layout import Choice
+    from pipeline.quantize.model.structure import Structure
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -132,7 +132,7 @@ class Made:
     @property
     def checkpoint(self) -> Checkpoint:
         """The result, read anew."""
-        from pipeline.formats.checkpoint import open_checkpoint
+        from pipeline.quantize.formats.checkpoint import open_checkpoint
 
         return open_checkpoint(self.folder)
 
@@ -152,7 +152,7 @@ def quantize(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.Temp
     def make(
         name: str, checkpoint_format: str, *, sharded: bool = False, kv_cache: bool = True, scheme: str = "ptpc_fp8"
     ) -> Made:
-        from pipeline.schemes import table
+        from pipeline.base.schemes import table
 
         key = (name, checkpoint_format, sharded, kv_cache, scheme)
         if key not in known:
@@ -183,12 +183,12 @@ def _make(
     kv_cache: bool | None = None,
 ) -> Made:
 
-    from pipeline.engines.stream.engine import scale_ranges, write_checkpoint
-    from pipeline.engines.stream.kernels import fp8_scale
-    from pipeline.engines.stream.plan import plan_shards
-    from pipeline.formats.checkpoint import open_checkpoint
-    from pipeline.formats.layout import Choice
-    from pipeline.model.structure import read_structure
+    from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
+    from pipeline.quantize.engines.stream.kernels import fp8_scale
+    from pipeline.quantize.engines.stream.plan import plan_shards
+    from pipeline.quantize.formats.checkpoint import open_checkpoint
+    from pipeline.quantize.formats.layout import Choice
+    from pipeline.quantize.model.structure import read_structure
 
     source = open_checkpoint(folder)
     structure = read_structure(folder, source.tensors)
@@ -302,7 +302,7 @@ def _by_library(engine: str, warm_library: Callable[[str], Path], jobs: list[dic
     with (root / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (root / "jobs.json").exists():
-            _run_jobs([python, "-m", f"tests.reference.with_{engine}"], jobs, root)
+            _run_jobs([python, "-m", f"tests.quantize.oracles.with_{engine}"], jobs, root)
 
 
 def _run_jobs(command: list[str | Path], jobs: list[dict[str, Any]], root: Path) -> None:

@@ -31,7 +31,7 @@ def command(finished: tuple[str, ...], output: Path | None, store_path: Path, as
     A, B, ... are published folders, report.json files, reports in the store, or names of recipes that were run.
     """
     from eval.comparison.model import side_by_side, to_json
-    from pipeline.errors import UserError
+    from pipeline.base.errors import UserError
     from pipeline.store.tree import Store
 
     if len(finished) < 2:
@@ -44,7 +44,7 @@ def command(finished: tuple[str, ...], output: Path | None, store_path: Path, as
         return 0
     _show(comparison)
     if output is not None:
-        from pipeline.recipe.faults import shown_path
+        from pipeline.base.errors import shown_path
 
         click.echo(f"page  {shown_path(output.resolve())}")
     return 0
@@ -53,8 +53,8 @@ def command(finished: tuple[str, ...], output: Path | None, store_path: Path, as
 def _read(given: Sequence[str], store: Store) -> list[Contender]:
     from eval.comparison.contender import read
     from eval.errors import MeasurementError
-    from pipeline.errors import UserError
-    from pipeline.finished import find
+    from pipeline.base.errors import UserError
+    from pipeline.stages.finished import find
 
     found = [find(name, store) for name in given]
     try:
@@ -65,7 +65,7 @@ def _read(given: Sequence[str], store: Store) -> list[Contender]:
 
 def _write(output: Path, comparison: Comparison) -> None:
     from eval.comparison.page import render
-    from pipeline.errors import UserError
+    from pipeline.base.errors import UserError
     from pipeline.store.disk import write_atomic
 
     text = render(comparison).encode()

@@ -41,7 +41,7 @@ def command(
     """
     from dataclasses import replace
 
-    from pipeline.machine import Machine
+    from pipeline.base.machine import Machine
     from pipeline.serving.host.checks import examine
     from pipeline.serving.host.subject import look, script, wanted_of
     from pipeline.serving.planning.target import checked, parse_target

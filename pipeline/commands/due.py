@@ -12,7 +12,7 @@ from pipeline.commands.options import emit, json_option, store_option, vllm_opti
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pipeline.refresh.due import Due
+    from pipeline.upkeep.due.due import Due
 
 SOMETHING_DUE: Final = 10
 """Exit code where at least one recipe is due: 1 to 5 are verdicts and errors."""
@@ -48,11 +48,11 @@ def command(
     all of ./recipes are looked at. Ends with 10 where something is due, else 5 where a release cannot be read, else 2
     where a recipe is broken, else 0.
     """
-    from pipeline.progress import reporter_for
-    from pipeline.refresh.due import all_recipes, look
+    from pipeline.base.progress import reporter_for
     from pipeline.serving.environment import serving_image
     from pipeline.store.files import DamagedError
     from pipeline.store.tree import Store
+    from pipeline.upkeep.due.due import all_recipes, look
 
     serving_image()  # a wrong one is one error, and not one of each recipe
     reporter = reporter_for(json=as_json)
@@ -116,7 +116,7 @@ def _age(seconds: float) -> str:
 
 
 def _explained(one: Due) -> Iterator[str]:
-    from pipeline.refresh.causes import phrase
+    from pipeline.upkeep.due.causes import phrase
 
     if one.release is not None:
         readers = one.release.shown

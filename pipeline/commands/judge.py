@@ -22,8 +22,8 @@ from pipeline.commands.options import emit, json_option, store_option
 from pipeline.commands.tables import paragraph, table, terminal
 
 if TYPE_CHECKING:
+    from pipeline.publish.verify.check import Check
     from pipeline.store.tree import Store
-    from pipeline.verify.check import Check
 
 _SHOWN = 8  # details of a check that are printed
 
@@ -60,7 +60,7 @@ def gate(
     was run, or a release elsewhere (org/name[@TAG], s3://bucket/prefix/name[@TAG]), of which only the evidence is
     fetched. Nothing of the recorded verdict is used; whether it is the same is said. Ends with the verdict's exit code.
     """
-    from pipeline.errors import UserError
+    from pipeline.base.errors import UserError
     from pipeline.store.tree import Store
 
     file = _record_of(subject, Store(store_path), as_json=as_json)
@@ -89,12 +89,12 @@ def gate(
 def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     """The record that a person named. Raises `UserError` where there is none."""
     from eval.report.model import DATA
-    from pipeline import finished
-    from pipeline.errors import UserError
-    from pipeline.progress import reporter_for
+    from pipeline.base.errors import UserError
+    from pipeline.base.progress import reporter_for
     from pipeline.publish.release import EVIDENCE
+    from pipeline.publish.verify.place import record_of
+    from pipeline.stages import finished
     from pipeline.stages.gate import GATE
-    from pipeline.verify.place import record_of
 
     elsewhere = record_of(subject, reporter_for(json=as_json))
     path = Path(subject) if elsewhere is None else elsewhere
@@ -233,14 +233,14 @@ def verify_release(
     Ends with 0 when everything holds, with 1 when something does not, with 3 when nothing fails but something could
     not be checked (a release without a signature, or no key to check one with), with 2 when there is no release.
     """
-    from pipeline.errors import UserError
-    from pipeline.progress import reporter_for
+    from pipeline.base.errors import UserError
+    from pipeline.base.progress import reporter_for
     from pipeline.publish.signing import public_fingerprint
+    from pipeline.publish.verify.check import exit_code, fails
+    from pipeline.publish.verify.place import opened
+    from pipeline.publish.verify.run import verify
+    from pipeline.publish.verify.signature import Trust
     from pipeline.store.files import OtherBytesError
-    from pipeline.verify.check import exit_code, fails
-    from pipeline.verify.place import opened
-    from pipeline.verify.run import verify
-    from pipeline.verify.signature import Trust
 
     if key is not None and (identity or issuer):
         raise UserError("found --key as well as --identity or --issuer, expected one of the two ways to name a signer")
@@ -266,7 +266,7 @@ def verify_release(
 
 def _print_checks(place: str, checks: Sequence[Check]) -> None:
     """A line for each check, what it found below it, and what all of them together say."""
-    from pipeline.verify.check import Outcome, exit_code
+    from pipeline.publish.verify.check import Outcome, exit_code
 
     marks = {Outcome.OK: ("✓", "green"), Outcome.FAILS: ("✗", "red"), Outcome.NOT_CHECKED: ("?", "yellow")}
     ends = {0: ("VERIFIED", "green"), 1: ("FAILS", "red"), 3: ("NOT ALL CHECKED", "yellow")}

@@ -98,7 +98,7 @@ def jobs_option(function: F) -> F:
 
 def jobs_address(on: str | None, devices: tuple[int, ...] | None) -> str | None:
     """The address of the Ray dashboard that ``--on`` names, or None; refuses ``--devices`` beside it."""
-    from pipeline.cluster.connection import jobs_address_of
+    from pipeline.clusters.ray.connection import jobs_address_of
 
     if on is None:
         return None

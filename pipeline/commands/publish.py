@@ -13,10 +13,10 @@ from pipeline.commands.options import emit, json_option, store_option, vllm_opti
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeline.progress import Reporter
+    from pipeline.base.progress import Reporter
     from pipeline.publish.place import Operation, Published
-    from pipeline.runner import Outcome
-    from pipeline.stage import Planned, Setting
+    from pipeline.stages.runner import Outcome
+    from pipeline.stages.stage import Planned, Setting
 
 _MAY_RUN = ("report", "package", "sign", "publish")
 """What names the places, or puts files together; everything before it was proven by a run."""
@@ -49,11 +49,11 @@ def publish(
     To the places of the recipe, or to those that are named here; several may be named. A release that is there is left
     as it is, so that the same command finishes what was interrupted; `quantmint rollback` gives readers an earlier one.
     """
-    from pipeline.planning import build_plan, foreseen, missing_stages
-    from pipeline.preflight import require_means
-    from pipeline.progress import reporter_for
+    from pipeline.base.progress import reporter_for
     from pipeline.publish.places import elsewhere
-    from pipeline.session import open_setting
+    from pipeline.stages.planning import build_plan, foreseen, missing_stages
+    from pipeline.stages.preflight import require_means
+    from pipeline.stages.session import open_setting
     from pipeline.store.tree import Store
 
     reporter = reporter_for(json=as_json)
@@ -113,7 +113,7 @@ def promote(place: str, tag: str | None, dry_run: bool, as_json: bool) -> int:
 
     Its files were sent when it was published: none is sent again. `quantmint rollback` undoes it.
     """
-    from pipeline.progress import reporter_for
+    from pipeline.base.progress import reporter_for
     from pipeline.publish.places import open_place
 
     there = open_place(place)
@@ -140,7 +140,7 @@ def rollback(place: str, tag: str, dry_run: bool, as_json: bool) -> int:
 
     Nothing is removed: the release that it replaces can be rolled back to in the same way.
     """
-    from pipeline.progress import reporter_for
+    from pipeline.base.progress import reporter_for
     from pipeline.publish.places import open_place
 
     there = open_place(place)
@@ -166,7 +166,7 @@ def prune(place: str, keep: int, older_than: int | None, dry_run: bool, as_json:
     """Remove old releases from PLACE, never the current one or a candidate."""
     from datetime import UTC, datetime, timedelta
 
-    from pipeline.progress import reporter_for
+    from pipeline.base.progress import reporter_for
     from pipeline.publish.place import outdated
     from pipeline.publish.places import open_place
 
@@ -218,7 +218,7 @@ def show_published(published: Sequence[Published], setting: Setting) -> None:
 
 
 def _refuse_unfinished(recipe: str, missing: Sequence[str]) -> None:
-    from pipeline.errors import UserError
+    from pipeline.base.errors import UserError
 
     if missing:
         raise UserError(
@@ -229,7 +229,7 @@ def _refuse_unfinished(recipe: str, missing: Sequence[str]) -> None:
 
 def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
     """Ask every place, also where the store says that it was published there."""
-    from pipeline.runner import run_plan
+    from pipeline.stages.runner import run_plan
 
     outcome = run_plan(plan, setting, reporter, redo=("publish",))
     found, verdict = published_by(outcome), _verdict(outcome)
@@ -249,11 +249,11 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
     A signature without a key is not made for that: Sigstore writes it into a public log, for ever.
     """
     from pipeline.commands.tables import size
-    from pipeline.planning import missing_stages
     from pipeline.publish.place import Operation
     from pipeline.publish.places import places_of
-    from pipeline.runner import run_plan
+    from pipeline.stages.planning import missing_stages
     from pipeline.stages.publish import release_of, require_proof
+    from pipeline.stages.runner import run_plan
 
     section = setting.recipe.publish
     logged = section.sign is not None and section.sign.keyless and "sign" in missing_stages(plan, setting)
@@ -298,7 +298,7 @@ def _as_json(operations: Sequence[Operation]) -> list[dict[str, object]]:
 
 def _shown(place: str) -> str:
     """A place as a person would type it from here."""
-    from pipeline.recipe.faults import shown_path
+    from pipeline.base.errors import shown_path
 
     path = Path(place)
     return shown_path(path) if path.is_absolute() else place

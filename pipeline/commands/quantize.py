@@ -10,7 +10,7 @@ import click
 from pipeline.commands.options import device_option, emit, json_option, on_option
 
 if TYPE_CHECKING:
-    from pipeline.quantization import Outlook, QuantizationJob
+    from pipeline.stages.quantization import Outlook, QuantizationJob
 
 _QUANTIZATION = ("scheme", "kv_cache", "kv_cache_granularity", "engine", "algorithm", "shared_scales")
 _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "observer", "experts")
@@ -60,10 +60,10 @@ def quantize(
     """
     from dataclasses import replace
 
-    from pipeline.cluster.spread import spread_over
-    from pipeline.progress import reporter_for
-    from pipeline.quantization import look_ahead, make, open_job, source_section
+    from pipeline.base.progress import reporter_for
+    from pipeline.clusters.ray.spread import spread_over
     from pipeline.recipe.load import recipe_of
+    from pipeline.stages.quantization import look_ahead, make, open_job, source_section
 
     sections = {**_sections(given, _overrides(override)), "source": source_section(src)}
     job = open_job(recipe_of(sections), out, device=device, inspect=inspect, to_run=not dry_run)
@@ -116,7 +116,7 @@ def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: bool) -> None:
-    from pipeline.cost.forecast import forecast
+    from pipeline.stages.cost.forecast import forecast
     from pipeline.store.disk import free_bytes
 
     recipe = job.setting.recipe
@@ -211,11 +211,11 @@ def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, as_json
 
     Ends with 0 when nothing contradicts anything, with 1 when something does.
     """
-    from pipeline.formats.checkpoint import open_checkpoint
-    from pipeline.formats.known import layout_of
-    from pipeline.inspection.inspect import inspect_checkpoint
-    from pipeline.model.structure import read_structure
-    from pipeline.progress import reporter_for
+    from pipeline.base.progress import reporter_for
+    from pipeline.quantize.formats.checkpoint import open_checkpoint
+    from pipeline.quantize.formats.known import layout_of
+    from pipeline.quantize.inspection.inspect import inspect_checkpoint
+    from pipeline.quantize.model.structure import read_structure
 
     checkpoint = open_checkpoint(path)
     layout_of(checkpoint.config)

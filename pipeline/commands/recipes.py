@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 import click
 
+from pipeline.base import hardware
+from pipeline.base.schemes import Format, Scheme, table
 from pipeline.commands.options import emit, json_option
-from pipeline.schemes import Format, Scheme, table
-from pipeline.serving import hardware
 
 FORMATS: tuple[str, ...] = get_args(Format)
 COLUMNS = ("scheme", "bits", "weights", "activations", *FORMATS, "calibrated", "native on")

@@ -29,8 +29,7 @@ def report(subject: str, form: str, output: Path | None, vllm: str | None, store
 
     The page is told by its path; the other forms are printed, unless --output says where they go.
     """
-    from pipeline.errors import UserError
-    from pipeline.recipe.faults import shown_path
+    from pipeline.base.errors import UserError, shown_path
     from pipeline.stages.report import FILES
 
     folder = _folder(subject, vllm, store_path)
@@ -58,10 +57,10 @@ def report(subject: str, form: str, output: Path | None, vllm: str | None, store
 
 def _folder(subject: str, vllm: str | None, store_path: Path) -> Path:
     """Where the files of the report lie: beside the data that a path names, or in the entry of a recipe's report."""
-    from pipeline import finished
-    from pipeline.errors import UserError
-    from pipeline.planning import build_plan, find_entry, foreseen
-    from pipeline.session import open_setting
+    from pipeline.base.errors import UserError
+    from pipeline.stages import finished
+    from pipeline.stages.planning import build_plan, find_entry, foreseen
+    from pipeline.stages.session import open_setting
     from pipeline.store.tree import Store
 
     path = Path(subject)
@@ -103,9 +102,9 @@ def site(output: Path, store_path: Path, as_json: bool) -> int:
 
     Runs that the store has forgotten stay in the index; delete the folder to begin anew.
     """
-    from pipeline.progress import reporter_for
-    from pipeline.recipe.faults import shown_path
-    from pipeline.site.build import INDEX, build
+    from pipeline.base.errors import shown_path
+    from pipeline.base.progress import reporter_for
+    from pipeline.stages.site.build import INDEX, build
     from pipeline.store.tree import Store
 
     reporter = reporter_for(json=as_json)
@@ -131,10 +130,10 @@ def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: b
     PATH_OR_RECIPE is a published folder, a report.json, a report in the store, or the name of a recipe that was run.
     A key is read from MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
-    from pipeline.finished import find
+    from pipeline.stages.finished import find
+    from pipeline.stages.tracking.content import content_of
+    from pipeline.stages.tracking.mlflow_server import log
     from pipeline.store.tree import Store
-    from pipeline.tracking.content import content_of
-    from pipeline.tracking.mlflow_server import log
 
     content = content_of(find(finished, Store(store_path)))
     logged = log(content, uri, experiment)

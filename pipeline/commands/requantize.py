@@ -23,10 +23,10 @@ from pipeline.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.fleet.events import Ended, Summary
-    from pipeline.fleet.forecast import Foreseen
-    from pipeline.fleet.jobs import Options
-    from pipeline.fleet.rounds import Fleet
+    from pipeline.upkeep.fleet.events import Ended, Summary
+    from pipeline.upkeep.fleet.forecast import Foreseen
+    from pipeline.upkeep.fleet.jobs import Options
+    from pipeline.upkeep.fleet.rounds import Fleet
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -107,8 +107,8 @@ def command(
     does not hold up the others; faults of networks and servers are tried again. Stopped at any moment, the same command
     goes on. Ends with the worst of the recipes' exit codes: 5, 2, 4, 1, 3, 0.
     """
-    from pipeline.fleet.jobs import Options
-    from pipeline.refresh.due import all_recipes
+    from pipeline.upkeep.due.due import all_recipes
+    from pipeline.upkeep.fleet.jobs import Options
 
     named = tuple(dict.fromkeys(recipes)) or all_recipes(folder)
     options = Options(
@@ -137,10 +137,10 @@ def command(
 
 
 def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> Summary:
-    from pipeline.fleet.events import Event, line_of
-    from pipeline.fleet.jobs import Request
-    from pipeline.fleet.rounds import Fleet
-    from pipeline.notices.outlets import outlets
+    from pipeline.upkeep.fleet.events import Event, line_of
+    from pipeline.upkeep.fleet.jobs import Request
+    from pipeline.upkeep.fleet.rounds import Fleet
+    from pipeline.upkeep.notices.outlets import outlets
 
     def say(line: str) -> None:
         with suppress(OSError):  # a log on a full disk, or who read it is gone: the recipes are not
@@ -176,9 +176,9 @@ def stopping(fleet: Fleet) -> Iterator[None]:
 
 
 def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
-    from pipeline.fleet.events import worst
-    from pipeline.fleet.forecast import foresee
-    from pipeline.progress import reporter_for
+    from pipeline.base.progress import reporter_for
+    from pipeline.upkeep.fleet.events import worst
+    from pipeline.upkeep.fleet.forecast import foresee
 
     runs, left = foresee(named, options, reporter_for(json=as_json).warn)
     if as_json:
@@ -193,8 +193,8 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
 def _print_forecast(runs: Sequence[Foreseen], left: Sequence[Ended]) -> None:
     from rich.markup import escape
 
+    from pipeline.base.durations import duration
     from pipeline.commands.tables import table, terminal
-    from pipeline.durations import duration
 
     made = table("", "recipe", "priority", "devices", "last took", "why", right=("", "priority", "last took"))
     for number, run in enumerate(runs, start=1):
@@ -215,8 +215,8 @@ def _print_forecast(runs: Sequence[Foreseen], left: Sequence[Ended]) -> None:
 def _print(summary: Summary) -> None:
     from rich.markup import escape
 
+    from pipeline.base.durations import duration
     from pipeline.commands.tables import size, table, terminal
-    from pipeline.durations import duration
 
     console = terminal()
     if summary.ended:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.canonical import ABSENT, Change
+from pipeline.base.canonical import ABSENT, Change
 from pipeline.commands.options import (
     device_option,
     emit,
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from eval.gate.reach import Reach
-    from pipeline.cost.forecast import Forecast
-    from pipeline.preflight import Prediction
-    from pipeline.stage import Planned, Setting
+    from pipeline.stages.cost.forecast import Forecast
+    from pipeline.stages.preflight import Prediction
+    from pipeline.stages.stage import Planned, Setting
     from pipeline.store.entries import Entry
     from pipeline.store.runs import Run
 
@@ -62,19 +62,19 @@ def run(
 
     Finished stages are taken from the store; an interrupted run goes on with the same command.
     """
-    from pipeline.cluster.spread import spread_over
+    from pipeline.base.errors import shown_path
+    from pipeline.base.progress import reporter_for
+    from pipeline.clusters.ray.spread import spread_over
     from pipeline.commands.publish import published_by, report_page, show_published
-    from pipeline.planning import build_plan, cut
-    from pipeline.preflight import require_means
-    from pipeline.progress import reporter_for
     from pipeline.publish.places import published_folder
-    from pipeline.recipe.faults import shown_path
-    from pipeline.runner import run_plan
     from pipeline.serving.host.detect import device_here
-    from pipeline.session import open_setting
+    from pipeline.stages.planning import build_plan, cut
+    from pipeline.stages.preflight import require_means
+    from pipeline.stages.runner import run_plan
+    from pipeline.stages.session import open_setting
+    from pipeline.stages.tracking.mlflow_server import log_run
     from pipeline.store.remote.tier import open_tier
     from pipeline.store.tree import Store
-    from pipeline.tracking.mlflow_server import log_run
 
     reporter = reporter_for(json=as_json)
     setting = open_setting(
@@ -176,13 +176,13 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     Nothing is made. Ends with 2 where the disk is too small or the recipe asks for the impossible.
     """
     from eval.gate.reach import reach
-    from pipeline.cost.forecast import forecast
-    from pipeline.planning import build_plan, foreseen, missing_stages
-    from pipeline.preflight import disk_needed, model_for, predict, require_disk
-    from pipeline.recipe.checks import as_asked
-    from pipeline.serving.hardware import cautions
-    from pipeline.session import open_setting
+    from pipeline.base.hardware import cautions
+    from pipeline.stages.checks import as_asked
+    from pipeline.stages.cost.forecast import forecast
     from pipeline.stages.gate import policy_of
+    from pipeline.stages.planning import build_plan, foreseen, missing_stages
+    from pipeline.stages.preflight import disk_needed, model_for, predict, require_disk
+    from pipeline.stages.session import open_setting
     from pipeline.stages.source import config_folder as fetched
     from pipeline.store.disk import free_bytes
     from pipeline.store.tree import Store
@@ -308,8 +308,8 @@ def _print_reach(console: Console, told: Reach) -> None:
 @json_option
 def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> int:
     """Say which input of which stage changed since RECIPE was last run."""
-    from pipeline.planning import build_plan, explain, foreseen
-    from pipeline.session import open_setting
+    from pipeline.stages.planning import build_plan, explain, foreseen
+    from pipeline.stages.session import open_setting
     from pipeline.store.tree import Store
 
     setting = open_setting(recipe, store=Store(store_path), vllm=vllm)

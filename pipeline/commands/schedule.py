@@ -27,9 +27,9 @@ from pipeline.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.fleet.events import Event
-    from pipeline.schedule.export import Export
-    from pipeline.schedule.recipes import Scheduled
+    from pipeline.upkeep.fleet.events import Event
+    from pipeline.upkeep.schedule.export import Export
+    from pipeline.upkeep.schedule.recipes import Scheduled
 
 _SHOWN = 3
 _MISSED = {"run": "run once, later", "skip": "left out"}
@@ -64,7 +64,7 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
     from datetime import UTC, datetime
 
     from pipeline.commands.tables import table, terminal
-    from pipeline.schedule.recipes import EXAMPLE, scheduled
+    from pipeline.upkeep.schedule.recipes import EXAMPLE, scheduled
 
     found, now = scheduled(recipes), datetime.now(UTC)
     if as_json:
@@ -138,9 +138,9 @@ def run(
     again. Several may run on one store. --json prints a JSON object a line. QUANTMINT_WEBHOOK names an address that is
     told how it goes; docs/notices.md says what it is sent.
     """
-    from pipeline.fleet.jobs import Options
-    from pipeline.notices.outlets import outlets
-    from pipeline.schedule.resident import Resident
+    from pipeline.upkeep.fleet.jobs import Options
+    from pipeline.upkeep.notices.outlets import outlets
+    from pipeline.upkeep.schedule.resident import Resident
 
     options = Options(
         store=store_path,
@@ -173,7 +173,7 @@ class Log:
 
     def tell(self, event: str, text: str, **facts: object) -> None:
         """Something that the scheduler did or found: a word for programs, a sentence for people, the facts."""
-        from pipeline.fleet.events import now_utc
+        from pipeline.upkeep.fleet.events import now_utc
 
         at = now_utc()
         self._write(json.dumps({"event": event, "at": at, **facts}) if self._as_json else f"{at} {text}")
@@ -186,7 +186,7 @@ class Log:
         """Something that the fleet did."""
         from dataclasses import asdict
 
-        from pipeline.fleet.events import line_of
+        from pipeline.upkeep.fleet.events import line_of
 
         if self._as_json:
             facts = {name: value for name, value in asdict(event).items() if value not in (None, "", ())}
@@ -242,8 +242,8 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
     RECIPES: default are those of ./recipes that have a schedule. What the scheduler cannot say of a schedule is
     refused with the reason; docs/scheduling.md compares them.
     """
-    from pipeline.errors import UserError
-    from pipeline.schedule.recipes import EXAMPLE, scheduled
+    from pipeline.base.errors import UserError
+    from pipeline.upkeep.schedule.recipes import EXAMPLE, scheduled
 
     forms = [form for form in _FORMS if given[form]]
     if len(forms) != 1:
@@ -272,11 +272,11 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
 
 def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     """What all forms have in common, checked."""
-    from pipeline.cluster.connection import jobs_address_of
-    from pipeline.errors import UserError
-    from pipeline.processes import SECRET
-    from pipeline.schedule.export import Export
-    from pipeline.submit.pod import parse_pairs
+    from pipeline.base.errors import UserError
+    from pipeline.base.processes import SECRET
+    from pipeline.clusters.ray.connection import jobs_address_of
+    from pipeline.clusters.submit.pod import parse_pairs
+    from pipeline.upkeep.schedule.export import Export
 
     for name, value in given.items():
         texts = value if isinstance(value, tuple) else (value,)
@@ -311,7 +311,7 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
 
 def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[str, Any]) -> dict[str, str]:
     """The files of one form by their names."""
-    from pipeline.schedule.machine import crontab, units, zone_of_machine
+    from pipeline.upkeep.schedule.machine import crontab, units, zone_of_machine
 
     if form == "cron":
         zone = given["machine_timezone"] or zone_of_machine()
@@ -319,12 +319,12 @@ def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[st
     if form == "systemd":
         made = [units(item, how, run_as=given["run_as"]) for item in items]
     elif form == "kubernetes":
-        from pipeline.schedule.kubernetes import cron_job
+        from pipeline.upkeep.schedule.kubernetes import cron_job
 
         cluster = _cluster(given)
         made = [cron_job(item, how, cluster) for item in items]
     else:
-        from pipeline.schedule.github import workflow
+        from pipeline.upkeep.schedule.github import workflow
 
         runner = [label.strip() for label in (given["runner"] or "").split(",") if label.strip()]
         made = [workflow(item, how, runner=runner, secrets=given["secrets"]) for item in items]
@@ -332,9 +332,9 @@ def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[st
 
 
 def _cluster(given: Mapping[str, Any]) -> Any:
-    from pipeline.errors import UserError
-    from pipeline.schedule.kubernetes import Cluster
-    from pipeline.submit.pod import parse_claim, parse_pairs, parse_reference, read_template
+    from pipeline.base.errors import UserError
+    from pipeline.clusters.submit.pod import parse_claim, parse_pairs, parse_reference, read_template
+    from pipeline.upkeep.schedule.kubernetes import Cluster
 
     if given["image"] is None:
         raise UserError("found no image", hint="Name one that has quantmint and vLLM: --image NAME@sha256:...")
@@ -352,7 +352,7 @@ def _cluster(given: Mapping[str, Any]) -> Any:
 
 def _notes(form: str, items: Sequence[Scheduled], given: Mapping[str, Any]) -> list[str]:
     """What is left to do by hand, for standard error."""
-    from pipeline.schedule.export import needed_secrets, signs_keyless
+    from pipeline.upkeep.schedule.export import needed_secrets, signs_keyless
 
     timers = " ".join(f"quantmint-{item.name}.timer" for item in items)
     system = given["run_as"] is not None

@@ -12,10 +12,10 @@ import click
 from pipeline.commands.options import emit, store_option
 
 if TYPE_CHECKING:
-    from pipeline.launching.request import Request
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.model.facts import ModelFacts
     from pipeline.serving.plan import Process
+    from pipeline.stages.launching.request import Request
 
 _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 
@@ -73,7 +73,7 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
     Servers listen on the loopback interface. To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
     as they are.
     """
-    from pipeline.launching.foreground import How, serve
+    from pipeline.stages.launching.foreground import How, serve
 
     forms = [form for form in _FORMS if given[form]]
     if len(forms) > 1:
@@ -97,7 +97,8 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
     """The options as one request; nothing is fetched for a plan but small files."""
-    from pipeline.launching.request import (
+    from pipeline.base.progress import reporter_for
+    from pipeline.stages.launching.request import (
         Request,
         fetched,
         find_model,
@@ -106,7 +107,6 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         speculation_of,
         target_for,
     )
-    from pipeline.progress import reporter_for
 
     version, environment = _serving(given["vllm"], given["launcher"], planning=planning)
     found = find_model(
@@ -146,10 +146,10 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
 
 def _serving(text: str | None, launcher: str, *, planning: bool) -> tuple[str, VllmEnvironment | None]:
     """The version to plan for, and the environment that would serve."""
-    from pipeline.errors import QuantmintError, UserError
-    from pipeline.launching.request import version_of
+    from pipeline.base.errors import QuantmintError, UserError
     from pipeline.serving.environment import find_vllm
     from pipeline.serving.knobs.table import NEWEST_READ
+    from pipeline.stages.launching.request import version_of
 
     version = version_of(text)
     elsewhere = planning or launcher in ("docker", "endpoint")

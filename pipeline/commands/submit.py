@@ -11,8 +11,8 @@ import click
 from pipeline.commands.options import emit, json_option, store_option
 
 if TYPE_CHECKING:
-    from pipeline.submit.place import Place, State
-    from pipeline.submit.task import Task
+    from pipeline.clusters.submit.place import Place, State
+    from pipeline.clusters.submit.task import Task
 
 _FOR = {
     **dict.fromkeys(("partition", "account", "gres", "sbatch", "setup", "container", "mount"), ("slurm",)),
@@ -131,14 +131,14 @@ def _place_name(context: click.Context, given: dict[str, Any]) -> str:
 
 
 def _place(name: str, given: dict[str, Any]) -> Place:
-    from pipeline.submit.pod import Pod, parse_claim, parse_pairs, parse_reference, read_template
+    from pipeline.clusters.submit.pod import Pod, parse_claim, parse_pairs, parse_reference, read_template
 
     variables = parse_pairs("--env", given["env"])
     if name == "slurm":
+        from pipeline.clusters.submit import script
+        from pipeline.clusters.submit.mounts import Needs, needs_of, parse_mount
+        from pipeline.clusters.submit.slurm import Slurm
         from pipeline.recipe.load import load_recipe
-        from pipeline.submit import script
-        from pipeline.submit.mounts import Needs, needs_of, parse_mount
-        from pipeline.submit.slurm import Slurm
 
         inside = given["container"] is not None and given["recipe"] is not None
         options = script.Options(
@@ -150,7 +150,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
         )
         return Slurm(options, folder=Path.cwd(), logs=given["store_path"].absolute() / "logs" / "slurm")
     if name == "kubernetes":
-        from pipeline.submit.kubernetes import Kubernetes
+        from pipeline.clusters.submit.kubernetes import Kubernetes
 
         pod = Pod(
             image=given["image"],
@@ -162,19 +162,19 @@ def _place(name: str, given: dict[str, Any]) -> Place:
             given=None if given["pod_template"] is None else read_template(given["pod_template"]),
         )
         return Kubernetes(pod if given["image"] else None, namespace=given["namespace"])
-    from pipeline.submit import ray
+    from pipeline.clusters.submit import ray
 
     return ray.RayJobs(given["ray_address"], ray.Options(Path.cwd(), given["venv"], variables))
 
 
 def _task(given: dict[str, Any]) -> Task:
     """Refuses here what the run would refuse there, after hours in a queue."""
+    from pipeline.base.durations import parse_duration
+    from pipeline.clusters.submit.task import task_for
     from pipeline.commands import run
-    from pipeline.durations import parse_duration
-    from pipeline.recipe.checks import check, check_run
     from pipeline.recipe.faults import refuse
     from pipeline.recipe.load import load_recipe
-    from pipeline.submit.task import task_for
+    from pipeline.stages.checks import check, check_run
 
     loaded = load_recipe(given["recipe"])
     refuse([*check(loaded), *check_run(loaded)])
@@ -198,8 +198,8 @@ def _remarks(place: str, given: dict[str, Any]) -> None:
         return
     from importlib import resources
 
+    from pipeline.clusters.submit.pod import by_digest
     from pipeline.recipe.load import find
-    from pipeline.submit.pod import by_digest
 
     if not by_digest(given["image"]):
         click.echo(f"note: {given['image']} is a tag, which can move: no release will say what it was", err=True)
@@ -210,7 +210,7 @@ def _remarks(place: str, given: dict[str, Any]) -> None:
 
 def _checked(place: Place, task: Task) -> int:
     """After a dry run: the API server's word on a manifest, where there is one."""
-    from pipeline.submit.kubernetes import Kubernetes
+    from pipeline.clusters.submit.kubernetes import Kubernetes
 
     if isinstance(place, Kubernetes) and (away := place.check(task)) is not None:
         click.echo(f"note: no API server has looked at it: {away}", err=True)
@@ -230,7 +230,7 @@ def _status(place: Place, name: str, identifier: str, given: dict[str, Any]) -> 
 
 def _follow(place: Place, identifier: str, told: dict[str, Any], given: dict[str, Any]) -> int:
     """The log on standard output (with --json on standard error), then the run's own exit code."""
-    from pipeline.submit.place import follow
+    from pipeline.clusters.submit.place import follow
 
     heard: set[str] = set()
 
@@ -252,7 +252,7 @@ def _follow(place: Place, identifier: str, told: dict[str, Any], given: dict[str
 
 
 def _attached(place: Place, task: Task) -> int:
-    from pipeline.submit.ray import RayJobs, run_attached
+    from pipeline.clusters.submit.ray import RayJobs, run_attached
 
     assert isinstance(place, RayJobs)  # noqa: S101 - `_place_name` refuses --attached elsewhere
     code, printed = run_attached(place, task, lambda piece: click.echo(piece, nl=False, err=True))

@@ -10,8 +10,8 @@ import click
 from pipeline.commands.options import emit, json_option, store_option, vllm_option
 
 if TYPE_CHECKING:
-    from pipeline.tuning.report import Report
-    from pipeline.tuning.sweep import Sweep
+    from pipeline.serving.tuning.report import Report
+    from pipeline.serving.tuning.sweep import Sweep
 
 _LARGEST_GRID = 4096
 
@@ -66,17 +66,17 @@ def command(
     Every trial is a fresh server. Finished trials are kept: the same command goes on after an interruption, also with
     other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
     """
-    from pipeline.durations import parse_duration
-    from pipeline.errors import UserError
-    from pipeline.progress import reporter_for
+    from pipeline.base.durations import parse_duration
+    from pipeline.base.errors import UserError
+    from pipeline.base.progress import reporter_for
     from pipeline.serving.knobs.table import table
+    from pipeline.serving.tuning.objective import Objective
+    from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
+    from pipeline.serving.tuning.sweep import Design, Sweep, grid_size
+    from pipeline.serving.tuning.trials import Budget
+    from pipeline.serving.tuning.tunableop import refuse_unless_rocm
+    from pipeline.stages.tuning import open_subject, tune
     from pipeline.store.tree import Store
-    from pipeline.tuning.objective import Objective
-    from pipeline.tuning.session import open_subject, tune
-    from pipeline.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
-    from pipeline.tuning.sweep import Design, Sweep, grid_size
-    from pipeline.tuning.trials import Budget
-    from pipeline.tuning.tunableop import refuse_unless_rocm
 
     if keep and mode == "grid":
         raise click.UsageError("--keep goes from knob to knob; a grid has all combinations.")
@@ -130,8 +130,8 @@ def command(
 def _print(report: Report) -> None:
     """One row a plan: how each figure differs from the base plan's, `~` where that is noise; then what was not done."""
     from pipeline.commands.tables import table, terminal
-    from pipeline.tuning.page import SHORT
-    from pipeline.tuning.report import COMPARED, percent
+    from pipeline.serving.tuning.page import SHORT
+    from pipeline.serving.tuning.report import COMPARED, percent
 
     console, noise = terminal(), report["noise"]
     rows = table("plan", *(SHORT[name] for name in COMPARED), "launches", right=(*SHORT.values(), "launches"))
@@ -161,11 +161,11 @@ def _print(report: Report) -> None:
 
 def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
     """What would be tried, in its order."""
-    from pipeline.errors import UserError
-    from pipeline.tuning.space import BASE, TUNABLEOP, label
-    from pipeline.tuning.subject import serving_with, tuning
-    from pipeline.tuning.sweep import planned
-    from pipeline.tuning.tunableop import FOLDER
+    from pipeline.base.errors import UserError
+    from pipeline.serving.tuning.space import BASE, TUNABLEOP, label
+    from pipeline.serving.tuning.subject import serving_with, tuning
+    from pipeline.serving.tuning.sweep import planned
+    from pipeline.serving.tuning.tunableop import FOLDER
 
     kernels = (out / FOLDER).absolute()
     rows: list[dict[str, object]] = []

@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from pipeline.digest import NAMED_TEMPLATES
-from pipeline.errors import UserError
-from pipeline.formats.checkpoint import read_header
+from pipeline.base.errors import UserError
 from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, NOTICE, PROVENANCE, RECIPE, SBOM, SIGNATURE
+from pipeline.quantize.digest import NAMED_TEMPLATES
+from pipeline.quantize.formats.checkpoint import read_header
 from pipeline.store.files import require_safe
 
 SCORES: Final = ".eval_results"

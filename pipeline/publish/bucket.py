@@ -25,14 +25,14 @@ from typing import Annotated, Final
 
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from pipeline.errors import StageError, UserError
-from pipeline.locks import Lock
-from pipeline.progress import Progress
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.progress import Progress
 from pipeline.publish import manifest
 from pipeline.publish.place import Difference, Listed, Operation, Place, State, named, newest_first
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
 from pipeline.store.disk import disk_errors
 from pipeline.store.files import DamagedError, fetch
+from pipeline.store.locks import Lock
 from pipeline.store.objects import Objects
 
 _CURRENT: Final = "current.json"

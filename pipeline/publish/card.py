@@ -21,7 +21,7 @@ from eval.gate import GateReport
 from eval.report import markdown
 from eval.report.numbers import NO_BREAK, signed, size, unit_of
 from eval.report.summary import meaning, notes, runtime, tiles
-from pipeline.errors import StageError
+from pipeline.base.errors import StageError
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts
 from pipeline.publish.release import EVIDENCE, NOTICE, RECIPE, SIGNATURE
 

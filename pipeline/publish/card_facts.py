@@ -44,9 +44,9 @@ class Calibrated:
 class Made:
     """How the checkpoint was made.
 
-    ``weights`` is the type of a weight (`pipeline.schemes.WeightFormat.dtype`). ``schemes`` counts quantized modules by
-    scheme, the recipe's own first. ``excluded`` are patterns of modules that the recipe leaves in 16 bit, ``kept`` all
-    that stay so, as the checkpoint declares them, with N for the number of a layer or an expert.
+    ``weights`` is the type of a weight (`pipeline.base.schemes.WeightFormat.dtype`). ``schemes`` counts quantized
+    modules by scheme, the recipe's own first. ``excluded`` are patterns of modules that the recipe leaves in 16 bit,
+    ``kept`` all that stay so, as the checkpoint declares them, with N for the number of a layer or an expert.
     """
 
     scheme: str

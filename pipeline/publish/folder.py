@@ -19,14 +19,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from pipeline.errors import StageError, UserError
-from pipeline.locks import Lock
-from pipeline.progress import Progress
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.progress import Progress
 from pipeline.publish import manifest
 from pipeline.publish.place import Difference, Listed, Operation, Place, State, named, newest_first, said_of
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in
 from pipeline.store.disk import FULL, folders, free_bytes, fsync
 from pipeline.store.files import chunks, copy, digest_of, fetch
+from pipeline.store.locks import Lock
 
 RELEASES: Final = ".releases"
 _PARTIAL: Final = ".partial"

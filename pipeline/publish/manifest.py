@@ -20,8 +20,8 @@ from typing import Annotated, Any, Final, Literal, NoReturn
 
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from pipeline.canonical import UnstableValueError, fingerprint
-from pipeline.errors import UserError
+from pipeline.base.canonical import UnstableValueError, fingerprint
+from pipeline.base.errors import UserError
 from pipeline.publish.release import MANIFEST, SIGNATURE, UNLISTED, identity_in
 from pipeline.store.files import DamagedError, File, OtherBytesError, require_safe
 

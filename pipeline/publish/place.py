@@ -26,11 +26,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.progress import Progress
+from pipeline.base.errors import UserError, did_you_mean
+from pipeline.base.progress import Progress
 from pipeline.publish import manifest
 from pipeline.publish.release import MANIFEST, SIGNATURE, Release, day_in, identity_in
-from pipeline.recipe.faults import did_you_mean
 from pipeline.store.files import DamagedError
 
 

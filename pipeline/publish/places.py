@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError, did_you_mean
 from pipeline.publish.folder import RELEASES
-from pipeline.recipe.faults import did_you_mean
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sections import Hub, Publish, Storage
 

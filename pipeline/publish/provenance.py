@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 from uuid import NAMESPACE_URL, uuid5
 
-from pipeline.canonical import fingerprint
+from pipeline.base.canonical import fingerprint
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Serving
 from pipeline.publish.release import EVIDENCE, PROVENANCE, UNLISTED
 from pipeline.store.files import File
-from pipeline.toolchain import OURS, Environment
+from pipeline.store.toolchain import OURS, Environment
 
 if TYPE_CHECKING:
     from cyclonedx.model.component import Component
     from cyclonedx.model.license import License
 
 
-ABSENT: Final = "absent"  # what `pipeline.versions.versions` says of a distribution that is not there
+ABSENT: Final = "absent"  # what `pipeline.base.versions.versions` says of a distribution that is not there
 
 
 @dataclass(frozen=True, slots=True)

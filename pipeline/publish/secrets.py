@@ -27,7 +27,7 @@ from io import BufferedIOBase, BytesIO
 from pathlib import Path
 from typing import Final, Literal
 
-from pipeline.errors import StageError
+from pipeline.base.errors import StageError
 
 Scope = Literal["everything", "texts", "prose"]
 """Where a form is looked for. A vocabulary holds any word, so there only what cannot be one; a word such as "password:"

@@ -32,9 +32,9 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
-from pipeline.errors import StageError, UserError
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.transience import is_transient
 from pipeline.publish.release import SIGNATURE
-from pipeline.transience import is_transient
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey

@@ -6,13 +6,11 @@ r.yaml:3:7: gate.margin: found 2, expected less
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pipeline.errors import RecipeError
+from pipeline.base.errors import RecipeError
 
 #: Where a value is, from the root: keys of mappings, numbers of list items.
 YamlPath = tuple[str | int, ...]
@@ -93,26 +91,3 @@ def shown(value: Any) -> str:
             return "a list"
         case _:
             return str(value)
-
-
-def shown_path(path: Path) -> str:
-    """A path as the user would type it from here."""
-    try:
-        return str(path.absolute().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
-
-
-def nearest(word: object, valid: Iterable[str]) -> str | None:
-    """The valid spelling that a misspelt word most likely stands for; None where nothing is near."""
-    if not isinstance(word, str):
-        return None
-    folded = {name.lower().replace("-", "_"): name for name in valid}
-    near = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1)
-    return folded[near[0]] if near else None
-
-
-def did_you_mean(word: object, valid: Iterable[str]) -> str:
-    """The hint ` (did you mean "..."?)`, or nothing where no valid spelling is near."""
-    near = nearest(word, valid)
-    return f' (did you mean "{near}"?)' if near else ""

@@ -17,7 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.recipe.faults import Fault, Place, YamlPath, did_you_mean, nearest, shown
+from pipeline.base.errors import did_you_mean, nearest
+from pipeline.recipe.faults import Fault, Place, YamlPath, shown
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.yaml_positions import Document
 

@@ -21,8 +21,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pipeline.errors import RecipeError, UserError
-from pipeline.recipe.faults import OPTIONS, Fault, Place, YamlPath, nearest, refuse, shown, shown_path
+from pipeline.base.errors import RecipeError, UserError, nearest, shown_path
+from pipeline.recipe.faults import OPTIONS, Fault, Place, YamlPath, refuse, shown
 from pipeline.recipe.json_schema import faults_of, place_of
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.yaml_positions import Document, Dumper, read

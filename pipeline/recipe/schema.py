@@ -5,7 +5,7 @@
     quantization: {scheme: ptpc_fp8}
 
 is a whole recipe; the rest has defaults. The descriptions below are what an editor shows, through the JSON Schema that
-is made from these models. Rules between fields that need more than one section are in `pipeline.recipe.checks`.
+is made from these models. Rules between fields that need more than one section are in `pipeline.stages.checks`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from pydantic import AfterValidator, Field, model_validator
 from calibration.errors import CalibrationError
 from calibration.observers import ExpertTokens, Observation, ObserverName
 from calibration.sets import load_set
-from pipeline import schemes
+from pipeline.base import hardware, schemes
+from pipeline.base.schemes import Engine, Format
 from pipeline.recipe.sections import PRINTABLE, Evaluation, Gate, Publish, Refresh, Section, Tracking, wrong
-from pipeline.schemes import Engine, Format
-from pipeline.serving import hardware
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

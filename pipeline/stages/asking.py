@@ -23,13 +23,13 @@ from eval import harness as draw
 from eval.errors import MeasurementError
 from eval.harness_log import Asked, read_asked
 from eval.suites import TASKS_FOLDER, SuiteTask, located
-from pipeline.errors import QuantmintError, StageError, StoreError
-from pipeline.processes import Conversation, conversation
+from pipeline.base.errors import QuantmintError, StageError, StoreError
+from pipeline.base.processes import Conversation, conversation
+from pipeline.base.transience import says_transient
 from pipeline.serving.running.server import Server
-from pipeline.stage import Job, Setting
 from pipeline.stages.servers import ReferenceServer
+from pipeline.stages.stage import Job, Setting
 from pipeline.store.disk import sha256_of, write_atomic
-from pipeline.transience import says_transient
 
 _MEMORY = "dataset-commits.json"
 

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 from eval.bench import CellResult, Launch, Side, order
 from eval.errors import MeasurementError
 from eval.workloads import Cell
-from pipeline.errors import InvalidMeasurementError, StageError
-from pipeline.measuring.cell import LoadWatch, run_cell
-from pipeline.measuring.sensors import Reading, sensor_for, summary
-from pipeline.serving.hardware import hardware
+from pipeline.base.errors import InvalidMeasurementError, StageError
+from pipeline.base.hardware import hardware
+from pipeline.serving.measuring.cell import LoadWatch, run_cell
+from pipeline.serving.measuring.sensors import Reading, sensor_for, summary
 from pipeline.serving.running.log import Finding, LogScan, broken_promises, checkpoint_quantization, scan_log
-from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.serve import (
     SERVER_LOG,
     SIDES,
@@ -36,9 +35,10 @@ from pipeline.stages.serve import (
     vllm_version,
 )
 from pipeline.stages.source import model_folder
+from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 
 if TYPE_CHECKING:
-    from pipeline.measuring.sensors import Sensor
+    from pipeline.serving.measuring.sensors import Sensor
     from pipeline.serving.plan import LaunchPlan
     from pipeline.serving.running.server import Server
 

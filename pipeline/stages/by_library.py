@@ -17,24 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from calibration.errors import CalibrationError
-from pipeline.device import device_memory, resolve_devices
-from pipeline.digest import COMPANION_FILES
-from pipeline.engines.algorithms import algorithm
-from pipeline.engines.libraries.job import job_of, require_memory, save_samples
-from pipeline.engines.libraries.result import adopt, differences, names_on_disk
-from pipeline.errors import StageError, UserError
-from pipeline.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
-from pipeline.formats.layout import Choice
-from pipeline.model.select import select
-from pipeline.model.structure import Structure, read_structure
-from pipeline.processes import run_logged
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.processes import run_logged
+from pipeline.base.schemes import scheme
+from pipeline.base.transience import is_transient
+from pipeline.base.versions import versions
+from pipeline.quantize.device import device_memory, resolve_devices
+from pipeline.quantize.digest import COMPANION_FILES
+from pipeline.quantize.engines.algorithms import algorithm
+from pipeline.quantize.engines.libraries.job import job_of, require_memory, save_samples
+from pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
+from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
+from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.model.select import select
+from pipeline.quantize.model.structure import Structure, read_structure
 from pipeline.recipe.schema import Quantization
-from pipeline.schemes import scheme
-from pipeline.stage import Job, Output, Setting
 from pipeline.stages.calibrate import data_identity, read_tokens
 from pipeline.stages.source import model_folder
-from pipeline.transience import is_transient
-from pipeline.versions import versions
+from pipeline.stages.stage import Job, Output, Setting
 
 CHECKPOINT = "checkpoint"
 LOG = "engine.log"
@@ -196,7 +196,7 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
 
 def _command(engine: str, job: Path) -> list[str]:
     """The program that imports the library, and nobody else's."""
-    return [sys.executable, "-m", f"pipeline.engines.libraries.with_{engine}", str(job)]
+    return [sys.executable, "-m", f"pipeline.quantize.engines.libraries.with_{engine}", str(job)]
 
 
 def _samples(job: Job, work: Path, folder: Path) -> Path | None:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from calibration.errors import CalibrationError
 from calibration.sets import DEFAULTS, CalibrationSet, load_set
 from calibration.texts import at_commit
-from pipeline.commits import Commits
-from pipeline.device import resolve_devices
-from pipeline.errors import QuantmintError, StageError, UserError
+from pipeline.base.errors import QuantmintError, StageError, UserError
+from pipeline.base.transience import is_transient
+from pipeline.base.versions import versions
+from pipeline.quantize.device import resolve_devices
+from pipeline.recipe.commits import Commits
 from pipeline.recipe.schema import Calibration
-from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.source import model_folder
+from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.disk import sha256_of
-from pipeline.toolchain import ENVIRONMENT, environment_here
-from pipeline.transience import is_transient
-from pipeline.versions import versions
+from pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 if TYPE_CHECKING:
     import torch

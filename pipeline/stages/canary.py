@@ -19,14 +19,14 @@ from eval.canary import DIGITS, Answer, Canary, CanaryAnswers, CanaryPolicy, com
 from eval.errors import DefinitionError, MeasurementError
 from eval.prompts import Prompt
 from eval.verdict import Verdict
-from pipeline.errors import InvalidMeasurementError, RecipeError, RefusalError, ServingError, StageError
+from pipeline.base.errors import InvalidMeasurementError, RecipeError, RefusalError, ServingError, StageError
+from pipeline.base.versions import versions
 from pipeline.serving.running.server import Server
-from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.serve import Side, launch_plan, model_key, runtime_tools
 from pipeline.stages.servers import ReferenceServer
 from pipeline.stages.source import model_folder
+from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.disk import sha256_of
-from pipeline.versions import versions
 
 ANSWERS, COMPARISON = "canary.json.gz", "comparison.json"
 LIKELIEST = 20

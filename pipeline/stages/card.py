@@ -14,13 +14,13 @@ import yaml
 
 from eval.report.model import DATA
 from eval.workloads import Workload
-from pipeline.errors import StageError, UserError
+from pipeline.base import hardware
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.schemes import scheme
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Launch, Made
 from pipeline.publish.licences import TEXTS, terms
 from pipeline.publish.release import CARD
 from pipeline.recipe.schema import Recipe
-from pipeline.schemes import scheme
-from pipeline.serving import hardware
 from pipeline.serving.knobs.table import NEWEST_READ
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process
@@ -28,10 +28,10 @@ from pipeline.serving.planning.planner import layout_words, plan_serving
 from pipeline.serving.planning.processes import processes
 from pipeline.serving.planning.target import Target, parse_target, profile
 from pipeline.serving.render.invocation import command, script, servers
-from pipeline.stage import Job, Setting, SourceIdentity
 from pipeline.stages.gate import checkpoint_digest
 from pipeline.stages.inspect import INSPECTION
 from pipeline.stages.source import model_folder
+from pipeline.stages.stage import Job, Setting, SourceIdentity
 from pipeline.store.entries import Entry
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from eval.harness_log import Asked, compressed
 from eval.samples import SampleSet, pair
 from eval.statistics import sequential
 from eval.suites import SuiteTask
-from pipeline.errors import InvalidMeasurementError
-from pipeline.stage import Job, Output, Setting, Stage, write_json
+from pipeline.base.errors import InvalidMeasurementError
+from pipeline.base.versions import versions
 from pipeline.stages.asking import (
     SAMPLES,
     Asker,
@@ -39,8 +39,8 @@ from pipeline.stages.asking import TASKS as TASKS  # where the tasks of our own 
 from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, runtime_tools
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
-from pipeline.toolchain import ENVIRONMENT, environment_here
-from pipeline.versions import versions
+from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 ANSWERS = "answers"
 DATASETS = "datasets"

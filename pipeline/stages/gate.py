@@ -13,10 +13,9 @@ from eval.gate.headlines import claims
 from eval.measurements import Measurements, Structure
 from eval.servers import Server
 from eval.verdict import Verdict
-from pipeline.digest import folder_digest
-from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.schemes import scheme
-from pipeline.stage import Job, Output, Setting, Stage
+from pipeline.base.schemes import scheme
+from pipeline.quantize.digest import folder_digest
+from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.stages.bench import read_launches
 from pipeline.stages.canary import read_comparison
 from pipeline.stages.evaluate import read_samples
@@ -24,6 +23,7 @@ from pipeline.stages.inspect import INSPECTION, reasons_of
 from pipeline.stages.quantize import CHECKPOINT
 from pipeline.stages.serve import LAUNCH, Side
 from pipeline.stages.source import model_folder
+from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.entries import Entry
 
 if TYPE_CHECKING:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.engines.stream.engine import scale_ranges
-from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.inspection.findings import INSPECTION as INSPECTION
-from pipeline.inspection.inspect import inspect_checkpoint
-from pipeline.model.select import select
-from pipeline.model.structure import Structure, read_structure
+from pipeline.quantize.engines.stream.engine import scale_ranges
+from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
+from pipeline.quantize.inspection.inspect import inspect_checkpoint
+from pipeline.quantize.model.select import select
+from pipeline.quantize.model.structure import Structure, read_structure
 from pipeline.recipe.schema import Quantization
-from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.calibrate import RANGES
 from pipeline.stages.quantize import needs_ranges
 from pipeline.stages.source import model_folder
+from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.entries import Entry
 
 
@@ -74,7 +74,7 @@ def _expected_scales(
     import torch
 
     from calibration.ranges import load_ranges
-    from pipeline.engines.stream.kernels import fp8_scale
+    from pipeline.quantize.engines.stream.kernels import fp8_scale
 
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
     wanted = scale_ranges(ranges, select(structure, quantization), quantization.format)

@@ -15,14 +15,14 @@ import yaml
 from eval import record
 from eval.errors import MeasurementError
 from eval.servers import Server
-from pipeline.canonical import fingerprint
-from pipeline.errors import StageError
+from pipeline.base.canonical import fingerprint
+from pipeline.base.errors import StageError
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Serving
 from pipeline.publish.provenance import ABSENT, Lineage
 from pipeline.stages.gate import GATE
 from pipeline.stages.source import LOCATION
 from pipeline.store.entries import Entry
-from pipeline.toolchain import recorded_environment
+from pipeline.store.toolchain import recorded_environment
 
 
 def gather(entries: Mapping[str, Entry], recipe: str) -> Lineage:

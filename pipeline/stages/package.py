@@ -15,8 +15,9 @@ from pathlib import Path
 
 from eval.verdict import Verdict
 from pipeline import __version__
-from pipeline.errors import StageError, StoreError, UserError
-from pipeline.progress import Progress
+from pipeline.base.errors import StageError, StoreError, UserError
+from pipeline.base.progress import Progress
+from pipeline.base.versions import versions
 from pipeline.publish import manifest as manifests
 from pipeline.publish.manifest import Manifest
 from pipeline.publish.places import public_names
@@ -33,14 +34,13 @@ from pipeline.publish.release import (
     Release,
     tag_of,
 )
-from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages.gate import checkpoint_digest
 from pipeline.stages.lineage import gather
 from pipeline.stages.quantize import CHECKPOINT
 from pipeline.stages.report import ReportStage
+from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.entries import Entry
 from pipeline.store.files import File
-from pipeline.versions import versions
 
 EVIDENT = ("gate", "report", "inspect")
 """Stages whose files go out as evidence."""
@@ -212,7 +212,7 @@ def _write_statements(
 
 
 def _manifest(lineage: Lineage, title: str, files: Mapping[str, File]) -> Manifest:
-    from pipeline.canonical import fingerprint
+    from pipeline.base.canonical import fingerprint
 
     return Manifest(
         name=lineage.name,

@@ -13,18 +13,17 @@ from eval import record
 from eval.errors import MeasurementError
 from eval.gate import changes
 from eval.verdict import Verdict
-from pipeline.errors import QuantmintError, StageError, UserError
-from pipeline.progress import Progress
+from pipeline.base.errors import QuantmintError, StageError, UserError, shown_path
+from pipeline.base.progress import Progress
 from pipeline.publish.folder import RELEASES
 from pipeline.publish.licences import TEXTS, refusal, terms
 from pipeline.publish.place import Place, Published, outdated
 from pipeline.publish.places import places_of, public_names, published_folder
 from pipeline.publish.release import MANIFEST, Release
-from pipeline.recipe.faults import shown_path
-from pipeline.stage import Job, Output, Setting, SourceIdentity, Stage
 from pipeline.stages import package
 from pipeline.stages.card import base_metadata
 from pipeline.stages.gate import GATE, checkpoint_digest
+from pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 

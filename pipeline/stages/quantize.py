@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipeline.device import device_title, resolve_devices
-from pipeline.engines.stream.engine import scale_ranges, write_checkpoint
-from pipeline.engines.stream.plan import plan_shards
-from pipeline.engines.stream.shard import Error
-from pipeline.errors import StageError
-from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.formats.layout import Choice
-from pipeline.model.select import select
-from pipeline.model.structure import read_structure
+from pipeline.base.errors import StageError
+from pipeline.base.versions import versions
+from pipeline.quantize.device import device_title, resolve_devices
+from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
+from pipeline.quantize.engines.stream.plan import plan_shards
+from pipeline.quantize.engines.stream.shard import Error
+from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.model.select import select
+from pipeline.quantize.model.structure import read_structure
 from pipeline.recipe.schema import Quantization
-from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES
 from pipeline.stages.source import model_folder
+from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.disk import free_bytes
-from pipeline.toolchain import ENVIRONMENT, environment_here
-from pipeline.versions import versions
+from pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +127,7 @@ def _error(error: Error) -> dict[str, float | int | None]:
 
 def needs_ranges(quantization: Quantization) -> bool:
     """Whether anything in the checkpoint is scaled by a range that we measure; libraries measure their own."""
-    from pipeline.schemes import scheme
+    from pipeline.base.schemes import scheme
 
     if quantization.engine != "stream":
         return False

@@ -19,21 +19,21 @@ from eval.report.model import PAGE as PAGE
 from eval.report.model import Stage as ShownStage
 from eval.verdict import Verdict
 from pipeline import __version__
-from pipeline.errors import StageError
-from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.inspection.contents import kv_scales, layer_errors, sizes
+from pipeline.base import hardware
+from pipeline.base.errors import StageError
+from pipeline.base.versions import versions
 from pipeline.publish.places import serving_name
-from pipeline.serving import hardware
-from pipeline.stage import Job, Output, Setting, Stage
+from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.inspection.contents import kv_scales, layer_errors, sizes
 from pipeline.stages.evaluate import ANSWERS
 from pipeline.stages.gate import GATE, ORDER, measured_inputs
 from pipeline.stages.inspect import INSPECTION
 from pipeline.stages.quantize import needs_ranges
 from pipeline.stages.serve import LAUNCH, SIDES
 from pipeline.stages.source import model_folder
+from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.entries import Entry
 from pipeline.store.runs import list_runs
-from pipeline.versions import versions
 
 if TYPE_CHECKING:
     from eval.gate import GateReport

@@ -11,19 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.digest import template_digest, tokenizer_digest
-from pipeline.machine import Device
+from pipeline.base.machine import Device
+from pipeline.base.versions import versions
+from pipeline.quantize.digest import template_digest, tokenizer_digest
 from pipeline.serving.host.detect import device_here
 from pipeline.serving.knobs.table import (
     NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed
 )
 from pipeline.serving.running.local import reference_plan
 from pipeline.serving.running.log import broken_promises, checkpoint_quantization
-from pipeline.stage import Job, Output, Setting, Stage, write_json
 from pipeline.stages.servers import ReferenceServer, keep_log
 from pipeline.stages.source import model_folder
-from pipeline.toolchain import ENVIRONMENT, Environment, environment_here, environment_of
-from pipeline.versions import versions
+from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from pipeline.store.toolchain import ENVIRONMENT, Environment, environment_here, environment_of
 
 if TYPE_CHECKING:
     from pipeline.serving.plan import LaunchPlan

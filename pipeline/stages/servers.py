@@ -11,14 +11,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from eval.suites import TASKS_FOLDER
-from pipeline.device import give_back_memory
-from pipeline.errors import UserError
-from pipeline.processes import Conversation, conversation
-from pipeline.progress import Progress
+from pipeline.base.errors import UserError
+from pipeline.base.processes import Conversation, conversation
+from pipeline.base.progress import Progress
+from pipeline.quantize.device import give_back_memory
 from pipeline.serving.running.local import reference_command, reference_environment
 from pipeline.serving.running.log import LogScan, scan_log
 from pipeline.serving.running.server import Server
-from pipeline.stage import Setting
+from pipeline.stages.stage import Setting
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -117,7 +117,7 @@ class ReferenceServer(Server):
     talk: Conversation | None = None
 
     def ask(self, what: str, **given: Any) -> Any:
-        """The reply to a message of `pipeline.reference`."""
+        """The reply to a message of `pipeline.serving.reference`."""
         assert self.talk is not None  # noqa: S101 - a field after those with defaults
         return self.talk.ask({what: given})
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.errors import StageError
+from pipeline.base.errors import StageError
+from pipeline.base.versions import versions
 from pipeline.publish.release import SIGNATURE
 from pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
-from pipeline.stage import Job, Output, Setting, Stage
 from pipeline.stages import package
+from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.disk import disk_errors
-from pipeline.versions import versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.canonical import fingerprint
-from pipeline.digest import MODEL_FILES, file_digests, folder_digest, model_files
-from pipeline.errors import StageError, UserError
-from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.progress import Progress
+from pipeline.base.canonical import fingerprint
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.progress import Progress
+from pipeline.base.transience import is_transient
 from pipeline.publish.release import CARD
+from pipeline.quantize.digest import MODEL_FILES, file_digests, folder_digest, model_files
+from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.recipe.schema import Source as SourceSection
-from pipeline.stage import Job, Output, Setting, SourceIdentity, Stage, write_json
+from pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage, write_json
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
-from pipeline.transience import is_transient
 
 LOCATION = "location.json"
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from pipeline.errors import StoreError
+from pipeline.base.errors import StoreError
 
 # errno -> (what happened, what to do about it)
 _FAULTS: Final[dict[int, tuple[str, str]]] = {

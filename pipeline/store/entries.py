@@ -1,7 +1,7 @@
 """A finished entry and its ``record.json``.
 
 A record names no user, host or path, so that it can be published. The payload is kept whole: its fingerprint
-recomputes, and `pipeline.canonical.difference` of two payloads tells why a stage ran again.
+recomputes, and `pipeline.base.canonical.difference` of two payloads tells why a stage ran again.
 
 A 70 GB checkpoint is not read again for every run: a file whose size and modification time are those of the record
 is taken as unchanged, the way git's index does it. Another time costs one reading; equal bytes then get the
@@ -19,8 +19,8 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from pipeline.canonical import Json, UnstableValueError, fingerprint, plain
-from pipeline.errors import StoreError
+from pipeline.base.canonical import Json, UnstableValueError, fingerprint, plain
+from pipeline.base.errors import StoreError
 from pipeline.store.disk import disk_errors, regular_files, sha256_of
 
 SCHEMA: Final = 1

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pipeline.errors import StageError, UserError
+from pipeline.base.errors import StageError, UserError
 from pipeline.store.disk import disk_errors, fsync
 
 if TYPE_CHECKING:
-    from pipeline.progress import Progress
+    from pipeline.base.progress import Progress
 
 Advance = Callable[[int], None]
 """Called with the bytes that are done since the last call."""

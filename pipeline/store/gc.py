@@ -18,9 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from pipeline.locks import Lock, is_held
 from pipeline.store.disk import disk_errors
 from pipeline.store.entries import FINGERPRINT, RECORD
+from pipeline.store.locks import Lock, is_held
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import QUARANTINE, REFRESH, RESERVED, RUNS, STAGE, TRASH, Store
 

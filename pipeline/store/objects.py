@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from pipeline.errors import QuantmintError, StageError, UserError
+from pipeline.base.errors import QuantmintError, StageError, UserError
 from pipeline.store.files import Advance, File, judged
 
 PART = 32 << 20

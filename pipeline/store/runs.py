@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from pipeline.canonical import Json
-from pipeline.locks import runs_still, this_process
+from pipeline.base.canonical import Json
 from pipeline.store.disk import disk_errors, write_atomic
 from pipeline.store.entries import check_result, timestamp
+from pipeline.store.locks import runs_still, this_process
 
 RUN_SCHEMA: Final = 1
 _RUNS: Final = "runs"

@@ -24,9 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from pipeline.canonical import fingerprint as digest_of
-from pipeline.errors import StoreError
-from pipeline.locks import Lock
+from pipeline.base.canonical import fingerprint as digest_of
+from pipeline.base.errors import StoreError
 from pipeline.store.disk import FULL, disk_errors, explain, folders, fsync, regular_files, sha256_of, write_atomic
 from pipeline.store.entries import (
     FINGERPRINT,
@@ -39,6 +38,7 @@ from pipeline.store.entries import (
     mismatch,
     timestamp,
 )
+from pipeline.store.locks import Lock
 
 QUARANTINE: Final = "quarantine"
 RUNS: Final = "runs"

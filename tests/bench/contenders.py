@@ -122,12 +122,12 @@ def quantmint(task: Task) -> Work:
     from calibration.batches import batched
     from calibration.calibrate import calibrate
     from calibration.observers import Observation
-    from pipeline.engines.stream.engine import scale_ranges, write_checkpoint
-    from pipeline.engines.stream.plan import plan_shards
-    from pipeline.formats.checkpoint import open_checkpoint
-    from pipeline.formats.layout import Choice
-    from pipeline.model.structure import read_structure
-    from pipeline.progress import PlainReporter
+    from pipeline.base.progress import PlainReporter
+    from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
+    from pipeline.quantize.engines.stream.plan import plan_shards
+    from pipeline.quantize.formats.checkpoint import open_checkpoint
+    from pipeline.quantize.formats.layout import Choice
+    from pipeline.quantize.model.structure import read_structure
 
     form = "compressed-tensors"
 

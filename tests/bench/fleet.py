@@ -20,8 +20,8 @@ from pathlib import Path
 import click
 
 from tests.bench.machine import describe
-from tests.fleet.world import FLEET, build, environment
 from tests.hub.standin import HubStandIn
+from tests.upkeep.fleet.world import FLEET, build, environment
 from tests.warm.executable import warm_python
 
 COMMANDS = {"due": ("due",), "requantize --due": ("requantize", "--due")}

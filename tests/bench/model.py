@@ -66,7 +66,7 @@ def write_model(folder: Path, shape: Shape, layers: int, shards: int, *, vocabul
     import torch
     from transformers import LlamaConfig
 
-    from pipeline.formats.checkpoint import INDEX_NAME, SINGLE_NAME
+    from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME
 
     files = _split(shape.tensors(layers, vocabulary), shards)
     total = sum(map(_size, files))
@@ -122,7 +122,7 @@ def _split(tensors: dict[str, tuple[int, ...]], shards: int) -> list[dict[str, t
 def _write_shard(path: Path, tensors: dict[str, tuple[int, ...]], block: object) -> None:
     import torch
 
-    from pipeline.formats.checkpoint import encode_header
+    from pipeline.quantize.formats.checkpoint import encode_header
 
     assert isinstance(block, torch.Tensor)
     values = memoryview(block.view(torch.uint8).numpy().data)

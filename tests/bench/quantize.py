@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from pipeline.cost.forecast import Machine, machine_here
+from pipeline.stages.cost.forecast import Machine, machine_here
 from tests.bench import figures
 from tests.bench.contenders import BATCH, CASES, CONTENDERS, Task, absent, how
 from tests.bench.machine import describe
@@ -110,13 +110,13 @@ class Bench:
 
 def predict(task: Task, source: Path, machine: Machine) -> dict[str, float]:
     """What `quantmint plan` would say of a case: seconds until written and durable, and resident bytes."""
-    from pipeline.cost.forecast import calibrate_cost, quantize_cost
-    from pipeline.cost.volume import calibrate_volume, quantize_volume
-    from pipeline.engines.stream.plan import plan_shards
-    from pipeline.formats.checkpoint import open_checkpoint
-    from pipeline.formats.layout import Choice
-    from pipeline.model.structure import read_structure
+    from pipeline.quantize.engines.stream.plan import plan_shards
+    from pipeline.quantize.formats.checkpoint import open_checkpoint
+    from pipeline.quantize.formats.layout import Choice
+    from pipeline.quantize.model.structure import read_structure
     from pipeline.recipe.schema import Calibration
+    from pipeline.stages.cost.forecast import calibrate_cost, quantize_cost
+    from pipeline.stages.cost.volume import calibrate_volume, quantize_volume
 
     checkpoint = open_checkpoint(source)
     structure = read_structure(source, checkpoint.tensors)
@@ -145,8 +145,8 @@ def _same_tensors(one: Path, other: Path) -> dict[str, Any]:
     """How many tensors of two checkpoints are the same, bit for bit, in whatever files."""
     import torch
 
-    from pipeline.formats.checkpoint import open_checkpoint
-    from pipeline.inspection.numbers import Reader
+    from pipeline.quantize.formats.checkpoint import open_checkpoint
+    from pipeline.quantize.inspection.numbers import Reader
 
     left, right = open_checkpoint(one), open_checkpoint(other)
     read_left, read_right = Reader(left), Reader(right)

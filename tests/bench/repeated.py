@@ -106,12 +106,12 @@ class Seen:
 
 def _write(folder: Path, out: Path, address: str) -> Any:
     """A checkpoint by the cluster, which its processes are then like those of a run; gives the cluster."""
-    from pipeline.cluster.spread import RaySpread
-    from pipeline.engines.stream.engine import write_checkpoint
-    from pipeline.engines.stream.plan import plan_shards
-    from pipeline.formats.checkpoint import open_checkpoint
-    from pipeline.formats.layout import Choice
-    from pipeline.model.structure import read_structure
+    from pipeline.clusters.ray.spread import RaySpread
+    from pipeline.quantize.engines.stream.engine import write_checkpoint
+    from pipeline.quantize.engines.stream.plan import plan_shards
+    from pipeline.quantize.formats.checkpoint import open_checkpoint
+    from pipeline.quantize.formats.layout import Choice
+    from pipeline.quantize.model.structure import read_structure
 
     source = open_checkpoint(folder)
     structure = read_structure(source.folder, source.tensors)
@@ -158,7 +158,7 @@ def main(
     import ray
 
     from calibration.shares import split
-    from pipeline.cluster.nodes import ask_for
+    from pipeline.clusters.ray.nodes import ask_for
 
     began, seen, machine = time.monotonic(), Seen(), describe("cpu")
     work = Path(tempfile.mkdtemp(prefix="quantmint-bench-", dir=folder))

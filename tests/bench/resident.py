@@ -10,9 +10,9 @@ import sys
 import threading
 from pathlib import Path
 
-from pipeline.fleet.events import Event, Summary
-from pipeline.fleet.jobs import Options, Request
-from pipeline.fleet.rounds import Fleet
+from pipeline.upkeep.fleet.events import Event, Summary
+from pipeline.upkeep.fleet.jobs import Options, Request
+from pipeline.upkeep.fleet.rounds import Fleet
 
 
 def main(store: str, python: str) -> None:

@@ -32,11 +32,11 @@ class Silent:
 
 
 def main(order: dict[str, Any]) -> dict[str, Any]:
-    from pipeline.engines.stream.engine import write_checkpoint
-    from pipeline.engines.stream.plan import plan_shards
-    from pipeline.formats.checkpoint import open_checkpoint
-    from pipeline.formats.layout import Choice
-    from pipeline.model.structure import read_structure
+    from pipeline.quantize.engines.stream.engine import write_checkpoint
+    from pipeline.quantize.engines.stream.plan import plan_shards
+    from pipeline.quantize.formats.checkpoint import open_checkpoint
+    from pipeline.quantize.formats.layout import Choice
+    from pipeline.quantize.model.structure import read_structure
 
     found: dict[str, Any] = {}
 
@@ -55,7 +55,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
         plans = plan_shards(checkpoint, structure, choice, "compressed-tensors")
     spread, write = None, None
     if order["on"] is not None:
-        from pipeline.cluster.spread import RaySpread
+        from pipeline.clusters.ray.spread import RaySpread
 
         with clock("start"):
             spread = RaySpread(order["on"], "cpu", Silent())

@@ -13,7 +13,7 @@ import sys
 def main(cores: list[list[int]]) -> None:
     from ray.cluster_utils import Cluster
 
-    from tests.cluster.lean import lean_nodes
+    from tests.clusters.ray.lean import lean_nodes
 
     ours = os.sched_getaffinity(0)
     cluster = Cluster()

@@ -33,12 +33,12 @@ from typing import Any, Literal
 
 import click
 
-from pipeline.locks import STALE_AFTER_S, is_held
 from pipeline.store.gc import apply, plan_gc
+from pipeline.store.locks import STALE_AFTER_S, is_held
 from pipeline.store.tree import Store
 from tests.bench.machine import describe
-from tests.fleet.world import FLEET, Planned, World, build, environment
 from tests.hub.standin import HubStandIn
+from tests.upkeep.fleet.world import FLEET, Planned, World, build, environment
 from tests.warm.executable import programs, warm_python
 
 Fate = Literal["whole", "program", "fleet"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.formats.checkpoint import open_checkpoint
+from pipeline.quantize.formats.checkpoint import open_checkpoint
 from tests.bench import figures
 from tests.bench.contenders import CASES, CONTENDERS, how
 from tests.bench.model import SHAPES, write_model

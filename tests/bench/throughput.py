@@ -29,14 +29,14 @@ from eval.gate.validity import check_launches
 from eval.measurements import Measurements, Structure
 from eval.servers import Server
 from eval.verdict import Verdict
-from pipeline.planning import build_plan
-from pipeline.progress import reporter_for
-from pipeline.runner import run_plan
-from pipeline.serving.hardware import hardware
+from pipeline.base.hardware import hardware
+from pipeline.base.progress import reporter_for
 from pipeline.serving.host.detect import device_here
-from pipeline.session import open_setting
-from pipeline.stage import Planned, Setting
 from pipeline.stages.bench import read_launches
+from pipeline.stages.planning import build_plan
+from pipeline.stages.runner import run_plan
+from pipeline.stages.session import open_setting
+from pipeline.stages.stage import Planned, Setting
 from pipeline.store.tree import Store
 from tests.bench.machine import describe
 from tests.bench.model import SHAPES, write_model

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.served.cases import PUBLISHED
+from tests.serving.served.cases import PUBLISHED
 
 RECIPE = "tiny-ptpc-fp8kv" if PUBLISHED.kv_cache == "fp8" else "tiny-ptpc"
 

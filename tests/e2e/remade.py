@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pipeline import planning
-from pipeline.digest import file_digests
-from pipeline.stage import Job, Output, Setting, Stage, write_json
+from pipeline.quantize.digest import file_digests
+from pipeline.stages import planning
 from pipeline.stages.inspect import InspectStage
 from pipeline.stages.quantize import QuantizeStage
 from pipeline.stages.source import LOCATION, model_folder
+from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.entries import Entry
 
 Change = Callable[[Path], None]

@@ -12,28 +12,28 @@ from safetensors.torch import load_file, save_file
 from eval import workloads
 from eval.record import rejudge
 from eval.verdict import Verdict
-from pipeline.errors import InspectionError
-from pipeline.measuring.cell import result_file, run_cell
-from pipeline.planning import build_plan
-from pipeline.progress import PlainReporter
-from pipeline.runner import run_plan
+from pipeline.base.errors import InspectionError
+from pipeline.base.progress import PlainReporter
 from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.serving.measuring.cell import result_file, run_cell
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
 from pipeline.serving.running.local import LocalLauncher
 from pipeline.serving.running.server import Server
-from pipeline.session import open_setting
-from pipeline.stage import Job, Output, Planned, Setting
 from pipeline.stages.bench import read_launches
+from pipeline.stages.planning import build_plan
 from pipeline.stages.quantize import CHECKPOINT, QuantizeStage
+from pipeline.stages.runner import run_plan
+from pipeline.stages.session import open_setting
+from pipeline.stages.stage import Job, Output, Planned, Setting
 from pipeline.store.tree import Store
 from tests.e2e.project import RECIPE, Finished, Project
 from tests.e2e.remade import Remade, four_times_too_large, plan_with
-from tests.served.answers import PROMPTS, ask
-from tests.served.cases import PUBLISHED
-from tests.served.compare import judge, remembered
-from tests.served.reference import Reference
+from tests.serving.served.answers import PROMPTS, ask
+from tests.serving.served.cases import PUBLISHED
+from tests.serving.served.compare import judge, remembered
+from tests.serving.served.reference import Reference
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 FP8_CACHE = PUBLISHED.kv_cache == "fp8"
@@ -241,6 +241,6 @@ def _replaced(plan: Sequence[Planned], setting: Setting, **stages: Any) -> tuple
 
 
 def _fingerprinted(stages: Sequence[Any], setting: Setting) -> tuple[Planned, ...]:
-    from pipeline.planning import plan_stages
+    from pipeline.stages.planning import plan_stages
 
     return plan_stages(stages, setting)

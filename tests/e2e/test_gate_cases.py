@@ -18,15 +18,15 @@ import yaml
 from safetensors.torch import load_file
 
 from eval.verdict import Verdict
-from pipeline.engines.stream.kernels import ptpc_fp8
-from pipeline.planning import build_plan
-from pipeline.progress import PlainReporter
-from pipeline.runner import Outcome, run_plan
-from pipeline.session import open_setting
+from pipeline.base.progress import PlainReporter
+from pipeline.quantize.engines.stream.kernels import ptpc_fp8
+from pipeline.stages.planning import build_plan
 from pipeline.stages.quantize import CHECKPOINT
+from pipeline.stages.runner import Outcome, run_plan
+from pipeline.stages.session import open_setting
 from pipeline.store.tree import Store
 from tests.e2e.remade import Remade, another_template, four_times_too_large, plan_with
-from tests.served.cases import MODEL
+from tests.serving.served.cases import MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -10,14 +10,14 @@ import pytest
 
 pytest.importorskip("huggingface_hub")
 
-from pipeline.progress import PlainReporter
+from pipeline.base.progress import PlainReporter
 from pipeline.publish.hub.place import HubPlace
 from pipeline.serving.environment import find_vllm
 from tests.hub.standin import HubStandIn
 from tests.publish import conftest as publishing
 from tests.publish.conftest import MakeRelease
-from tests.served.cases import PUBLISHED
-from tests.served.proof import prove
+from tests.serving.served.cases import PUBLISHED
+from tests.serving.served.proof import prove
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("kernels")]
 

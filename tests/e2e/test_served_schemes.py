@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.hardware import local_cpu_flags
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.hardware import local_cpu_flags
-from tests.served.cases import PUBLISHED, Case, loaded, make_case, with_fp8_cache
-from tests.served.proof import prove
+from tests.serving.served.cases import PUBLISHED, Case, loaded, make_case, with_fp8_cache
+from tests.serving.served.proof import prove
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("vllm")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 
 

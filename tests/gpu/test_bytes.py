@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.engines.stream.engine import Written, write_checkpoint
-from pipeline.engines.stream.kernels import KERNELS, amax, fp8_scale
-from pipeline.engines.stream.plan import plan_shards
-from pipeline.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.formats.layout import Choice
-from pipeline.model.structure import read_structure
+from pipeline.quantize.engines.stream.engine import Written, write_checkpoint
+from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
+from pipeline.quantize.engines.stream.plan import plan_shards
+from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.model.structure import read_structure
 from pipeline.store.disk import sha256_of
 from tests.bench.model import SHAPES, write_model
 

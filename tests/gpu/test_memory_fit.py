@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.hardware import hardware
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.hardware import hardware
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import Layout, Memory
 from pipeline.serving.planning.memory import fit

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.device import give_back_memory
-from pipeline.planning import build_plan, cut
-from pipeline.progress import PlainReporter
-from pipeline.runner import run_plan
-from pipeline.session import open_setting
+from pipeline.base.progress import PlainReporter
+from pipeline.quantize.device import give_back_memory
+from pipeline.stages.planning import build_plan, cut
+from pipeline.stages.runner import run_plan
+from pipeline.stages.session import open_setting
 from pipeline.store.tree import Store
 from tests.bench.model import SHAPES, write_model
 

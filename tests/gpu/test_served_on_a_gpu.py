@@ -1,7 +1,7 @@
 """What our engine makes on a GPU, a real vLLM loads there, and answers as the bytes mean; some of it is judged as well.
 
-On an NVIDIA GPU this proves the formats and the gate, not AMD's kernels. `tests/served/proof.py` says how to keep the
-figures.
+On an NVIDIA GPU this proves the formats and the gate, not AMD's kernels. `tests/serving/served/proof.py` says how to
+keep the figures.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from eval.verdict import Verdict
-from pipeline.planning import build_plan
-from pipeline.progress import PlainReporter
-from pipeline.runner import RELEASING, Outcome, run_plan
-from pipeline.schemes import WRITES, table
+from pipeline.base.progress import PlainReporter
+from pipeline.base.schemes import WRITES, table
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.session import open_setting
+from pipeline.stages.planning import build_plan
+from pipeline.stages.runner import RELEASING, Outcome, run_plan
+from pipeline.stages.session import open_setting
 from pipeline.store.tree import Store
-from tests.served.cases import Case, loaded, with_fp8_cache
-from tests.served.proof import prove
+from tests.serving.served.cases import Case, loaded, with_fp8_cache
+from tests.serving.served.proof import prove
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.canonical import fingerprint
+from pipeline.base.canonical import fingerprint
 from pipeline.publish import manifest as manifests
 from pipeline.publish.bucket import BucketPlace
 from pipeline.publish.manifest import Base, Hardware, Made, Manifest, Serving

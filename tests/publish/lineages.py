@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.canonical import fingerprint
+from pipeline.base.canonical import fingerprint
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Serving
 from pipeline.publish.provenance import Lineage
 from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, SIGNATURE
 from pipeline.store.files import File
-from pipeline.toolchain import Distribution, Environment
+from pipeline.store.toolchain import Distribution, Environment
 
 A, B, COMMIT, OTHER = "a" * 64, "b" * 64, "c" * 40, "d" * 40
 STARTED, JUDGED, REPORTED = "2026-11-20T23:59:59.000Z", "2026-11-21T12:00:04.445Z", "2026-11-21T12:00:06.000Z"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import StageError, UserError
-from pipeline.progress import PlainReporter
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.progress import PlainReporter
 from pipeline.publish.bucket import BucketPlace
 from pipeline.publish.place import Published
 from pipeline.publish.release import Release
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PUBLISHES = """
 import io, pickle, sys
 from pathlib import Path
-from pipeline.progress import PlainReporter
+from pipeline.base.progress import PlainReporter
 from pipeline.publish.bucket import BucketPlace
 url, endpoint, release = sys.argv[1:]
 found = pickle.loads(Path(release).read_bytes())

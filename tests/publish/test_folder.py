@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import StageError, UserError
-from pipeline.progress import PlainReporter
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.progress import PlainReporter
 from pipeline.publish.folder import FolderPlace
 from pipeline.publish.place import Published
 from pipeline.publish.release import Release

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from pipeline.errors import StageError, UserError
+from pipeline.base.errors import StageError, UserError
 from pipeline.publish.signing import (
     BrokenSignatureError,
     OtherSignerError,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.canonical import fingerprint
+from pipeline.base.canonical import fingerprint
 from pipeline.publish import manifest as manifests
 from pipeline.publish.manifest import Base, Dataset, Digest, Hardware, Made, Manifest, ManifestError, Serving
 from pipeline.publish.release import MANIFEST, SIGNATURE

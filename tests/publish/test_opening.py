@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.publish.bucket import BucketPlace
 from pipeline.publish.folder import FolderPlace
 from pipeline.publish.hub.place import HubPlace

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import StageError, UserError
-from pipeline.progress import PlainReporter
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.progress import PlainReporter
 from pipeline.publish.bucket import BucketPlace
 from pipeline.publish.folder import FolderPlace
 from pipeline.publish.hub.place import HubPlace

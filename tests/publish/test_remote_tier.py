@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.canonical import fingerprint
-from pipeline.progress import PlainReporter
+from pipeline.base.canonical import fingerprint
+from pipeline.base.progress import PlainReporter
 from pipeline.serving.host.detect import device_here
 from pipeline.store.remote.tier import open_tier
 from pipeline.store.tree import Store

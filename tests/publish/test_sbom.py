@@ -105,7 +105,7 @@ def test_no_clock_and_no_chance(document: dict[str, Any], tmp_path: Path) -> Non
 
 def test_a_licence_of_any_shape_is_valid(validator: Any) -> None:
     """Distributions write there what they like."""
-    from pipeline.toolchain import Distribution, Environment
+    from pipeline.store.toolchain import Distribution, Environment
 
     said = [
         "MIT",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.publish.signing import (
     PASSPHRASE,
     BrokenSignatureError,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import RecipeError
+from pipeline.base.errors import RecipeError
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 
 Write = Callable[..., Path]

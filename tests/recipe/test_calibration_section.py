@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from calibration.observers import Observation
-from pipeline.errors import RecipeError
-from pipeline.recipe.checks import check
+from pipeline.base.errors import RecipeError
 from pipeline.recipe.load import LoadedRecipe
+from pipeline.stages.checks import check
 
 Load = Callable[[str], LoadedRecipe]
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"

@@ -13,8 +13,8 @@ from calibration import texts as hub_module
 from calibration.errors import CalibrationError
 from calibration.sets import FOLDER, load_set, names
 from calibration.texts import at_commit
-from pipeline.commits import Commits
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.recipe.commits import Commits
 from pipeline.recipe.schema import Calibration
 from pipeline.stages import calibrate
 

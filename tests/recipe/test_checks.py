@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import RecipeError
-from pipeline.recipe.checks import check, check_run
+from pipeline.base.errors import RecipeError
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe
+from pipeline.stages.checks import check, check_run
 
 Load = Callable[[str], LoadedRecipe]
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
@@ -71,11 +71,11 @@ def test_a_library_that_is_not_installed_is_named_before_a_run(
 ) -> None:
     loaded = load(HEAD + f"quantization: {{scheme: ptpc_fp8, engine: {engine}, format: {layout}}}\n")
     assert faults(loaded) == []
-    monkeypatch.setattr("pipeline.recipe.checks.find_spec", lambda module: None if module == engine else True)
+    monkeypatch.setattr("pipeline.stages.checks.find_spec", lambda module: None if module == engine else True)
     [fault] = map(str, check_run(loaded))
     assert f"quantization.engine: found {engine}" in fault
     assert f"pip install 'quantmint[{engine}]'" in fault
-    monkeypatch.setattr("pipeline.recipe.checks.find_spec", lambda module: True)
+    monkeypatch.setattr("pipeline.stages.checks.find_spec", lambda module: True)
     assert check_run(loaded) == []
 
 

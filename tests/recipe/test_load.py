@@ -12,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import RecipeError, UserError
+from pipeline.base.errors import RecipeError, UserError
 from pipeline.recipe.faults import Place
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 

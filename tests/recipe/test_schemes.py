@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.formats.layout import stores, weight_tensors
-from pipeline.schemes import WRITES, scheme, table
+from pipeline.base.schemes import WRITES, scheme, table
+from pipeline.quantize.formats.layout import stores, weight_tensors
 
 OUT, IN = 4096, 14336
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import RecipeError
-from pipeline.recipe.checks import check
+from pipeline.base.errors import RecipeError
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe, load_recipe
+from pipeline.stages.checks import check
 
 HEAD = "name: r\nsource: {repo: org/model}\nquantization: {scheme: fp8_block}\n"
 

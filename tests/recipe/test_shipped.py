@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import recipes
-from pipeline.recipe.checks import check, check_run
 from pipeline.recipe.json_schema import schema, schema_text
 from pipeline.recipe.load import load_recipe, recipe_names
 from pipeline.recipe.yaml_positions import parse, read
+from pipeline.stages.checks import check, check_run
 
 RECIPES = Path(recipes.__path__[0])
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import RecipeError
+from pipeline.base.errors import RecipeError
 from pipeline.recipe.faults import Place
 from pipeline.recipe.yaml_positions import MAX_BYTES, Dumper, parse, read
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.processes import child_environment
+from pipeline.base.errors import UserError
+from pipeline.base.processes import child_environment
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving

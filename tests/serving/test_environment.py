@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ServingError, UserError
+from pipeline.base.errors import ServingError, UserError
 from pipeline.serving import install
 from pipeline.serving.environment import find_vllm
 

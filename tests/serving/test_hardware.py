@@ -7,8 +7,8 @@ from importlib import resources
 import pytest
 import yaml
 
-from pipeline.errors import UserError
-from pipeline.serving.hardware import (
+from pipeline.base.errors import UserError
+from pipeline.base.hardware import (
     by_name,
     by_pci,
     cautions,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ServingError
+from pipeline.base.errors import ServingError
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan

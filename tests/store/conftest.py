@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.canonical import fingerprint
+from pipeline.base.canonical import fingerprint
 from pipeline.store import Entry, Store
 
 ROOT = Path(__file__).parents[2]

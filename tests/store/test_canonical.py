@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.canonical import ABSENT, Change, UnstableValueError, canonical_json, difference, fingerprint, plain
-from pipeline.errors import StageError
+from pipeline.base.canonical import ABSENT, Change, UnstableValueError, canonical_json, difference, fingerprint, plain
+from pipeline.base.errors import StageError
 
 finite = st.floats(allow_nan=False, allow_infinity=False).filter(lambda x: x != 0 or math.copysign(1, x) > 0)
 text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -133,7 +133,7 @@ def test_a_value_that_contains_itself() -> None:
 
 def test_the_same_in_every_process(python: list[str]) -> None:
     script = (
-        "from pipeline.canonical import fingerprint\n"
+        "from pipeline.base.canonical import fingerprint\n"
         "print(fingerprint({k: [k, 0.1, {'z': 1, 'y': None}] for k in {'alpha', 'beta', 'gamma', 'delta'}}))"
     )
     seeds = ("0", "1", "4242")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.canonical import fingerprint
-from pipeline.errors import StoreError
+from pipeline.base.canonical import fingerprint
+from pipeline.base.errors import StoreError
 from pipeline.store import Store, disk_errors
 
 PAYLOAD: dict[str, object] = {"stage": "quantize", "version": 1, "inputs": {}}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.locks import Lock
 from pipeline.store import Entry, RunLog, Store
 from pipeline.store.gc import LOG_S, QUARANTINE_S, UNFINISHED_S, GcPlan, apply, plan_gc
+from pipeline.store.locks import Lock
 
 Make = Callable[..., Entry]
 HOUR = 3600.0
@@ -228,7 +228,7 @@ def test_of_what_is_known_of_recipes_only_old_logs_and_scraps_go(store: Store) -
 def test_a_dead_fleets_lock_goes_and_a_living_ones_stays(store: Store, name: str) -> None:
     path = store.root / "refresh" / name
     path.parent.mkdir(parents=True)
-    code = "import os, sys; from pathlib import Path; from pipeline.locks import Lock\n"
+    code = "import os, sys; from pathlib import Path; from pipeline.store.locks import Lock\n"
     code += "Lock(Path(sys.argv[1])).acquire(); os._exit(0)"
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
     old(path, 7200)

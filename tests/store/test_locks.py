@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import StoreError
-from pipeline.locks import Lock, is_held
+from pipeline.base.errors import StoreError
+from pipeline.store.locks import Lock, is_held
 
 HOLD = """
 from pathlib import Path
-from pipeline.locks import Lock
+from pipeline.store.locks import Lock
 with Lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 COUNT = """
 from pathlib import Path
-from pipeline.locks import Lock
+from pipeline.store.locks import Lock
 counter = Path(sys.argv[1])
 for _ in range(int(sys.argv[2])):
     with Lock(counter.with_suffix(".lock")):
@@ -161,7 +161,7 @@ def test_another_machine_is_judged_by_its_heartbeat(path: Path, changes: dict[st
 
 def test_a_heartbeat_from_the_future_is_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose clock was years ahead lost its power: its lock would hold for as many years."""
-    monkeypatch.setattr("pipeline.locks.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("pipeline.store.locks.HEARTBEAT_S", 0.05)
     forge(path, age_s=-10 * 365 * 86400, host="elsewhere")
     assert not is_held(path, stale_after=60, now=time.time())
     assert not Lock(path, heartbeat=60, stale_after=600).acquire(timeout=0.1), "it gets the time of one more"
@@ -177,7 +177,7 @@ def test_a_full_disk_keeps_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) 
     lock = Lock(path)
     lock.acquire()
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.locks.os.link", full)
+        patch.setattr("pipeline.store.locks.os.link", full)
         lock.release()
     assert list(path.parent.iterdir()) == []
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.canonical import fingerprint
-from pipeline.errors import StoreError
+from pipeline.base.canonical import fingerprint
+from pipeline.base.errors import StoreError
 from pipeline.store import Entry, Store
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Record

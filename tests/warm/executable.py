@@ -36,12 +36,14 @@ _LIBRARIES = (
     "matplotlib.backends.backend_svg", "huggingface_hub.hf_api", "jinja2", "pydantic", "cyclonedx.model.bom",
     "cyclonedx.output.json", "detect_secrets.core.scan", "tenacity", "rich.progress", "httpx",
     # Ours take a second as well: models of pydantic, tables.
-    "pipeline.cli", "pipeline.commands.requantize", "pipeline.commands.run", "pipeline.runner", "pipeline.session",
-    "pipeline.planning", "pipeline.preflight", "pipeline.refresh.due", "pipeline.fleet.rounds",
-    "pipeline.notices.outlets", "pipeline.engines.stream.engine", "pipeline.inspection.inspect",
+    "pipeline.commands.cli", "pipeline.commands.requantize", "pipeline.commands.run",
+    "pipeline.stages.runner", "pipeline.stages.session", "pipeline.stages.planning",
+    "pipeline.stages.preflight", "pipeline.upkeep.due.due", "pipeline.upkeep.fleet.rounds",
+    "pipeline.upkeep.notices.outlets", "pipeline.quantize.engines.stream.engine",
+    "pipeline.quantize.inspection.inspect",
     "pipeline.publish.places", "pipeline.publish.hub.place",
     "pipeline.publish.card",
-    "pipeline.publish.provenance", "pipeline.publish.secrets", "pipeline.reference.lm",
+    "pipeline.publish.provenance", "pipeline.publish.secrets", "pipeline.serving.reference.lm",
     "calibration.calibrate", "eval.report.page",
     "eval.report.plots", "eval.harness_client",
 )  # fmt: skip

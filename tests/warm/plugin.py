@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 from tests.warm.shared import for_all_workers, shared_python, shared_vllm
 

@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[2]
 _PLACE = "holders.socket"
-_MODEL = ("transformers.models.llama.modeling_llama", "pipeline.engines.libraries.job", "pipeline.model.structure")
+_MODEL = (
+    "transformers.models.llama.modeling_llama",
+    "pipeline.quantize.engines.libraries.job",
+    "pipeline.quantize.model.structure",
+)
 # First what imports the library as it has to be imported.
 _ENGINES = {
-    "quark": ("tests.reference.with_quark", "quark.torch.utils.llm.model_preparation", *_MODEL),
+    "quark": ("tests.quantize.oracles.with_quark", "quark.torch.utils.llm.model_preparation", *_MODEL),
     "llmcompressor": (
-        "tests.reference.with_llmcompressor",
+        "tests.quantize.oracles.with_llmcompressor",
         "llmcompressor.modeling.moe.linearize",
         "llmcompressor.modifiers.gptq",
         "llmcompressor.modifiers.transform.awq",

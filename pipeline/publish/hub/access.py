@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError, did_you_mean
 from pipeline.publish.hub.client import Client, RefusedError, redact
 from pipeline.publish.hub.repository import Repository, content, look, tree
 from pipeline.publish.hub.upload import is_small
 from pipeline.publish.release import CARD, MANIFEST, Release
-from pipeline.recipe.faults import did_you_mean
 from pipeline.recipe.sections import Hub
 from pipeline.store.files import require_safe
 

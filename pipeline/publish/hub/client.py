@@ -21,9 +21,9 @@ from email.utils import parsedate_to_datetime
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from pipeline.errors import StageError, UserError
-from pipeline.progress import Progress, reporter_for
-from pipeline.transience import is_transient_status
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.progress import Progress, reporter_for
+from pipeline.base.transience import is_transient_status
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState

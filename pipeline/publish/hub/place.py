@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import StageError, UserError
-from pipeline.progress import Progress
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.progress import Progress
 from pipeline.publish.hub import access
 from pipeline.publish.hub.client import Client, MissingError, RefusedError, connect, unseen
 from pipeline.publish.hub.repository import (

@@ -15,7 +15,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.errors import StageError, UserError
+from pipeline.base.errors import StageError, UserError
 from pipeline.publish.hub.client import Client, MissingError
 from pipeline.publish.place import Listed, newest_first
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.errors import StageError
+from pipeline.base.errors import StageError
 from pipeline.publish.hub.client import Client, MovedError
 from pipeline.publish.hub.repository import content
 from pipeline.publish.release import Release

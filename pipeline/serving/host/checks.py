@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import yaml
 
-from pipeline.machine import Machine
+from pipeline.base.machine import Machine
 from pipeline.serving.host import gpus, system
 from pipeline.serving.host.subject import Finding, Outcome, Subject, Wanted, look, target_of
 from pipeline.serving.plan import LaunchPlan

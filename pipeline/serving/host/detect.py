@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.machine import Device, Machine, cpu_name
-from pipeline.serving import hardware as accelerators
-from pipeline.serving.hardware import Hardware
+from pipeline.base import hardware as accelerators
+from pipeline.base.errors import UserError
+from pipeline.base.hardware import Hardware
+from pipeline.base.machine import Device, Machine, cpu_name
 from pipeline.serving.planning.target import Target
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.errors import QuantmintError, UserError
-from pipeline.machine import Machine
+from pipeline.base.errors import QuantmintError, UserError
+from pipeline.base.machine import Machine
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.host.detect import Detected, detect
 from pipeline.serving.plan import LaunchPlan

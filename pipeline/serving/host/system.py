@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pipeline.errors import UserError
-from pipeline.serving import hardware as accelerators
+from pipeline.base import hardware as accelerators
+from pipeline.base.errors import UserError
+from pipeline.base.hardware import local_cpu_flags
 from pipeline.serving.environment import parse_version
-from pipeline.serving.hardware import local_cpu_flags
 from pipeline.serving.host.gpus import user_of
 from pipeline.serving.host.subject import Outcome, Status, Subject, Wanted
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ

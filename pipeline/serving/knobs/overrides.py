@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.serving.knobs.table import knob, known_in, table
 from pipeline.serving.plan import Layout, Reason
 from pipeline.serving.planning.target import Target

@@ -20,7 +20,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.recipe.yaml_positions import parse
 from pipeline.serving.environment import Version, parse_version, within
 

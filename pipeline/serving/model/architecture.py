@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 
 Kind = Literal["full", "sliding", "chunked", "delta", "mamba1", "mamba2", "none"]
 """What mixes the tokens of a layer: attention to all, to a window, to a chunk; a gated delta net; Mamba; nothing."""

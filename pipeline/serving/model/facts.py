@@ -5,8 +5,8 @@
     ('moe', 6.25)
 
 A folder with nothing but a config.json is enough: parameters and bytes are then counted, and `counted` says so. What a
-configuration declares about its quantization is read by `pipeline.formats` for the two layouts that this project
-writes; of the others only what serving depends on.
+configuration declares about its quantization is read by `pipeline.quantize.formats` for the two layouts that this
+project writes; of the others only what serving depends on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import UserError
-from pipeline.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
-from pipeline.formats.known import layout as layout_of_method
-from pipeline.schemes import table
+from pipeline.base.errors import UserError
+from pipeline.base.schemes import table
+from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
+from pipeline.quantize.formats.known import layout as layout_of_method
 from pipeline.serving.model.architecture import Shape, read_shape, text_config
 from pipeline.serving.model.weights import Piece, count_pieces, measure_pieces
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pipeline.formats.checkpoint import TensorInfo
-from pipeline.schemes import SCALE_BITS, table
+from pipeline.base.schemes import SCALE_BITS, table
+from pipeline.quantize.formats.checkpoint import TensorInfo
 from pipeline.serving.model.architecture import Shape, read_shape
 
 Role = Literal[

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from pipeline.base import hardware as accelerators
 from pipeline.recipe.schema import Speculative
-from pipeline.serving import hardware as accelerators
 from pipeline.serving.environment import Version, parse_version, within
 from pipeline.serving.knobs.table import Fact, table, value_of
 from pipeline.serving.model.facts import ModelFacts

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.base.hardware import Hardware
 from pipeline.serving.environment import parse_version
-from pipeline.serving.hardware import Hardware
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.model.weights import Piece
 from pipeline.serving.plan import Layout, Memory

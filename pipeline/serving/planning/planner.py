@@ -20,9 +20,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.base import hardware as accelerators
+from pipeline.base.errors import UserError
 from pipeline.recipe.schema import Speculative
-from pipeline.serving import hardware as accelerators
 from pipeline.serving.environment import Version, parse_version
 from pipeline.serving.knobs.overrides import checked_arguments, checked_overrides, layout_said
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ

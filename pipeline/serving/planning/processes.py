@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.planning.target import parse_target
 

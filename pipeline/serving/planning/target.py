@@ -21,8 +21,8 @@ from types import MappingProxyType
 
 import yaml
 
-from pipeline.errors import UserError
-from pipeline.serving import hardware as accelerators
+from pipeline.base import hardware as accelerators
+from pipeline.base.errors import UserError
 
 _FORM = re.compile(r"(?P<name>[a-z0-9_.-]+)(?::(?P<gpus>\d+)(?:x(?P<nodes>\d+))?)?", re.IGNORECASE)
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.invocation import LOOPBACK, arguments, comments, dump, image_of, variables
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import UserError
-from pipeline.serving.hardware import Hardware, hardware
+from pipeline.base.errors import UserError
+from pipeline.base.hardware import Hardware, hardware
 from pipeline.serving.plan import LaunchPlan, Process
 
 LOOPBACK = "127.0.0.1"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.docker import START_PERIOD_S, mounted, options
 from pipeline.serving.render.invocation import accelerator, arguments, comments, dump, image_of, variables

@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import ServingError, UserError
-from pipeline.processes import Child, stop
+from pipeline.base.errors import ServingError, UserError
+from pipeline.base.processes import Child, stop
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.running.log import diagnose
 from pipeline.serving.running.server import HOST, Server, fetch, served_models

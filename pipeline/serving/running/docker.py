@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.errors import UserError
-from pipeline.processes import OFFLINE, Child, child_environment
+from pipeline.base.errors import UserError
+from pipeline.base.processes import OFFLINE, Child, child_environment
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.docker import docker_run
 from pipeline.serving.render.invocation import image_of

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.errors import ServingError, UserError
+from pipeline.base.errors import ServingError, UserError
 from pipeline.serving.environment import parse_version
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.running.deployment import Deployment, Say

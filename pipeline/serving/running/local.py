@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.processes import Child, child_environment
+from pipeline.base.processes import Child, child_environment
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of, on_node, require_model
 from pipeline.serving.running.server import HOST, Server
@@ -115,7 +115,7 @@ def reference_plan(
 def reference_command(plan: LaunchPlan, device: str) -> list[str]:
     """The command line of a `reference_plan`, but for the socket; ``device`` is PyTorch's name of it, or auto."""
     # -P: a folder here that is called pipeline is not ours.
-    return [sys.executable, "-P", "-m", "pipeline.reference", *plan.argv[2:], "--device", device]
+    return [sys.executable, "-P", "-m", "pipeline.serving.reference", *plan.argv[2:], "--device", device]
 
 
 def reference_environment(plan: LaunchPlan) -> dict[str, str]:

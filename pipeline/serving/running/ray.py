@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import ServingError, UserError
-from pipeline.processes import Child, child_environment
+from pipeline.base.errors import ServingError, UserError
+from pipeline.base.processes import Child, child_environment
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.running.deployment import deployed, require_model

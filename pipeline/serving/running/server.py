@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pipeline.errors import RefusalError, ServingError
+from pipeline.base.errors import RefusalError, ServingError
 from pipeline.serving.running.log import Finding, LogScan, scan_log
 
 HOST = "127.0.0.1"

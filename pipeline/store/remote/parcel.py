@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pipeline.canonical import fingerprint
-from pipeline.machine import Device
+from pipeline.base.canonical import fingerprint
+from pipeline.base.machine import Device
 from pipeline.store.entries import FINGERPRINT, Entry, Record
 from pipeline.store.files import require_safe
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from pipeline.errors import QuantmintError, StoreError, UserError
-from pipeline.machine import Device
-from pipeline.progress import Progress
+from pipeline.base.errors import QuantmintError, StoreError, UserError
+from pipeline.base.machine import Device
+from pipeline.base.progress import Progress
 from pipeline.store.entries import Entry
 from pipeline.store.files import PARTIAL, File, fetch
 from pipeline.store.objects import SCHEMES, Objects

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from eval import workloads
+from pipeline.base.schemes import scheme
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Made
 from pipeline.publish.licences import terms
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import Licence
-from pipeline.schemes import scheme
 from pipeline.serving.model.facts import as_quantized, model_facts
 from pipeline.stages.card import launches
 from tests.eval.report import made as reports

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.inspection.inspect import inspect_checkpoint
 from pipeline.publish.card import CardFacts, eval_results, render
+from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.recipe.sections import Publish
-from pipeline.session import open_setting
-from pipeline.stage import Job, Setting
 from pipeline.stages.card import gather, settings
+from pipeline.stages.session import open_setting
+from pipeline.stages.stage import Job, Setting
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry, FileFact, Record
 from pipeline.store.tree import Store

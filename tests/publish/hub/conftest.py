@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.progress import PlainReporter
+from pipeline.base.progress import PlainReporter
 from pipeline.publish.hub.place import HubPlace
 from pipeline.publish.place import Published
 from pipeline.publish.release import Release

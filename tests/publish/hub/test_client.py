@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from huggingface_hub import errors
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.publish.hub.client import (
     TRIES,
     Client,

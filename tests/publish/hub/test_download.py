@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import StageError, UserError
+from pipeline.base.errors import StageError, UserError
 from pipeline.publish.hub.client import connect
 from pipeline.publish.hub.repository import read
 from pipeline.publish.release import Release

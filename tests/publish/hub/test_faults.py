@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import get_session
 
-from pipeline.errors import StageError
+from pipeline.base.errors import StageError
 from pipeline.publish.hub.client import MovedError, RefusedError, connect, redact
 from pipeline.publish.release import Release
 from tests.hub.standin import Fault

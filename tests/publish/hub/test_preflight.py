@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.publish.hub import access
 from pipeline.publish.hub.access import LARGEST_FILE, require_names, require_room
 from pipeline.publish.release import Release

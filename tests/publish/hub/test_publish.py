@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.errors import StageError, UserError
+from pipeline.base.errors import StageError, UserError
 from pipeline.publish.hub.client import connect
 from pipeline.publish.hub.repository import read, require_release
 from pipeline.publish.place import Operation

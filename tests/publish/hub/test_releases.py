@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeline.errors import StageError, UserError
+from pipeline.base.errors import StageError, UserError
 from pipeline.publish.hub.client import MovedError
 from pipeline.publish.release import Release
 from tests.hub.standin import Fault

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.recipe.schema import Speculative
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
 from pipeline.serving.plan import LaunchPlan, Reason

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.machine import Machine
+from pipeline.base.machine import Machine
 from pipeline.serving.host.subject import Finding
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.machine import Device
+from pipeline.base.errors import UserError
+from pipeline.base.machine import Device
 from pipeline.serving.host.detect import chosen, detect, device_here, visible_amd, visible_cuda
 from pipeline.serving.planning.target import Target
 from tests.serving.host import trees

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.machine import Machine
+from pipeline.base.machine import Machine
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.host.subject import Wanted, installed
 from tests.serving.host import trees

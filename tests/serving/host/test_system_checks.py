@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.machine import Machine, Space, bind_port, file_system, open_device, run_command
+from pipeline.base.machine import Machine, Space, bind_port, file_system, open_device, run_command
 from pipeline.serving.host.subject import Wanted
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, machine

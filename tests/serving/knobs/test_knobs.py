@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.cli import main
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
+from pipeline.commands.cli import main
 from pipeline.serving.environment import parse_version, within
 from pipeline.serving.knobs.overrides import checked_arguments
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, knob, known_in, parse_condition, table

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.formats.checkpoint import open_checkpoint
-from pipeline.model.meta import meta_model
+from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.model.meta import meta_model
 from pipeline.serving.model.facts import facts_of_config, model_facts
 from pipeline.serving.model.weights import count_pieces
 
@@ -114,7 +114,7 @@ def test_counted_bytes_are_those_of_the_shards(name: str, models: Callable[..., 
 def test_a_quantized_checkpoint_is_recognised_and_foreseen(
     name: str, scheme: str, checkpoint_format: str, models: Callable[..., Path], quantize: Callable[..., object]
 ) -> None:
-    from pipeline.schemes import table
+    from pipeline.base.schemes import table
     from pipeline.serving.model.facts import as_quantized
 
     if checkpoint_format not in table()[scheme].formats:

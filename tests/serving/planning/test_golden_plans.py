@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import UserError
-from pipeline.schemes import table as schemes
+from pipeline.base.errors import UserError
+from pipeline.base.schemes import table as schemes
 from pipeline.serving.knobs.table import table as knobs
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
 from pipeline.serving.plan import LaunchPlan

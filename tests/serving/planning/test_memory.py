@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.serving.hardware import hardware
+from pipeline.base.errors import UserError
+from pipeline.base.hardware import hardware
 from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
 from pipeline.serving.plan import Layout, Memory
 from pipeline.serving.planning.memory import LayerCache, cache_groups, fit, kv_bytes_per_token, stage_bytes

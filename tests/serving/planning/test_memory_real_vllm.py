@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.hardware import hardware
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.hardware import hardware
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import Layout
 from pipeline.serving.planning.memory import fit

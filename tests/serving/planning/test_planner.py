@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from eval.servers import Server, differences
-from pipeline.canonical import canonical_json
-from pipeline.errors import UserError
+from pipeline.base.canonical import canonical_json
+from pipeline.base.errors import UserError
+from pipeline.base.hardware import refusal
+from pipeline.base.schemes import table as schemes
 from pipeline.recipe.schema import Speculative
-from pipeline.schemes import table as schemes
-from pipeline.serving.hardware import refusal
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
 from pipeline.serving.plan import LaunchPlan, Layout
 from pipeline.serving.planning.launch_request import aiter_mla, opposites, running

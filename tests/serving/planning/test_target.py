@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eval import workloads
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.serving.planning.target import Target, parse_target, profile, profiles
 
 

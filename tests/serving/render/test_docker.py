@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.serving.knobs.table import table
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.docker import compose, docker_run, mounted

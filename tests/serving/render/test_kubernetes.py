@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Layout, Process
 from pipeline.serving.render.kubernetes import manifests
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ServingError
+from pipeline.base.errors import ServingError
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.running.docker import DockerLauncher
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ServingError, UserError
+from pipeline.base.errors import ServingError, UserError
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running import endpoint as endpoint_module
 from pipeline.serving.running.endpoint import EndpointLauncher, endpoint_url

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ServingError, UserError
+from pipeline.base.errors import ServingError, UserError
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.running.deployment import BALANCER
 from pipeline.serving.running.local import LocalLauncher

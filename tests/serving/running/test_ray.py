@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.base.errors import UserError
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.plan import LaunchPlan, Layout
 from pipeline.serving.running.ray import Cluster, ClusterLauncher

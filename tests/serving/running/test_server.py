@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ServingError, UserError
+from pipeline.base.errors import ServingError, UserError
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running.local import LocalLauncher
 

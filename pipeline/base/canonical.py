@@ -1,0 +1,174 @@
+"""One byte string for each value, so that equal inputs meet at one fingerprint.
+
+::
+
+    fingerprint({"stage": "quantize", "version": 3, "recipe": {"scheme": "ptpc-fp8"}})   # 64 hex digits
+
+A fingerprint that wavers is worse than none: it redoes hours of work, or takes another result for this one. So the
+encoder refuses what has no stable form (sets, paths, bytes, NaN, objects) and names its place. It keeps apart what
+a kernel would: ``1``, ``1.0`` and ``True`` differ. Strings are taken as they are, without Unicode normalization: a
+tokenizer sees the difference, and the tables of normalization change between versions of Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePath
+from typing import Final, TypeAlias
+
+from pipeline.base.errors import StageError
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+_DEEPEST = 100  # far below what the interpreter's stack bears, far above any recipe: deeper is a cycle
+_REASONS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (PurePath, "a path is not content: pass the digest of what it points to"),
+    ((set, frozenset), "a set has no order: pass a sorted list"),
+    ((bytes, bytearray, memoryview), "pass its SHA-256 in hex"),
+    (object, "only None, bool, int, float, str, lists, mappings with string keys, and enums of these have one"),
+)
+
+
+class UnstableValueError(StageError):
+    """A value in a fingerprint has no stable form; the message names its place (``$.recipe.gate.margin``) and type."""
+
+
+class _Absent:
+    """What stands on the side where a path does not exist."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT: Final = _Absent()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One place where two payloads differ; ``ABSENT`` stands for the side that lacks it."""
+
+    path: str
+    old: Json | _Absent
+    new: Json | _Absent
+
+
+def plain(value: object) -> Json:
+    """Copy a value into what JSON has: dict, list, str, int, float, bool and None.
+
+    Raises `UnstableValueError`, as `canonical_json` does.
+    """
+    return _plain(value, "$", 0)
+
+
+def canonical_json(value: object) -> bytes:
+    """Encode a value as UTF-8 JSON with sorted keys, no blanks and the shortest digits of each float.
+
+    Raises `UnstableValueError` for NaN, infinities, -0.0, lone surrogates, keys that are not strings, sets, paths,
+    bytes, and any object that is not named in the module's docstring.
+    """
+    text = json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+def fingerprint(value: object) -> str:
+    """Full SHA-256 (64 hex digits) of `canonical_json`."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def difference(old: object, new: object) -> list[Change]:
+    """List the places where two payloads differ, in the order of their keys.
+
+    Lists are compared by index. A subtree that only one side has is one change.
+    """
+    changes: list[Change] = []
+    _compare(plain(old), plain(new), "$", changes)
+    return changes
+
+
+def _plain(value: object, path: str, depth: int) -> Json:
+    if depth > _DEEPEST:
+        raise UnstableValueError(
+            f"{path[:80]}... is nested deeper than {_DEEPEST} levels: does the value contain itself?"
+        )
+    if isinstance(value, Enum):
+        return _plain(value.value, path, depth + 1)
+    if value is None or isinstance(value, bool):
+        return value
+    # The methods of the base class: a subclass may print itself otherwise, and its value is all that counts.
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return _number(float.__float__(value), path)
+    if isinstance(value, str):
+        return _text(value, path)
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return _mapping(value, path, depth)
+    raise _unstable(value, path)
+
+
+def _number(value: float, path: str) -> float:
+    if not math.isfinite(value):
+        raise UnstableValueError(f"{path} is {value!r}: only finite numbers have a stable form")
+    if value == 0 and math.copysign(1, value) < 0:
+        raise UnstableValueError(f"{path} is -0.0, which equals 0.0 but is written otherwise: pass 0.0")
+    return value
+
+
+def _text(value: str, path: str) -> str:
+    text = str.__str__(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnstableValueError(f"{path} is a str with a lone surrogate ({text!r}), which UTF-8 cannot hold") from None
+    return text
+
+
+def _mapping(value: Mapping[object, object], path: str, depth: int) -> dict[str, Json]:
+    result: dict[str, Json] = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise UnstableValueError(f"{path} has the key {key!r} of type {_name(key)}: keys must be str")
+        name = _text(key, path)
+        result[name] = _plain(item, _below(path, name), depth + 1)
+    return result
+
+
+def _unstable(value: object, path: str) -> UnstableValueError:
+    reason = next(text for kind, text in _REASONS if isinstance(value, kind))
+    return UnstableValueError(f"{path} is a {_name(value)}, which has no stable form: {reason}")
+
+
+def _name(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _below(path: str, key: str) -> str:
+    return f"{path}.{key}" if key.isidentifier() else f"{path}[{json.dumps(key, ensure_ascii=False)}]"
+
+
+def _compare(old: Json, new: Json, path: str, changes: list[Change]) -> None:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            place = _below(path, key)
+            if key not in new:
+                changes.append(Change(place, old[key], ABSENT))
+            elif key not in old:
+                changes.append(Change(place, ABSENT, new[key]))
+            else:
+                _compare(old[key], new[key], place, changes)
+    elif isinstance(old, list) and isinstance(new, list):
+        shared = min(len(old), len(new))
+        for index in range(shared):
+            _compare(old[index], new[index], f"{path}[{index}]", changes)
+        changes += [Change(f"{path}[{shared + n}]", item, ABSENT) for n, item in enumerate(old[shared:])]
+        changes += [Change(f"{path}[{shared + n}]", ABSENT, item) for n, item in enumerate(new[shared:])]
+    elif type(old) is not type(new) or old != new:  # the type as well: 1 == 1.0 == True
+        changes.append(Change(path, old, new))

@@ -1,0 +1,128 @@
+"""The errors that a user can meet, and the exit code of each.
+
+::
+
+    QuantmintError                  5  something broke; the same command resumes
+    ├── UserError                   2  what was asked for is wrong: nothing was started
+    │   ├── RecipeError             2  ... and it stands in a recipe, at file:line:column
+    │   └── ManifestError           2  ... or what was named is no release (`pipeline.publish.manifest`)
+    ├── StageError                  5  a stage broke
+    │   ├── ServingError            5  vLLM did not start, died or answered nonsense
+    │   │   └── RefusalError        5  ... it is there, and answered a request with an error
+    │   ├── StoreError              5  the store cannot be read or written
+    │   ├── DamagedError            5  a release is not what was published (`pipeline.publish.wholeness`)
+    │   ├── UnstableValueError      5  a value in a fingerprint has no stable form (`pipeline.base.canonical`)
+    │   └── InspectionError         1  the checkpoint is structurally wrong: it must not be served
+    └── InvalidMeasurementError     4  the numbers do not mean what they should
+
+A message is one paragraph: what was found, what was expected. ``hint`` is what to do about it.
+`eval` and `calibration` know nothing of this tree: they raise their own `eval.errors.MeasurementError` and
+`calibration.errors.CalibrationError`, which the stages translate.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipeline.base.transience import is_transient_status
+
+
+class QuantmintError(Exception):
+    """Root of the tree; carries a one-paragraph message and, where there is one, the way out.
+
+    ``transient`` says that the same command may well succeed in a while, with nothing changed: a network or a server
+    that was away. Whoever runs many recipes repeats those, and no others.
+    """
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, hint: str | None = None, transient: bool = False) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.transient = transient
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  {self.hint}"
+
+
+class UserError(QuantmintError):
+    """A wrong argument, file or environment: nothing was started and nothing is lost."""
+
+    exit_code = 2
+
+
+class RecipeError(UserError):
+    """One or more faults in a recipe, each with its place."""
+
+
+class StageError(QuantmintError):
+    """A stage broke. What it had committed stays; the same command goes on from there."""
+
+
+class ServingError(StageError):
+    """vLLM did not start, died, or answered with nonsense."""
+
+
+class RefusalError(ServingError):
+    """A server that is there answered a request with an error: ``status`` is HTTP's, ``answer`` the body."""
+
+    def __init__(self, message: str, *, status: int, answer: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint, transient=is_transient_status(status))
+        self.status = status
+        self.answer = answer
+
+
+class StoreError(StageError):
+    """The store cannot be read or written."""
+
+
+class InspectionError(StageError):
+    """The checkpoint contradicts its own configuration or its source."""
+
+    exit_code = 1
+
+
+class InvalidMeasurementError(QuantmintError):
+    """A measurement that must not be judged."""
+
+    exit_code = 4
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says first; its type where it says nothing."""
+    return _said(error)[0]
+
+
+def last_line(error: BaseException) -> str:
+    """What another library's error says last, which of a traceback is the reason; its type where it says nothing."""
+    return _said(error)[-1]
+
+
+def _said(error: BaseException) -> list[str]:
+    return (str(error).strip() or type(error).__name__).splitlines()
+
+
+def shown_path(path: Path) -> str:
+    """A path as the user would type it from here."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def nearest(word: object, valid: Iterable[str]) -> str | None:
+    """The valid spelling that a misspelt word most likely stands for; None where nothing is near."""
+    if not isinstance(word, str):
+        return None
+    folded = {name.lower().replace("-", "_"): name for name in valid}
+    near = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1)
+    return folded[near[0]] if near else None
+
+
+def did_you_mean(word: object, valid: Iterable[str]) -> str:
+    """The hint ` (did you mean "..."?)`, or nothing where no valid spelling is near."""
+    near = nearest(word, valid)
+    return f' (did you mean "{near}"?)' if near else ""

@@ -1,0 +1,205 @@
+"""The accelerators that a checkpoint can be served on, as a table, with what vLLM cannot load on each.
+
+    >>> refusal("cpu", "mxfp4", "auto", "quark")[:55]
+    "vLLM's CPU build has no kernel for MXFP4 linear layers:"
+    >>> refusal("mi300x", "mxfp4", "auto", "quark") is None
+    True
+
+The table is `hardware.yaml`; it is read before hours of quantization are spent on a checkpoint that nothing loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import yaml
+
+from pipeline.base.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One accelerator; what is None, empty or 0 depends on the machine at hand.
+
+    ``compute_units`` are streaming multiprocessors on CUDA. ``memory_tb_s`` is in 10^12 bytes a second; ``tflops`` the
+    dense peak by the type of both operands ("bf16", "fp8", "mxfp4"). ``links`` go to the other accelerators of a node
+    (XGMI, NVLink), each with ``link_gb_s`` 10^9 bytes a second, both directions together. ``pci`` are device ids
+    ("0x74a1"), ``names`` what a driver calls it besides ``title``.
+    """
+
+    name: str
+    title: str
+    kind: Literal["rocm", "cuda", "cpu"]
+    arch: str | None
+    hbm_gib: int | None
+    fp8: Literal["fn", "fnuz"]
+    native_mx: bool
+    gpus_per_node: int
+    compute_units: int | None = None
+    memory_tb_s: float | None = None
+    tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    links: int = 0
+    link_gb_s: float | None = None
+    pci: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def hbm_bytes(self) -> int | None:
+        """Bytes of one accelerator's memory; None where it depends on the machine."""
+        return None if self.hbm_gib is None else self.hbm_gib << 30
+
+    @property
+    def fp8_max(self) -> float:
+        """Largest finite E4M3 value that the matrix units multiply."""
+        return {"fn": 448.0, "fnuz": 240.0}[self.fp8]
+
+    @property
+    def links_gb_s(self) -> float | None:
+        """10^9 bytes a second between an accelerator and all others of its node, both directions; None if unknown."""
+        return None if self.link_gb_s is None else self.links * self.link_gb_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    when: Mapping[str, tuple[str, ...]]
+    why: str
+    unless_cpu_has: tuple[str, ...]
+    needs: tuple[str, ...]
+
+    def holds(self, facts: Mapping[str, str | None]) -> bool:
+        return all(facts[field] in values for field, values in self.when.items())
+
+
+def hardware(name: str) -> Hardware:
+    """The accelerator of that name; UserError with the known names where there is none."""
+    known = table()
+    if name not in known:
+        near = get_close_matches(name.lower(), known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UserError(f"unknown hardware {name!r}: expected one of {', '.join(known)}{hint}")
+    return known[name]
+
+
+@cache
+def table() -> Mapping[str, Hardware]:
+    """Every accelerator by name, in the order of the file."""
+    return MappingProxyType({name: _row(name, row) for name, row in _document()["hardware"].items()})
+
+
+def by_pci(device_id: int) -> Hardware | None:
+    """The accelerator of AMD (vendor 0x1002) with that PCI device id; None for one that the table does not know."""
+    return next((row for row in table().values() if f"0x{device_id:04x}" in row.pci), None)
+
+
+def by_name(reported: str) -> Hardware | None:
+    """The accelerator that a driver calls so; None for one that the table does not know.
+
+    A title that the driver's name goes on after counts too: "NVIDIA H200 NVL" is an H200.
+    """
+    words = reported.split()
+    for row in table().values():
+        title = row.title.split()
+        if row.arch and (reported in row.names or words[: len(title)] == title):
+            return row
+    return None
+
+
+def refusal(
+    name: str, scheme: str, kv_cache: str, checkpoint_format: str, *, cpu_flags: Collection[str] | None = None
+) -> str | None:
+    """Why vLLM cannot load such a checkpoint there, in one sentence with the way out; None when it can.
+
+    ``kv_cache`` is "auto" or "fp8". ``cpu_flags`` are those of the serving CPU (`local_cpu_flags`); without them a rule
+    that depends on one is a caution and not a refusal.
+    """
+    for rule in _holding("refusals", name, scheme, kv_cache, checkpoint_format):
+        if not rule.unless_cpu_has or (cpu_flags is not None and not set(rule.unless_cpu_has) & set(cpu_flags)):
+            return rule.why
+    return None
+
+
+def cautions(
+    name: str, scheme: str, kv_cache: str, checkpoint_format: str, *, cpu_flags: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """What to know before serving such a checkpoint there, although it loads. Arguments as for `refusal`."""
+    found = [rule.why for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format)]
+    if cpu_flags is None:
+        found += [
+            f"{rule.why} (the CPU must have {' or '.join(rule.unless_cpu_has)})"
+            for rule in _holding("refusals", name, scheme, kv_cache, checkpoint_format)
+            if rule.unless_cpu_has
+        ]
+    return tuple(found)
+
+
+def needs(name: str, scheme: str, kv_cache: str, checkpoint_format: str) -> tuple[str, ...]:
+    """Distributions that the serving environment must have beside vLLM. Arguments as for `refusal`."""
+    found = [rule.needs for rule in _holding("cautions", name, scheme, kv_cache, checkpoint_format)]
+    return tuple(dict.fromkeys(distribution for some in found for distribution in some))
+
+
+def native_on(scheme: str) -> tuple[str, ...]:
+    """Names of the accelerators that multiply a scheme's weights with its activations as they are stored.
+
+    "cuda" speaks for the GPUs of its kind that have a row of their own.
+    """
+    general = [name for name, row in table().items() if row.kind != "cuda" or row.arch is None]
+    return tuple(name for name in general if any(_holding("native", name, scheme, "auto", "")))
+
+
+def local_cpu_flags(cpuinfo: str | None = None) -> frozenset[str] | None:
+    """Instruction-set flags of this machine as /proc/cpuinfo names them; None where it has no such list, as on ARM."""
+    if cpuinfo is None:
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        except OSError:
+            return None
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "flags":
+            return frozenset(value.split())
+    return None
+
+
+def _holding(section: str, name: str, scheme: str, kv_cache: str, checkpoint_format: str) -> Iterator[_Rule]:
+    known = hardware(name)
+    facts = {
+        "hardware": known.name,
+        "kind": known.kind,
+        "arch": known.arch,
+        "scheme": scheme,
+        "kv_cache": kv_cache,
+        "format": checkpoint_format,
+    }
+    return (rule for rule in _rules(section) if rule.holds(facts))
+
+
+def _row(name: str, row: dict[str, Any]) -> Hardware:
+    frozen = {"tflops": MappingProxyType(row.get("tflops", {})), **{k: tuple(row.get(k, ())) for k in ("pci", "names")}}
+    return Hardware(name=name, **(row | frozen))
+
+
+@cache
+def _rules(section: str) -> tuple[_Rule, ...]:
+    return tuple(
+        _Rule(
+            when=MappingProxyType({field: tuple(values) for field, values in row["when"].items()}),
+            why=": ".join(row[part] for part in ("why", "instead") if part in row),
+            unless_cpu_has=tuple(row.get("unless_cpu_has", ())),
+            needs=tuple(row.get("needs", ())),
+        )
+        for row in _document()[section]
+    )
+
+
+@cache
+def _document() -> dict[str, Any]:
+    text = Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8")
+    document: dict[str, Any] = yaml.safe_load(text)
+    return document

@@ -1,0 +1,269 @@
+"""Programs that end when we do: children below `supervisor.py`, their output in a file.
+
+    with Child(command, env, log, grace=15) as child: ...     # a server
+    run_logged(argv, log, what="lm-eval", env={})             # a program to its end
+
+The supervisor ends the whole process group when this process lets go of a pipe, which the kernel does for it even after
+SIGKILL. What a child gets of our environment holds no secret.
+
+A program that is asked things while it runs (`conversation`) is handed the name of a Unix socket on which it finds us.
+JSON lines go both ways; its last words, should it end in between, are in its log. The name is an abstract one of Linux:
+nothing lies on a disk, so nothing is left there when we are killed. Anybody on this machine could connect to it, so
+only our own user is listened to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets as random
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from io import BufferedRWPair
+from pathlib import Path
+from typing import Any
+
+from pipeline.base import supervisor
+from pipeline.base.errors import InvalidMeasurementError, StageError
+
+#: Who and where we are; libraries; which devices are ours; where compiled kernels are kept; which network to use.
+_PASSED = re.compile(
+    r"""
+    PATH | HOME | USER | LOGNAME | LANG | LANGUAGE | LC_\w+ | TZ | TMPDIR | LD_LIBRARY_PATH | PYTHONPATH
+    | ROCM_PATH | ROCM_HOME | HIP_PATH | CUDA_HOME | CUDA_PATH | PYTORCH_ROCM_ARCH
+    | (CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES | NVIDIA_DRIVER_CAPABILITIES
+    | XDG_CACHE_HOME | VLLM_CACHE_ROOT | TORCHINDUCTOR_CACHE_DIR | TRITON_CACHE_DIR | AITER_JIT_DIR
+    | MIOPEN_USER_DB_PATH | HF_HOME | HF_MODULES_CACHE | NCCL_SOCKET_IFNAME | GLOO_SOCKET_IFNAME
+    """,
+    re.VERBOSE,
+)
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+"""What keeps a server from looking at the network, and from telling others."""
+SECRET = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_?KEY|CONNECTION_?STRING"
+    r"|WEBHOOK",  # who knows such an address may write to it
+    re.IGNORECASE,
+)
+"""Names of variables that hold what nobody else may know."""
+_GRACE_S = 5.0
+_WATCH_S = 0.5
+_POLL_S = 0.2
+_QUOTED = 3  # lines of the log that an error quotes
+_LOG_TAIL = 4 << 20
+
+
+def child_environment(ours: Mapping[str, str], planned: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a server's process: those of ``ours`` that locate things, then ``planned``; no secret.
+
+    A variable that leaks in from a shell (``VLLM_...``, ``OMP_NUM_THREADS``) would change a measurement without
+    changing its fingerprint. The model is a local folder: the server needs no token.
+    """
+    passed = {name: value for name, value in ours.items() if _PASSED.fullmatch(name)}
+    return {name: value for name, value in (passed | dict(planned) | OFFLINE).items() if not SECRET.search(name)}
+
+
+class Child:
+    """Starts at once; as a context, all of it has ended at the exit.
+
+    ``grace`` is how many seconds it gets between SIGTERM and SIGKILL, ``after`` are commands that the supervisor runs
+    when all is over, whoever ended it. Standard output goes to the log too, or to the file ``output``. A log is begun
+    anew, or gone on with where it is to be ``append``-ed to.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        env: Mapping[str, str],
+        log_path: Path,
+        *,
+        grace: float,
+        after: Sequence[Sequence[str]] = (),
+        output: Path | None = None,
+        append: bool = False,
+    ) -> None:
+        self.log_path = log_path
+        self._pid: int | None = None
+        tidy = ["--after", json.dumps([list(argv) for argv in after])] if after else []
+        aside = [] if output is None else ["--output", str(output)]
+        supervised = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(grace), *tidy, *aside]
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab" if append else "wb") as log:
+            self._supervisor = subprocess.Popen(
+                [*supervised, *map(str, command)],
+                stdin=subprocess.PIPE,  # held open by us alone: its end is the order to stop
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=dict(env),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int | None:
+        """The command's process, not its supervisor's; None where it could not be started."""
+        if self._pid is None and self._supervisor.stdout is not None:
+            line = self._supervisor.stdout.readline()
+            self._pid = int(line) if line else None
+        return self._pid
+
+    @property
+    def supervisor_pid(self) -> int:
+        """The process that the command, and all that it starts, is below."""
+        return self._supervisor.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; 128 + N after signal N."""
+        return self._supervisor.poll()
+
+    def log(self, most: int = _LOG_TAIL) -> str:
+        """The last bytes of what it wrote, 4 MiB at most."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - most))
+            return log.read().decode("utf-8", errors="replace")
+
+    def let_go(self) -> None:
+        """Order it to stop, without waiting for it."""
+        if self._supervisor.stdin is not None:
+            self._supervisor.stdin.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until every process has ended; an interrupt stops only the wait. Raises `subprocess.TimeoutExpired`."""
+        code = self._supervisor.wait(timeout)
+        if self._supervisor.stdout is not None:
+            self._supervisor.stdout.close()
+        return code
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop([self])
+
+
+def stop(children: Iterable[Child]) -> None:
+    """End them all, at the same time."""
+    ending = list(children)
+    for child in ending:
+        child.let_go()
+    for child in ending:
+        child.wait()
+
+
+def measuring_child(argv: Sequence[str], log: Path, *, env: Mapping[str, str], secrets: Collection[str] = ()) -> Child:
+    """A program with our environment but for its secrets, of which it gets those named in ``secrets``."""
+    ours = {name: value for name, value in os.environ.items() if name in secrets or not SECRET.search(name)}
+    return Child(argv, {**ours, **env}, log, grace=_GRACE_S, append=True)
+
+
+def run_logged(
+    argv: Sequence[str],
+    log: Path,
+    *,
+    what: str,
+    env: Mapping[str, str],
+    watch: Callable[[str], None] = lambda _: None,
+    started: Callable[[int], None] = lambda _: None,
+    secrets: Collection[str] = (),
+) -> None:
+    """Run a `measuring_child` to its end; it ends, and all that it started, whenever we leave early, however we leave.
+
+    ``watch`` is shown the end of the log twice a second, ``started`` once the process that the program is a child of.
+    Raises `StageError` with the last lines of the log when the program fails.
+    """
+    with measuring_child(argv, log, env=env, secrets=secrets) as child:
+        started(child.supervisor_pid)
+        while True:
+            try:
+                code = child.wait(_WATCH_S)
+                break
+            except subprocess.TimeoutExpired:
+                watch(child.log(4096))
+    if code != 0:
+        raise failed(what, code, log)
+
+
+def failed(what: str, code: int, log: Path) -> StageError:
+    """The error of a program that ended with an exit code, with the last lines of its log."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return StageError(
+        f"{what} ended with exit code {code}: {' | '.join(lines[-_QUOTED:]) or 'it printed nothing'}",
+        hint=f"Its whole log: {log}",
+    )
+
+
+class Conversation:
+    """One question at a time. `StageError` where the program ends before it answers."""
+
+    def __init__(self, lines: BufferedRWPair, process: Child, what: str, log: Path) -> None:
+        self._lines = lines
+        self._process = process
+        self._what = what
+        self._log = log
+
+    def ask(
+        self, message: Mapping[str, Any], news: Callable[[Mapping[str, Any]], None] = lambda _: None
+    ) -> Mapping[str, Any]:
+        """The reply to a message; ``news`` is shown every line that comes before it.
+
+        Raises `InvalidMeasurementError` with the program's reason where it refuses.
+        """
+        try:
+            self._lines.write(json.dumps(message).encode() + b"\n")
+            self._lines.flush()
+            while line := self._lines.readline():
+                told: Mapping[str, Any] = json.loads(line)
+                if "refused" in told:
+                    raise InvalidMeasurementError(str(told["refused"]))
+                if "reply" in told:
+                    reply: Mapping[str, Any] = told["reply"]
+                    return reply
+                news(told)
+        except OSError:
+            pass  # it has ended, and its log says more than a broken pipe
+        raise failed(self._what, self._process.wait(), self._log)
+
+
+@contextmanager
+def conversation(
+    argv: Sequence[str], log: Path, *, what: str, env: Mapping[str, str], secrets: Collection[str] = ()
+) -> Iterator[Conversation]:
+    """Start a program with the name of its socket, @ for the zero byte, as the last argument; it has ended at the exit.
+
+    ``secrets`` names the variables with tokens that it may have, ``what`` is its name in errors.
+    """
+    with ExitStack() as stack:
+        with socket.socket(socket.AF_UNIX) as listener:
+            name = f"quantmint-{random.token_hex(16)}"
+            listener.bind(f"\0{name}")
+            listener.listen(1)
+            listener.settimeout(_POLL_S)
+            process = stack.enter_context(measuring_child([*argv, f"@{name}"], log, env=env, secrets=secrets))
+            connection = stack.enter_context(_accepted(listener, process, what, log))
+        yield Conversation(connection.makefile("rwb"), process, what, log)
+
+
+def _accepted(listener: socket.socket, process: Child, what: str, log: Path) -> socket.socket:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            if process.exit_code is not None:
+                raise failed(what, process.exit_code, log) from None
+            continue
+        if _user_of(connection) == os.geteuid():
+            connection.settimeout(None)
+            return connection
+        connection.close()
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user at the other end, as the kernel knows it."""
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    return int(user)

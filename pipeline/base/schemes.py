@@ -1,0 +1,136 @@
+"""The table of quantization schemes.
+
+    >>> scheme("mxfp4").bits_per_weight
+    4.25
+    >>> scheme("fp8_block").formats
+    ('compressed-tensors',)
+
+The table is `schemes.yaml`; the tensors that a format stores for a scheme are in `pipeline.quantize.formats.layout`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+from typing import Any, Literal
+
+import yaml
+
+Format = Literal["compressed-tensors", "quark"]
+Engine = Literal["stream", "llmcompressor", "quark"]
+
+#: The layouts that an engine writes.
+WRITES: Mapping[str, tuple[Format, ...]] = MappingProxyType(
+    {
+        "stream": ("compressed-tensors", "quark"),
+        "llmcompressor": ("compressed-tensors",),
+        "quark": ("quark",),
+    }
+)
+
+#: Bits of one scale, by its type.
+SCALE_BITS: Mapping[str, int] = MappingProxyType({"e8m0": 8, "bf16": 16})
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """What a weight of shape [out_features, in_features] becomes.
+
+    `bits` counts the elements only. `group` is the (rows, columns) that share a scale, where the granularity is
+    `group` or `block`. `scale` is the type of a scale; bf16 stands for the model's own 16-bit type.
+    """
+
+    dtype: Literal["e4m3", "e2m1", "e2m3", "e3m2", "int8", "int4"]
+    bits: int
+    granularity: Literal["per_tensor", "per_channel", "group", "block"]
+    scale: Literal["bf16", "e8m0"]
+    group: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationFormat:
+    """What the inputs of a quantized layer become: nothing, or a type with static or run-time scales."""
+
+    kind: Literal["none", "static", "dynamic"]
+    granularity: Literal["per_tensor", "per_token", "group"] | None = None
+    dtype: Literal["e4m3", "e2m1", "e2m3", "e3m2", "int8"] | None = None
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One row of the table; ``refused`` are pairs of a layout that vLLM does not load it from, and why."""
+
+    name: str
+    description: str
+    weight: WeightFormat
+    activations: ActivationFormat
+    formats: tuple[str, ...]
+    engines: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether the inputs of every layer must be measured on a calibration set."""
+        return self.activations.kind == "static"
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether it is an OCP microscaling scheme: groups of 32 with a power of two as their scale."""
+        return self.weight.scale == "e8m0"
+
+    @property
+    def input_divisor(self) -> int:
+        """What in_features must be divisible by: 32 for MX, 128 for blocks and groups of integers, else 1."""
+        return self.weight.group[1] if self.weight.group else 1
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of one weight with its share of the scales; scales per channel or tensor weigh nothing in it."""
+        if self.weight.group is None:
+            return float(self.weight.bits)
+        return self.weight.bits + SCALE_BITS[self.weight.scale] / math.prod(self.weight.group)
+
+    def refusal(self, engine: str, checkpoint_format: str) -> str | None:
+        """Why an engine does not make the scheme in a layout, in one clause; None when it does."""
+        if checkpoint_format not in self.formats:
+            return f"there is no {self.name} in {checkpoint_format}: {dict(self.refused)[checkpoint_format]}"
+        if engine not in self.engines:
+            return f"engine {engine} has no {self.name}"
+        if checkpoint_format not in WRITES[engine]:
+            return f"engine {engine} does not write {checkpoint_format}"
+        return None
+
+    def makers(self, checkpoint_format: str) -> tuple[str, ...]:
+        """The engines that make the scheme in a layout."""
+        return tuple(engine for engine in self.engines if checkpoint_format in WRITES[engine])
+
+
+@cache
+def table() -> Mapping[str, Scheme]:
+    """Every scheme by name, in the order of the file."""
+    rows = yaml.safe_load(resources.files("pipeline.base").joinpath("schemes.yaml").read_text(encoding="utf-8"))
+    return MappingProxyType({name: _scheme(name, row) for name, row in rows.items()})
+
+
+def scheme(name: str) -> Scheme:
+    """The scheme of that name; `KeyError` where there is none."""
+    return table()[name]
+
+
+def _scheme(name: str, row: dict[str, Any]) -> Scheme:
+    weight = dict(row["weight"])
+    group = weight.pop("group", None)
+    return Scheme(
+        name=name,
+        description=row["description"],
+        weight=WeightFormat(**weight, group=None if group is None else (group[0], group[1])),
+        activations=ActivationFormat(**row["activations"]),
+        formats=tuple(row["formats"]),
+        engines=tuple(row["engines"]),
+        refused=tuple(row.get("refused", {}).items()),
+    )

@@ -1,0 +1,239 @@
+"""The nodes of a cluster: what a task asks of one, and whether all of them would make the same bytes.
+
+Ray places tasks by what it was told that a node has, so nothing here chooses a node. Before a node is given anything it
+is asked whether it has the same code and libraries, and the same files under the same names. A file that we write is
+read there, and one that is written there is read here: two folders of one name on two disks are found, also where both
+are empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.base.errors import UserError
+from pipeline.base.versions import versions
+from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
+
+CORES_A_SHARD = 8
+"""More would wait for each other: a file's hash takes its bytes in their order, about as fast as so many make them."""
+_ACCELERATOR = "accelerator_type:"
+_SHAPING = ("quantmint", "torch", "transformers", "tokenizers", "safetensors")
+_CODE = "quantmint's code"
+_ROOMS = (
+    "calibration",
+    "pipeline/clusters/ray",
+    "pipeline/quantize/engines",
+    "pipeline/quantize/formats",
+)  # that shape bytes on a node
+_PROBE = ".quantmint-probe"
+_SAMPLES, _SAMPLE = 8, 4096  # places in a file, and bytes at each
+_ROOT = Path(__file__).parents[3]
+HINT = "Every node needs the same installation and the same folders, on a filesystem that they share."
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that can be given work; ``accelerator`` is Ray's name of its GPUs, empty where it has none."""
+
+    id: str
+    name: str
+    cpus: int
+    gpus: int
+    accelerator: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one task takes of a node: CPUs or a GPU; ``device`` is PyTorch's name of what it finds there."""
+
+    device: Literal["cpu", "cuda"]
+    cpus: int
+    gpus: int
+
+    def slots(self, node: Node) -> int:
+        """How many such tasks a node runs at a time."""
+        return node.gpus // self.gpus if self.gpus else node.cpus // self.cpus
+
+    def options(self) -> dict[str, Any]:
+        """Ray's options of a task."""
+        # A process of a GPU's task is not used again unless it is said so, and each loads PyTorch anew.
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_calls": 0}
+
+
+def nodes_of(table: Iterable[Mapping[str, Any]]) -> tuple[Node, ...]:
+    """The nodes of `ray.nodes()` that are alive and have CPUs or GPUs, by name."""
+    found = []
+    for entry in table:
+        resources = entry.get("Resources", {})
+        node = Node(
+            entry["NodeID"],
+            f"{entry['NodeManagerHostname']} ({entry['NodeManagerAddress']}, node {entry['NodeID'][:8]})",
+            int(resources.get("CPU", 0)),
+            int(resources.get("GPU", 0)),
+            next((name.removeprefix(_ACCELERATOR) for name in resources if name.startswith(_ACCELERATOR)), ""),
+        )
+        if entry["Alive"] and (node.cpus or node.gpus):
+            found.append(node)
+    return tuple(sorted(found, key=lambda node: node.name))
+
+
+def ask_for(nodes: Sequence[Node], device: str, *, most_cores: int | None = None) -> Ask:
+    """What a task asks for where ``device`` is "auto" (GPUs where there are any), "cpu" or "cuda".
+
+    On CPUs as many as the smallest node has, ``most_cores`` at most: a larger node runs several. Raises `UserError`
+    where no node has it.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(
+            f"--device: found {device!r} with --on, expected auto, cpu or cuda: Ray says which device a task gets."
+        )
+    if device != "cpu" and any(node.gpus for node in nodes):
+        return Ask("cuda", 0, 1)
+    if device == "cuda":
+        raise UserError("--device: found cuda, but no node of the cluster has told Ray of a GPU.")
+    cores = [node.cpus for node in nodes if node.cpus]
+    if not cores:
+        raise UserError("the cluster has no node with CPUs to give.", hint="`ray status` shows what it has.")
+    return Ask("cpu", min(min(cores), most_cores or min(cores)), 0)
+
+
+def kinds(nodes: Sequence[Node], ask: Ask, processors: Mapping[str, str]) -> Counter[str]:
+    """How many there are of each kind of GPU, or of CPU, that computes; ``processors`` are the CPUs' names by node."""
+    found: Counter[str] = Counter()
+    for node in nodes:
+        if ask.slots(node):
+            found[(node.accelerator or "GPU") if ask.gpus else processors[node.id]] += node.gpus if ask.gpus else 1
+    return found
+
+
+def named(kinds: Mapping[str, int]) -> str:
+    """`kinds` for people."""
+    return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in kinds.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a node is: versions by name, digests of folders that are read, which files it saw, its processor."""
+
+    versions: Mapping[str, str]
+    folders: Mapping[str, str | None]
+    seen: Mapping[str, str | None]
+    processor: str
+    free: int
+
+
+def facts_here(folders: Sequence[Path], probes: Sequence[Path] = (), answer: str = "") -> Facts:
+    """The facts of the machine that this runs on.
+
+    ``folders`` are read: of each the names and sizes of its files, its config.json and samples of the rest. Each of
+    ``probes`` is read, and ``answer`` is written beside it.
+    """
+    from calibration.room import free_bytes
+    from pipeline.base.machine import Machine, cpu_name
+
+    seen: dict[str, str | None] = {}
+    for probe in probes:
+        try:
+            seen[str(probe)] = probe.read_text(encoding="utf-8")
+            _answered(probe, answer).write_text(answer, encoding="utf-8")
+        except OSError:
+            seen[str(probe)] = None
+    known = {str(folder): _digest(folder) for folder in folders}
+    return Facts(versions_here(), known, seen, cpu_name(Machine()), free_bytes("cpu"))
+
+
+@lru_cache(maxsize=1)
+def versions_here() -> Mapping[str, str]:
+    """Versions of what shapes bytes, by name; of our own code a digest, for a version has many commits."""
+    return {**versions(*_SHAPING), "Python": platform.python_version(), _CODE: _code()}
+
+
+def require_versions(
+    expected: Mapping[str, str], node: str | None = None, found: Mapping[str, str] | None = None
+) -> None:
+    """Raise `UserError` where a node (this one, unless it is named) differs, with what differs first."""
+    there = versions_here() if found is None else found
+    for name, version in expected.items():
+        if (other := there.get(name)) != version:
+            told = "is not what it is here" if name == _CODE else f"is {other} there and {version} here"
+            raise UserError(f"{node or socket.gethostname()}: {name} {told}: its bytes might be others.", hint=HINT)
+
+
+class Probe:
+    """Files in ``folders``, which exist, that say whether a node sees what we see; removed by `close`.
+
+    Their names are those of partial files: none becomes a part of a checkpoint where nobody came to remove it.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._token = secrets.token_hex(8)
+        self.paths = tuple(folder / f"{_PROBE}-{self._token}{PARTIAL_SUFFIX}" for folder in folders)
+        for path in self.paths:
+            path.write_text(self._token, encoding="utf-8")
+
+    def require_same(self, node: str, answer: str, there: Facts, here: Facts) -> None:
+        """Raise `UserError` for a node that differs, with what differs first."""
+        require_versions(here.versions, node, there.versions)
+        for folder, digest in here.folders.items():
+            if (found := there.folders[folder]) != digest:
+                what = "is not there" if found is None else "holds other files there"
+                raise UserError(f"{node}: {folder} {what}.", hint=HINT)
+        for path in self.paths:
+            if there.seen[str(path)] != self._token:
+                raise UserError(f"{node}: {path.parent} is not the folder that it is here.", hint=HINT)
+            try:
+                came = _answered(path, answer).read_text(encoding="utf-8")
+            except OSError:
+                came = ""
+            if came != answer:
+                raise UserError(f"{node}: what it writes to {path.parent} is not seen here.", hint=HINT)
+
+    def close(self) -> None:
+        """Remove the files."""
+        for path in self.paths:
+            for one in path.parent.glob(f"{path.stem}*"):
+                one.unlink(missing_ok=True)
+
+
+def _answered(probe: Path, answer: str) -> Path:
+    return probe.with_name(f"{probe.stem}-{answer}{probe.suffix}")
+
+
+def _digest(folder: Path) -> str | None:
+    digest = hashlib.sha256()
+    try:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if entry.is_file() and not entry.name.startswith(_PROBE):
+                size = entry.stat().st_size
+                digest.update(f"{entry.name} {size}\n".encode())
+                _sample(digest, folder / entry.name, size)
+        digest.update((folder / "config.json").read_bytes())
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+def _sample(digest: hashlib._Hash, path: Path, size: int) -> None:
+    """Two models that were trained from one have the same names and sizes, and hardly a weight in common."""
+    with path.open("rb", buffering=0) as stream:
+        for place in range(_SAMPLES):
+            stream.seek(size * place // _SAMPLES)
+            digest.update(stream.read(_SAMPLE))
+
+
+def _code() -> str:
+    digest = hashlib.sha256()
+    for room in _ROOMS:
+        for path in sorted((_ROOT / room).rglob("*.py")):
+            digest.update(path.relative_to(_ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()

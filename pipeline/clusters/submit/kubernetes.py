@@ -1,0 +1,237 @@
+"""Kubernetes as a place, through its own client and the user's kubeconfig (or the pod's service account)."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.transience import is_transient
+from pipeline.clusters.submit.place import BROKEN, State, Submitted
+from pipeline.clusters.submit.pod import CONTAINER, Pod, manifest
+from pipeline.clusters.submit.task import Task
+from pipeline.serving.render.invocation import dump
+
+_TIMEOUT_S = 60
+_QUIET_S = 300
+"""Seconds without a word after which a log is asked for again: a connection that is lost says nothing either."""
+_RUNNING = "Running"
+_NO_LOG = (400, 404)
+"""What is said of the log of a container that does not run yet, and of a pod that was evicted with it."""
+_STARTED = (_RUNNING, "Succeeded", "Failed")
+
+
+class Kubernetes:
+    """A namespace of a cluster; ``namespace`` None is the one of the kubeconfig's context.
+
+    ``pod`` is what a run gets there; None is enough to ask for jobs that are there.
+    """
+
+    def __init__(self, pod: Pod | None, *, namespace: str | None = None) -> None:
+        self._pod = pod
+        self._namespace = namespace
+        self._shown: Counter[str] = Counter()  # characters of each pod's log
+        self._whole: set[str] = set()
+
+    def text(self, task: Task) -> str:
+        """The manifest, for `kubectl create -f -` as well."""
+        return dump(self._manifest(task))
+
+    def check(self, task: Task) -> str | None:
+        """Let the API server say whether it would take the Job; why it could not be asked, or None.
+
+        Raises UserError with its words where it would not.
+        """
+        self._manifest(task)
+        try:
+            self._connect()
+        except UserError as error:
+            return error.message
+        try:
+            self._create(task, dry_run="All")
+        except StageError as error:
+            return error.message
+        return None
+
+    def submit(self, task: Task) -> Submitted:
+        """Create the Job. A field that the API does not know is refused: left out, it would look as if it counted."""
+        name = str(self._create(task).metadata.name)
+        return Submitted(name, f"kubectl logs --namespace {self._connect()[2]} --follow job/{name}")
+
+    def state(self, identifier: str) -> State:
+        """The Job's condition; of one that ended, the exit code of the pod that decided it."""
+        _require_name(identifier)
+        jobs, _, namespace = self._connect()
+        with _answers():
+            job = jobs.read_namespaced_job(identifier, namespace, _request_timeout=_TIMEOUT_S)
+        for condition in (item for item in job.status.conditions or () if item.status == "True"):
+            if condition.type == "Complete":
+                return State("Complete", 0)
+            if condition.type == "Failed":
+                code = _exit_code(self._pods(identifier))
+                return State(f"Failed ({condition.reason})" if condition.reason else "Failed", code)
+        if job.spec.suspend:
+            return State("Suspended", waits="Suspended")
+        if job.status.active and job.status.ready != 0:
+            return State("Running")
+        pods = self._pods(identifier)
+        return State("Pending", waits=_waits(pods[-1]) if pods else "no pod is made for it yet")
+
+    def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
+        """The logs of its pods, one after the other as they are tried. One that breaks off is read again."""
+        for pod in self._pods(identifier):
+            uid, phase = str(pod.metadata.uid), pod.status.phase
+            if uid in self._whole or phase not in _STARTED:
+                continue
+            passed = 0
+            for piece in self._log(pod.metadata.name, grows=phase == _RUNNING):
+                fresh = piece[max(0, self._shown[uid] - passed) :]
+                passed += len(piece)
+                self._shown[uid] = max(self._shown[uid], passed)
+                if fresh:
+                    show(fresh)
+            if phase != _RUNNING:
+                self._whole.add(uid)
+
+    def cancel(self, identifier: str) -> None:
+        """Delete the Job with its pods, which get their time to end."""
+        _require_name(identifier)
+        jobs, _, namespace = self._connect()
+        with _answers():
+            jobs.delete_namespaced_job(
+                identifier, namespace, propagation_policy="Background", _request_timeout=_TIMEOUT_S
+            )
+
+    def _manifest(self, task: Task) -> dict[str, Any]:
+        if self._pod is None:
+            raise UserError("--image is missing: a pod runs an image", hint="Best by its digest: NAME@sha256:...")
+        body = manifest(task, self._pod)
+        if self._namespace is not None:
+            body["metadata"]["namespace"] = self._namespace
+        return body
+
+    def _create(self, task: Task, **how: str) -> Any:
+        body = self._manifest(task)
+        jobs, _, namespace = self._connect()
+        with _answers():
+            return jobs.create_namespaced_job(
+                namespace, body, field_validation="Strict", _request_timeout=_TIMEOUT_S, **how
+            )
+
+    def _connect(self) -> tuple[Any, Any, str]:
+        """Clients of jobs and of pods, and the namespace."""
+        from kubernetes import client, config
+        from kubernetes.config import incluster_config
+        from kubernetes.config.config_exception import ConfigException
+
+        settings = client.Configuration()
+        try:
+            config.load_kube_config(client_configuration=settings)
+            _, active = config.list_kube_config_contexts()
+            namespace = active["context"].get("namespace")
+        except (ConfigException, OSError, yaml.YAMLError) as error:  # OSError: a program that it names for credentials
+            try:
+                config.load_incluster_config(client_configuration=settings)
+            except ConfigException:
+                raise UserError(
+                    f"found no way to a cluster: {error}", hint="KUBECONFIG or ~/.kube/config says where one is."
+                ) from error
+            namespace = Path(incluster_config.SERVICE_TOKEN_FILENAME).with_name("namespace").read_text("utf-8").strip()
+        api = client.ApiClient(settings)
+        return client.BatchV1Api(api), client.CoreV1Api(api), self._namespace or namespace or "default"
+
+    def _pods(self, job: str) -> list[Any]:
+        """The oldest first."""
+        _, pods, namespace = self._connect()
+        with _answers():
+            found = pods.list_namespaced_pod(namespace, label_selector=f"job-name={job}", _request_timeout=_TIMEOUT_S)
+        return sorted(found.items, key=lambda pod: pod.metadata.creation_timestamp)
+
+    def _log(self, name: str, *, grows: bool) -> Iterator[str]:
+        """A pod's log from its beginning. Of one that ``grows``, as much as comes before the connection breaks off.
+
+        Why there is none, where its reader may follow jobs and read no logs: in silence it would look as if nothing
+        ran.
+        """
+        _, pods, namespace = self._connect()
+        how = {"container": CONTAINER, "follow": grows, "_preload_content": False}
+        try:
+            with _answers():
+                answer = pods.read_namespaced_pod_log(name, namespace, **how, _request_timeout=(_TIMEOUT_S, _QUIET_S))
+        except UserError as error:
+            if getattr(error.__cause__, "status", None) not in _NO_LOG:
+                yield f"no log of {name} is shown: {error.message}\n"
+            return
+        text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        try:
+            with answer, _answers():
+                for piece in answer.stream(amt=None, decode_content=True):
+                    yield text.decode(piece)
+        except StageError:
+            if not grows:
+                raise
+
+
+def _waits(pod: Any) -> str | None:
+    """What a V1Pod that does not run yet says of itself; None where it says nothing."""
+    if pod.status.phase != "Pending":
+        return None
+    for condition in pod.status.conditions or ():
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return _joined(condition.reason, condition.message)
+    for status in (*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())):
+        if status.state and (waiting := status.state.waiting) and waiting.reason != "PodInitializing":
+            return _joined(status.name, waiting.reason, waiting.message)
+    return None
+
+
+def _joined(*parts: str | None) -> str:
+    return ": ".join(" ".join(part.split()) for part in parts if part)
+
+
+def _exit_code(pods: list[Any]) -> int:
+    """Of the container that ran last; one that was ended from outside, or is gone, has none."""
+    for status in (pods[-1].status.container_statuses or ()) if pods else ():
+        ended = status.state.terminated
+        if status.name == CONTAINER and ended is not None and ended.exit_code:
+            return int(ended.exit_code)
+    return BROKEN
+
+
+def _require_name(identifier: str) -> None:
+    """UserError for what is no name of a Job: the API takes none at all for every Job of the namespace."""
+    if not re.fullmatch(r"[a-z0-9][-a-z0-9.]*", identifier):
+        raise UserError(f"found the job {identifier!r}, expected the name that Kubernetes gave it")
+
+
+@contextmanager
+def _answers() -> Iterator[None]:
+    """The client's errors as ours."""
+    from kubernetes.client.exceptions import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ApiException as error:
+        said = _message(error)
+        if error.status is None or error.status >= 500 or error.status == 429:
+            raise StageError(f"the Kubernetes API answered {error.status}: {said}", transient=True) from error
+        raise UserError(f"the Kubernetes API refused ({error.status}): {said}") from error
+    except HTTPError as error:
+        why = getattr(error, "reason", None) or error
+        raise StageError(f"the Kubernetes API cannot be reached: {why}", transient=is_transient(error)) from error
+
+
+def _message(error: Any) -> str:
+    try:
+        return str(json.loads(error.body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)

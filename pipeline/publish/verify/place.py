@@ -1,0 +1,159 @@
+"""From what a person names to a folder with a release's files: one that lies here, or what was fetched.
+
+Of a repository of the Hub the weights need not be fetched: the Hub tells the SHA-256 of each large file, and lets a
+reader have the first bytes of one. So a safetensors file is stood in for by its header in a file of the right size.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pipeline.base.errors import StageError, UserError
+from pipeline.base.progress import Progress
+from pipeline.publish.places import HUB_SCHEME, open_place
+from pipeline.publish.release import EVIDENCE, MANIFEST
+from pipeline.store.files import require_safe
+
+if TYPE_CHECKING:
+    from pipeline.publish.hub.client import Client
+    from pipeline.publish.hub.repository import Remote
+    from pipeline.publish.place import Place
+
+
+_TAGGED: Final = re.compile(r"(?P<place>.+)@(?P<tag>v\d{8}-[0-9a-f]{8})")
+_REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A release's files, and the ``tag`` that was asked for, which carries the start of its identity.
+
+    ``vouched`` are SHA-256 of those files whose bytes were not fetched, by the word of the place.
+    """
+
+    folder: Path
+    vouched: Mapping[str, str] = field(default_factory=dict)
+    tag: str | None = None
+
+
+@contextmanager
+def opened(subject: str, revision: str | None, *, remote: bool, progress: Progress) -> Iterator[Found]:
+    """Find what a person named: a folder, ``org/name[@TAG]``, ``s3://bucket/prefix/name[@TAG]``.
+
+    A folder that is there goes before a repository of its name. Raises `UserError` for a place that does not exist.
+    """
+    place, tag = (subject, revision) if is_folder(subject) else split(subject, revision)
+    if remote and is_folder(place):
+        raise UserError(f"--remote: found the folder {place}, expected a repository of the Hub")
+    if is_folder(place) and tag is None:
+        yield Found(Path(place))
+    elif remote:
+        with looked_at(open_place(place), tag, progress) as (folder, vouched):
+            yield Found(folder, vouched, tag)
+    else:
+        yield Found(open_place(place).fetch(None, tag=tag, progress=progress), tag=tag)
+
+
+def record_of(subject: str, progress: Progress) -> Path | None:
+    """The folder with the evidence of a release that lies elsewhere, fetched without its weights.
+
+    None where what a person named is, by its form or because it is there, something on this machine.
+    """
+    place, tag = split(subject, None)
+    if Path(subject).exists() or Path(place).exists() or not ("://" in place or _REPO.fullmatch(place)):
+        return None
+    return open_place(place).fetch(None, tag=tag, progress=progress, wanted=is_evidence) / EVIDENCE
+
+
+def is_evidence(name: str) -> bool:
+    """Whether a file of a release is what judges it: all but the checkpoint and the card."""
+    return name == MANIFEST or name.startswith(f"{EVIDENCE}/")
+
+
+def split(subject: str, revision: str | None) -> tuple[str, str | None]:
+    """A place and the tag of a release in it; raises `UserError` where two different tags are given."""
+    found = _TAGGED.fullmatch(subject)
+    if found is None:
+        return subject, revision
+    if revision not in (None, found["tag"]):
+        raise UserError(f"found {found['tag']} in {subject} and {revision} as --revision, expected one of them")
+    return found["place"], found["tag"]
+
+
+def is_folder(text: str) -> bool:
+    """Whether a name is that of a folder here."""
+    return not text.startswith(HUB_SCHEME) and "://" not in text and Path(text).is_dir()
+
+
+_WEIGHTS: Final = ".safetensors"
+_HEADER: Final = 100_000_000  # bytes; the format's own limit
+_FIRST: Final = 1 << 17  # bytes that are asked for at once: the header of most files
+_REST: Final = 1 << 30  # bytes of all that is no weight; tokenizers take some ten million
+
+
+@contextmanager
+def looked_at(target: Place, tag: str | None, progress: Progress) -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """A temporary folder with a release whose weights are stand-ins, and the SHA-256 that the Hub says they have.
+
+    Raises `UserError` for a place that is no repository of the Hub, a repository or tag that is not there, and names
+    or sizes that no release has.
+    """
+    from pipeline.publish.hub.client import connect
+    from pipeline.publish.hub.place import HubPlace
+    from pipeline.publish.hub.repository import read, tree
+
+    if not isinstance(target, HubPlace):
+        raise UserError(f"--remote: found {target.address}, expected a repository of the Hub (org/name)")
+    client = connect(target.repo, progress)
+    revision = target.revision_of(tag)
+    found = tree(client, revision)
+    try:
+        require_safe(found)
+    except ValueError as error:
+        raise UserError(f"{target.address}: {error}") from None
+    vouched = {
+        name: remote.sha256 for name, remote in found.items() if name.endswith(_WEIGHTS) and remote.sha256 is not None
+    }
+    rest = sum(remote.size for name, remote in found.items() if name not in vouched)
+    if rest > _REST:
+        raise UserError(f"{target.address}: {rest:,} bytes that are no weights, expected at most {_REST:,}")
+    with tempfile.TemporaryDirectory(prefix="quantmint-verify-") as temporary:
+        folder = Path(temporary) / "release"
+        folder.mkdir()
+        progress.say(
+            f"fetching {rest:,} bytes, and of {len(vouched)} shards the header, from {target.address}@{revision[:12]}"
+        )
+        for name, remote in found.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name in vouched:
+                _stand_in(client, revision, name, remote, path)
+            else:
+                path.write_bytes(read(client, revision, name, 0, remote.size))
+        yield folder, vouched
+
+
+def _stand_in(client: Client, revision: str, name: str, remote: Remote, path: Path) -> None:
+    """A file with the header of a safetensors file, as long as that is."""
+    from pipeline.publish.hub.repository import read
+
+    head = read(client, revision, name, 0, min(_FIRST, remote.size))
+    length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
+    if length > _HEADER:
+        raise UserError(f"{client.repo}: {name}: a header of {length:,} bytes, expected at most {_HEADER:,}")
+    end = min(8 + length, remote.size)
+    if end > len(head):
+        head += read(client, revision, name, len(head), end)
+    try:
+        path.write_bytes(head[:end])
+        with path.open("r+b") as file:
+            file.truncate(remote.size)
+    except OSError as error:
+        raise StageError(f"{path}: cannot stand in for {remote.size:,} bytes: {error.strerror}") from error

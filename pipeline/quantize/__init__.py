@@ -1,0 +1,1 @@
+"""The core: checkpoint formats, model structure, engines and inspection."""

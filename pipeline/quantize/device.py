@@ -1,0 +1,74 @@
+"""Where calibration and quantization compute."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Iterable
+
+from pipeline.base.errors import UserError
+
+
+def resolve_device(wanted: str) -> str:
+    """PyTorch's name of a device: "auto" takes a GPU (ROCm's too is called cuda) where there is one.
+
+    Raises `UserError` for one that PyTorch does not see.
+    """
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device: found {wanted!r}, which PyTorch cannot use here: {error}") from None
+    return wanted
+
+
+def resolve_devices(wanted: str) -> tuple[str, ...]:
+    """The devices that work is spread over: "auto" takes every GPU, else the CPU; a list has commas.
+
+    Raises `UserError` for one that PyTorch does not see.
+    """
+    import torch
+
+    if wanted == "auto" and torch.cuda.is_available():
+        return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    return tuple(resolve_device(name.strip()) for name in wanted.split(","))
+
+
+def device_memory(device: str) -> int:
+    """Bytes of memory that a device has in all; of the machine where the device is its CPU."""
+    import os
+
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_title(devices: Iterable[str]) -> str:
+    """What devices call themselves: ``8 x AMD Instinct MI300X``, or the model of the CPU."""
+    import torch
+
+    from pipeline.base.machine import Machine, cpu_name
+
+    found = Counter(
+        torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name(Machine())
+        for device in devices
+    )
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in found.items())
+
+
+def give_back_memory() -> None:
+    """Return to the driver what PyTorch keeps of a GPU's memory for later.
+
+    A server that starts beside us counts on all of it: what calibration left in the allocator of this process is a
+    model's size.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,138 @@
+"""Digests of a model folder: of all its files, and of how it turns a conversation into tokens.
+
+A 140 GB folder is read once: a file whose size, times and inode are those that were seen before keeps its digest. (The
+time of change too, which no program can set: a modification time may be put back.) The memory is a file in the store;
+losing it costs one reading. Equal digests of template and tokenizer ask the same question.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.base.canonical import fingerprint
+from pipeline.base.errors import UserError
+from pipeline.quantize.formats.checkpoint import read_json
+from pipeline.store.disk import sha256_of
+
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates beside the one that is used where none is named."""
+_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_FAST = "tokenizer.json"
+_SLOW = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+_SESSION = ("truncation", "padding")  # how tokenizer.json was last used, and no part of what it does to a text
+
+
+def template_digest(folder: Path, override: str | None = None) -> str | None:
+    """SHA-256 of the chat template, hex; None for a folder without one.
+
+    ``override`` is what a server was told to take in its place: a file, or the template itself.
+    """
+    template = _template(folder) if override is None else _overriding(override)
+    return None if template is None else hashlib.sha256(template.encode()).hexdigest()
+
+
+def tokenizer_digest(folder: Path) -> str | None:
+    """SHA-256 of what splits text into tokens, hex; None for a folder without a tokenizer.
+
+    Of ``tokenizer.json`` the content counts and not its layout, which libraries change when they save it again.
+    """
+    if (folder / _FAST).is_file():
+        content = {key: value for key, value in read_json(folder / _FAST).items() if key not in _SESSION}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    found = [folder / name for name in _SLOW if (folder / name).is_file()]
+    if not found:
+        return None
+    digest = hashlib.sha256()
+    for path in found:
+        digest.update(f"{path.name}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _template(folder: Path) -> str | None:
+    """The templates of a folder as one text; a file of its own comes before an entry of the configuration."""
+    files = [folder / _TEMPLATE, *sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))]
+    texts = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+    if texts:
+        return "\0".join(texts)
+    if not (folder / _CONFIG).is_file():
+        return None
+    found = read_json(folder / _CONFIG).get("chat_template")
+    return found if isinstance(found, str) or found is None else json.dumps(found, sort_keys=True)
+
+
+def _overriding(override: str) -> str:
+    path = Path(override)
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else override
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{override}: the chat template cannot be read: {error}") from None
+
+
+# What makes a model: nothing hidden, no caches, no pickled weights.
+COMPANION_FILES = (
+    "*.json", "*.txt", "*.model", "*.jinja", f"{NAMED_TEMPLATES}/*.jinja", "*.tiktoken",
+    "LICENSE*", "LICENCE*", "NOTICE*", "Notice*", "USE_POLICY*",
+)  # fmt: skip
+MODEL_FILES = ("*.safetensors", *COMPANION_FILES, "*.py")
+_MEMORY = "file-digests.json"
+
+
+def model_files(folder: Path) -> tuple[Path, ...]:
+    """The files of a model folder that belong to the model, sorted by name."""
+    return tuple(sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}))
+
+
+def file_digests(
+    folder: Path, memory: Path, *, advance: Callable[[int], None] = lambda _: None
+) -> dict[str, tuple[int, str]]:
+    """Size in bytes and SHA-256 of each file of a model folder, by name.
+
+    ``memory`` is the store's root. Raises `UserError` for a folder that is not there or holds no model.
+    """
+    files = model_files(folder) if folder.is_dir() else ()
+    if not files:
+        raise UserError(f"{folder}: no such folder, or no model files in it.")
+    store = memory / _MEMORY
+    known = _remembered(store)
+    found: dict[str, tuple[int, str]] = {}
+    fresh: dict[str, str] = {}
+    for path in files:
+        status = path.stat()
+        mark = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
+        digest = known.get(mark) or sha256_of(path)
+        fresh[mark] = digest
+        found[path.relative_to(folder).as_posix()] = (status.st_size, digest)
+        advance(status.st_size)
+    if fresh.items() - known.items():
+        _remember(store, {**known, **fresh})
+    return found
+
+
+def folder_digest(digests: dict[str, tuple[int, str]]) -> str:
+    """One SHA-256 for a folder: over the names, sizes and digests of its files."""
+    return fingerprint([[name, size, digest] for name, (size, digest) in sorted(digests.items())])
+
+
+def _remembered(store: Path) -> dict[str, str]:
+    try:
+        memory = json.loads(store.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return memory if isinstance(memory, dict) else {}
+
+
+def _remember(store: Path, digests: dict[str, str]) -> None:
+    """Write the memory where that is possible; a store that refuses is told of by what must be written to it."""
+    partial = store.with_name(f"{_MEMORY}.{os.getpid()}.partial")
+    with suppress(OSError):
+        store.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(json.dumps(digests, indent=0), encoding="utf-8")
+            partial.replace(store)
+        finally:
+            partial.unlink(missing_ok=True)

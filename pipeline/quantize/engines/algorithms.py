@@ -1,0 +1,145 @@
+"""The table of algorithms: what they do to weights, which engine runs them for which schemes, and their records.
+
+    >>> algorithm("gptq").refusal("quark", "w4a16")
+    >>> algorithm("gptq").refusal("stream", "w4a16")
+    'engine stream has no gptq for w4a16: llmcompressor and quark have'
+
+The table is `algorithms.yaml`. "none" is plain rounding, which every engine does. Of a checkpoint, Quark lists its
+algorithms in ``quantization_config``; llm-compressor writes its modifiers into ``recipe.yaml`` beside the weights, and
+what it rotated into ``transform_config`` as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+from typing import Any, Literal
+
+import yaml
+
+from pipeline.base.errors import UserError
+from pipeline.base.schemes import scheme
+from pipeline.quantize.formats.checkpoint import Checkpoint
+
+#: What of the model differs from its 16-bit source, beside rounding: see the head of `algorithms.yaml`.
+Alters = Literal["nothing", "rounding", "channels", "everything"]
+_ALTERS: tuple[Alters, ...] = ("nothing", "rounding", "channels", "everything")
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """How one engine runs an algorithm.
+
+    ``record`` is the name that the library writes into what it made; ``package`` a distribution that the library needs
+    beside itself, None where it needs nothing.
+    """
+
+    schemes: tuple[str, ...]
+    record: str
+    package: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One row of the table."""
+
+    name: str
+    description: str
+    alters: Alters
+    calibrated: bool
+    engines: Mapping[str, Support]
+
+    def refusal(self, engine: str, scheme_name: str) -> str | None:
+        """Why an engine does not run it for a scheme, in one clause with those that do; None when it does."""
+        if self.name == "none" or (engine in self.engines and scheme_name in self.engines[engine].schemes):
+            return None
+        able = [name for name, support in self.engines.items() if scheme_name in support.schemes]
+        others = f"{' and '.join(able)} {'has' if len(able) == 1 else 'have'}" if able else "no engine has"
+        return f"engine {engine} has no {self.name} for {scheme_name}: {others}"
+
+
+@cache
+def table() -> Mapping[str, Algorithm]:
+    """Every algorithm by name, in the order of the file."""
+    text = resources.files("pipeline.quantize.engines").joinpath("algorithms.yaml").read_text(encoding="utf-8")
+    return MappingProxyType({name: _algorithm(name, row) for name, row in yaml.safe_load(text).items()})
+
+
+def algorithm(name: str) -> Algorithm:
+    """The algorithm of that name; `KeyError` where there is none."""
+    return table()[name]
+
+
+def names_of(engine: str, records: Iterable[str]) -> tuple[str, ...]:
+    """The algorithms behind the names that a library recorded; a name that is in no row stands for itself."""
+    known = {row.engines[engine].record: name for name, row in table().items() if engine in row.engines}
+    return tuple(known.get(record, record) for record in records)
+
+
+def strongest(names: Iterable[str]) -> Alters:
+    """What algorithms together alter; everything where one of them is in no row."""
+    found = [table()[name].alters if name in table() else "everything" for name in names]
+    return max(found, key=_ALTERS.index, default="nothing")
+
+
+def _algorithm(name: str, row: dict[str, Any]) -> Algorithm:
+    engines = {
+        engine: Support(tuple(support["schemes"]), support["record"], support.get("package"))
+        for engine, support in row.get("engines", {}).items()
+    }
+    for support in engines.values():
+        for known in support.schemes:
+            scheme(known)  # a name that is in no table would never be offered
+    return Algorithm(name, row["description"], row["alters"], row["calibrated"], MappingProxyType(engines))
+
+
+RECIPE = "recipe.yaml"
+_ENGINES = {"quark": "quark", "compressed-tensors": "llmcompressor"}
+_PLAIN = frozenset({"QuantizationModifier"})  # rounds to the nearest
+
+
+def recorded_algorithms(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Names of the table of algorithms, in the order of the record; a library's own name where no row has it.
+
+    Raises `UserError` for a ``recipe.yaml`` that cannot be read.
+    """
+    declared: Mapping[str, Any] = checkpoint.config.get("quantization_config") or {}
+    method = str(declared.get("quant_method"))
+    if method not in _ENGINES:
+        return ()
+    records = _of_quark(declared) if method == "quark" else _of_llmcompressor(checkpoint, declared)
+    return names_of(_ENGINES[method], dict.fromkeys(records))
+
+
+def recorded_alterations(checkpoint: Checkpoint) -> Alters:
+    """How a checkpoint differs from its 16-bit source beside rounding, by what it records."""
+    return strongest(recorded_algorithms(checkpoint))
+
+
+def _of_quark(declared: Mapping[str, Any]) -> Iterable[str]:
+    found = declared.get("algo_config") or ()
+    for entry in (found,) if isinstance(found, Mapping) else found:
+        yield str(entry.get("name"))
+
+
+def _of_llmcompressor(checkpoint: Checkpoint, declared: Mapping[str, Any]) -> Iterable[str]:
+    path = checkpoint.folder / RECIPE
+    if path.is_file():
+        try:
+            # Composed and not constructed: the library leaves tags of Python objects in it.
+            root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise UserError(f"{path}: it does not say how the checkpoint was made: {error}") from None
+        for _, stage in _entries(root):
+            for _, modifiers in _entries(stage):
+                yield from (name for name, _ in _entries(modifiers) if name not in _PLAIN)
+    if (declared.get("transform_config") or {}).get("config_groups"):
+        yield "SpinQuantModifier"
+
+
+def _entries(node: yaml.Node | None) -> Iterable[tuple[str, yaml.Node]]:
+    if isinstance(node, yaml.MappingNode):
+        yield from ((str(key.value), value) for key, value in node.value)

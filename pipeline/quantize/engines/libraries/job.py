@@ -1,0 +1,202 @@
+"""What a library is asked to do, as a file; the 16-bit model that it gets; and the room that both take.
+
+    job.save(path); LibraryJob.load(path) == job
+
+The file is the whole of what the process that imports the library is told. Calibration samples lie beside it in one
+safetensors file, so that the library sees the very tokens that our own calibration would: ``tokens`` int64 [total] and
+``lengths`` int64 [samples]. The model is resident, with attention step by step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.base.errors import UserError
+from pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
+from pipeline.quantize.formats.known import layout
+from pipeline.quantize.formats.layout import Choice, weight_tensors
+from pipeline.quantize.model.meta import meta_model
+from pipeline.quantize.model.structure import Structure
+from pipeline.recipe.schema import Quantization
+from pipeline.store.disk import sha256_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryJob:
+    """One checkpoint to make. Modules have the names of transformers' model, which are all that a library knows.
+
+    ``schemes`` maps every linear module that is quantized to its scheme; all others stay as they are. ``output`` is a
+    folder that is not there yet. ``samples`` is None where nothing is calibrated, ``samples_sha256`` is of its file.
+    """
+
+    source: str
+    output: str
+    schemes: Mapping[str, str]
+    kv_cache: bool
+    algorithm: str
+    parameters: Mapping[str, float | int | bool]
+    samples: str | None
+    samples_sha256: str | None
+    batch_size: int
+    device: str
+    trust_remote_code: bool
+
+    @property
+    def default(self) -> str:
+        """The scheme of the most modules; the first by name where two are as frequent."""
+        names = list(self.schemes.values())
+        return max(sorted(set(names)), key=names.count)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> LibraryJob:
+        """Read what `save` wrote."""
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**values)
+
+
+def job_of(
+    source: Path,
+    output: Path,
+    choice: Choice,
+    structure: Structure,
+    quantization: Quantization,
+    *,
+    samples: Path | None,
+    batch_size: int,
+    device: str,
+    trust_remote_code: bool,
+) -> LibraryJob:
+    """The job that a choice of schemes leads to."""
+    return LibraryJob(
+        source=str(source),
+        output=str(output),
+        schemes={structure.modules[module]: scheme for module, scheme in choice.schemes.items()},
+        kv_cache=choice.kv_cache,
+        algorithm=quantization.algorithm,
+        parameters=quantization.parameters,
+        samples=None if samples is None else str(samples),
+        samples_sha256=None if samples is None else sha256_of(samples),
+        batch_size=batch_size,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def save_samples(samples: Sequence[torch.Tensor], path: Path) -> None:
+    """Write samples of int64 [n] each."""
+    import torch
+    from safetensors.torch import save_file
+
+    lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
+    save_file({"tokens": torch.cat(list(samples)), "lengths": lengths}, path)
+
+
+def load_batches(job: LibraryJob) -> Iterator[torch.Tensor]:
+    """The job's samples as int64 [batch, n], each batch of one length.
+
+    Raises `ValueError` where the file is not the one that the job was written for.
+    """
+    from safetensors.torch import load_file
+
+    from calibration.batches import batched
+
+    if job.samples is None:
+        return
+    path = Path(job.samples)
+    if sha256_of(path) != job.samples_sha256:
+        raise ValueError(f"{path} is not the file of samples that the job was written for")
+    stored = load_file(path)
+    yield from batched(stored["tokens"].split(stored["lengths"].tolist()), job.batch_size)
+
+
+class UnfitError(Exception):
+    """The library cannot do the job with this model: said in one line, without a traceback."""
+
+
+def load_model(job: LibraryJob, device: str) -> Any:
+    """Load the model of a local folder, safetensors only, in its own type.
+
+    Attention is "eager": both libraries look at K and V there, and fused attention differs in the last bit.
+    """
+    folder = Path(job.source)
+    kind = type(meta_model(folder, trust_remote_code=job.trust_remote_code))
+    model = kind.from_pretrained(
+        folder,
+        dtype="auto",
+        attn_implementation="eager",
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    # Written under the model's own names: what transformers would rename on the way out it renames in part, once
+    # experts were taken apart. `adopt` gives every tensor the name that it has in the source.
+    model._weight_conversions = []
+    return model.to(device).eval()
+
+
+def linear_names(model: Any) -> tuple[str, ...]:
+    """Every linear module of a model, experts that were taken apart included."""
+    import torch
+
+    return tuple(name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+
+
+def require_modules(model: Any, job: LibraryJob, library: str) -> None:
+    """Raise `UnfitError` where a module that is to be quantized is no linear module of the model at hand."""
+    missing = sorted(job.schemes.keys() - set(linear_names(model)))
+    if missing:
+        raise UnfitError(
+            f"{library} has no linear module {missing[0]} in this model"
+            + (f", nor {len(missing) - 1} others: it does not take its experts apart" if missing[1:] else "")
+        )
+
+
+def run_main(main: Callable[[LibraryJob], None]) -> None:
+    """Run the job that the command line names; end with 1 and one line where the library is not fit for it."""
+    try:
+        main(LibraryJob.load(Path(sys.argv[1])))
+    except UnfitError as error:
+        sys.exit(str(error))
+
+
+#: Of the model's bytes: weights, one layer's activations and statistics, the first quantized copies.
+_FACTOR = 1.2
+
+
+def checkpoint_bytes(source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str) -> int:
+    """Bytes of all tensors of the checkpoint, from headers alone; scales are taken to be in the source's type."""
+    total, taken = 0, set()
+    for module, scheme in choice.schemes.items():
+        stored = structure.weights[module].tensor
+        taken.add(stored)
+        dtype = source.tensors[stored][1].dtype
+        tensors = weight_tensors(checkpoint_format, scheme, module, structure.linear[module], dtype)
+        total += sum(tensor.nbytes for tensor in tensors)
+    total += sum(info.nbytes for name, (_, info) in source.tensors.items() if name not in taken)
+    if choice.kv_cache:
+        form = layout(checkpoint_format)
+        scales = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
+        total += len(scales) * tensor_bytes("BF16", ())
+    return total
+
+
+def require_memory(source_bytes: int, memory: int, device: str, engine: str) -> None:
+    """Raise `UserError` where a library's resident model does not fit; all in bytes."""
+    needed = int(source_bytes * _FACTOR)
+    if needed > memory:
+        raise UserError(
+            f"engine {engine} holds the whole 16-bit model: about {needed / 1e9:,.1f} GB, "
+            f"{device} has {memory / 1e9:,.1f} GB.",
+            hint="The engine stream does not: it takes a few tensors at a time, whatever the model's size.",
+        )

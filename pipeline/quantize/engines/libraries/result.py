@@ -1,0 +1,185 @@
+"""What a library wrote, brought into our form and held against what it was asked for.
+
+A library names modules as transformers' model does; `adopt` gives tensors and configuration the names that the source
+has, which are those that servers load. `differences` is then the same proof for every library: our own formats read
+the checkpoint back, and nothing that it declares is taken on trust.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.quantize.engines.algorithms import RECIPE, recorded_algorithms, strongest
+from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, read_header
+from pipeline.quantize.formats.known import layout, layout_of
+from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.inspection.findings import check_structure
+from pipeline.quantize.inspection.numbers import Reader, check_kv_scale
+from pipeline.quantize.model.structure import Structure
+
+_COPY = 16 << 20  # bytes at a time
+# What an algorithm alters: where that must show in tensors that stay in 16 bit, and how many dimensions those have.
+_TRACES: Mapping[str, tuple[str, int]] = {"channels": ("norm and bias", 1), "everything": ("embedding", 2)}
+
+
+class Names:
+    """From the names of transformers' model to those of the source."""
+
+    def __init__(self, modules: Mapping[str, str], tensors: Mapping[str, str]) -> None:
+        """``modules`` and ``tensors`` map names in the model to names on disk."""
+        self._modules, self._tensors = modules, tensors
+
+    def tensor(self, name: str) -> str:
+        """The name on disk of a tensor that a library wrote; its own where the source has no such module."""
+        if name in self._tensors:
+            return self._tensors[name]
+        module, _, role = name.rpartition(".")
+        return f"{self._modules.get(module, module)}.{role}"
+
+    def configuration(self, value: Any) -> Any:
+        """A ``quantization_config`` with the exact names in it translated; patterns stay as they are."""
+        if isinstance(value, Mapping):
+            return {self._modules.get(key, key): self.configuration(entry) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [self.configuration(entry) for entry in value]
+        return self._modules.get(value, value) if isinstance(value, str) else value
+
+
+def names_on_disk(source: Checkpoint, structure: Structure, *, trust_remote_code: bool = False) -> Names:
+    """The names of a model's modules and of the tensors that are carried over."""
+    from pipeline.quantize.model.meta import Renaming, meta_model
+
+    rename = Renaming(meta_model(source.folder, trust_remote_code=trust_remote_code))
+    tensors = {rename(name)[0]: name for name in source.tensors}
+    modules = {own.removesuffix(".weight"): name.removesuffix(".weight") for own, name in tensors.items()}
+    own = {inside: module for module, inside in structure.modules.items()}
+    taken = {weight.tensor for weight in structure.weights.values()}
+    return Names({**modules, **own}, {inside: name for inside, name in tensors.items() if name not in taken})
+
+
+def adopt(made: Path, destination: Path, names: Names, source: Checkpoint, choice: Choice, form: str) -> None:
+    """Move what a library wrote in ``made`` into ``destination``, which must not be there, under the source's names.
+
+    Weights are renamed in place; only files with names to change are written anew. ``config.json`` is the source's with
+    the library's ``quantization_config``, in which the modules that stay in 16 bit are listed one by one.
+    Raises `UserError` where there is no checkpoint to read.
+    """
+    checkpoint = open_checkpoint(made)
+    destination.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+    for shard in checkpoint.shards:
+        _move_shard(made / shard, destination / shard, names)
+        weight_map |= {names.tensor(info.name): shard for info in checkpoint.in_shard(shard)}
+    if (made / INDEX_NAME).is_file():
+        index = {"metadata": {"total_size": checkpoint.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+        _write(destination / INDEX_NAME, index)
+    if (made / RECIPE).is_file():
+        shutil.copyfile(made / RECIPE, destination / RECIPE)
+    _write(destination / "config.json", _config(checkpoint.config, names, source, choice, form))
+
+
+def _config(
+    written: Mapping[str, Any], names: Names, source: Checkpoint, choice: Choice, form: str
+) -> Mapping[str, Any]:
+    declared: dict[str, Any] = names.configuration(written.get("quantization_config") or {})
+    kept = layout(form).quantization_config(choice)
+    for key in ("ignore", "exclude"):
+        if key in declared and key in kept:
+            declared[key] = kept[key]
+    # A rotated embedding and its head are no longer the same matrix.
+    tied = {key: written[key] for key in ("tie_word_embeddings",) if key in source.config and key in written}
+    return {**source.config, **tied, "quantization_config": declared}
+
+
+def _move_shard(path: Path, destination: Path, names: Names) -> None:
+    header = read_header(path)
+    if all(names.tensor(name) == name for name in header):
+        path.replace(destination)
+        return
+    infos = sorted(header.values(), key=lambda info: info.start)
+    with path.open("rb") as old, destination.open("wb") as new:
+        new.write(encode_header((names.tensor(info.name), info.dtype, info.shape) for info in infos))
+        old.seek(min(info.start for info in infos))
+        shutil.copyfileobj(old, new, _COPY)
+        new.flush()
+        os.fsync(new.fileno())
+    path.unlink()
+
+
+def differences(
+    checkpoint: Checkpoint,
+    source: Checkpoint,
+    structure: Structure,
+    choice: Choice,
+    *,
+    checkpoint_format: str,
+    algorithm_name: str,
+) -> Iterator[str]:
+    """Where a checkpoint is not what was asked for, a clause each; nothing where it is."""
+    form = layout_of(checkpoint.config)
+    if form.name != checkpoint_format:
+        yield f"it is in {form.name}, asked for was {checkpoint_format}"
+        return
+    modules = [*structure.linear, *structure.kept]
+    claims = form.claims(checkpoint.config["quantization_config"], modules)
+    for module in modules:
+        found, wanted = claims.schemes[module] or claims.unknown.get(module), choice.schemes.get(module)
+        if found != wanted:
+            yield f"{module} is declared as {found or '16 bit'}, asked for was {wanted or '16 bit'}"
+    if claims.kv_cache != choice.kv_cache:
+        said = "an FP8" if claims.kv_cache else "no FP8"
+        yield f"it declares {said} KV cache, asked for was {'one' if choice.kv_cache else 'none'}"
+    yield from _algorithm(checkpoint, source, algorithm_name)
+    broken: set[str] = set()
+    for finding in check_structure(checkpoint, structure, claims):
+        broken.add(finding.where)
+        yield f"{finding.rule}: {finding.where}: {finding.message}"
+    yield from _carried(checkpoint, source, structure, choice)
+    read = Reader(checkpoint)
+    for attention in structure.attention if choice.kv_cache else ():
+        for name in form.kv_scale_names(attention):
+            if name in checkpoint.tensors and name not in broken:
+                for value in read(name).float().reshape(-1).tolist():
+                    for finding in check_kv_scale(name, value, None, allow_one=False):
+                        yield f"{finding.rule}: {finding.where}: {finding.message}"
+
+
+def _algorithm(checkpoint: Checkpoint, source: Checkpoint, wanted: str) -> Iterator[str]:
+    """The algorithm is recorded, and left its traces in what it must alter beside the rounding."""
+    recorded = recorded_algorithms(checkpoint)
+    if recorded != (() if wanted == "none" else (wanted,)):
+        yield f"it records {' and '.join(recorded) or 'no algorithm'}, asked for was {wanted}"
+        return
+    traces = _TRACES.get(strongest(recorded))
+    if traces is None:
+        return
+    what, dimensions = traces
+    read, read_source = Reader(checkpoint), Reader(source)
+    for name, (_, info) in source.tensors.items():
+        carried = checkpoint.tensors.get(name)
+        if len(info.shape) == dimensions and carried is not None and carried[1].dtype == info.dtype:
+            found, original = read(name), read_source(name)
+            if found.shape != original.shape or not bool((found == original).all()):
+                return
+    yield f"it records {wanted}, but every {what} is the source's: {wanted} was not run"
+
+
+def _carried(checkpoint: Checkpoint, source: Checkpoint, structure: Structure, choice: Choice) -> Iterator[str]:
+    """What stays in 16 bit is all there, in its type and shape."""
+    taken = {structure.weights[module].tensor for module in choice.schemes if module in structure.weights}
+    for name, (_, info) in source.tensors.items():
+        if name in taken or name in structure.encoded.values():
+            continue
+        if name not in checkpoint.tensors:
+            yield f"missing: {name}: the source has it, the checkpoint does not"
+        elif (found := checkpoint.tensors[name][1]).dtype != info.dtype or found.shape != info.shape:
+            yield f"altered: {name}: it is {found.dtype} {list(found.shape)}, expected {info.dtype} {list(info.shape)}"
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,224 @@
+"""A whole checkpoint, several files at a time, resumable at the first file that is not in the manifest.
+
+Its static scales come from measured ranges by `scale_ranges`, which every engine that writes any takes them from, so
+that they are the same numbers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.base.errors import StageError
+from pipeline.base.schemes import scheme
+from pipeline.quantize.digest import COMPANION_FILES
+from pipeline.quantize.engines.stream.kernels import fp8_scale
+from pipeline.quantize.engines.stream.plan import STATIC_ROLES, ShardPlan
+from pipeline.quantize.engines.stream.schedule import WriteShards, write_shards
+from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, Error, WrittenShard
+from pipeline.quantize.engines.stream.worker import torch_dtype
+from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from pipeline.quantize.formats.known import layout
+from pipeline.quantize.formats.layout import Choice
+from pipeline.store.disk import fsync, write_atomic
+
+if TYPE_CHECKING:
+    import torch
+
+    from calibration.ranges import Ranges
+
+
+def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict[str, torch.Tensor]:
+    """The largest magnitudes behind each static scale, by the name of the tensor that holds the scale.
+
+    Inputs of modules with static activations, K and V of every attention layer where the cache is FP8: float32, as
+    many as the stored tensor has scales, [1] or [H_kv]. Raises `StageError` for a module whose inputs were not
+    measured.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for module, name in choice.schemes.items():
+        if scheme(name).needs_ranges:
+            if module not in ranges.inputs:
+                raise StageError(
+                    f"{module}: {name} needs the range of its inputs, which calibration did not measure.",
+                    hint="It is no part of what the model runs on text: exclude it, or take ptpc_fp8.",
+                )
+            found[f"{module}.input_scale"] = ranges.inputs[module].reshape(1)
+    return {**found, **_kv_ranges(ranges, choice, checkpoint_format)} if choice.kv_cache else found
+
+
+def _kv_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> Mapping[str, torch.Tensor]:
+    form = layout(checkpoint_format)
+    return {
+        name: amax if choice.kv_per_head else amax.max().reshape(1)
+        for attention, keys in ranges.keys.items()
+        for name, amax in zip(form.kv_scale_names(attention), (keys, ranges.values[attention]), strict=True)
+    }
+
+
+_OURS = ("config.json", INDEX_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was made: every weight file, and the seconds that it took.
+
+    ``seconds``: "written" and "durable" from the start of the call, the latter including the flush to the disk, and by
+    kind of work (read, compute, write, hash, wait, flush) the sum over threads.
+    """
+
+    shards: tuple[WrittenShard, ...]
+    seconds: Mapping[str, float]
+
+    @property
+    def errors(self) -> dict[str, Error]:
+        """The error of each quantized module."""
+        return {module: error for shard in self.shards for module, error in shard.errors.items()}
+
+
+def write_checkpoint(
+    source: Checkpoint,
+    plans: tuple[ShardPlan, ...],
+    choice: Choice,
+    ranges: Mapping[str, torch.Tensor | float],
+    destination: Path,
+    *,
+    checkpoint_format: str,
+    manifest: Path,
+    devices: Sequence[str] = ("cpu",),
+    with_code: bool = False,
+    advance: Callable[[int], None] = lambda _: None,
+    write: WriteShards | None = None,
+) -> Written:
+    """Write the quantized checkpoint into ``destination``, going on where an earlier attempt stopped.
+
+    ``ranges`` holds the largest magnitudes behind each static scale, one a value, by its name. ``manifest`` (JSON
+    lines) lists the files that are committed; those are skipped. Files are spread over ``devices``, or made elsewhere
+    by ``write``, and committed here in either case. Raises `StageError` when the disk is full, a file cannot be read or
+    a weight is not finite.
+    """
+    begin = time.perf_counter()
+    destination.mkdir(parents=True, exist_ok=True)
+    done = _read_manifest(manifest, destination)
+    _forget_partial(destination)
+    try:
+        for plan in plans:
+            if plan.name in done:
+                advance(plan.read_bytes)
+        missing = [plan for plan in plans if plan.name not in done]
+
+        def commit(shard: WrittenShard, path: Path) -> None:
+            if path.exists():  # else an earlier try came as far as the manifest
+                fsync(path)
+                path.replace(destination / shard.name)
+            fsync(destination)
+            _append_manifest(manifest, shard)
+            done[shard.name] = shard
+
+        make = write or partial(write_shards, devices=devices)
+        seconds = make(
+            missing,
+            source.folder,
+            destination,
+            lambda plan: _static_scales(plan, ranges),
+            advance=advance,
+            commit=commit,
+        )
+        _forget_partial(destination)  # of attempts elsewhere that were taken for lost
+        _write_companions(source, destination, with_code=with_code)
+        _write_config(source, choice, destination, checkpoint_format)
+        if plans[0].name != SINGLE_NAME or (source.folder / INDEX_NAME).is_file():
+            _write_index(plans, destination)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(destination).free
+            raise StageError(
+                f"{destination}: the disk is full: {free:,} bytes are free of {sum(p.nbytes for p in plans):,} in all.",
+                hint="Free space and run the same command: finished files are kept.",
+            ) from error
+        raise StageError(f"{destination}: {error}.") from error
+    seconds["durable"] = time.perf_counter() - begin
+    return Written(tuple(done[plan.name] for plan in plans), dict(seconds))
+
+
+def _forget_partial(destination: Path) -> None:
+    for stale in destination.glob(f"*{PARTIAL_SUFFIX}"):
+        stale.unlink(missing_ok=True)  # an attempt that fails removes its own
+
+
+def _static_scales(plan: ShardPlan, ranges: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor]:
+    """The scales of one file that no weight decides, rounded to the dtype that they are stored in."""
+    import torch
+
+    scales: dict[str, torch.Tensor] = {}
+    for stored in plan.deferred:
+        if stored.role in STATIC_ROLES:
+            scale = fp8_scale(torch.as_tensor(ranges[stored.name], dtype=torch_dtype(stored.dtype)))
+            if scale.numel() != prod(stored.shape):
+                raise StageError(f"{stored.name}: {scale.numel()} ranges were measured, expected {list(stored.shape)}.")
+            scales[stored.name] = scale.reshape(stored.shape)
+    return scales
+
+
+def _read_manifest(manifest: Path, destination: Path) -> dict[str, WrittenShard]:
+    done: dict[str, WrittenShard] = {}
+    if not manifest.is_file():
+        return done
+    for line in manifest.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            errors = {module: Error(**sums) for module, sums in entry.pop("errors").items()}
+            shard = WrittenShard(**entry, errors=errors)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue  # the line that was being written when the process died
+        path = destination / shard.name
+        if path.is_file() and path.stat().st_size == shard.size:
+            done[shard.name] = shard
+    return done
+
+
+def _append_manifest(manifest: Path, entry: WrittenShard) -> None:
+    with manifest.open("a", encoding="utf-8") as stream:
+        # A line that was cut short by a crash must not swallow this one.
+        stream.write("\n" if stream.tell() else "")
+        stream.write(json.dumps(asdict(entry)))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _write_companions(source: Checkpoint, destination: Path, *, with_code: bool) -> None:
+    # Code is copied only for a recipe that trusts it.
+    patterns = (*COMPANION_FILES, "*.py") if with_code else COMPANION_FILES
+    for path in sorted({path for pattern in patterns for path in source.folder.glob(pattern)}):
+        if path.is_file() and path.name not in _OURS:
+            copy = destination / path.relative_to(source.folder)
+            copy.parent.mkdir(exist_ok=True)
+            _write_whole(copy, path.read_bytes())
+
+
+def _write_config(source: Checkpoint, choice: Choice, destination: Path, checkpoint_format: str) -> None:
+    declared = layout(checkpoint_format).quantization_config(choice)
+    config: dict[str, Any] = {**source.config, "quantization_config": declared}
+    _write_whole(destination / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _write_index(plans: tuple[ShardPlan, ...], destination: Path) -> None:
+    stored = {out.name: (plan.name, out.nbytes) for plan in plans for out in plan.stored}
+    index: Mapping[str, Any] = {
+        "metadata": {"total_size": sum(size for _, size in stored.values())},
+        "weight_map": {name: shard for name, (shard, _) in sorted(stored.items())},
+    }
+    _write_whole(destination / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    write_atomic(path, data, temporary=path.with_name(path.name + PARTIAL_SUFFIX))

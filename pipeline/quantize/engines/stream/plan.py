@@ -1,0 +1,380 @@
+"""The output files of a quantized checkpoint, laid out from headers alone, and their work cut into pieces.
+
+Where a weight is read from is its `Origin`: a tensor on disk, a part of one that stacks experts, or FP8 with block
+scales. Output names, dtypes, shapes and offsets follow from the input's header and the scheme, so a file's header is
+known before its first byte is computed, its size can be promised beforehand, and any part of it can be written when it
+is ready.
+
+Pieces are what any worker can take: rows of a weight, or bytes of what is carried over, numbered in the order of the
+file. A scale of a whole weight needs its largest magnitude first: scans come before the pieces that wait for them, so
+that workers who take what is next can never wait for each other in a ring.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, lcm, prod
+
+from pipeline.base.errors import UserError
+from pipeline.quantize.engines.stream.kernels import BLOCK, KERNELS, kernel_name
+from pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, TensorInfo, encode_header
+from pipeline.quantize.formats.known import layout
+from pipeline.quantize.formats.layout import Choice, StoredTensor, weight_tensors
+from pipeline.quantize.model.structure import Structure
+from pipeline.quantize.model.weights import WeightSource
+from pipeline.recipe.modules import scale_group, text_config
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in a file of the source."""
+
+    shard: str
+    info: TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a step reads. ``expert``, ``rows`` and ``transposed`` as in `WeightSource`; ``scale`` holds block scales."""
+
+    place: Place
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+    scale: Place | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors dtype of the numbers; FP8 is decoded to bfloat16, which its models are run in."""
+        return "BF16" if self.scale is not None else self.place.info.dtype
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """[rows, columns] of the matrix on disk that holds it, as it is stored."""
+        return self.place.info.shape[-2], self.place.info.shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that it is written with; [O, I] for a weight."""
+        if self.expert is None and self.rows is None and not self.transposed:
+            return self.place.info.shape
+        outer, inner = self.matrix
+        outputs, inputs = (inner, outer) if self.transposed else (outer, inner)
+        first, last = self.rows or (0, outputs)
+        return last - first, inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read for it, without its scales."""
+        return prod(self.shape) * ITEM_BITS[self.place.info.dtype] // 8
+
+    @property
+    def granularity(self) -> int:
+        """The number of rows that it must be read in multiples of; all of them where it is stored transposed."""
+        if self.transposed:
+            return self.shape[0]
+        return BLOCK if self.scale is not None else 1
+
+    @property
+    def start(self) -> int:
+        """Where it begins in its file; where its matrix does, if that is stored transposed."""
+        if self.expert is None and self.rows is None:
+            return self.place.info.start
+        outer, inner = self.matrix
+        first = 0 if self.transposed or self.rows is None else self.rows[0]
+        width = ITEM_BITS[self.place.info.dtype] // 8
+        return self.place.info.start + ((self.expert or 0) * outer + first) * inner * width
+
+    def extent(self, first: int, last: int) -> tuple[int, int]:
+        """Where the output rows [first, last) lie in the file: the first byte and their number.
+
+        Of a transposed matrix the whole of it, whatever the rows.
+        """
+        width = ITEM_BITS[self.place.info.dtype] // 8
+        if self.transposed:
+            return self.start, prod(self.matrix) * width
+        row = prod(self.shape[1:]) * width
+        return self.start + first * row, (last - first) * row
+
+
+def origin_of(source: Checkpoint, weight: WeightSource) -> Origin:
+    """Find a weight of the model's structure in its files; `KeyError` for a tensor that is not there."""
+    return Origin(
+        _place(source, weight.tensor),
+        weight.expert,
+        weight.rows,
+        weight.transposed,
+        None if weight.scale is None else _place(source, weight.scale),
+    )
+
+
+def copied(source: Checkpoint, name: str, encoded: Mapping[str, str]) -> Origin:
+    """A whole tensor as it is, decoded where it is FP8."""
+    scale = encoded.get(name)
+    return Origin(_place(source, name), scale=None if scale is None else _place(source, scale))
+
+
+def _place(source: Checkpoint, name: str) -> Place:
+    return Place(*source.tensors[name])
+
+
+def blocks(count: int) -> int:
+    """How many blocks of scales cover that many rows or columns."""
+    return ceil(count / BLOCK)
+
+
+STATIC_ROLES = frozenset({"input_scale", "k_scale", "v_scale"})
+"""Roles of tensors that measured ranges decide, and no weight."""
+NUMBERS = frozenset({"BF16", "F16", "F32"})
+"""Dtypes of weights that can be quantized."""
+_KEYS = ("k_proj", "qkv_proj")  # what computes K; Phi-3 has the latter
+_ALIGNMENT = 8  # bytes; the widest element that PyTorch views in place
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What becomes of one weight, or of one tensor that is carried over.
+
+    ``name`` is the module or the tensor. ``kernel`` is None where the numbers stay what they are. ``group`` holds the
+    origins of all weights that share one scale, this one included; empty where the scale is the weight's own.
+    """
+
+    name: str
+    origin: Origin
+    kernel: str | None
+    outputs: tuple[StoredTensor, ...]
+    group: tuple[Origin, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One output file: the steps in the order of the input, the tensors that are written last, and the header.
+
+    ``deferred`` are small tensors, scales mostly, whose size is no multiple of the alignment: written between the
+    others they would shift those off their alignment. ``offsets`` gives each tensor's first byte.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    deferred: tuple[StoredTensor, ...]
+    header: bytes
+    offsets: Mapping[str, int]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from the input."""
+        return sum(step.origin.nbytes for step in self.steps)
+
+    @property
+    def stored(self) -> Iterator[StoredTensor]:
+        """Every tensor of the file."""
+        for step in self.steps:
+            yield from (out for out in step.outputs if not is_deferred(out))
+        yield from self.deferred
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file, bytes."""
+        return len(self.header) + sum(out.nbytes for out in self.stored)
+
+
+def is_deferred(tensor: StoredTensor) -> bool:
+    """Whether a tensor is written at the end of its file: what no weight decides, and what would misalign the rest."""
+    return tensor.role in STATIC_ROLES or tensor.nbytes % _ALIGNMENT != 0
+
+
+def plan_shards(
+    source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str, *, shared_scales: bool = False
+) -> tuple[ShardPlan, ...]:
+    """Lay out every output file of a model.
+
+    ``shared_scales`` gives the weights that vLLM loads as one (q, k, v; gate, up) one scale where a scale is per
+    tensor: the largest magnitude of them all decides. Raises `UserError` for a quantized module whose weight is not
+    there as a matrix of numbers.
+    """
+    layouter = _Layouter(source, structure, choice, checkpoint_format, shared_scales)
+    return tuple(plan for shard in source.shards if (plan := layouter.shard(shard)) is not None)
+
+
+class _Layouter:
+    def __init__(
+        self, source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str, shared_scales: bool
+    ) -> None:
+        self._source, self._structure, self._choice = source, structure, choice
+        self._format = checkpoint_format
+        self._kv_scales = _kv_scales(source, structure, choice, checkpoint_format)
+        self._scales = frozenset(structure.encoded.values())
+        self._consumers: defaultdict[str, list[str]] = defaultdict(list)
+        for module, weight in structure.weights.items():
+            self._consumers[weight.tensor].append(module)
+        self._groups = self._shared() if shared_scales else {}
+
+    def shard(self, name: str) -> ShardPlan | None:
+        """Lay out one file; None where all of it is decoded away."""
+        steps: list[Step] = []
+        extra: list[StoredTensor] = []
+        for info in self._source.in_shard(name):
+            if info.name in self._scales:
+                continue
+            modules = self._consumers[info.name]
+            if any(module in self._choice.schemes for module in modules):
+                steps += map(self._taken, modules)
+            else:
+                steps.append(self._carried(info.name, copied(self._source, info.name, self._structure.encoded)))
+            extra += self._kv_scales.get(info.name, ())
+        if not steps:
+            return None
+        everything = [out for step in steps for out in step.outputs] + extra
+        deferred = tuple(sorted(filter(is_deferred, everything), key=lambda out: (-ITEM_BITS[out.dtype], out.name)))
+        ordered = [out for out in everything if not is_deferred(out)] + list(deferred)
+        header = encode_header((out.name, out.dtype, out.shape) for out in ordered)
+        return ShardPlan(name, tuple(steps), deferred, header, _offsets(len(header), ordered))
+
+    def _taken(self, module: str) -> Step:
+        """A weight of a tensor that is not carried over whole: of a stack some experts may stay in 16 bit."""
+        if module in self._choice.schemes:
+            return self._quantized(module)
+        return self._carried(f"{module}.weight", origin_of(self._source, self._structure.weights[module]))
+
+    def _carried(self, name: str, origin: Origin) -> Step:
+        return Step(name, origin, None, (StoredTensor(name, "copy", origin.dtype, origin.shape),))
+
+    def _quantized(self, module: str) -> Step:
+        scheme = self._choice.schemes[module]
+        origin = origin_of(self._source, self._structure.weights[module])
+        if origin.dtype not in NUMBERS or len(origin.shape) != 2:
+            info = origin.place.info
+            raise UserError(
+                f"{self._source.folder / origin.place.shard}: {info.name} is {info.dtype} {list(info.shape)}, "
+                f"expected a matrix of {', '.join(sorted(NUMBERS))} to quantize to {scheme}.",
+                hint="Quantize from the 16-bit release of the model.",
+            )
+        outputs = weight_tensors(self._format, scheme, module, (origin.shape[0], origin.shape[1]), origin.dtype)
+        kernel = kernel_name(scheme, self._format)
+        group = self._groups.get(module, (origin,)) if KERNELS[kernel].whole else ()
+        return Step(module, origin, kernel, outputs, group)
+
+    def _shared(self) -> dict[str, tuple[Origin, ...]]:
+        """The origins behind one scale, by module."""
+        members: defaultdict[str, dict[str, Origin]] = defaultdict(dict)
+        for module, scheme in self._choice.schemes.items():
+            if KERNELS[kernel_name(scheme, self._format)].whole:
+                members[scale_group(module)][module] = origin_of(self._source, self._structure.weights[module])
+        return {module: tuple(group.values()) for group in members.values() for module in group}
+
+
+def _offsets(start: int, ordered: Iterable[StoredTensor]) -> dict[str, int]:
+    offsets: dict[str, int] = {}
+    for out in ordered:
+        offsets[out.name] = start
+        start += out.nbytes
+    return offsets
+
+
+def _kv_scales(
+    source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str
+) -> dict[str, tuple[StoredTensor, ...]]:
+    """KV scales by the tensor that they follow: the K projection of the same layer, in whose shard they belong."""
+    if not choice.kv_cache:
+        return {}
+    form = layout(checkpoint_format)
+    shape = form.kv_scale_shape(_kv_heads(source) if choice.kv_per_head else None)
+    result: dict[str, tuple[StoredTensor, ...]] = {}
+    for module in structure.attention:
+        candidates = (f"{module}.{part}.weight" for part in _KEYS)
+        anchor = next((name for name in candidates if name in source.tensors), None)
+        if anchor is None:
+            raise UserError(
+                f"{source.folder}: {module} has no {' or '.join(_KEYS)} there, so static FP8 KV scales have no place.",
+                hint="Set `kv_cache: auto` for a model whose attention has no K projection of its own.",
+            )
+        dtype = copied(source, anchor, structure.encoded).dtype
+        result[anchor] = tuple(
+            StoredTensor(name, role, dtype, shape)
+            for name, role in zip(form.kv_scale_names(module), ("k_scale", "v_scale"), strict=True)
+        )
+    return result
+
+
+def _kv_heads(source: Checkpoint) -> int:
+    text = text_config(source.config)
+    return int(text.get("num_key_value_heads") or text["num_attention_heads"])
+
+
+_WORD = 8  # bytes; no number is cut in two
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Rows [first, last) of ``origin``, whose largest magnitude counts for ``group``."""
+
+    origin: Origin
+    group: tuple[Origin, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [first, last) of a step; bytes of it where ``raw``. ``final`` marks a step's last piece."""
+
+    step: Step
+    number: int
+    first: int
+    last: int
+    raw: bool
+    final: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the input."""
+        if self.raw:
+            return self.last - self.first
+        origin = self.step.origin
+        return origin.nbytes * (self.last - self.first) // max(origin.shape[0], 1)
+
+
+def cut(plan: ShardPlan, size: int) -> list[Scan | Piece]:
+    """Cut a file into pieces of about ``size`` bytes of the input; more where fewer rows cannot be computed apart."""
+    found: list[Scan | Piece] = []
+    scanned: set[tuple[Origin, ...]] = set()
+    number = 0
+    for step in plan.steps:
+        if step.group and step.group not in scanned:
+            scanned.add(step.group)
+            found += (
+                Scan(origin, step.group, first, last)
+                for origin in step.group
+                for first, last in _ranges(origin.shape[0], _rows(origin, 1, size))
+            )
+        raw = _is_raw(step)
+        ranges = list(
+            _ranges(step.origin.nbytes, max(size // _WORD, 1) * _WORD) if raw else _ranges(*_rows_of(step, size))
+        )
+        for first, last in ranges:
+            found.append(Piece(step, number, first, last, raw, final=last == ranges[-1][1]))
+            number += 1
+    return found
+
+
+def _is_raw(step: Step) -> bool:
+    origin = step.origin
+    return step.kernel is None and origin.scale is None and not origin.transposed
+
+
+def _rows_of(step: Step, size: int) -> tuple[int, int]:
+    kernel = 1 if step.kernel is None else KERNELS[step.kernel].rows
+    return step.origin.shape[0], _rows(step.origin, kernel, size)
+
+
+def _rows(origin: Origin, kernel: int, size: int) -> int:
+    count = origin.shape[0]
+    apart = origin.granularity if origin.transposed else lcm(kernel, origin.granularity)
+    return max(size // max(origin.nbytes // max(count, 1), 1) // max(apart, 1), 1) * max(apart, 1)
+
+
+def _ranges(count: int, step: int) -> Iterator[tuple[int, int]]:
+    """Cut [0, count) into ranges of ``step``; a single empty one where there is nothing."""
+    yield from ((first, min(first + step, count)) for first in range(0, count, step)) if count else ((0, 0),)

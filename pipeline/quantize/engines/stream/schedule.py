@@ -1,0 +1,249 @@
+"""Who does what when: the workers of all devices, the files that they make, and the one who commits.
+
+Several files are open at a time, because a file's hash takes its bytes in their order: the fewer workers share a file,
+the less they wait for each other. A worker goes where the fewest are; so none is idle before the last piece is taken.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol
+
+from pipeline.quantize.engines.stream.plan import Piece, Scan, ShardPlan
+from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, OpenShard, Stopped, WrittenShard
+from pipeline.quantize.engines.stream.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+
+CPU_PIECE = 2 << 20  # bytes: with the intermediate results of its parts, about a core's own cache
+GPU_PIECE = 32 << 20  # bytes: the bus at its full speed
+_GPU_WORKERS = 16  # of each GPU: what keeps its bus, the page cache and the disk busy at once
+_OPEN_FILES = 8  # at a time; more would only be more places on the disk
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_KEPT = 64 << 20  # bytes; several times a piece
+
+
+class WriteShards(Protocol):
+    """Makes files, here or elsewhere; what `write_checkpoint` has them made by."""
+
+    def __call__(
+        self,
+        plans: Sequence[ShardPlan],
+        source: Path,
+        destination: Path,
+        scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
+        advance: Callable[[int], None],
+        commit: Callable[[WrittenShard, Path], None],
+    ) -> dict[str, float]:
+        """See `write_shards`: ``commit`` also takes the path, in ``destination``, that the whole file has until then.
+
+        One call of it at a time. A file is on the disk for good, or is flushed from here by whoever commits it.
+        """
+        ...
+
+
+def workers_of(devices: Sequence[str], cores: int | None = None) -> list[str]:
+    """The device of each worker: one a core for a CPU (None: all that are ours), a fixed number for a GPU."""
+    ours = len(os.sched_getaffinity(0)) if cores is None else cores
+    cores = max(ours // max(sum(_is_cpu(device) for device in devices), 1), 1)
+    return [device for device in devices for _ in range(cores if _is_cpu(device) else _GPU_WORKERS)]
+
+
+def open_files(files: int, workers: int) -> int:
+    """How many files are made at a time."""
+    return min(files, workers, _OPEN_FILES)
+
+
+def write_shards(
+    plans: Sequence[ShardPlan],
+    source: Path,
+    destination: Path,
+    scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
+    devices: Sequence[str],
+    advance: Callable[[int], None],
+    commit: Callable[[WrittenShard, Path], None],
+    *,
+    cores: int | None = None,
+    suffix: str = PARTIAL_SUFFIX,
+) -> dict[str, float]:
+    """Make files and hand each to ``commit``, which has a thread of its own, with its path when it is whole.
+
+    ``scalars`` gives the static scales of a file; ``cores`` is how many are ours (None: all), ``suffix`` what a file's
+    name ends with until it is committed. Returns seconds: "written", until the last byte was handed to the
+    operating system, and by kind of work the sum over threads. What was whole is committed also where another file
+    fails; then what failed first is raised, see `OpenShard.make`.
+    """
+    workers = workers_of(devices, cores)
+    schedule = _Schedule(plans, source, destination, scalars, workers, advance, commit, suffix)
+    with _many_small_workers():
+        return schedule.run()
+
+
+class _Schedule:
+    def __init__(
+        self,
+        plans: Sequence[ShardPlan],
+        source: Path,
+        destination: Path,
+        scalars: Callable[[ShardPlan], Mapping[str, torch.Tensor]],
+        workers: Sequence[str],
+        advance: Callable[[int], None],
+        commit: Callable[[WrittenShard, Path], None],
+        suffix: str,
+    ) -> None:
+        self._source, self._destination, self._scalars = source, destination, scalars
+        self._suffix = suffix
+        self._waiting: Iterator[ShardPlan] = iter(plans)
+        self._devices = workers
+        self._limit = open_files(len(plans), len(self._devices))
+        # With a GPU at work the cores have time to copy; see `sink`.
+        self._on_cpu = all(map(_is_cpu, workers))
+        self._tell, self._commit = advance, commit
+        self._lock, self._telling = Lock(), Lock()
+        self._open: list[OpenShard] = []
+        self._busy: Counter[OpenShard] = Counter()
+        self._commits: list[tuple[WrittenShard, Future[None]]] = []
+        self._stopped = False
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def run(self) -> dict[str, float]:
+        begin = time.perf_counter()
+        self._last = begin
+        with (
+            ThreadPoolExecutor(1, "commit") as committer,
+            ThreadPoolExecutor(max(len(self._devices), 1), "worker") as pool,
+        ):
+            running = [pool.submit(self._work, device, committer) for device in self._devices]
+            try:
+                wait_for(running)
+            finally:
+                self._stop()  # an interrupt reaches this thread only
+        for shard in self._open:
+            shard.discard()
+        faults = [fault for each in running if (fault := each.exception()) is not None]
+        for written, commit in self._commits:
+            if commit.exception() is not None:
+                self._committed(written)  # there may be room now
+        for fault in sorted(faults, key=lambda fault: isinstance(fault, Stopped)):
+            raise fault
+        self._seconds["written"] = self._last - begin
+        return self._seconds
+
+    def _work(self, device: str, committer: ThreadPoolExecutor) -> None:
+        worker = Worker(device)
+        try:
+            while (taken := self._take()) is not None:
+                shard, piece = taken
+                written = shard.make(worker, piece)
+                self._return(shard)
+                if written is not None:
+                    self._close(shard, written, committer)
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            with self._lock:
+                for kind, spent in worker.seconds.items():
+                    self._seconds[kind] += spent
+
+    def _take(self) -> tuple[OpenShard, Scan | Piece] | None:
+        """A piece of the file that has the fewest workers; of a new one rather than beside another worker."""
+        with self._lock:
+            if self._stopped:
+                raise Stopped
+            for shard in sorted(self._open, key=self._busy.__getitem__):
+                if self._busy[shard] and (fresh := self._open_next()) is not None:
+                    shard = fresh
+                if (piece := shard.take()) is not None:
+                    self._busy[shard] += 1
+                    return shard, piece
+            while (fresh := self._open_next()) is not None:
+                if (piece := fresh.take()) is not None:
+                    self._busy[fresh] += 1
+                    return fresh, piece
+            return None
+
+    def _open_next(self) -> OpenShard | None:
+        if len(self._open) >= self._limit or (plan := next(self._waiting, None)) is None:
+            return None
+        shard = OpenShard(
+            plan,
+            self._source,
+            self._partial(plan.name),
+            self._scalars(plan),
+            piece=CPU_PIECE if self._on_cpu else GPU_PIECE,
+            direct=self._on_cpu,
+            advance=self._advance,
+        )
+        self._open.append(shard)
+        return shard
+
+    def _partial(self, name: str) -> Path:
+        return self._destination / (name + self._suffix)
+
+    def _return(self, shard: OpenShard) -> None:
+        with self._lock:
+            self._busy[shard] -= 1
+
+    def _close(self, shard: OpenShard, written: WrittenShard, committer: ThreadPoolExecutor) -> None:
+        shard.close()
+        with self._lock:
+            self._open.remove(shard)
+            self._last = time.perf_counter()
+            self._commits.append((written, committer.submit(self._committed, written)))
+
+    def _committed(self, shard: WrittenShard) -> None:
+        begin = time.perf_counter()
+        self._commit(shard, self._partial(shard.name))
+        with self._lock:
+            self._seconds["flush"] += time.perf_counter() - begin
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            shards = list(self._open)
+        for shard in shards:
+            shard.stop()
+
+    def _advance(self, count: int) -> None:
+        with self._telling:
+            self._tell(count)
+
+
+def _is_cpu(device: str) -> bool:
+    return device.startswith("cpu")
+
+
+@contextmanager
+def _many_small_workers() -> Iterator[None]:
+    """Set PyTorch up for threads that each compute little at a time, over and over.
+
+    Workers are threads already: PyTorch starts none of its own below them. And the C library keeps what intermediate
+    results gave back: by default it returns such sizes to the system, and taking them again costs a page fault every
+    4 KiB, which is twice the time of MXFP4.
+    """
+    import ctypes
+
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):  # glibc
+        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            library.mallopt(option, _KEPT)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if hasattr(library, "malloc_trim"):
+            library.malloc_trim(0)

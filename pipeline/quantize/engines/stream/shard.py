@@ -1,0 +1,319 @@
+"""One output file, made by any number of workers at once, and how far its weights are from their source.
+
+Each takes the next piece, reads it and computes it; where its result belongs was promised by the header. Then it waits
+for its turn: the file's SHA-256 takes the bytes in their order, and so do the few results that are written when a
+weight is whole. Nothing is held but each worker's piece.
+
+The error is taken while both are at hand. One row in 64 is compared, which costs a few percent and moves the ratio of a
+real weight by hundredths of a decibel; `quantmint inspect --source` compares all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from threading import Condition
+from typing import TYPE_CHECKING
+
+from pipeline.base.errors import StageError
+from pipeline.quantize.engines.stream.kernels import BLOCK, E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, amax
+from pipeline.quantize.engines.stream.plan import (
+    NUMBERS,
+    STATIC_ROLES,
+    Origin,
+    Piece,
+    Scan,
+    ShardPlan,
+    Step,
+    cut,
+    is_deferred,
+)
+from pipeline.quantize.engines.stream.sink import open_sink
+from pipeline.quantize.engines.stream.worker import Files, Worker, torch_dtype
+from pipeline.quantize.formats.layout import StoredTensor
+from pipeline.quantize.inspection.numbers import dequantize
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.quantize.engines.stream.kernels import Parts
+
+_STRIDE = 64
+# Beyond the largest value by more than half of the last step: further than rounding moves anything.
+_CLIPPED = {FP8_MAX: 464.0, E2M1_MAX: 7.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Sums over the compared elements: squares of the weight and of its error, how many were clipped, how many."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    clipped: int = 0
+    count: int = 0
+
+    def __add__(self, other: Error) -> Error:
+        return Error(
+            self.signal + other.signal,
+            self.noise + other.noise,
+            self.clipped + other.clipped,
+            self.count + other.count,
+        )
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """10 log10(sum w^2 / sum (w - q)^2), dB; None where there is no error, or nothing but zeros."""
+        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else None
+
+
+def sampled_error(weight: torch.Tensor, made: dict[str, torch.Tensor], limit: float) -> Error:
+    """Compare rows of a weight [O, I] with what a kernel made of them."""
+    import torch
+
+    source = weight[::_STRIDE].float()
+    scale = made["weight_scale"]
+    if limit == E2M1_MAX:
+        packed = "weight_packed" if "weight_packed" in made else "weight"
+        parts = {"weight_packed": made[packed][::_STRIDE], "weight_scale": scale[::_STRIDE]}
+        restored = dequantize("mxfp4", parts)
+        exponents = scale[::_STRIDE].int() - 127
+        powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+        step = powers.repeat_interleave(MX_GROUP, dim=1)
+    else:
+        if scale.ndim == 2:  # of blocks
+            step = scale.repeat_interleave(BLOCK // _STRIDE, 0)[: source.shape[0]].repeat_interleave(BLOCK, 1)
+            step = step[:, : source.shape[1]].float()
+        else:
+            step = (scale[::_STRIDE].unsqueeze(1) if scale.ndim else scale).float()
+        restored = made["weight"][::_STRIDE].float() * step
+    clipped = source.abs() > _CLIPPED[limit] * step
+    sums = (source.square().sum(), (source - restored).square().sum(), clipped.sum())
+    signal, noise, count = torch.stack([each.double() for each in sums]).tolist()  # one wait for a GPU, not three
+    return Error(signal, noise, int(count), source.numel())
+
+
+PARTIAL_SUFFIX = ".partial"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenShard:
+    """A file: its name, its size in bytes, its SHA-256, and the error of each module that was quantized into it."""
+
+    name: str
+    size: int
+    sha256: str
+    errors: Mapping[str, Error] = field(default_factory=dict)
+
+
+class Stopped(Exception):  # noqa: N818 - not a failure of the worker that meets it
+    """Something else failed, or a person wants no more."""
+
+
+class OpenShard:
+    """A file that is being made, and what its workers share.
+
+    ``path`` is its name until it is whole and committed. ``scalars`` holds the tensors that no kernel makes, static
+    scales, by name. ``piece`` is the bytes that a worker takes at a time; ``direct`` the way of writing, see `sink`.
+    ``advance`` is told the bytes read. The file is not yet on the disk for good when it is whole. Raises `OSError`
+    where it cannot be made.
+    """
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        source: Path,
+        path: Path,
+        scalars: Mapping[str, torch.Tensor],
+        *,
+        piece: int,
+        direct: bool,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._plan, self._source, self._advance = plan, source, advance
+        self._files = Files(source)
+        self._path = path
+        self._sink = open_sink(self._path, plan.nbytes, direct=direct)
+        pieces = cut(plan, piece)
+        self._pieces: deque[Scan | Piece] = deque(pieces)
+        self._left = len(pieces)
+        self._changed = Condition()
+        self._turn = 0
+        self._stopped = False
+        self._unscanned: defaultdict[tuple[Origin, ...], int] = defaultdict(int)
+        for each in pieces:
+            if isinstance(each, Scan):
+                self._unscanned[each.group] += 1
+        self._largest: dict[tuple[Origin, ...], torch.Tensor] = {}
+        self._collected: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        self._held: dict[str, torch.Tensor] = dict(scalars)
+        self._errors: defaultdict[str, Error] = defaultdict(Error)
+        self._digest = hashlib.sha256()
+        self._append(0, memoryview(plan.header))
+
+    def take(self) -> Scan | Piece | None:
+        """The next piece, which must be made; None where all are taken. Not for two threads at once."""
+        return self._pieces.popleft() if self._pieces else None
+
+    def make(self, worker: Worker, piece: Scan | Piece) -> WrittenShard | None:
+        """Make a piece; the file's facts with the one that makes it whole.
+
+        Raises `StageError` for a weight that cannot be read or is not finite, `OSError` for a file that cannot be
+        written, and `Stopped` soon after `stop`.
+        """
+        if isinstance(piece, Scan):
+            self._scan(worker, piece)
+        elif piece.raw:
+            self._carry(worker, piece)
+        else:
+            self._quantize(worker, piece)
+        with self._changed:
+            self._left -= 1
+            if self._left:
+                return None
+        for stored in self._plan.deferred:
+            self._append(self._plan.offsets[stored.name], _bytes(self._held[stored.name]))
+        self._sink.finish()
+        return WrittenShard(self._plan.name, self._plan.nbytes, self._digest.hexdigest(), dict(self._errors))
+
+    def stop(self) -> None:
+        """Let every worker that waits here end."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._sink.close()
+        self._files.close()
+
+    def discard(self) -> None:
+        """Let go of all files and of what was made: no other attempt goes on from the middle of a file."""
+        self.close()
+        self._path.unlink(missing_ok=True)
+
+    def _scan(self, worker: Worker, scan: Scan) -> None:
+        weight = worker.rows(self._files, scan.origin, scan.first, scan.last)
+        with worker.clock("compute"), worker.computing():
+            largest = amax(weight).cpu()
+        self._require_finite(scan.origin, largest)
+        with self._changed:
+            known = self._largest.get(scan.group, largest)
+            self._largest[scan.group] = known.maximum(largest)
+            self._unscanned[scan.group] -= 1
+            self._changed.notify_all()
+
+    def _carry(self, worker: Worker, piece: Piece) -> None:
+        (stored,) = piece.step.outputs
+        data = worker.raw(self._files, piece.step.origin, piece.first, piece.last)
+        if stored.dtype in NUMBERS and data.numel():
+            with worker.clock("compute"):
+                self._require_finite(piece.step.origin, amax(data.view(torch_dtype(stored.dtype))))
+        if is_deferred(stored):
+            self._hand_over(worker, piece, smalls=[(stored, data.clone())])
+        else:
+            self._hand_over(worker, piece, main=(self._plan.offsets[stored.name] + piece.first, data))
+
+    def _quantize(self, worker: Worker, piece: Piece) -> None:
+        step = piece.step
+        weight = worker.rows(self._files, step.origin, piece.first, piece.last)
+        largest = self._largest_of(worker, step) if step.group else None
+        with worker.clock("compute"), worker.computing():
+            parts, error = self._compute(step, weight, largest)
+        main, *others = (out for out in step.outputs if out.role not in STATIC_ROLES)
+        smalls = [(out, worker.host(parts[out.role], out.role).clone()) for out in others]
+        data = worker.host(parts[main.role], "main")
+        if is_deferred(main):
+            self._hand_over(worker, piece, smalls=[(main, data.clone()), *smalls], error=error)
+        else:
+            place = self._plan.offsets[main.name] + piece.first * (main.nbytes // main.shape[0])
+            self._hand_over(worker, piece, main=(place, data), smalls=smalls, error=error)
+
+    def _compute(self, step: Step, weight: torch.Tensor, largest: torch.Tensor | None) -> tuple[Parts, Error]:
+        if step.kernel is None:
+            self._require_finite(step.origin, amax(weight))
+            return {"copy": weight}, Error()
+        kernel = KERNELS[step.kernel]
+        parts = kernel.compute(weight, largest)
+        # A scale that is a number was made from finite ones; an exponent does not tell.
+        scale = parts["weight_scale"]
+        self._require_finite(step.origin, scale if scale.is_floating_point() else amax(weight))
+        return parts, sampled_error(weight, parts, kernel.limit)
+
+    def _largest_of(self, worker: Worker, step: Step) -> torch.Tensor:
+        with self._changed, worker.clock("wait"):
+            self._changed.wait_for(lambda: self._stopped or not self._unscanned[step.group])
+            if self._stopped:
+                raise Stopped
+        return self._largest[step.group].to(worker.device)
+
+    def _hand_over(
+        self,
+        worker: Worker,
+        piece: Piece,
+        *,
+        main: tuple[int, torch.Tensor] | None = None,
+        smalls: Sequence[tuple[StoredTensor, torch.Tensor]] = (),
+        error: Error | None = None,
+    ) -> None:
+        """Write ``main`` at its offset at once; hash it, and keep or write the rest, when all earlier pieces have."""
+        if main is not None:
+            with worker.clock("write"):
+                self._sink.early(main[0], _bytes(main[1]))
+        with self._changed, worker.clock("wait"):
+            self._changed.wait_for(lambda: self._stopped or self._turn == piece.number)
+            if self._stopped:
+                raise Stopped
+        # From here to the end only this thread has the turn.
+        if main is not None:
+            with worker.clock("hash"):
+                self._digest.update(_bytes(main[1]))
+            with worker.clock("write"):
+                self._sink.append(main[0], _bytes(main[1]))
+        for stored, part in smalls:
+            self._collect(piece, stored, part)
+        if error is not None and piece.step.kernel is not None:
+            self._errors[piece.step.name] += error
+        self._advance(piece.nbytes)
+        with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+
+    def _collect(self, piece: Piece, stored: StoredTensor, part: torch.Tensor) -> None:
+        """Keep a part of a small result; write the whole of it behind its weight, or hold it for the end."""
+        import torch
+
+        if prod(stored.shape) == 1:
+            self._collected[stored.name] = [part]  # one scale, which every piece of its weight has made
+        else:
+            self._collected[stored.name].append(part)
+        if not piece.final:
+            return
+        whole = torch.cat(self._collected.pop(stored.name))
+        if is_deferred(stored):
+            self._held[stored.name] = whole
+        else:
+            self._append(self._plan.offsets[stored.name], _bytes(whole))
+
+    def _append(self, offset: int, data: memoryview) -> None:
+        self._sink.append(offset, data)
+        self._digest.update(data)
+
+    def _require_finite(self, origin: Origin, largest: torch.Tensor) -> None:
+        if not bool(largest.isfinite().all()):
+            place = origin.place
+            raise StageError(
+                f"{self._source / place.shard}: {place.info.name} holds numbers that are not finite.",
+                hint="The source is damaged or was saved in the middle of a diverging training: fetch it again.",
+            )
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return view

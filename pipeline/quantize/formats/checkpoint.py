@@ -1,0 +1,222 @@
+"""A model folder: its configuration, its shards, and where each tensor lies, by the headers of its safetensors files.
+
+>>> info = read_header(Path("model.safetensors"))["model.norm.weight"]
+>>> info.dtype, info.shape, info.nbytes
+('BF16', (4096,), 8192)
+
+The layout is that of the safetensors format: a little-endian u64 with the header's length, the header as JSON, then
+the tensors' bytes without holes. A file whose header promises anything else is refused before its bytes are used.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import UserError
+
+ITEM_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
+}  # fmt: skip
+SIXTEEN_BIT = frozenset({"BF16", "F16"})
+_HEADER_LIMIT = 100_000_000  # the reference implementation's own limit, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file: its safetensors dtype, its shape, and its place in the file, in bytes from the start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size on disk, bytes."""
+        return self.end - self.start
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored elements."""
+        return prod(self.shape)
+
+
+def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes that a tensor of a safetensors dtype takes."""
+    return (prod(shape) * ITEM_BITS[dtype] + 7) // 8
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read a file's header and prove that it describes exactly the bytes that are there.
+
+    Returns the tensors by name, in file order. Raises `UserError` for a file that is not safetensors, is cut short,
+    has holes or overlaps, or whose shapes and sizes disagree.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
+            raise UserError(f"{path}: not a safetensors file: its header would be {length} of {size} bytes long.")
+        raw = stream.read(length)
+    try:
+        table = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: the safetensors header is not JSON: {error}.") from None
+    if not isinstance(table, dict):
+        raise UserError(f"{path}: the safetensors header is not a JSON object.")
+    table.pop("__metadata__", None)
+    base = 8 + length
+    entries = (_entry(path, name, entry, base) for name, entry in table.items())
+    # An empty tensor starts where the next one does, in whichever order the two are listed.
+    infos = sorted(entries, key=lambda info: (info.start, info.end))
+    position = base
+    for info in infos:
+        if info.start != position:
+            raise UserError(f"{path}: tensor {info.name!r} starts at byte {info.start}, expected {position}.")
+        position = info.end
+    if position != size:
+        raise UserError(
+            f"{path}: the header describes {position} bytes, the file has {size}.",
+            hint="The file is cut short or padded: fetch it again.",
+        )
+    return {info.name: info for info in infos}
+
+
+def _entry(path: Path, name: str, entry: object, base: int) -> TensorInfo:
+    try:
+        assert isinstance(entry, dict)  # noqa: S101 - turned into the same message as every other malformed entry
+        dtype, shape, (start, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, end)) or dtype not in ITEM_BITS:
+            raise ValueError(f"dtype {dtype!r}, shape {shape!r}, offsets {start!r} to {end!r}")
+        if end - start != tensor_bytes(dtype, shape):
+            raise ValueError(f"{end - start} bytes for {dtype} {list(shape)}")
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: the header's entry for {name!r} is wrong: {error}.") from None
+    return TensorInfo(name, dtype, shape, base + start, base + end)
+
+
+def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """Encode a header for tensors (name, dtype, shape) that follow each other in this order.
+
+    The JSON is padded with spaces to a multiple of 8 bytes, as the reference implementation does, so that the data
+    starts aligned.
+    """
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, dtype, shape in tensors:
+        end = position + tensor_bytes(dtype, shape)
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    raw = json.dumps(table, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder in the Hugging Face layout; ``tensors`` maps each name to its shard's file name and place."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    shards: tuple[str, ...]
+    tensors: Mapping[str, tuple[str, TensorInfo]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for _, info in self.tensors.values())
+
+    def in_shard(self, shard: str) -> tuple[TensorInfo, ...]:
+        """The tensors of one shard, in file order."""
+        infos = [info for name, info in self.tensors.values() if name == shard]
+        return tuple(sorted(infos, key=lambda info: info.start))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raise `UserError` with the line and column of a fault."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file.") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open a folder and prove that configuration, index and shards agree.
+
+    Raises `UserError` for a missing ``config.json``, weights that are not safetensors, shards that the index names
+    but the folder lacks, tensors that the index places elsewhere than they are, and names that leave the folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder.", hint="A model folder holds config.json and *.safetensors.")
+    config = read_json(folder / "config.json")
+    shards, placed = _shards(folder)
+    tensors: dict[str, tuple[str, TensorInfo]] = {}
+    for shard in shards:
+        for name, info in read_header(folder / shard).items():
+            if name in tensors:
+                raise UserError(f"{folder}: tensor {name!r} is in {tensors[name][0]} as well as in {shard}.")
+            tensors[name] = (shard, info)
+    if placed is not None:
+        _agree(folder, placed, tensors)
+    return Checkpoint(folder, config, shards, tensors)
+
+
+def _shards(folder: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
+    if (folder / INDEX_NAME).is_file():
+        weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{folder / INDEX_NAME}: expected a non-empty 'weight_map'.")
+        shards = tuple(sorted(set(map(str, weight_map.values()))))
+        strange = [name for name in shards if Path(name).name != name or not name.endswith(".safetensors")]
+        if strange:
+            raise UserError(f"{folder / INDEX_NAME}: {strange[0]!r} is not the name of a safetensors file beside it.")
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{folder}: the index names {len(shards)} files, {len(missing)} are missing: {', '.join(missing[:5])}.",
+                hint="Fetch the missing files; an interrupted download can be resumed.",
+            )
+        return shards, {str(name): str(shard) for name, shard in weight_map.items()}
+    if (folder / SINGLE_NAME).is_file():
+        return (SINGLE_NAME,), None
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise UserError(
+            f"{folder}: its weights are pickled ({pickled[0]}), which can run code; only safetensors are read.",
+            hint="Use a revision that has *.safetensors, or convert the weights on a machine you can afford to lose.",
+        )
+    raise UserError(f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there.")
+
+
+def _agree(folder: Path, placed: Mapping[str, str], tensors: Mapping[str, tuple[str, TensorInfo]]) -> None:
+    for name, shard in placed.items():
+        if name not in tensors:
+            raise UserError(f"{folder / INDEX_NAME}: places {name!r} in {shard}, which does not hold it.")
+        if tensors[name][0] != shard:
+            raise UserError(f"{folder / INDEX_NAME}: places {name!r} in {shard}; it is in {tensors[name][0]}.")
+    unlisted = sorted(set(tensors) - set(placed))
+    if unlisted:
+        raise UserError(
+            f"{folder / INDEX_NAME}: does not list {len(unlisted)} tensors that are there: {unlisted[0]!r}…"
+        )

@@ -1,0 +1,176 @@
+"""What an inspection found; and what the headers alone prove: every promised tensor is there, and no other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint
+from pipeline.quantize.formats.known import layout_of
+from pipeline.quantize.formats.layout import Claims, StoredTensor, weight_tensors
+from pipeline.quantize.model.structure import Structure
+
+INSPECTION = "inspection.json"
+"""The file that an inspection is kept in, in the store and in the evidence of a release."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A contradiction; ``rule`` is its short name, ``where`` a tensor, a module or a file."""
+
+    rule: str
+    where: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """The rounding error of one quantized weight against its 16-bit source.
+
+    ``sqnr_db`` is 10 log10(sum w^2 / sum (w - q)^2), dB.
+    """
+
+    module: str
+    scheme: str
+    sqnr_db: float
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Everything that was looked at. ``bytes_by_part`` splits the weights' bytes by what they are."""
+
+    checkpoint_format: str
+    findings: tuple[Finding, ...]
+    layers: tuple[LayerError, ...]
+    bytes_by_part: Mapping[str, int]
+    quantized_modules: int
+    kv_scales: Mapping[str, float] = field(default_factory=dict)
+    compared_with_source: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing contradicts anything."""
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain, stable form; JSON has no NaN or infinity, so those are null."""
+        plain: dict[str, Any] = _finite({"verdict": "PASS" if self.passed else "FAIL", **asdict(self)})
+        return plain
+
+    def summary(self, limit: int = 5) -> str:
+        """A few lines for a person: the first findings of each rule."""
+        if self.passed:
+            worst = min(self.layers, key=lambda layer: layer.sqnr_db, default=None)
+            error = "" if worst is None else f"; least SQNR {worst.sqnr_db:.1f} dB at {worst.module}"
+            scales = f", {len(self.kv_scales)} KV scales" if self.kv_scales else ""
+            return f"{self.quantized_modules} quantized modules{scales}, nothing missing{error}"
+        return "\n".join(_by_rule(self.findings, limit))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _by_rule(findings: Sequence[Finding], limit: int) -> list[str]:
+    lines: list[str] = []
+    for rule in dict.fromkeys(finding.rule for finding in findings):
+        same = [finding for finding in findings if finding.rule == rule]
+        lines += [f"{rule}: {finding.where}: {finding.message}" for finding in same[:limit]]
+        if len(same) > limit:
+            lines.append(f"{rule}: … {len(same) - limit} more")
+    return lines
+
+
+_SCALE_DTYPES = ("BF16", "F16", "F32")
+_PACKED = "weight_packed"
+_QUANTIZED_ONLY = ("_scale", "_zero_point", _PACKED, "weight_shape", "weight_g_idx")
+
+
+def expected_tensors(
+    checkpoint: Checkpoint, structure: Structure, claims: Claims
+) -> dict[str, tuple[StoredTensor, ...]]:
+    """What the configuration promises, by module; a scale may have any of the dtypes that the libraries give it."""
+    form = layout_of(checkpoint.config)
+    expected: dict[str, tuple[StoredTensor, ...]] = {}
+    for module, shape in structure.linear.items():
+        scheme = claims.schemes.get(module)
+        if scheme is not None:
+            tensors = weight_tensors(form.name, scheme, module, shape, _scale_dtype(checkpoint, module, "weight_scale"))
+            expected[module] = tuple(
+                replace(stored, dtype=_scale_dtype(checkpoint, module, stored.role))
+                if stored.role == "input_scale"
+                else stored
+                for stored in tensors
+            )
+    return expected
+
+
+def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims) -> Iterator[Finding]:
+    """Hold the promise against the headers, both ways."""
+    form = layout_of(checkpoint.config)
+    expected = expected_tensors(checkpoint, structure, claims)
+    for module, reason in claims.unknown.items():
+        yield Finding("unknown scheme", module, f"its configuration ({reason}) is no scheme that quantmint knows")
+    for tensors in expected.values():
+        for stored in tensors:
+            yield from _check_tensor(checkpoint, stored)
+    promised = {stored.name for tensors in expected.values() for stored in tensors}
+    if claims.kv_cache:
+        for attention in structure.attention:
+            for name in form.kv_scale_names(attention):
+                promised.add(name)
+                yield from _check_kv_tensor(checkpoint, name)
+    for module in structure.kept:
+        entry = checkpoint.tensors.get(f"{module}.weight")
+        if claims.schemes.get(module) is not None and entry is not None and entry[1].dtype in SIXTEEN_BIT:
+            message = f"it is {entry[1].dtype}, the configuration does not keep it in 16 bit"
+            yield Finding("not quantized", f"{module}.weight", message)
+    sixteen = [m for m in (*structure.linear, *structure.kept) if m not in expected and m not in claims.unknown]
+    for module in sixteen:
+        yield from _check_sixteen_bit(checkpoint, module)
+    for name in checkpoint.tensors:
+        extra = name.endswith(_QUANTIZED_ONLY) and name not in promised
+        if extra and name.rpartition(".")[0] not in claims.unknown:
+            yield Finding("undeclared", name, "it is stored, but the configuration does not declare it")
+
+
+def _scale_dtype(checkpoint: Checkpoint, module: str, role: str) -> str:
+    entry = checkpoint.tensors.get(f"{module}.{role}")
+    return entry[1].dtype if entry is not None and entry[1].dtype in _SCALE_DTYPES else "BF16"
+
+
+def _check_tensor(checkpoint: Checkpoint, stored: StoredTensor) -> Iterator[Finding]:
+    entry = checkpoint.tensors.get(stored.name)
+    if entry is None:
+        rule = "missing scale" if stored.role.endswith("_scale") else "not quantized"
+        yield Finding(rule, stored.name, f"{stored.dtype} {list(stored.shape)} is declared, but not stored")
+        return
+    info = entry[1]
+    if info.dtype != stored.dtype:
+        rule = "not quantized" if info.dtype in SIXTEEN_BIT and stored.role == "weight" else "wrong dtype"
+        yield Finding(rule, stored.name, f"it is {info.dtype}, the configuration promises {stored.dtype}")
+    elif info.shape != stored.shape:
+        yield Finding("wrong shape", stored.name, f"it is {list(info.shape)}, expected {list(stored.shape)}")
+
+
+def _check_kv_tensor(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
+    entry = checkpoint.tensors.get(name)
+    scheme = checkpoint.config["quantization_config"].get("kv_cache_scheme") or {}
+    if entry is None:
+        yield Finding("missing scale", name, "a static FP8 KV cache is declared, its scale is not stored")
+    elif entry[1].dtype not in _SCALE_DTYPES:
+        yield Finding("wrong dtype", name, f"it is {entry[1].dtype}, a KV scale is one of {', '.join(_SCALE_DTYPES)}")
+    elif entry[1].parameters != 1 and (scheme.get("strategy") != "attn_head" or not entry[1].parameters):
+        yield Finding("wrong shape", name, f"it is {list(entry[1].shape)}, expected a single KV scale")
+
+
+def _check_sixteen_bit(checkpoint: Checkpoint, module: str) -> Iterator[Finding]:
+    entry = checkpoint.tensors.get(f"{module}.weight")
+    if entry is not None and entry[1].dtype not in (*SIXTEEN_BIT, "F32"):
+        yield Finding("undeclared", f"{module}.weight", f"it is {entry[1].dtype}, the configuration keeps it in 16 bit")

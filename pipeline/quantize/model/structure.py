@@ -1,0 +1,212 @@
+"""Which tensors of a checkpoint are weights of linear modules, and which modules are attention.
+
+The model is built on the meta device from its configuration, so that module types decide and not a pattern over
+names. Names on disk are followed to the module's own by the renaming rules that transformers itself loads the
+checkpoint with; what the rules lead nowhere, the layers of a multi-token predictor say, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import UserError
+from pipeline.quantize.formats.checkpoint import SINGLE_NAME, Checkpoint, TensorInfo, read_json, tensor_bytes
+from pipeline.quantize.model.meta import Renaming, meta_model, stored_tensors
+from pipeline.quantize.model.weights import (
+    WeightSource,
+    encoded_weights,
+    expert_shape,
+    part_of,
+    quantized_by,
+    split,
+    stacked_name,
+    stacks_experts,
+)
+
+__all__ = ["Structure", "WeightSource", "imagine", "meta_model", "read_structure"]
+
+Tensors = Mapping[str, tuple[str, TensorInfo]]
+_PACKED = "weight_packed"
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A model's parts under their names on disk; single experts under the names that they are written with.
+
+    ``linear`` are the modules that schemes apply to, with [out_features, in_features]; ``kept`` the modules with a
+    two-dimensional weight that stay in 16 bit (output head, routers, vision towers, layers that only a multi-token
+    predictor uses), with the head also where it shares the embedding's tensor; ``attention`` the attention modules in
+    order of their layer; ``parameters`` counts all elements of the model.
+
+    ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
+    quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
+    and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one
+    of the experts that it stacks. ``quantized_by`` is set where the folder is no source at all.
+    """
+
+    linear: Mapping[str, tuple[int, int]]
+    kept: tuple[str, ...]
+    attention: tuple[str, ...]
+    parameters: int
+    weights: Mapping[str, WeightSource] = field(default_factory=dict, compare=False)
+    encoded: Mapping[str, str] = field(default_factory=dict, compare=False)
+    modules: Mapping[str, str] = field(default_factory=dict, compare=False)
+    quantized_by: str | None = field(default=None, compare=False)
+
+
+def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = False) -> Structure:
+    """Read a model's structure from its ``config.json``, for the ``tensors`` that are on disk.
+
+    Raises `UserError` where transformers does not know the architecture, and for tensors that nobody could decode or
+    take apart.
+    """
+    config = read_json(folder / "config.json")
+    return _Reading(meta_model(folder, trust_remote_code=trust_remote_code), config, tensors).structure()
+
+
+def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoint, Structure]:
+    """The bfloat16 checkpoint that a model's ``config.json`` stands for, in one file, and its structure.
+
+    For planning where the weights are not here: names and sizes are those that transformers would save.
+    """
+    model = meta_model(folder, trust_remote_code=trust_remote_code)
+    tensors: dict[str, tuple[str, TensorInfo]] = {}
+    position = 0
+    for name, (dtype, shape) in stored_tensors(model).items():
+        end = position + tensor_bytes(dtype, shape)
+        tensors[name] = (SINGLE_NAME, TensorInfo(name, dtype, shape, position, end))
+        position = end
+    config = read_json(folder / "config.json")
+    return Checkpoint(folder, config, (SINGLE_NAME,), tensors), _Reading(model, config, tensors).structure()
+
+
+class _Reading:
+    """One pass over the tensors on disk, sorting each by the parameter of the model that it becomes (a part of)."""
+
+    def __init__(self, model: Any, config: Mapping[str, Any], tensors: Tensors) -> None:
+        self._model, self._config, self._tensors = model, config, tensors
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._owners = dict(model.named_modules())
+        self._head, self._embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        self._rename = Renaming(model)
+        decoder = model.get_decoder()
+        self._decoder = next(name for name, module in self._owners.items() if module is decoder)
+        self._routers = frozenset(_routers(self._owners))
+        self._encoded = encoded_weights(config, tensors)
+        self._linear: dict[str, tuple[int, int]] = {}
+        self._weights: dict[str, WeightSource] = {}
+        self._modules: dict[str, str] = {}
+        self._kept: set[str] = set()
+        self._prefixes: dict[str, str] = {}  # of the model's modules, to what they are called on disk
+
+    def structure(self) -> Structure:
+        head = False
+        for name, (_, info) in self._tensors.items():
+            own, operations = self._locate(name)
+            owner, parameter = self._owners.get(own.rpartition(".")[0]), self._parameters.get(own)
+            head |= owner is self._head
+            self._remember(name, own)
+            if parameter is None:
+                self._unknown(name, info)
+            elif stacks_experts(owner):
+                self._expert(name, own, info, operations)
+            elif name.rpartition(".")[2] in ("weight", _PACKED):
+                self._weight(name, own, owner, parameter)
+        if not head:
+            # A head that is tied to the embedding has no tensor of its own, but servers look for its name.
+            self._kept |= {name for name, module in self._owners.items() if module is self._head}
+        attention = self._attention()
+        return Structure(
+            linear=self._linear,
+            kept=tuple(sorted(self._kept)),
+            attention=tuple(stored for stored, _ in attention),
+            parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            weights=self._weights,
+            encoded=self._encoded,
+            modules={**self._modules, **dict(attention)},
+            quantized_by=quantized_by(self._config),
+        )
+
+    def _locate(self, name: str) -> tuple[str, tuple[Any, ...]]:
+        """The parameter that a tensor belongs to, and how transformers rearranges it."""
+        # The rules know 16-bit names: a packed weight goes by its weight's.
+        plain = f"{name.removesuffix(_PACKED)}weight" if name.endswith(_PACKED) else name
+        own, operations = self._rename(plain)
+        if own not in self._parameters and plain.endswith(".weight"):
+            # One expert of a model whose release stacks them: quantized checkpoints hold them one by one.
+            for stack in stacked_name(plain.removesuffix(".weight")):
+                found, _ = self._rename(stack)
+                if found in self._parameters:
+                    return found, ()
+        return own, operations
+
+    def _remember(self, name: str, own: str) -> None:
+        last = own.rsplit(".", 2)[1:]
+        if name.rsplit(".", 2)[1:] == last:
+            self._prefixes.setdefault(own.rsplit(".", 2)[0], name.rsplit(".", 2)[0])
+
+    def _unknown(self, name: str, info: TensorInfo) -> None:
+        module, _, suffix = name.rpartition(".")
+        if suffix == "weight" and len(info.shape) == 2 and "embed" not in module.rpartition(".")[2]:
+            self._kept.add(module)
+
+    def _expert(self, name: str, own: str, info: TensorInfo, operations: tuple[Any, ...]) -> None:
+        owner, parameter = self._owners[own.rpartition(".")[0]], self._parameters[own]
+        module, _, suffix = name.rpartition(".")
+        shape = expert_shape(owner, own, parameter)
+        if len(info.shape) == 3:
+            if name in self._encoded:
+                raise UserError(f"{name}: it is a stack of experts in {info.dtype}, which is not decoded.")
+            for written, inside, source in split(name, own, owner, parameter, info.shape, operations):
+                self._add(written, inside, shape, source)
+        elif suffix in ("weight", _PACKED) and (part := part_of(module)) is not None:
+            self._add(module, f"{own.rpartition('.')[0]}.{part[0]}.{part[1]}", shape, self._plain(module))
+
+    def _weight(self, name: str, own: str, owner: Any, parameter: Any) -> None:
+        import torch
+
+        module, inside = name.rpartition(".")[0], own.rpartition(".")[0]
+        if owner is self._head:
+            self._kept.add(module)
+        elif parameter.ndim != 2 or isinstance(owner, torch.nn.Embedding):
+            return
+        elif isinstance(owner, torch.nn.Linear) and inside not in self._routers and self._is_text(inside):
+            self._add(module, inside, (owner.out_features, owner.in_features), self._plain(module))
+        else:
+            self._kept.add(module)
+
+    def _add(self, module: str, inside: str, shape: tuple[int, int], source: WeightSource) -> None:
+        self._linear[module], self._weights[module], self._modules[module] = shape, source, inside
+
+    def _plain(self, module: str) -> WeightSource:
+        return WeightSource(f"{module}.weight", scale=self._encoded.get(f"{module}.weight"))
+
+    def _is_text(self, inside: str) -> bool:
+        return not self._decoder or inside.startswith(f"{self._decoder}.")
+
+    def _attention(self) -> list[tuple[str, str]]:
+        """Attention modules in the order of their layers: name on disk, name in the model."""
+        found: list[tuple[int, str]] = [
+            (module.layer_idx, name)
+            for name, module in self._owners.items()
+            if isinstance(getattr(module, "layer_idx", None), int)
+            and type(module).__name__.endswith("Attention")
+            and self._is_text(name)
+        ]
+        return [(self._prefixes.get(name, name), name) for _, name in sorted(found)]
+
+
+def _routers(owners: Mapping[str, Any]) -> Iterable[str]:
+    """Linear modules that choose or weigh experts: beside the experts, or inside a module that is called a router."""
+    import torch
+
+    blocks = {name.rpartition(".")[0] for name, module in owners.items() if stacks_experts(module)}
+    for name, module in owners.items():
+        if isinstance(module, torch.nn.Linear):
+            parent = name.rpartition(".")[0]
+            kinds = (type(module).__name__, type(owners[parent]).__name__)
+            if parent in blocks or any(kind.endswith(("Router", "Gate")) for kind in kinds):
+                yield name

@@ -1,0 +1,144 @@
+"""lm-eval's own Hugging Face model over a checkpoint that computes as its format means it.
+
+Only the process that runs the model imports this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoTokenizer, GenerationConfig
+
+from eval.harness_client import TokenizerFacts
+from pipeline.base.errors import UserError, first_line
+from pipeline.serving.reference.model import Loaded
+from pipeline.serving.reference.rounding import kv_cache
+
+_LOGITS: Final = 1 << 27  # of a batch: half a GiB in float32, and lm-eval holds them twice
+
+
+class ReferenceLM(TokenizerFacts, HFLM):  # type: ignore[misc]
+    """What `eval.harness_child.Harness` asks in a server's place; `expect` and `done` count requests as there.
+
+    ``arguments`` are those that a server would be asked with: ``max_length`` tokens of a prompt with its answer, at
+    most ``batch_size`` prompts at once. `temperatures` and `full` are what they are in `eval.harness_client`.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        tokenizer: Any,
+        arguments: Mapping[str, Any],
+        expect: Callable[[int], None],
+        done: Callable[[int], None],
+    ) -> None:
+        super().__init__(
+            loaded.model,
+            backend="causal",
+            tokenizer=tokenizer,
+            max_length=arguments["max_length"],
+            batch_size=arguments["batch_size"],
+        )
+        self.temperatures: set[float] = set()
+        self.full = 0
+        self._loaded = loaded
+        self._expect = expect
+        self._by_document = False
+        self._batch_size = int(arguments["batch_size"])
+        self.set_cache_hook(_Answered(done))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Nothing: lm-eval would ask the Hub for the commit of a folder."""
+        return {}
+
+    def loglikelihood(self, requests: list[Any], *args: Any, **options: Any) -> Any:
+        """See lm-eval."""
+        self._expect(len(requests))
+        return super().loglikelihood(requests, *args, **options)
+
+    def generate_until(self, requests: list[Any], *args: Any, **options: Any) -> Any:
+        """See lm-eval."""
+        self._expect(len(requests))
+        self.batch_size_per_gpu = self._batch_size
+        return super().generate_until(requests, *args, **options)
+
+    def loglikelihood_rolling(self, requests: list[Any], *args: Any, **options: Any) -> Any:
+        """See lm-eval."""
+        self._expect(len(requests))
+        self._by_document = True
+        try:
+            return super().loglikelihood_rolling(requests, *args, **options)
+        finally:
+            self._by_document = False
+
+    def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **options: Any) -> Any:
+        lengths = [len(context) + len(continuation) for _, context, continuation in requests]
+        if not self._by_document:  # a document is cut into windows that are full
+            self.full += sum(length >= self.max_length for length in lengths)
+        longest = min(max(lengths, default=1), self.max_length)
+        fitting = _LOGITS // (longest * self.config.get_text_config().vocab_size)
+        self.batch_size_per_gpu = max(1, min(self._batch_size, fitting))
+        return super()._loglikelihood_tokens(requests, *args, **options)
+
+    def _model_call(self, inps: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return logits_of(self._loaded, inps)
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
+        self.temperatures.add(float(options.get("temperature") or 0.0))
+        room = self.max_length - (max_length - context.shape[1])
+        self.full += int((options["attention_mask"].sum(1) >= room).sum())
+        cache = kv_cache(self.config.get_text_config(), self._loaded.kv_scales)
+        with torch.inference_mode():
+            found: torch.Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
+        return found
+
+
+class _Answered:
+    """lm-eval tells its cache of every request that is answered; this one only counts them."""
+
+    def __init__(self, done: Callable[[int], None]) -> None:
+        self._done = done
+
+    def add_partial(self, *_: Any) -> None:
+        self._done(1)
+
+
+def load_tokenizer(folder: Path, loaded: Loaded, *, trust_remote_code: bool = False) -> Any:
+    """The folder's tokenizer; the model learns which tokens end an answer. Raises `UserError` where there is none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{folder}: its tokenizer cannot be loaded: {first_line(error)}") from None
+    found: list[Any] = [tokenizer.eos_token_id, getattr(loaded.model.config, "eos_token_id", None)]
+    if (folder / "generation_config.json").is_file():
+        found.append(GenerationConfig.from_pretrained(folder).eos_token_id)
+    ends = {token for some in found for token in (some if isinstance(some, list) else [some]) if token is not None}
+    # Nothing else of the file: vLLM's defaults for sampling have no part in a greedy answer.
+    loaded.model.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)
+    return tokenizer
+
+
+def logits_of(loaded: Loaded, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [rows, tokens, vocabulary] of token ids [rows, tokens], with the cache that the format has."""
+    cache = kv_cache(loaded.model.config.get_text_config(), loaded.kv_scales) if loaded.kv_scales else None
+    with torch.inference_mode():
+        found: torch.Tensor = loaded.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None).logits
+    return found
+
+
+def prompt_logprobs(loaded: Loaded, ids: Sequence[int], likeliest: int) -> list[dict[str, dict[str, float]] | None]:
+    """What the model says of a prompt's tokens, as vLLM's ``prompt_logprobs``: of the first nothing.
+
+    Of each other one its log probability (nats) and those of the likeliest, by token id.
+    """
+    logprobs = logits_of(loaded, torch.tensor([ids], device=loaded.device))[0, :-1].float().log_softmax(-1)
+    values, tokens = logprobs.topk(likeliest)
+    own = logprobs.gather(1, torch.tensor(ids[1:], device=loaded.device)[:, None])
+    rows = zip(torch.cat((tokens.new_tensor(ids[1:])[:, None], tokens), 1).tolist(),
+               torch.cat((own, values), 1).tolist(), strict=True)  # fmt: skip
+    listed = ({str(token): {"logprob": value} for token, value in zip(*row, strict=True)} for row in rows)
+    return [None, *listed]

@@ -1,0 +1,114 @@
+"""What a scheme does to numbers when the model runs, and to a cache: rounded to a format's values, back in float32.
+
+The definition of each format, not a fast path. Scales of run-time formats are computed as vLLM's kernels compute them,
+those of OCP microscaling as the library that writes the layout does (compressed-tensors 0.19, amd-quark 0.13): both
+round the largest magnitude's exponent up where its mantissa would not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.quantize.engines.stream.kernels import FP8_MAX, MX_GROUP
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.base.schemes import ActivationFormat
+
+Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
+"""Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""
+_INT8_MAX = 127.0
+_LEAST = 1e-10  # of a row of zeros, so that nothing divides by it
+# Bits of exponent and of mantissa, largest value, and the mantissa bits that decide whether a scale is rounded up;
+# e4m3 is decided as e2m1 is, because its largest value is 1.75 * 2 ** 8.
+_MX = {"e2m1": (2, 1, 6.0, 1), "e2m3": (2, 3, 7.5, 3), "e3m2": (3, 2, 28.0, 2), "e4m3": (4, 3, FP8_MAX, 1)}
+
+
+def round_activations(
+    x: torch.Tensor, activations: ActivationFormat, input_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The inputs of a linear layer, [..., I], as its scheme leaves them; float32.
+
+    ``input_scale`` is the calibrated scale of a static format, anything that broadcasts.
+    """
+    x = x.float()
+    if activations.kind == "none" or not x.numel():
+        return x
+    if activations.kind == "static":
+        assert input_scale is not None, "a static format without its scale"  # noqa: S101 - the loader reads it
+        return round_fp8(x, input_scale)
+    if activations.group == MX_GROUP:
+        assert activations.dtype is not None  # noqa: S101 - a dynamic format has a type
+        return round_mx(x, activations.dtype)
+    return _by_row(x, activations.dtype, activations.group)
+
+
+def round_fp8(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """Through FP8 e4m3fn with a scale that is given: x / scale, saturated at 448, rounded to even; in x's dtype."""
+    import torch
+
+    stored = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return stored.float().mul(scale).to(x.dtype)
+
+
+def kv_cache(config: Any, scales: Scales, round_: Callable[..., torch.Tensor] = round_fp8) -> Any:
+    """An empty cache of transformers for the model of that configuration; plain where ``scales`` is empty.
+
+    ``round_(x, scale)`` is what becomes of K and V, [batch, heads, tokens, head_dim].
+    """
+    from transformers import DynamicCache
+
+    class RoundingCache(DynamicCache):  # type: ignore[misc]  # transformers has no types that mypy could follow
+        """Rounds what it is given, then keeps it."""
+
+        def update(self, key: Any, value: Any, layer_idx: int, *rest: Any, **named: Any) -> Any:
+            of_key, of_value = scales[layer_idx]
+            return super().update(round_(key, of_key), round_(value, of_value), layer_idx, *rest, **named)
+
+    return (RoundingCache if scales else DynamicCache)(config=config)
+
+
+def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Through an OCP microscaling format along the last dimension, which 32 divides; float32.
+
+    The scale is 2 ** (floor(log2 amax) - emax), one exponent more where amax would round up to the next power of two.
+    """
+    import torch
+
+    exponent_bits, mantissa_bits, largest, deciding = _MX[dtype]
+    groups = x.float().reshape(*x.shape[:-1], -1, MX_GROUP)
+    # float32's exponent field is read as an integer: adding half a step of the mantissa carries into it.
+    field = (groups.abs().amax(-1, keepdim=True).view(torch.int32) + (1 << (22 - deciding))) >> 23
+    exponent = (field - (math.frexp(largest)[1] - 1)).clamp(min=0)
+    scale = torch.ldexp(torch.ones_like(groups[..., :1]), exponent - 127)
+    values = (groups / scale).clamp(-largest, largest)
+    if dtype == "e4m3":
+        rounded = values.to(torch.float8_e4m3fn).float()
+    else:
+        least = 1 - (2 ** (exponent_bits - 1) - 1)  # exponent of the smallest normal number
+        exponents = (torch.frexp(values.abs()).exponent - 1).clamp(min=least)
+        step = torch.ldexp(torch.ones_like(values), exponents - mantissa_bits)
+        rounded = (values / step).round() * step
+    restored: torch.Tensor = rounded * scale
+    return restored.reshape(x.shape)
+
+
+def _by_row(x: torch.Tensor, dtype: str | None, group: int | None) -> torch.Tensor:
+    """With a scale for each row, or for each group of a row, from its largest magnitude."""
+    import torch
+    from torch.nn.functional import pad
+
+    width = x.shape[-1]
+    grouped = x if group is None else pad(x, (0, -width % group)).reshape(*x.shape[:-1], -1, group)
+    largest = grouped.abs().amax(-1, keepdim=True).clamp(min=_LEAST)
+    if dtype == "int8":
+        scale = largest / _INT8_MAX
+        rounded = (grouped / scale).round().clamp(-_INT8_MAX, _INT8_MAX)
+    else:
+        scale = largest / FP8_MAX
+        rounded = (grouped / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+    restored = rounded * scale
+    return restored if group is None else restored.flatten(-2)[..., :width]

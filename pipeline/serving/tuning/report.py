@@ -1,0 +1,328 @@
+"""What a sweep found, as `tuning.json` says it and the page shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import geometric_mean, median
+from typing import Any, TypedDict
+
+import yaml
+
+from pipeline.serving.tuning.objective import FIGURES, Figures, Objective, by_point, frontier, ratios
+from pipeline.serving.tuning.space import BASE, TUNABLEOP, Point, Value, change_label, label, value_in
+from pipeline.serving.tuning.subject import device_name
+from pipeline.serving.tuning.sweep import Sweep
+from pipeline.serving.tuning.trials import Budget, Outcome
+
+COMPARED = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
+
+
+class Change(TypedDict):
+    """One knob of a point; `value` as in a recipe. `gated` changes what the model answers."""
+
+    knob: str
+    value: Value
+    label: str
+    gated: bool
+
+
+class PointReport(TypedDict):
+    """One point: medians over `runs` sound launches, by cell, and their ratios to the base plan.
+
+    `spread` holds the least and the most of each figure over those launches. `number` is its mark in the plots, 0 for
+    the base plan. `score` is None where a limit is broken; `noise` says that
+    the score is within the base plan's own spread. `frontier` names the plots (CELL:FIGURE) on whose frontier it lies.
+    """
+
+    number: int
+    label: str
+    changes: list[Change]
+    runs: int
+    status: str
+    why: str | None
+    fix: str | None
+    cells: dict[str, dict[str, float]]
+    spread: dict[str, dict[str, tuple[float, float]]]
+    ratios: dict[str, float]
+    score: float | None
+    noise: bool
+    frontier: list[str]
+    seconds: float
+    started_seconds: float | None
+    kv_tokens: int | None
+    attention_backend: str | None
+    notes: list[str]
+
+
+class Effect(TypedDict):
+    """What one value of a knob does, everything else the same: ratios over `pairs` comparisons, noise by figure."""
+
+    knob: str
+    value: Value
+    base: Value
+    label: str
+    gated: bool
+    source: str
+    pairs: int
+    ratios: dict[str, float]
+    noise: dict[str, bool]
+
+
+class Report(TypedDict):
+    """`tuning.json`. Throughputs are output tokens per second of one server, latencies ms, `noise` factors."""
+
+    name: str
+    created: str
+    target: str
+    kind: str
+    device: str
+    vllm: str
+    workload: str
+    cells: list[dict[str, Any]]
+    gpus: int
+    replicas: int
+    mode: str
+    keep: bool
+    repeat: int
+    objective: dict[str, Any]
+    budget: dict[str, float | None]
+    sweep: str
+    base: dict[str, Any]
+    noise: dict[str, float] | None
+    score_noise: float
+    points: list[PointReport]
+    effects: list[Effect]
+    best: int | None
+    verdict: str
+    gate_again: list[str]
+    not_tried: list[str]
+    refused: dict[str, str]
+    notes: list[str]
+    tunableop: dict[str, Any] | None
+    serve: dict[str, Any] | None
+    serve_yaml: str | None
+
+
+def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, Any], tunableop: str | None) -> Report:
+    """Gather everything. ``existing`` is the recipe's own serve section, ``tunableop`` the path that it shall name."""
+    subject, judge = sweep.subject, sweep.judge
+    base = subject.plan(BASE)
+    best = judge.best()
+    points = _points(sweep)
+    numbers = {point: index for index, point in enumerate(by_point(sweep.outcomes))}
+    serve = None if best is None else serve_section(best, existing, tunableop)
+    gated = {axis.knob for axis in sweep.design.axes if axis.gated}
+    return Report(
+        name=subject.name,
+        created=created,
+        target=subject.target,
+        kind=subject.kind,
+        device=device_name(dict(subject.machine)),
+        vllm=subject.vllm.version,
+        workload=subject.workload.name,
+        cells=[cell.to_json() for cell in subject.cells],
+        gpus=base.layout.gpus,
+        replicas=base.layout.replicas,
+        mode=sweep.design.mode,
+        keep=sweep.design.keep,
+        repeat=sweep.design.repeat,
+        objective=asdict(sweep.objective),
+        budget={"seconds": budget.seconds, "spent": round(budget.spent, 1)},
+        sweep=sweep.id,
+        base={"env": dict(base.env), "argv": list(base.argv)},
+        noise=judge.noise(),
+        score_noise=judge.score_noise(),
+        points=points,
+        effects=_effects(sweep),
+        best=None if best is None else numbers[best],
+        verdict=_verdict(sweep, best),
+        gate_again=[change_label(knob, value) for knob, value in best or () if knob in gated],
+        not_tried=[label(point) for point in sweep.not_tried],
+        refused={label(point): why for point, why in sweep.refused.items()},
+        notes=_notes(sweep),
+        tunableop=None if subject.tuned is None else _tuned(sweep),
+        serve=serve,
+        serve_yaml=None if serve is None else serve_yaml(serve),
+    )
+
+
+def _points(sweep: Sweep) -> list[PointReport]:
+    judge, gated = sweep.judge, {axis.knob for axis in sweep.design.axes if axis.gated}
+    measured = judge.points()
+    lines = _frontiers(measured)
+    found: list[PointReport] = []
+    for number, (point, runs) in enumerate(by_point(sweep.outcomes).items()):
+        sound = [run for run in runs if run.status == "ok"]
+        odd = next((run for run in runs if run.status != "ok"), None)
+        shown = sound[0] if sound else runs[0]
+        medians = measured.get(point)
+        score = judge.score(point)
+        noise = judge.score_noise()
+        found.append(
+            PointReport(
+                number=number,
+                label=label(point),
+                changes=[Change(knob=k, value=v, label=change_label(k, v), gated=k in gated) for k, v in point],
+                runs=len(sound),
+                status="ok" if sound else runs[0].status,
+                why=None if odd is None else odd.why,
+                fix=None if odd is None else odd.fix,
+                cells={} if medians is None else {cell: dict(row) for cell, row in medians.cells.items()},
+                spread=_spread(sound),
+                ratios=judge.ratios(point) or {},
+                score=score,
+                noise=point != BASE and score is not None and 1 / noise <= score <= noise,
+                frontier=[plot for plot, line in lines.items() if point in line],
+                seconds=sum(run.seconds for run in runs),
+                started_seconds=median(r.started_seconds for r in sound if r.started_seconds) if sound else None,
+                kv_tokens=shown.kv_tokens,
+                attention_backend=shown.attention_backend,
+                notes=list(dict.fromkeys(note for run in runs for note in run.notes)),
+            )
+        )
+    return found
+
+
+def _spread(runs: Sequence[Outcome]) -> dict[str, dict[str, tuple[float, float]]]:
+    cells = runs[0].cells if runs else {}
+    values = {cell: {name: [getattr(run.cells[cell], name) for run in runs] for name in FIGURES} for cell in cells}
+    return {cell: {name: (min(row), max(row)) for name, row in rows.items()} for cell, rows in values.items()}
+
+
+def _frontiers(measured: dict[Point, Figures]) -> dict[str, list[Point]]:
+    names = list(measured)
+    cells = list(measured[names[0]].cells) if names else []
+    lines = {}
+    for cell in cells:
+        for figure in COMPARED[1:]:
+            rows = [measured[point].cells[cell] for point in names]
+            line = frontier([(row["output_throughput"], row[figure]) for row in rows])
+            lines[f"{cell}:{figure}"] = [names[index] for index in line]
+    return lines
+
+
+def _effects(sweep: Sweep) -> list[Effect]:
+    """Over all pairs of points that differ in one knob only; one at a time that is one pair, in a grid many."""
+    judge, base = sweep.judge, sweep.subject.plan(BASE)
+    measured, noise = judge.points(), judge.noise()
+    effects = []
+    for axis in sweep.design.axes:
+        for value in axis.values:
+            pairs = [
+                ratios(found, measured[without])
+                for point, found in measured.items()
+                if (axis.knob, value) in point
+                and (without := tuple(change for change in point if change[0] != axis.knob)) in measured
+            ]
+            if not pairs:
+                continue
+            means = {name: geometric_mean([pair[name] for pair in pairs]) for name in FIGURES}
+            effects.append(
+                Effect(
+                    knob=axis.knob,
+                    value=value,
+                    base=value_in(base, axis.knob),
+                    label=change_label(axis.knob, value),
+                    gated=axis.gated,
+                    source=axis.source,
+                    pairs=len(pairs),
+                    ratios=means,
+                    noise={n: noise is not None and 1 / noise[n] <= means[n] <= noise[n] for n in FIGURES},
+                )
+            )
+    return effects
+
+
+def _verdict(sweep: Sweep, best: Point | None) -> str:
+    judge = sweep.judge
+    if best is None:
+        asked = _limits(sweep.objective)
+        return f"No plan that was measured keeps {asked}." if asked else "Nothing could be measured."
+    if best == BASE:
+        if _limits(sweep.objective) or len(judge.points()) > 1:
+            return "Nothing that was tried beats the base plan by more than the noise: keep it."
+        return "Only the base plan was measured."
+    score = judge.score(best) or 1.0
+    relative = judge.ratios(best) or {}
+    broken = "" if judge.score(BASE) is not None else f"; the base plan does not keep {_limits(sweep.objective)}"
+    shown = {
+        "throughput": f"{percent(relative['output_throughput'])} output tokens/s",
+        "latency": f"{percent(1 / score)} latency (time to first token and between tokens, 99th percentile)",
+        "balanced": f"{percent(score)} in tokens/s and latency together",
+    }[sweep.objective.goal]
+    return f"{shown} against the base plan{broken}."
+
+
+def percent(value: float) -> str:
+    """A ratio as a change: +12.3 %, with a real minus sign."""
+    return f"{100 * (value - 1):+.1f} %".replace("-", "\N{MINUS SIGN}")
+
+
+def _limits(objective: Objective) -> str:
+    limits = [
+        f"a {name} of {limit:g} ms at the 99th percentile"
+        for name, limit in (("time to first token", objective.max_ttft), ("gap between tokens", objective.max_itl))
+        if limit is not None
+    ]
+    return " and ".join(limits)
+
+
+def _notes(sweep: Sweep) -> list[str]:
+    subject = sweep.subject
+    notes = []
+    if subject.kind != "rocm":
+        device = {"cpu": "a CPU", "cuda": "an NVIDIA GPU"}[subject.kind]
+        notes.append(
+            f"Measured on {device}: the figures say nothing of ROCm's kernels, and a knob that wins here need not win "
+            "there."
+        )
+    layout = subject.plan(BASE).layout
+    if layout.replicas > 1:
+        notes.append(
+            f"The plan has {layout.replicas} replicas: one was measured, with its share of the requests in flight."
+        )
+    if layout.packed > 1:
+        notes.append(
+            f"{layout.packed} servers will share an accelerator: one was measured alone, and is slower beside others."
+        )
+    if sweep.judge.noise() is None:
+        notes.append("The base plan was measured once: its noise is unknown, and small differences mean nothing.")
+    elif sum(len(runs) for runs in sweep.judge.repeats()) < 3:
+        notes.append(
+            "The noise is what two launches of the base plan differ by; --repeat 2 or more estimates it better."
+        )
+    return notes
+
+
+def _tuned(sweep: Sweep) -> dict[str, Any]:
+    tuned = sweep.subject.tuned
+    assert tuned is not None  # noqa: S101 - asked by the caller
+    return {
+        "digest": tuned.digest,
+        "shapes": {str(device): count for device, count in tuned.shapes.items()},
+        "operators": dict(tuned.operators),
+        "validators": dict(tuned.validators),
+    }
+
+
+def serve_section(point: Point, existing: Mapping[str, Any], tunableop: str | None) -> dict[str, Any]:
+    """The section of a recipe that ``existing``, its own, becomes with a point's changes.
+
+    ``tunableop`` is the path to the tuned kernels; it is named where the point uses them.
+    """
+    knobs = {**existing.get("knobs", {}), **{knob: _written(value) for knob, value in point if knob != TUNABLEOP}}
+    section = {**existing, "knobs": knobs}
+    if tunableop is not None and any(knob == TUNABLEOP for knob, _ in point):
+        section["tunableop"] = tunableop
+    return section
+
+
+def serve_yaml(section: Mapping[str, Any]) -> str:
+    """The same as the YAML to paste, which begins with ``serve:``."""
+    return yaml.safe_dump({"serve": dict(section)}, sort_keys=False, allow_unicode=True, width=10_000)
+
+
+def _written(value: Value) -> Value | int:
+    """Whole numbers without quotes, the way people write them."""
+    return int(value) if isinstance(value, str) and value.isdecimal() and str(int(value)) == value else value

@@ -1,0 +1,270 @@
+"""A sweep: trial after trial until everything was tried or the budget is used up.
+
+What is done is read from the store, in the order in which it would be done; so a sweep that was killed goes on where it
+was, and one with more knobs takes over the trials that are the same.
+
+The guides say: vary one knob at a time. So by default every value is measured against the same base plan, which makes
+effects comparable and independent of the order; then what won is measured together, because effects need not add up,
+and only what was measured is recommended. ``keep`` goes on from the best value of each knob instead (coordinate
+descent): fewer launches in a large space, but effects that depend on the order. A grid finds what only works in
+combination, at the price of a product. Whatever a budget cuts off has the least left to say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from pipeline.base.canonical import fingerprint
+from pipeline.base.durations import duration
+from pipeline.base.errors import UserError
+from pipeline.base.progress import Reporter
+from pipeline.serving.tuning.objective import Judge, Objective
+from pipeline.serving.tuning.space import BASE, Axis, Point, Trial, label
+from pipeline.serving.tuning.subject import Subject
+from pipeline.serving.tuning.trials import STARTUP_TIMEOUT_S, Budget, Outcome, OutOfTimeError, Trials
+
+Mode: TypeAlias = Literal["one-at-a-time", "grid"]
+Choose: TypeAlias = Callable[[Sequence[Point]], Point]
+"""Of points in the order of preference, the first that no later one beats by more than noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """The shape of a sweep: ``repeat`` launches a point, interleaved, so that a drift meets all of them alike."""
+
+    axes: tuple[Axis, ...]
+    mode: Mode = "one-at-a-time"
+    keep: bool = False
+    repeat: int = 1
+
+
+def exploring(design: Design, choose: Choose) -> Iterator[Trial]:
+    """Every trial up to the point where noise must be known; looks at results through ``choose`` only when it must."""
+    if design.mode == "grid":
+        yield from _rounds([BASE, *grid_order(design.axes)], design.repeat)
+    elif not design.keep:
+        yield from _rounds([BASE, *singles(design.axes)], design.repeat)
+    else:
+        # A decision needs the noise, so the base plan is measured twice before the first.
+        yield from _rounds([BASE], max(2, design.repeat))
+        current = BASE
+        for axis in design.axes:
+            points = [(*current, (axis.knob, value)) for value in axis.values]
+            yield from _rounds(points, design.repeat)
+            current = choose([current, *points])
+
+
+def closing(design: Design) -> Iterator[Trial]:
+    """The base plan once more at the end: its spread is the noise, drift included."""
+    before = max(2, design.repeat) if design.keep and design.mode == "one-at-a-time" else design.repeat
+    yield Trial(BASE, before)
+
+
+def together(design: Design, choose: Choose) -> Iterator[Trial]:
+    """One at a time only: the winners of all knobs in one launch, where there are at least two."""
+    if design.mode == "grid" or design.keep:
+        return
+    winner = tuple(
+        change for axis in design.axes for change in choose([BASE, *(((axis.knob, v),) for v in axis.values)])
+    )
+    if len(winner) > 1:
+        yield from _rounds([winner], design.repeat)
+
+
+def singles(axes: Sequence[Axis]) -> list[Point]:
+    """Every value on its own. One value of each knob first: a cut budget then leaves no knob untouched."""
+    columns = [[((axis.knob, value),) for value in axis.values] for axis in axes]
+    return [point for row in itertools.zip_longest(*columns) for point in row if point is not None]
+
+
+def grid_size(axes: Sequence[Axis]) -> int:
+    """How many combinations a grid has, the base plan included."""
+    return math.prod(len(axis.values) + 1 for axis in axes)
+
+
+def grid_order(axes: Sequence[Axis]) -> list[Point]:
+    """The cartesian product without the base plan, such that any beginning covers the most.
+
+    Greedy: the next point is the one with the most values, then the most pairs of values, that were not met yet (the
+    base plan's own count as values). When every pair was met, the rest follows in the order of the product.
+    """
+    columns: list[list[tuple[str, object]]] = [
+        [(axis.knob, None), *((axis.knob, value) for value in axis.values)] for axis in axes
+    ]
+    left = dict.fromkeys(itertools.product(*columns))
+    base = next(iter(left), ())
+    left.pop(base, None)
+    met = set(base) | set(itertools.combinations(base, 2))
+    ordered = []
+    while left:
+        best, gained = None, (0, 0)
+        for row in left:
+            gain = (len(set(row) - met), sum(pair not in met for pair in itertools.combinations(row, 2)))
+            if gain > gained:
+                best, gained = row, gain
+        if best is None:
+            break
+        met |= set(best) | set(itertools.combinations(best, 2))
+        ordered.append(best)
+        del left[best]
+    return [_point(row) for row in (*ordered, *left)]
+
+
+def _point(row: Sequence[tuple[str, object]]) -> Point:
+    return tuple((knob, value) for knob, value in row if isinstance(value, str | bool))
+
+
+def _rounds(points: Sequence[Point], repeat: int) -> Iterator[Trial]:
+    for run in range(repeat):
+        for point in points:
+            yield Trial(point, run)
+
+
+@dataclass
+class Sweep:
+    """A sweep as far as it got. ``refused`` are points that the planner would not plan, with its reason."""
+
+    subject: Subject
+    design: Design
+    objective: Objective
+    outcomes: dict[Trial, Outcome] = field(default_factory=dict)
+    refused: dict[Point, str] = field(default_factory=dict)
+    not_tried: list[Point] = field(default_factory=list)
+    out_of_time: bool = False
+
+    @property
+    def judge(self) -> Judge:
+        """Compares what was measured so far."""
+        return Judge(self.outcomes, self.objective)
+
+    @property
+    def id(self) -> str:
+        """What makes two runs the same sweep: all but its budget and its objective."""
+        return fingerprint(
+            {
+                "base": self.subject.payload(Trial(BASE)),
+                "knobs": [[axis.knob, list(axis.values)] for axis in self.design.axes],
+                "mode": self.design.mode,
+                "keep": self.design.keep,
+                "repeat": self.design.repeat,
+            }
+        )
+
+
+def planned(sweep: Sweep) -> list[Trial]:
+    """Every trial that is known before anything was measured: all but what depends on results."""
+    return [*exploring(replace(sweep.design, keep=False), lambda points: points[0]), *closing(sweep.design)]
+
+
+def run_sweep(sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, *, redo: bool = False) -> None:
+    """Fill ``sweep`` with outcomes; ``redo`` measures again what the store has.
+
+    Raises ServingError where the base plan itself does not serve: nothing could be compared with it.
+    """
+    runner = _Runner(sweep, trials, budget, reporter, redo)
+    choose = sweep.judge.choose
+    tried = runner.through(exploring(sweep.design, choose), reserve=1)
+    runner.through(closing(sweep.design), reserve=0)
+    if tried:
+        runner.through(together(sweep.design, choose), reserve=0)
+    measured = {trial.point for trial in sweep.outcomes}
+    wanted = [trial.point for trial in planned(sweep)]
+    if sweep.design.keep and sweep.design.mode == "one-at-a-time":
+        met = {change for point in measured for change in point}
+        wanted = [point for point in wanted if not set(point) <= met]
+    left = dict.fromkeys([*wanted, *runner.cut])
+    sweep.not_tried += [point for point in left if point not in measured and point not in sweep.refused]
+
+
+class _Runner:
+    def __init__(self, sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, redo: bool) -> None:
+        self.sweep, self.trials, self.budget, self.reporter, self.redo = sweep, trials, budget, reporter, redo
+        self.id = sweep.id
+        self.total = len(planned(sweep))
+        self.number = 0
+        self.cut: list[Point] = []
+
+    def through(self, wanted: Iterable[Trial], *, reserve: int) -> bool:
+        """Run trials until one is not affordable with ``reserve`` more after it; whether all were run."""
+        for trial in wanted:
+            if trial in self.sweep.outcomes or trial.point in self.sweep.refused:
+                continue
+            if not self._one(trial, reserve):
+                self.cut.append(trial.point)
+                return False
+        return True
+
+    def _one(self, trial: Trial, reserve: int) -> bool:
+        name = label(trial.point) + (f", run {trial.run + 1}" if trial.run else "")
+        try:
+            plan = self.sweep.subject.plan(trial.point)
+        except UserError as error:
+            if trial.point == BASE:
+                raise
+            self.sweep.refused[trial.point] = error.message
+            self.reporter.warn(f"{name}: {error.message}")
+            return True
+        self.number += 1
+        self.total = max(self.total, self.number)
+        known = None if self.redo else self.trials.find(trial)
+        if known is not None:
+            if known.sweep == self.id:
+                self.budget.earlier(known.seconds)
+            self._keep(trial, known)
+            self.reporter.cached(name, self.number, self.total, summary(known))
+            return True
+        if not self.budget.affords(1 + reserve):
+            self._stop()
+            return False
+        if self.redo:
+            self.trials.forget(trial)
+        self.reporter.started(name, self.number, self.total)
+        base_start = self._base_start()
+        try:
+            outcome = self.trials.make(
+                trial,
+                plan,
+                sweep=self.id,
+                budget=self.budget,
+                startup_timeout=STARTUP_TIMEOUT_S if base_start is None else 300 + 4 * base_start,
+                progress=self.reporter,
+            )
+        except OutOfTimeError:
+            self._stop(f"the budget ended during {name}, which does not count")
+            return False
+        self._keep(trial, outcome)
+        if outcome.status != "ok":
+            self.reporter.warn(f"{name}: {outcome.why}")
+        self.reporter.finished(name, self.number, self.total, outcome.seconds, summary(outcome))
+        return True
+
+    def _keep(self, trial: Trial, outcome: Outcome) -> None:
+        self.sweep.outcomes[trial] = outcome
+        if outcome.status != "failed":
+            self.budget.seen(outcome.seconds)
+
+    def _base_start(self) -> float | None:
+        return next((o.started_seconds for t, o in self.sweep.outcomes.items() if t.point == BASE), None)
+
+    def _stop(self, why: str | None = None) -> None:
+        if not self.sweep.out_of_time:
+            spent, whole = duration(self.budget.spent), duration(self.budget.seconds or 0)
+            expected = duration(self.budget.expected)
+            self.reporter.warn(
+                why or f"{spent} of {whole} are spent, a trial takes about {expected}: the budget is used up"
+            )
+        self.sweep.out_of_time = True
+
+
+def summary(outcome: Outcome) -> str:
+    """One line about a trial."""
+    if outcome.status != "ok":
+        return f"{outcome.status}: {outcome.why}"
+    parts = [
+        f"{cell.output_throughput:,.0f} tok/s, TTFT p99 {cell.ttft_p99:,.0f} ms" for cell in outcome.cells.values()
+    ]
+    return "; ".join(parts)

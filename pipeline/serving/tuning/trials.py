@@ -1,0 +1,260 @@
+"""One trial: a fresh server from a plan, the workload's cells, what its log says; kept in the store, made once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from eval.bench import CellResult
+from eval.errors import MeasurementError
+from eval.workloads import Cell
+from pipeline.base.canonical import fingerprint
+from pipeline.base.errors import ServingError, StageError
+from pipeline.base.progress import Progress
+from pipeline.serving.measuring.cell import run_cell
+from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.running.local import LocalLauncher
+from pipeline.serving.running.log import diagnose, scan_log
+from pipeline.serving.running.server import Server
+from pipeline.serving.tuning.space import BASE, Trial
+from pipeline.serving.tuning.subject import STAGE, Subject
+from pipeline.store.tree import Store
+
+SERVER_LOG, CLIENT_LOG = "server.log", "bench.log"
+STARTUP_TIMEOUT_S = 3600.0
+_MARGIN = 1.1  # how much longer than the longest so far the next trial may take
+
+
+class OutOfTimeError(Exception):
+    """The budget ended in the middle of a trial, which is then no trial."""
+
+
+class Budget:
+    """How much wall clock a sweep may take, starts of servers included; ``seconds`` is None where there is no limit.
+
+    It is the sweep's, not the process's: what earlier runs spent on trials that are kept counts, so that the same
+    command ends the same way however often it was interrupted. Trials of another sweep, and what of a trial a kill cut
+    off, do not count.
+    """
+
+    def __init__(self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._began = clock()
+        self._earlier = 0.0
+        self._longest = 0.0
+
+    def begin(self) -> None:
+        """Count from now: what came before, such as waiting for another sweep, was not measuring."""
+        self._began = self._clock()
+
+    def earlier(self, seconds: float) -> None:
+        """Count what an earlier run of the sweep spent on a trial that is taken from the store."""
+        self._earlier += seconds
+
+    def seen(self, seconds: float) -> None:
+        """Learn from a trial that ran to its end, whoever paid for it."""
+        self._longest = max(self._longest, seconds)
+
+    @property
+    def spent(self) -> float:
+        """Seconds spent by this sweep, in this run and before."""
+        return self._earlier + self._clock() - self._began
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left, below zero where it was overdrawn; None without a limit."""
+        return None if self.seconds is None else self.seconds - self.spent
+
+    @property
+    def expected(self) -> float:
+        """Seconds that the next trial is expected to take; 0 before anything was seen."""
+        return _MARGIN * self._longest
+
+    def affords(self, trials: int = 1) -> bool:
+        """Whether so many more trials are expected to end in time."""
+        return self.left is None or (self.left > 0 and trials * self.expected <= self.left)
+
+    def check(self, *_: object) -> None:
+        """Raise `OutOfTimeError` when nothing is left."""
+        if self.left is not None and self.left <= 0:
+            raise OutOfTimeError
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One trial. ``seconds`` is its whole wall time, from the start of the server until it was gone.
+
+    ``status`` is "ok"; "failed" where the server did not start or a request did not come back; "void" where the log
+    says that the numbers do not mean what they should. ``why`` says so in words. ``started_seconds`` counts until the
+    server answered. ``sweep`` names the sweep that paid for it.
+    """
+
+    status: Literal["ok", "failed", "void"]
+    seconds: float
+    sweep: str
+    cells: Mapping[str, CellResult] = field(default_factory=dict)
+    why: str | None = None
+    fix: str | None = None
+    started_seconds: float | None = None
+    kv_tokens: int | None = None
+    attention_backend: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return {
+            **asdict(self),
+            "notes": list(self.notes),
+            "cells": {name: cell.to_json() for name, cell in self.cells.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        """Read back what `to_json` wrote. Raises TypeError or `eval.errors.MeasurementError` for anything else."""
+        cells = {name: CellResult.from_json(cell) for name, cell in data["cells"].items()}
+        return cls(**{**data, "cells": cells, "notes": tuple(data["notes"])})
+
+
+def measure(
+    subject: Subject,
+    plan: LaunchPlan,
+    folder: Path,
+    *,
+    log: Path,
+    sweep: str,
+    budget: Budget,
+    progress: Progress,
+    startup_timeout: float = STARTUP_TIMEOUT_S,
+    stop_grace: float = 15.0,
+) -> Outcome:
+    """Run a plan once; the JSON of each cell stays in ``folder``, as does a copy of ``log``, the server's.
+
+    A server that does not start, dies or loses requests is an outcome, not an error. Raises `OutOfTimeError` where the
+    budget ends.
+    """
+    began = time.monotonic()
+    patience = startup_timeout if budget.left is None else max(1.0, min(startup_timeout, budget.left))
+    cells: dict[str, CellResult] = {}
+    started: float | None = None
+    failure: StageError | MeasurementError | None = None
+    try:
+        launcher = LocalLauncher(subject.vllm.executable, stop_grace=stop_grace)
+        with launcher.launch(plan, log, startup_timeout=patience) as server:
+            started = server.started_seconds
+            progress.say(f"ready after {started:.0f} s")
+            for cell in subject.cells:
+                budget.check()
+                client = folder / CLIENT_LOG
+                try:
+                    cells[cell.name] = run_cell(
+                        subject.vllm, cell, server, model=subject.model, folder=folder, log=client, watch=budget.check
+                    )
+                except (StageError, MeasurementError) as error:
+                    raise _cause(server, cell, log) or error from error
+    except (StageError, MeasurementError) as error:
+        budget.check()  # a server that was given less time than it needs did not fail
+        failure = error
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    (folder / SERVER_LOG).write_text(text, encoding="utf-8")  # a copy: whoever still writes must not reach an entry
+    scan = scan_log(text)
+    outcome = Outcome(
+        status="ok",
+        cells=cells,
+        seconds=round(time.monotonic() - began, 3),
+        sweep=sweep,
+        started_seconds=None if started is None else round(started, 3),
+        kv_tokens=scan.kv_tokens,
+        attention_backend=scan.attention_backend,
+        notes=tuple(f"{finding.why}: {finding.line}" for finding in scan.cautions),
+    )
+    if failure is not None:
+        why, fix = _words(failure, folder)
+        return replace(outcome, status="failed", why=why, fix=fix, cells={})
+    if scan.invalid:
+        why = "; ".join(f"{finding.why}: {finding.line}" for finding in scan.invalid)
+        return replace(outcome, status="void", why=why)
+    return outcome
+
+
+def _cause(server: Server, cell: Cell, log: Path) -> ServingError | None:
+    """What ended the server, where it was the server that failed and not the load."""
+    try:
+        server.get("/health", timeout=10)
+    except ServingError:
+        found = diagnose(log.read_text(encoding="utf-8", errors="replace"))
+        return ServingError(f"the server ended under {cell.name}: {found.message}", hint=found.fix)
+    return None
+
+
+def _words(failure: Exception, folder: Path) -> tuple[str, str | None]:
+    """The cause and the fix; the folder is left out, for it is renamed when the trial is committed."""
+    message = getattr(failure, "message", str(failure)).replace(f"{folder}/", "")
+    hint = getattr(failure, "hint", None)
+    fix = None if hint is None else hint.split("; its log:")[0].replace(f"{folder}/", "")
+    return message, None if fix is None or fix.startswith(("its log", "Its whole log", "log:")) else fix
+
+
+class Trials:
+    """The trials of one subject. A damaged record is put into quarantine by the store, which says so."""
+
+    def __init__(self, store: Store, subject: Subject) -> None:
+        self._store = store
+        self._subject = subject
+
+    def find(self, trial: Trial) -> Outcome | None:
+        """What was measured before, by whichever sweep."""
+        entry = self._store.find(STAGE, self._subject.fingerprint(trial))
+        if entry is None:
+            return None
+        with suppress(KeyError, TypeError, MeasurementError):
+            return Outcome.from_json(entry.record.result)
+        self._store.retire(entry)  # sound, but of a version that wrote something else
+        return None
+
+    def forget(self, trial: Trial) -> None:
+        """Measure it again next time."""
+        entry = self._store.find(STAGE, self._subject.fingerprint(trial))
+        if entry is not None:
+            self._store.retire(entry)
+
+    def make(
+        self, trial: Trial, plan: LaunchPlan, *, sweep: str, budget: Budget, startup_timeout: float, progress: Progress
+    ) -> Outcome:
+        """Measure in an empty folder and commit; what raises leaves nothing that counts.
+
+        Raises `OutOfTimeError`, and ServingError where the base plan itself cannot be measured.
+        """
+        subject = self._subject
+        payload = subject.payload(trial)
+        with self._store.working(STAGE, fingerprint(payload), on_wait=progress.say) as work:
+            if work.existing is not None:
+                return Outcome.from_json(work.existing.record.result)
+            work.discard()
+            started = datetime.now(UTC)
+            outcome = measure(
+                subject,
+                plan,
+                work.path,
+                log=log_path(self._store, subject),
+                sweep=sweep,
+                budget=budget,
+                progress=progress,
+                startup_timeout=startup_timeout,
+            )
+            if trial.point == BASE and outcome.status != "ok":
+                why = f"the base plan cannot be measured, and everything is compared with it: {outcome.why}"
+                raise ServingError(why, hint=outcome.fix)
+            tools = {"vllm": subject.vllm.version}
+            work.commit(payload=payload, result=outcome.to_json(), started=started, tools=tools)
+            return outcome
+
+
+def log_path(store: Store, subject: Subject) -> Path:
+    """The log of a subject's servers, one after the other; what is over is in the entry of its trial."""
+    return store.root / "logs" / f"tune-{subject.name}.log"

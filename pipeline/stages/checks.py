@@ -1,0 +1,453 @@
+"""What a recipe asks for that no one could make, serve or prove: found before any work.
+
+    refuse(check(load_recipe("llama70b-fp8kv"), config=config))
+
+Everything here follows from tables and small files. `check` says what can never be; `check_run` adds what this machine
+lacks, where it may be planned all the same.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from calibration.errors import CalibrationError
+from calibration.sets import load_set
+from eval import suites, workloads
+from eval.errors import DefinitionError
+from eval.suites import Suite
+from eval.throughput import fewest_launches
+from eval.workloads import Workload
+from pipeline.base import hardware as accelerators
+from pipeline.base.errors import UserError, did_you_mean
+from pipeline.base.hardware import refusal
+from pipeline.base.schemes import scheme
+from pipeline.quantize.engines.algorithms import algorithm
+from pipeline.recipe import modules
+from pipeline.recipe.faults import Fault, YamlPath
+from pipeline.recipe.load import LoadedRecipe
+from pipeline.recipe.modules import text_config
+from pipeline.recipe.sections import Evaluation, Gate
+from pipeline.serving.knobs import table as knobs
+from pipeline.serving.knobs.overrides import checked_arguments
+
+#: What an engine imports beside PyTorch and transformers, and what that is called when it is installed.
+_PACKAGES: Mapping[str, Mapping[str, str]] = {
+    "llmcompressor": {"llmcompressor": "quantmint[llmcompressor]"},
+    "quark": {"quark": "quantmint[quark]", "ninja": "ninja"},
+}
+
+
+def check(
+    loaded: LoadedRecipe,
+    *,
+    config: Mapping[str, Any] | None = None,
+    linear: Mapping[str, tuple[int, int]] | None = None,
+    cpu_flags: Collection[str] | None = None,
+) -> list[Fault]:
+    """Every fault of a recipe that its fields, the model and the definitions that it names lead to.
+
+    `config` is the model's config.json and `linear` its linear modules with [out_features, in_features], as far as
+    they are known; without them, what depends on the model is not looked at. `cpu_flags` are those of the CPU that
+    will serve, where the target is one (`pipeline.base.hardware.local_cpu_flags`).
+    """
+    faults = [*_source(loaded), *_ranges(loaded), *_schemes(loaded, cpu_flags), *_definitions(loaded)]
+    faults += [*_kv_granularity(loaded), *_serve(loaded)]
+    faults += _overlaps(loaded, linear)
+    names = linear if linear is not None else modules.expected_names(config) if config is not None else ()
+    faults += _fused(loaded, names)
+    if config is not None:
+        faults += [*_lengths(loaded, config), *_latent_cache(loaded, config)]
+    if config is not None or linear is not None:
+        faults += _groups(loaded, config or {}, linear)
+    return faults
+
+
+def check_run(loaded: LoadedRecipe) -> list[Fault]:
+    """What the engine that the recipe names needs and this machine has not installed."""
+    quantization = loaded.recipe.quantization
+    engine, name = quantization.engine, quantization.algorithm
+    support = algorithm(name).engines.get(engine)
+    needs: list[tuple[str, str, str, str]] = [
+        ("engine", engine, module, package) for module, package in _PACKAGES.get(engine, {}).items()
+    ]
+    if support is not None and support.package is not None:
+        needs.append(("algorithm", name, support.package.replace("-", "_"), support.package))
+    return [
+        loaded.fault(
+            ("quantization", field), f"found {found}, which needs a package that is not here: pip install '{package}'"
+        )
+        for field, found, module, package in needs
+        if find_spec(module) is None
+    ]
+
+
+def _used(loaded: LoadedRecipe) -> list[tuple[YamlPath, str]]:
+    """Each scheme of the recipe with the field that asks for it."""
+    quantization = loaded.recipe.quantization
+    overrides = enumerate(quantization.overrides)
+    return [
+        (("quantization", "scheme"), quantization.scheme),
+        *((("quantization", "overrides", index, "scheme"), override.scheme) for index, override in overrides),
+    ]
+
+
+def _source(loaded: LoadedRecipe) -> Iterator[Fault]:
+    recipe = loaded.recipe
+    if recipe.trust_remote_code and recipe.source.repo is not None and not recipe.source.pinned:
+        yield loaded.fault(
+            ("trust_remote_code",),
+            f'found true with revision "{recipe.source.revision}", expected a 40-digit commit: '
+            "code that is run must not be able to change",
+        )
+    folder = loaded.source_folder
+    if folder is not None and not _is_folder(folder):
+        yield loaded.fault(("source", "folder"), f"found no folder {folder}, expected one with a model")
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long for any file
+        return False
+
+
+def _ranges(loaded: LoadedRecipe) -> Iterator[Fault]:
+    quantization = loaded.recipe.quantization
+    if loaded.recipe.calibration is not None:
+        return
+    expected = "expected a calibration section, because its scales are measured"
+    for path, name in _used(loaded):
+        if scheme(name).needs_ranges:
+            yield loaded.fault(path, f"found {name} without calibration, {expected}")
+    if quantization.kv_cache == "fp8":
+        yield loaded.fault(("quantization", "kv_cache"), f"found fp8 without calibration, {expected}")
+    if algorithm(quantization.algorithm).calibrated:
+        yield loaded.fault(
+            ("quantization", "algorithm"),
+            f"found {quantization.algorithm} without calibration, expected a calibration section, "
+            "because it looks at activations",
+        )
+
+
+def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterator[Fault]:
+    hardware, quantization = loaded.recipe.target.hardware, loaded.recipe.quantization
+    layout, kv_cache = quantization.format, quantization.kv_cache
+    for path, name in _used(loaded):
+        row = scheme(name)
+        if layout not in row.formats:
+            expected, why = " or ".join(row.formats), dict(row.refused)[layout]
+            yield loaded.fault(path, f"found {name} in {layout}, expected format {expected}: {why}")
+            continue
+        served = not _stands_in(loaded)
+        reason = refusal(hardware, name, "auto", layout, cpu_flags=cpu_flags) if served else None
+        if reason is not None:
+            yield loaded.fault(path, f"found {name}, which {hardware} cannot serve: {reason}")
+        elif served and (reason := refusal(hardware, name, kv_cache, layout, cpu_flags=cpu_flags)) is not None:
+            yield loaded.fault(
+                ("quantization", "kv_cache"), f"found {kv_cache}, which {hardware} cannot serve: {reason}"
+            )
+        engine = quantization.engine
+        if (reason := row.refusal(engine, layout)) is not None:
+            field = path if engine not in row.engines else ("quantization", "engine")
+            yield loaded.fault(field, f"{reason}, expected {' or '.join(row.makers(layout))}")
+        elif (reason := algorithm(quantization.algorithm).refusal(engine, name)) is not None:
+            yield loaded.fault(("quantization", "algorithm"), reason)
+
+
+def _stands_in(loaded: LoadedRecipe) -> bool:
+    """Whether the target only lends its arithmetic: a CPU, with the reference runtime.
+
+    Nothing is served there, so what vLLM's CPU build has no kernel for may be made and proven all the same. A GPU is
+    what the checkpoint is made for, whatever answers the questions: what cannot be served on it stays refused.
+    """
+    recipe = loaded.recipe
+    return recipe.evaluation.runtime == "reference" and accelerators.hardware(recipe.target.hardware).kind == "cpu"
+
+
+def _kv_granularity(loaded: LoadedRecipe) -> Iterator[Fault]:
+    quantization = loaded.recipe.quantization
+    if quantization.kv_cache_granularity == "tensor":
+        return
+    path = ("quantization", "kv_cache_granularity")
+    if quantization.kv_cache == "auto":
+        yield loaded.fault(path, "found head with a 16-bit cache, expected it with kv_cache: fp8 only")
+    elif quantization.format != "compressed-tensors":
+        found = f"found head in {quantization.format}, which has one scale for K and one for V of a layer"
+        yield loaded.fault(path, f"{found}, expected tensor, or format compressed-tensors")
+    elif quantization.engine != "stream":
+        found = f"found head with engine {quantization.engine}"
+        yield loaded.fault(path, f"{found}, expected tensor, or engine stream, which writes scales by head")
+
+
+def _latent_cache(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
+    rank = modules.text_config(config).get("kv_lora_rank")
+    if loaded.recipe.quantization.kv_cache == "fp8" and rank is not None:
+        yield loaded.fault(
+            ("quantization", "kv_cache"),
+            f"found fp8 for latent attention (kv_lora_rank {rank}), expected auto: its cache holds one latent for all "
+            "heads with one rotated part, and neither layout has scales for these",
+        )
+
+
+def _serve(loaded: LoadedRecipe) -> Iterator[Fault]:
+    serve = loaded.recipe.serve
+    known = knobs.table() if serve.knobs else {}
+    for name in serve.knobs:
+        at: YamlPath = ("serve", "knobs", name)
+        knob = known.get(name)
+        if knob is None:
+            hint = did_you_mean(name, known)
+            message = f"found no such knob, expected one of docs/serving-knobs.md{hint}"
+            yield Fault(loaded.place(*at, key=True), at, message)
+        elif knob.kind not in ("flag", "env"):
+            message = f"found a setting of the {knob.kind}, expected an argument of `vllm serve` or a variable"
+            yield Fault(loaded.place(*at, key=True), at, message)
+    try:
+        checked_arguments(serve.arguments)
+    except UserError as error:
+        yield loaded.fault(("serve", "arguments"), error.message)
+    table = loaded.tunableop
+    if table is not None and not table.is_file():
+        yield loaded.fault(("serve", "tunableop"), f"found no file {table}, expected a CSV of TunableOp")
+
+
+def _definitions(loaded: LoadedRecipe) -> Iterator[Fault]:
+    recipe = loaded.recipe
+    if recipe.calibration is not None:
+        try:
+            load_set(recipe.calibration.set)
+        except CalibrationError as error:
+            yield loaded.fault(("calibration", "set"), str(error))
+    workload: Workload | None = None
+    try:
+        workload = workloads.load(recipe.target.workload)
+        longest = workload.longest
+    except DefinitionError as error:
+        yield loaded.fault(("target", "workload"), str(error))
+    else:
+        if longest > recipe.target.max_model_len:
+            yield loaded.fault(
+                ("target", "max_model_len"),
+                f"found {recipe.target.max_model_len}, expected at least {longest}: "
+                f"workload {recipe.target.workload} has requests of that many tokens",
+            )
+    try:
+        suite = suites.load(recipe.evaluation.suite)
+    except DefinitionError as error:
+        yield loaded.fault(("evaluation", "suite"), str(error))
+    else:
+        yield from accuracy_faults(loaded, suite)
+    yield from throughput_faults(loaded, workload)
+
+
+def _overlaps(loaded: LoadedRecipe, linear: Iterable[str] | None) -> Iterator[Fault]:
+    """Overrides whose order would matter, or that mean no module of the model."""
+    names = list(linear) if linear is not None else None
+    quantization = loaded.recipe.quantization
+    claimed: dict[str, str] = {}
+    for index, override in enumerate(quantization.overrides):
+        for position, pattern in enumerate(override.modules):
+            path = ("quantization", "overrides", index, "modules", position)
+            meant = [pattern] if names is None else [name for name in names if modules.matches(pattern, name)]
+            if names is not None and not meant:
+                hint = did_you_mean(pattern, names)
+                yield loaded.fault(path, f'found "{pattern}", expected linear modules of the model{hint}')
+            clash = next((name for name in meant if claimed.get(name, override.scheme) != override.scheme), None)
+            if clash is not None:
+                yield loaded.fault(
+                    path,
+                    f"found {override.scheme} for {clash} after {claimed[clash]}, expected one scheme for a module",
+                )
+            claimed.update(dict.fromkeys(meant, override.scheme))
+
+
+def _fused(loaded: LoadedRecipe, names: Iterable[str]) -> Iterator[Fault]:
+    """Exclusions or overrides that take a part of what vLLM loads as one; one fault for each of them."""
+    quantization = loaded.recipe.quantization
+    rules: dict[YamlPath, str] = {
+        ("quantization", "exclude", index): pattern for index, pattern in enumerate(quantization.exclude)
+    }
+    for index, override in enumerate(quantization.overrides):
+        for position, pattern in enumerate(override.modules):
+            rules["quantization", "overrides", index, "modules", position] = pattern
+    if not rules:
+        return
+    named = [name for pattern in rules.values() if not pattern.startswith("re:") for name in modules.siblings(pattern)]
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in dict.fromkeys((*names, *named)):
+        group = modules.fused_with(name)
+        if group is not None:
+            groups[group].append(name)
+    reported: set[YamlPath] = set()
+    for group, members in groups.items():
+        chosen = {name: modules.assigned(quantization, name) or "16 bit" for name in members}
+        if len(set(chosen.values())) == 1:
+            continue
+        partial = [path for path, pattern in rules.items() if 0 < _count(pattern, members) < len(members)]
+        unusual = [path for path in partial if chosen[_inside(rules[path], members)] != quantization.scheme]
+        for path in unusual or partial[:1]:
+            if path in reported:
+                continue
+            reported.add(path)
+            inside = _inside(rules[path], members)
+            outside = next(name for name in members if chosen[name] != chosen[inside])
+            yield loaded.fault(
+                path,
+                f"found {chosen[inside]} for {inside} beside {chosen[outside]} for {outside}, "
+                f"expected one scheme for {group}, which vLLM loads as one",
+            )
+
+
+def _inside(pattern: str, names: list[str]) -> str:
+    return next(name for name in names if modules.matches(pattern, name))
+
+
+def _count(pattern: str, names: list[str]) -> int:
+    return sum(modules.matches(pattern, name) for name in names)
+
+
+def _lengths(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
+    longest = modules.text_config(config).get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return
+    calibration = loaded.recipe.calibration
+    lengths: list[tuple[YamlPath, int]] = [(("target", "max_model_len"), loaded.recipe.target.max_model_len)]
+    if calibration is not None:
+        lengths.append((("calibration", "sequence_length"), calibration.sequence_length))
+    for path, found in lengths:
+        if found > longest:
+            yield loaded.fault(path, f"found {found}, expected at most {longest}, the model's max_position_embeddings")
+
+
+def _groups(
+    loaded: LoadedRecipe, config: Mapping[str, Any], linear: Mapping[str, tuple[int, int]] | None
+) -> Iterator[Fault]:
+    """Groups of a scheme that do not divide the inputs of the modules that get it."""
+    quantization, gpus = loaded.recipe.quantization, loaded.recipe.target.gpus
+    for path, name in _used(loaded):
+        divisor = scheme(name).input_divisor
+        if divisor == 1:
+            continue
+        if linear is not None:
+            widths = tuple(
+                InputWidth(module, shape[1], split=re.search(r"\.(o_proj|down_proj|w2)$", module) is not None)
+                for module, shape in linear.items()
+                if modules.assigned(quantization, module) == name
+            )
+        else:
+            widths = input_widths(config)
+        found = misfit(widths, divisor, gpus)
+        if found is not None:
+            yield loaded.fault(path, f"found {name} with {found}, expected a multiple of {divisor} on each GPU")
+
+
+def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
+    """Margins that the suite's items cannot test in as many looks, and scores of tasks that it does not have."""
+    gate = loaded.recipe.gate.accuracy
+    suite = suite.judged_by(gate.margins)
+    if not any(task.gated for task in suite.tasks):
+        yield loaded.fault(("gate", "accuracy", "margins"), "found null for every task that decides, expected one left")
+    asked = as_asked(suite, loaded.recipe.evaluation, loaded.recipe.gate)
+    looks = loaded.recipe.evaluation.looks
+    for sentence in suites.untestable(asked, gate.margin, gate.confidence, gate.power, looks):
+        yield loaded.fault(("gate", "accuracy", "margin"), sentence)
+    known = [task.task for task in suite.tasks]
+    named = [("baseline_score", name) for name in gate.baseline_score] + [("margins", name) for name in gate.margins]
+    for field, name in named:
+        if name not in known:
+            yield loaded.fault(
+                ("gate", "accuracy", field, name),
+                f"found no such task in suite {suite.name}, "
+                f"expected one of {', '.join(known)}{did_you_mean(name, known)}",
+            )
+    answer = max((task.max_gen_tokens or 0 for task in suite.tasks), default=0)
+    if answer >= loaded.recipe.target.max_model_len:
+        yield loaded.fault(
+            ("target", "max_model_len"),
+            f"found {loaded.recipe.target.max_model_len}, expected more than {answer}: "
+            f"suite {suite.name} lets a model answer with that many tokens",
+        )
+
+
+def throughput_faults(loaded: LoadedRecipe, workload: Workload | None) -> Iterator[Fault]:
+    """A promise of speed that nothing measures, or that so few launches cannot show; `workload` where it is known."""
+    gate = loaded.recipe.gate.throughput
+    if gate.min_ratio is None:
+        return
+    promise = ("gate", "throughput", "min_ratio")
+    if loaded.recipe.evaluation.runtime == "reference":
+        found = f"found {gate.min_ratio:g} with evaluation.runtime reference"
+        yield loaded.fault(promise, f"{found}, expected null: that runtime measures no throughput")
+    elif workload is not None and all(math.isfinite(cell.rate or math.inf) for cell in workload.cells):
+        found = f"found {gate.min_ratio:g}, but every cell of workload {workload.name} offers a fixed rate of requests"
+        yield loaded.fault(promise, f"{found}, expected null: latency is what such a load measures")
+    fewest = fewest_launches(gate.confidence)
+    if gate.launches < fewest:
+        yield loaded.fault(
+            ("gate", "throughput", "launches"),
+            f"found {gate.launches}, expected at least {fewest}: with fewer on each side no outcome is significant at "
+            f"{gate.confidence:.0%} confidence, however clear",
+        )
+
+
+def as_asked(suite: Suite, evaluation: Evaluation, gate: Gate) -> Suite:
+    """A suite as a recipe has it asked: no more items than its limit, and as many flips as it expects."""
+    tasks = tuple(
+        replace(
+            task,
+            items=min(task.items, evaluation.limit or task.items),
+            expected_flip_rate=gate.accuracy.expected_flip_rate or task.expected_flip_rate,
+        )
+        for task in suite.tasks
+    )
+    return replace(suite, tasks=tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class InputWidth:
+    """in_features of some modules; `split` where tensor parallelism gives each GPU only its share of them."""
+
+    name: str
+    features: int
+    split: bool
+
+
+def input_widths(config: Mapping[str, Any]) -> tuple[InputWidth, ...]:
+    """The distinct widths that a config.json declares; what it does not declare is left out."""
+    return tuple(_widths(text_config(config)))
+
+
+def misfit(widths: tuple[InputWidth, ...], divisor: int, gpus: int) -> str | None:
+    """Why groups of `divisor` do not fit some width on one or on all GPUs, as what was found; None when all fit."""
+    for width in widths:
+        if width.features % divisor:
+            return f"{width.name} {width.features}"
+        if width.split and width.features % (divisor * gpus):
+            return f"{width.name} {width.features} over {gpus} GPUs"
+    return None
+
+
+def _widths(config: Mapping[str, Any]) -> Iterator[InputWidth]:
+    def number(key: str) -> int:
+        value = config.get(key)
+        return value if isinstance(value, int) else 0
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    if hidden:
+        yield InputWidth("hidden_size", hidden, split=False)
+    for key in ("q_lora_rank", "kv_lora_rank"):
+        if number(key):
+            yield InputWidth(key, number(key), split=False)
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        if number(key):
+            yield InputWidth(key, number(key), split=True)
+    if heads:
+        head = number("v_head_dim") or number("head_dim") or hidden // heads
+        yield InputWidth("num_attention_heads x head_dim", heads * head, split=True)

@@ -1,0 +1,206 @@
+"""What the stages of a recipe that work on weights will take on this machine: seconds, memory and disk.
+
+What shares a resource adds up, and resources work at the same time: the cores (copying from and to the page cache,
+hashing, and the kernels where no GPU computes), the device, the link to it, and the disk. The busiest decides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from calibration.errors import CalibrationError
+from calibration.room import decide
+from pipeline.quantize.device import device_memory, resolve_devices
+from pipeline.quantize.engines.stream.plan import plan_shards
+from pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
+from pipeline.quantize.formats.checkpoint import Checkpoint
+from pipeline.quantize.model.select import select
+from pipeline.quantize.model.structure import Structure
+from pipeline.recipe.schema import Recipe
+from pipeline.stages.cost.rates import Origin, Rates, rates_of
+from pipeline.stages.cost.volume import CalibrateVolume, QuantizeVolume, calibrate_volume, quantize_volume
+from pipeline.stages.quantize import needs_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Costs by stage, and the machine whose rates they were computed from."""
+
+    machine: str
+    origin: Origin
+    rates: Rates
+    stages: Mapping[str, Cost]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return {
+            "rates": {"origin": self.origin, **asdict(self.rates)},
+            "stages": {name: cost.to_json() for name, cost in self.stages.items()},
+        }
+
+
+def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: str) -> Forecast:
+    """Predict from headers, real or imagined, and what is known of such a machine.
+
+    There are no stages where a library quantizes: how long it takes is its own affair.
+    """
+    machine, origin = machine_here(device)
+    stages: dict[str, Cost] = {}
+    quantization = recipe.quantization
+    if quantization.engine == "stream":
+        if recipe.calibration is not None and needs_ranges(quantization):
+            stages["calibrate"] = calibrate_cost(calibrate_volume(source, structure, recipe.calibration), machine)
+        choice, shared = select(structure, quantization), quantization.shared_scales
+        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
+        stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
+    return Forecast(machine.rates.machine, origin, machine.rates, stages)
+
+
+def machine_here(device: str) -> tuple[Machine, Origin]:
+    """This machine; several GPUs are taken to be of a kind."""
+    devices = resolve_devices(device)
+    rates, origin = rates_of(devices[0])
+    cores = len(os.sched_getaffinity(0))
+    return Machine(rates, cores, device_memory("cpu"), devices, device_memory(devices[0])), origin
+
+
+_CACHED_SHARE = 0.5
+"""Of the machine's memory: a model up to that size is taken to be in the page cache, since it was hashed or fetched."""
+_DIRTY_SHARE = 0.1
+"""Of the machine's memory: what Linux lets a program write before it must wait for the disk (vm.dirty_ratio is 0.2)."""
+_MAPPED = 1 << 30  # bytes of the files that are mapped while they are put on a GPU
+_CPU_PIECES, _PINNED_PIECES, _DEVICE_PIECES = 6, 2, 6
+"""What a worker holds, in pieces of its weight: what was read, what becomes of it, and the steps in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How fast, and how large: memory in bytes, of the host and of each of the ``devices`` that compute."""
+
+    rates: Rates
+    cores: int
+    memory: int
+    devices: tuple[str, ...]
+    device_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one stage takes: seconds until everything is on the disk, bytes of memory, device memory and disk.
+
+    ``written`` is when the last byte was handed to the system. ``parts`` are the seconds that each part would take by
+    itself, ``bound`` names the resource that decides. ``mode`` says how the stage works, where it has a choice.
+    """
+
+    seconds: float
+    written: float
+    memory: int
+    device_memory: int
+    disk: int
+    bound: str
+    parts: Mapping[str, float]
+    mode: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return asdict(self)
+
+
+def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
+    """The stream engine: read, compute, hash and write overlap over all files; what is finished is synced meanwhile."""
+    rates = machine.rates
+    started = len(workers_of(machine.devices))
+    lanes = open_files(volume.files, started)
+    workers = min(started, machine.cores)
+    computed = sum(count / rates.kernel(name) for name, count in volume.kernels.items())
+    parts = {
+        "read": volume.read / rates.read,
+        "compute": computed,
+        "hash": volume.written / rates.hash,
+        "write": volume.written / rates.write,
+        "sync": volume.written / rates.sync,
+    }
+    on_cpu = rates.link is None
+    # Rates are those of all cores; hashing is a thread's, and as many files are hashed at a time as there are lanes.
+    busy = {
+        "cores": (parts["read"] + parts["write"] + (computed if on_cpu else 0.0)) * machine.cores / workers
+        + parts["hash"] / workers,
+        "hash": parts["hash"] / lanes,
+    }
+    if rates.link is not None:
+        busy["device"] = computed / len(machine.devices)
+        parts["link"] = max(volume.read, volume.written) / rates.link
+        busy["link"] = parts["link"] / len(machine.devices)
+    if volume.distinct > _CACHED_SHARE * machine.memory:
+        busy["disk"] = parts["disk"] = volume.distinct / rates.disk
+    bound = max(busy, key=lambda name: busy[name])
+    tail = min(volume.largest * lanes, volume.written) / rates.sync  # of the files that end together
+    # The page cache takes what the disk does not take at once, but not for ever.
+    synced = parts["sync"] - tail
+    durable = max(busy[bound], synced) + tail
+    if volume.written > _DIRTY_SHARE * machine.memory and synced > busy[bound]:
+        bound, busy["sync"] = "sync", synced
+    piece, held = (CPU_PIECE, _CPU_PIECES) if on_cpu else (GPU_PIECE, _PINNED_PIECES)
+    count = started
+    return Cost(
+        seconds=durable,
+        written=busy[bound],
+        memory=rates.resident + count * held * piece,
+        device_memory=0 if on_cpu else -(-count // len(machine.devices)) * _DEVICE_PIECES * piece,
+        disk=volume.written,
+        bound=bound,
+        parts=parts,
+    )
+
+
+def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
+    """One forward over the set: with the whole model on the device, or layer by layer while the next one is read.
+
+    In layer mode hidden states stay on the device where they take half of what is free beside two layers, else in
+    a quarter of the host's memory; the rest of them goes to the disk and back in every layer.
+    """
+    rates, need = machine.rates, volume.need
+    on_cpu = rates.link is None
+    mode = _mode(volume, machine)
+    parts = {
+        "load": need.weights / rates.load,
+        "products": volume.flops / rates.flops,
+        "scores": volume.scores / rates.scores,
+    }
+    if need.weights > _CACHED_SHARE * machine.memory:
+        parts["load"] = max(parts["load"], need.weights / rates.disk)
+    forward = (parts["products"] + parts["scores"]) / len(machine.devices)
+    if mode == "resident":
+        held, kept, spilled = need.weights + need.forward, 0 if on_cpu else _MAPPED, 0
+        seconds = parts["load"] + forward
+    else:
+        running = 2 * need.layer + need.forward
+        free = machine.device_memory - running
+        on_device = not on_cpu and volume.states <= len(machine.devices) * free // 2
+        budget = machine.memory // 4 if volume.memory is None else volume.memory
+        kept = volume.states if on_device else min(volume.states, budget)
+        held, spilled = running + (kept // len(machine.devices) if on_device else 0), volume.states - kept
+        kept = 0 if on_device else kept
+        layers = need.weights / need.layer
+        parts["spill"] = layers * spilled * (1 / rates.sync + 1 / rates.disk)
+        seconds = max(parts["load"], forward) + parts["spill"]
+    return Cost(
+        seconds=seconds,
+        written=seconds,
+        memory=rates.resident + kept + (held if on_cpu else 0),
+        device_memory=0 if on_cpu else held,
+        disk=2 * spilled,
+        bound=max(parts, key=lambda name: parts[name]),
+        parts=parts,
+        mode=mode,
+    )
+
+
+def _mode(volume: CalibrateVolume, machine: Machine) -> str:
+    try:
+        return decide(volume.mode, volume.need, ["it"], {"it": machine.device_memory}, None).mode
+    except CalibrationError:  # fits in neither way, which a run says before it starts
+        return "layer"

@@ -1,0 +1,215 @@
+"""What a run will take, and what it can be refused for before it starts.
+
+How large things will be is exact where the layout decides (the checkpoint), an upper bound where the machine does
+(calibration, serving). Refused is a run without vLLM, device, room on the disk, a signer or the right to publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import UserError
+from pipeline.quantize.device import device_memory, resolve_devices
+from pipeline.quantize.engines.libraries.job import checkpoint_bytes
+from pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
+from pipeline.quantize.engines.stream.plan import plan_shards
+from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.quantize.model.select import select
+from pipeline.quantize.model.structure import Structure, imagine, read_structure
+from pipeline.recipe.schema import Recipe
+from pipeline.stages.calibrate import pinned_set
+from pipeline.stages.planning import foreseen, known_unsound, missing_stages
+from pipeline.stages.publish import require_admission
+from pipeline.stages.serve import launch_plan
+from pipeline.stages.servers import over_nodes
+from pipeline.stages.sign import require_signer
+from pipeline.stages.source import config_folder
+from pipeline.stages.stage import Planned, Setting
+from pipeline.store.disk import free_bytes
+
+_OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, report
+_PACKAGES = (
+    ("calibrate", ("torch", "transformers"), "quantize"),
+    ("quantize", ("torch", "transformers"), "quantize"),
+    ("canary", ("transformers",), "evaluate"),
+    ("evaluate", ("lm_eval",), "evaluate"),
+    ("control", ("lm_eval",), "evaluate"),
+    ("report", ("jinja2", "matplotlib"), "report"),
+    ("package", ("jinja2", "detect_secrets", "cyclonedx"), "publish"),
+    ("sign", ("model_signing", "OpenSSL", "sigstore"), "publish"),
+)
+_SERVED = ("serve", "canary", "evaluate", "control", "bench")  # what asks a server
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Sizes in bytes.
+
+    ``quantized`` and ``kept`` count linear modules; ``calibration_device`` is what a resident model takes,
+    ``largest_tensor`` bounds the engine's memory, a few of which it holds; ``weights_per_gpu`` is for the candidate.
+    ``kv_bytes_per_token`` is for all layers over all GPUs, None for an architecture whose cache is not plain K and V.
+    """
+
+    parameters: int
+    source: int
+    checkpoint: int
+    quantized: int
+    kept: int
+    largest_tensor: int
+    calibration_device: int
+    weights_per_gpu: int
+    kv_bytes_per_token: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return asdict(self)
+
+
+def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Prediction:
+    """Predict from headers, real or imagined. Raises `UserError` for what the recipe cannot be applied to."""
+    choice = select(structure, recipe.quantization)
+    layout = recipe.quantization.format
+    if recipe.quantization.engine == "stream":
+        checkpoint = sum(plan.nbytes for plan in plan_shards(source, structure, choice, layout))
+    else:
+        checkpoint = checkpoint_bytes(source, structure, choice, layout)
+    return Prediction(
+        parameters=structure.parameters,
+        source=source.nbytes,
+        checkpoint=checkpoint,
+        quantized=len(choice.schemes),
+        kept=len(choice.kept),
+        largest_tensor=max(info.nbytes for _, info in source.tensors.values()),
+        calibration_device=source.nbytes if recipe.calibration is not None else 0,
+        weights_per_gpu=-(-checkpoint // recipe.target.gpus),
+        kv_bytes_per_token=_kv_bytes(source.config, 1 if choice.kv_cache else 2),
+    )
+
+
+def disk_needed(prediction: Prediction, missing: Iterable[str], *, download: bool, copied: bool) -> dict[str, int]:
+    """Bytes that the stages which are not cached will write here, by what they are for.
+
+    ``download``: the source is fetched; ``copied``: a folder is one of the places that are published to.
+    """
+    stages = set(missing)
+    needed: dict[str, int] = {}
+    if "source" in stages and download:
+        needed["download"] = prediction.source
+    if "quantize" in stages:
+        needed["checkpoint"] = prediction.checkpoint
+    if "publish" in stages and copied:
+        needed["published copy"] = prediction.checkpoint
+    return {**needed, "logs and samples": _OVERHEAD} if needed else {}
+
+
+def require_disk(needed: Mapping[str, int], free: int, where: str) -> None:
+    """Raise `UserError` where the disk is too small for what is still to be written."""
+    total = sum(needed.values())
+    if total > free:
+        parts = ", ".join(f"{name} {count / 1e9:,.2f} GB" for name, count in needed.items())
+        raise UserError(
+            f"{where}: {total / 1e9:,.2f} GB are needed ({parts}), {free / 1e9:,.2f} GB are free.",
+            hint="Free space, or write to another disk; `quantmint gc` removes from a store what no recent run uses.",
+        )
+
+
+def _kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
+    """2 * layers * kv heads * head_dim * bytes; the formula of vLLM for grouped-query attention."""
+    text = config.get("text_config") or config
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    layers = text.get("num_hidden_layers")
+    if text.get("kv_lora_rank") or not (heads and hidden and layers):
+        return None
+    head_dim = text.get("head_dim") or hidden // heads
+    return int(2 * layers * (text.get("num_key_value_heads") or heads) * head_dim * width)
+
+
+def require_means(
+    plan: Sequence[Planned], setting: Setting, redo: Collection[str] = (), *, prediction: Prediction | None = None
+) -> None:
+    """Raise `UserError` where a run could not come to its end; ``prediction`` is what was predicted already."""
+    plan = foreseen(plan, setting, redo)
+    missing = missing_stages(plan, setting, redo)
+    if known_unsound(plan, setting, redo):
+        return  # the run ends there, and says why
+    _require_packages(missing)
+    if "sign" in missing:
+        require_signer(setting)
+    if "publish" in missing:
+        require_admission(setting)
+    if "calibrate" in missing and setting.recipe.calibration is not None:
+        pinned_set(setting.recipe.calibration)
+    if any(key.startswith(_SERVED) for key in missing):
+        _require_server(setting)
+    if "quantize" in missing:
+        prediction = prediction or predict_for(setting, config_folder(setting.source))
+        where = setting.store.root.absolute()
+        download = setting.source.folder is None
+        copied = setting.recipe.publish.folder is not None
+        needed = disk_needed(prediction, missing, download=download, copied=copied)
+        require_disk(needed, free_bytes(where), str(where))
+        if "calibrate" in missing and setting.spread is None:
+            require_memory(prediction, setting)
+        if setting.spread is not None:
+            return  # it has asked its own machines
+        engine, device = setting.recipe.quantization.engine, resolve_devices(setting.device)[0]
+        if engine != "stream":
+            require_library_memory(prediction.source, device_memory(device), device, engine)
+
+
+def _require_server(setting: Setting) -> None:
+    if setting.recipe.evaluation.runtime == "reference":
+        _require_installed("serve, with the runtime reference,", ("torch", "transformers"), "quantize")
+    elif setting.vllm is None:
+        raise UserError(
+            "no vLLM was found to serve with, which this recipe needs.",
+            hint="`make serving` builds one for a CPU; else set QUANTMINT_VLLM, or stop earlier with --until inspect.",
+        )
+    elif (launch := launch_plan(setting, "baseline", Path("MODEL"))).layout.nodes > 1:
+        over_nodes(setting, setting.vllm, launch).require(launch)
+
+
+def _require_packages(missing: Sequence[str]) -> None:
+    """An hour of measuring must not end at a package that draws the page."""
+    for stage, packages, extra in _PACKAGES:
+        if any(key.startswith(stage) for key in missing):
+            _require_installed(stage, packages, extra)
+
+
+def _require_installed(stage: str, packages: Sequence[str], extra: str) -> None:
+    absent = [name for name in packages if find_spec(name) is None]
+    if absent:
+        raise UserError(
+            f"the stage {stage} needs {', '.join(absent)}, which is not installed.",
+            hint=f"pip install 'quantmint[{extra}]'",
+        )
+
+
+def require_memory(prediction: Prediction, setting: Setting) -> None:
+    """Raise `UserError` where the device is too small for a recipe that wants the whole 16-bit model on it."""
+    device = resolve_devices(setting.device)[0]
+    memory, calibration = device_memory(device), setting.recipe.calibration
+    if calibration is not None and calibration.mode == "resident" and prediction.calibration_device > memory:
+        raise UserError(
+            "calibration.mode resident keeps the 16-bit model on one device: "
+            f"{prediction.calibration_device / 1e9:,.1f} GB, {device} has {memory / 1e9:,.1f} GB.",
+            hint="Take `mode: auto`, which runs what does not fit layer by layer.",
+        )
+
+
+def predict_for(setting: Setting, folder: Path) -> Prediction:
+    """Predict from a folder with the weights, or from one that has only a config.json."""
+    return predict(*model_for(setting, folder), setting.recipe)
+
+
+def model_for(setting: Setting, folder: Path) -> tuple[Checkpoint, Structure]:
+    """The headers of a folder with the weights, or those that its config.json stands for; and the model's structure."""
+    trust = setting.recipe.trust_remote_code
+    if any(folder.glob("*.safetensors")):
+        source = open_checkpoint(folder)
+        return source, read_structure(folder, source.tensors, trust_remote_code=trust)
+    return imagine(folder, trust_remote_code=trust)

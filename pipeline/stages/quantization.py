@@ -1,0 +1,261 @@
+"""One checkpoint without a recipe's file: an anonymous recipe, run up to its inspection, then moved into a folder.
+
+    job = open_job(recipe_of(options), Path("llama-fp8"))
+    make(job, reporter)
+
+The runner, the stages and the store are those of every recipe; the store lies in ``OUT/.quantmint``. When all is made
+and found sound, the files move up one by one, ``config.json`` last: before that no program takes the folder for a
+model. What was made from what stays with the checkpoint, in ``OUT/quantmint``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pipeline.base.canonical import ABSENT, Change, difference, fingerprint
+from pipeline.base.errors import UserError
+from pipeline.base.progress import Reporter
+from pipeline.quantize.formats.checkpoint import Checkpoint, read_json
+from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.model.select import select
+from pipeline.quantize.model.structure import Structure
+from pipeline.recipe.faults import option_of, refuse
+from pipeline.recipe.load import LoadedRecipe
+from pipeline.stages.checks import check
+from pipeline.stages.inspect import INSPECTION
+from pipeline.stages.planning import build_plan
+from pipeline.stages.preflight import Prediction, model_for, predict, require_means
+from pipeline.stages.quantize import CHECKPOINT, ERRORS
+from pipeline.stages.runner import Outcome, run_plan
+from pipeline.stages.session import open_setting
+from pipeline.stages.source import config_folder, fetch
+from pipeline.stages.stage import Planned, Setting
+from pipeline.store.disk import disk_errors, fsync, write_atomic
+from pipeline.store.locks import Lock
+from pipeline.store.tree import Store
+
+_REPO: Final = re.compile(r"(?P<repo>[^/@\s]+/[^/@\s]+)(@(?P<revision>\S+))?")
+_WORK: Final = ".quantmint"
+_EVIDENCE: Final = "quantmint"
+_JOB: Final = "job.json"
+_LAST: Final = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationJob:
+    """What is to be made, from what, and into which folder: nothing is written before `make`."""
+
+    setting: Setting
+    plan: tuple[Planned, ...]
+    out: Path
+
+    @property
+    def payload(self) -> dict[str, Any]:
+        """What shapes the checkpoint's bytes, by stage; the inspection only looks at them."""
+        return {
+            planned.key: {name: value for name, value in planned.payload.items() if name not in ("stage", "inputs")}
+            for planned in self.plan
+            if planned.key != "inspect"
+        }
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What is known of the finished checkpoint."""
+        return read_json(self.out / _EVIDENCE / _JOB)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the folder holds what this job makes.
+
+        Raises `UserError` for a folder that holds anything else: what another job made, or foreign files.
+        """
+        if self.out.exists() and not self.out.is_dir():
+            raise UserError(f"OUT: found the file {self.out}, expected a folder.")
+        if (self.out / _EVIDENCE / _JOB).is_file() and ((self.out / _LAST).is_file() or self.moving):
+            _require_same(self.out, self.record, self.payload)
+            return not self.moving
+        foreign = sorted(path.name for path in self.out.glob("*") if not path.name.startswith(_WORK))
+        if foreign and not self.begun:
+            raise UserError(
+                f"OUT: found {foreign[0]} in {self.out}, expected an empty folder or none.",
+                hint="What is there is never overwritten: choose another folder, or empty this one.",
+            )
+        return False
+
+    @property
+    def begun(self) -> bool:
+        """Whether some of it was made before."""
+        return (self.out / _WORK).is_dir()
+
+    @property
+    def moving(self) -> bool:
+        """Whether all is made, and only the last renames are missing."""
+        return (self.out / _WORK / "final").is_dir()
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a job will make, from the model's headers; ``schemes`` counts modules."""
+
+    source: Checkpoint
+    structure: Structure
+    choice: Choice
+    schemes: Mapping[str, int]
+    prediction: Prediction
+
+
+def source_section(text: str) -> dict[str, str]:
+    """What SRC names: a folder that is here, else ``org/name[@revision]`` of the Hub."""
+    if text and Path(text).is_dir():
+        return {"folder": text}
+    found = _REPO.fullmatch(text)
+    if found is None or text.startswith((".", "~")):
+        raise UserError(
+            f"SRC: found {text!r}, expected a folder with a model, or organisation/name[@revision] of the Hub."
+        )
+    return {"repo": found["repo"], "revision": found["revision"] or "main"}
+
+
+def open_job(
+    loaded: LoadedRecipe, out: Path, *, device: str = "auto", inspect: bool = True, to_run: bool = True
+) -> QuantizationJob:
+    """Resolve the source and refuse what can be refused from small files. Raises `UserError`."""
+    setting = open_setting(loaded, store=Store(out / _WORK), device=device, to_run=to_run, proven=False)
+    return QuantizationJob(setting, build_plan(setting, "inspect" if inspect else "quantize"), out)
+
+
+def look_ahead(job: QuantizationJob) -> Outlook:
+    """Ask the model what its modules are, and what becomes of each.
+
+    Raises `UserError` for names that match nothing, and for modules that vLLM fuses and that do not agree.
+    """
+    setting = job.setting
+    source, structure = model_for(setting, config_folder(setting.source))
+    refuse(check(setting.loaded, config=setting.config, linear=structure.linear))
+    try:
+        choice = select(structure, setting.recipe.quantization)
+    except UserError as error:
+        field, _, message = error.message.partition(": ")
+        raise UserError(f"{option_of(tuple(field.split('.')))}: {message}", hint=error.hint) from None
+    schemes = dict(Counter(choice.schemes.values()).most_common())
+    return Outlook(source, structure, choice, schemes, predict(source, structure, setting.recipe))
+
+
+def make(job: QuantizationJob, reporter: Reporter) -> bool:
+    """Make the checkpoint, or go on with it; False where it was finished before.
+
+    Raises `QuantmintError`: what is done stays, and the same call goes on from there.
+    """
+    if job.finished:
+        shutil.rmtree(job.out / _WORK, ignore_errors=True)
+        return False
+    if not job.moving:
+        if job.setting.source.repo is not None:
+            fetch(job.setting.source, with_code=job.setting.recipe.trust_remote_code, progress=reporter)
+        reporter.say("holding the options against the model")
+        expected = look_ahead(job)
+        require_means(job.plan, job.setting, prediction=expected.prediction)
+    with disk_errors(job.out):
+        job.out.mkdir(parents=True, exist_ok=True)
+        lock = Lock(job.out / f"{_WORK}.lock")
+        lock.acquire(on_wait=lambda holder: reporter.say(f"waiting for {holder}"))
+    try:
+        if job.finished:  # by the process that we waited for
+            return False
+        if not job.moving:
+            resumed = job.begun
+            _deliver(job, run_plan(job.plan, job.setting, reporter), expected, resumed=resumed)
+        with disk_errors(job.out):
+            _move(job.out)
+        return True
+    finally:
+        lock.release()
+
+
+def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, resumed: bool) -> None:
+    """Write what proves the checkpoint, then take its folder out of the store."""
+    entries = {step.planned.key: step.entry for step in outcome.steps}
+    made, inspected = entries["quantize"], entries.get("inspect")
+    proofs = [entry.path / name for entry, name in ((inspected, INSPECTION), (made, ERRORS)) if entry is not None]
+    evidence = {path.name: read_json(path) for path in proofs if path.is_file()}
+    files = {
+        name.removeprefix(f"{CHECKPOINT}/"): fact
+        for name, fact in made.record.files.items()
+        if name.startswith(f"{CHECKPOINT}/")
+    }
+    facts = {
+        "source_bytes": expected.prediction.source,
+        "bytes": sum(fact.size for name, fact in files.items() if name.endswith(".safetensors")),
+        "schemes": expected.schemes,
+        "kept": len(expected.choice.kept),
+        "seconds": {key: entry.record.duration_s for key, entry in entries.items()},
+        "engine_seconds": made.record.result.get("seconds"),
+        "resumed": resumed,
+        "inspection": None if inspected is None else evidence[INSPECTION]["verdict"],
+        "worst": _worst(evidence),
+        "files": {name: {"size": fact.size, "sha256": fact.sha256} for name, fact in files.items()},
+    }
+    evidence[_JOB] = {"fingerprint": fingerprint(job.payload), "payload": job.payload, **facts}
+    with disk_errors(job.out):
+        (job.out / _EVIDENCE).mkdir(exist_ok=True)
+        for name, value in evidence.items():
+            path = job.out / _EVIDENCE / name
+            data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+            write_atomic(path, data, temporary=path.with_name(f"{name}.partial"))
+        (made.path / CHECKPOINT).rename(job.out / _WORK / "final")
+        fsync(job.out / _WORK)
+
+
+def _move(out: Path) -> None:
+    """Make what was delivered visible, ``config.json`` last; may be repeated after a kill at any moment."""
+    for path in sorted((out / _WORK / "final").iterdir(), key=lambda path: (path.name == _LAST, path.name)):
+        if path.name == _LAST:
+            fsync(out)
+        path.rename(out / path.name)
+    fsync(out)
+    shutil.rmtree(out / _WORK)
+
+
+def _worst(evidence: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The layer that lost most: by the inspection, which compares whole weights, else by the engine's own count."""
+    if INSPECTION in evidence:
+        errors = [(layer["sqnr_db"], layer["module"]) for layer in evidence[INSPECTION]["layers"]]
+    else:
+        errors = [(error["sqnr_db"], module) for module, error in evidence.get(ERRORS, {}).items()]
+    found = [(sqnr, module) for sqnr, module in errors if sqnr is not None]
+    return {"module": min(found)[1], "sqnr_db": min(found)[0]} if found else None
+
+
+def _require_same(out: Path, record: Mapping[str, Any], payload: Mapping[str, Any]) -> None:
+    """Refuse a folder that another job filled, or whose files are not those that it wrote."""
+    if record["fingerprint"] != fingerprint(payload):
+        changes = [_sentence(change) for change in difference(record["payload"], json.loads(json.dumps(payload)))]
+        more = [f"… {len(changes) - 6} more"] if len(changes) > 6 else []
+        raise UserError(
+            f"OUT: found the checkpoint of another job in {out}:\n    " + "\n    ".join([*changes[:6], *more]),
+            hint="Two jobs are never mixed: choose another folder, or remove this one.",
+        )
+    for name, fact in record["files"].items():
+        path = next((path for path in (out / name, out / _WORK / "final" / name) if path.is_file()), out / name)
+        if not path.is_file() or path.stat().st_size != fact["size"]:
+            raise UserError(
+                f"OUT: {path} is not what this job wrote, which had {fact['size']:,} bytes.",
+                hint="Remove the folder to make it again.",
+            )
+
+
+def _sentence(change: Change) -> str:
+    """What differs, as ``quantize.settings.scheme: "fp8" there, "mxfp4" now``; files of the source by their names."""
+    _, is_file, name = change.path.partition("$.source.settings.files")
+    if is_file:
+        what = "is new" if change.old is ABSENT else "is gone" if change.new is ABSENT else "changed since"
+        return f"the source's {name.strip('.[]').strip(chr(34))} {what}"
+    old, new = ("nothing" if side is ABSENT else json.dumps(side) for side in (change.old, change.new))
+    return f"{change.path.removeprefix('$.')}: {old} there, {new} now"

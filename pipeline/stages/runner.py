@@ -1,0 +1,224 @@
+"""Running a plan: find or make each stage's entry, in order, and stop where a verdict says so.
+
+Two things end a run before its plan does. An unsound checkpoint is an error: it is never served. One that the canary
+finds broken is a measured FAIL: the run goes on with the plan of `planning.stopped_plan`, whose gate and report need
+nothing that takes long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from eval.verdict import Verdict
+from pipeline.base.canonical import fingerprint
+from pipeline.base.errors import InspectionError, QuantmintError, StageError, StoreError
+from pipeline.base.progress import Reporter
+from pipeline.base.transience import is_transient
+from pipeline.stages.inspect import reasons_of
+from pipeline.stages.planning import after_stop, find_entry, stopped_by
+from pipeline.stages.servers import Servers
+from pipeline.stages.stage import Job, Planned, Setting
+from pipeline.store.entries import Entry
+from pipeline.store.runs import RunLog
+
+RELEASING = ("package", "sign", "publish")
+"""Stages that only a PASS is given to, in the order in which they run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What became of one stage: its entry, whether it was there already, and the seconds it took now."""
+
+    planned: Planned
+    entry: Entry
+    cached: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run that ended without an error.
+
+    ``verdict`` is None where it stopped before anything was judged; ``stopped`` is the key of the stage that judged
+    the checkpoint broken, after which nothing was measured.
+    """
+
+    steps: tuple[Step, ...]
+    verdict: Verdict | None
+    run: str
+    stopped: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """The verdict's exit code, 0 without one."""
+        return 0 if self.verdict is None else self.verdict.exit_code
+
+    def entry(self, key: str) -> Entry | None:
+        """The entry of a stage, where it was reached."""
+        return next((step.entry for step in self.steps if step.planned.key == key), None)
+
+
+def run_plan(
+    plan: Sequence[Planned],
+    setting: Setting,
+    reporter: Reporter,
+    *,
+    redo: Collection[str] = (),
+) -> Outcome:
+    """Run a plan to its end, or to the verdict that ends it.
+
+    ``redo`` names stages, by key or family, whose entries are put aside first. Raises `QuantmintError`: what was
+    committed stays, and the same call goes on from there.
+    """
+    recipe = setting.recipe
+    log = RunLog.start(
+        setting.store.root,
+        recipe.name,
+        fingerprint(recipe.model_dump(mode="json")),
+        _named(plan),
+    )
+    entries: dict[str, Entry] = {}
+    steps: list[Step] = []
+    verdict: Verdict | None = None
+    stopped: str | None = None
+    left = list(plan)
+    try:
+        with Servers(setting, reporter) as servers:
+            while left:
+                planned = left.pop(0)
+                if planned.key in RELEASING and verdict is not Verdict.PASS:
+                    if planned.key == RELEASING[-1]:
+                        reporter.say(f"not published: the verdict is {verdict.value if verdict else 'missing'}")
+                    continue
+                number, total = len(steps) + 1, len(steps) + 1 + len(left)
+                step = _step(planned, number, total, setting, reporter, entries, servers, redo)
+                if setting.remote is not None:
+                    inputs = {name: entries[key] for name, key in planned.inputs.items()}
+                    setting.remote.send(step.entry, inputs, reporter)
+                entries[planned.key] = step.entry
+                steps.append(step)
+                _stop_if_unsound(step)
+                if stopped_by(planned.key, step.entry):
+                    servers.stop()
+                    verdict, stopped = Verdict.FAIL, planned.key
+                    plan = after_stop(plan, setting)
+                    log.replan(_named(plan))
+                    left = [planned for planned in plan if planned.key not in entries]
+                    reporter.say(f"stopped by {stopped}: nothing more is measured, and nothing published")
+                if planned.key == "gate":
+                    verdict = Verdict(str(step.entry.record.result["verdict"]))
+    except BaseException as error:
+        _log_end(log, error)
+        raise
+    outcome = Outcome(tuple(steps), verdict, log.run.id, stopped)
+    log.finish(None if verdict is None else verdict.value, outcome.exit_code, facts=_facts(outcome))
+    return outcome
+
+
+def _named(plan: Sequence[Planned]) -> list[tuple[str, str]]:
+    return [(planned.stage.family, planned.fingerprint) for planned in plan]
+
+
+def _step(
+    planned: Planned,
+    number: int,
+    total: int,
+    setting: Setting,
+    reporter: Reporter,
+    entries: Mapping[str, Entry],
+    servers: Servers,
+    redo: Collection[str],
+) -> Step:
+    again = planned.key in redo or planned.stage.family in redo
+    entry = None if again else find_entry(planned, setting)
+    if entry is not None:
+        reporter.cached(planned.key, number, total, str(entry.record.result.get("summary", "")))
+        return Step(planned, entry, cached=True, seconds=0.0)
+    reporter.started(planned.key, number, total)
+    began = time.monotonic()
+    try:
+        entry, cached = _make(planned, setting, reporter, entries, servers, again)
+    except QuantmintError:
+        raise
+    except Exception as error:
+        raise StageError(
+            f"stage {planned.key} broke: {type(error).__name__}: {error}",
+            hint="Run with --debug for the traceback; the same command goes on from the last commit.",
+            transient=is_transient(error),
+        ) from error
+    seconds = time.monotonic() - began
+    reporter.finished(planned.key, number, total, seconds, str(entry.record.result.get("summary", "")))
+    return Step(planned, entry, cached, seconds)
+
+
+def _make(
+    planned: Planned,
+    setting: Setting,
+    reporter: Reporter,
+    entries: Mapping[str, Entry],
+    servers: Servers,
+    again: bool,
+) -> tuple[Entry, bool]:
+    stage, store = planned.stage, setting.store
+    started = datetime.now(UTC)
+    on_wait: Callable[[str], None] = lambda holder: reporter.say(f"waiting for {holder}")  # noqa: E731
+    existing = store.find(stage.family, planned.fingerprint)
+    if existing is not None and (again or not stage.intact(existing, setting)):
+        store.retire(existing)
+    with store.working(stage.family, planned.fingerprint, on_wait=on_wait) as work:
+        if work.existing is not None:
+            return work.existing, True
+        inputs = {name: entries[key] for name, key in planned.inputs.items()}
+        if setting.remote is not None and not again:
+            brought = setting.remote.bring(work, inputs, reporter)
+            if brought is not None:
+                return brought, True
+        output = stage.run(Job(setting, work.path, inputs, reporter, servers))
+        entry = work.commit(
+            payload=planned.payload,
+            result={**output.result, "summary": output.summary},
+            started=started,
+            tools=dict(stage.tools(setting)),
+            known=output.known,
+        )
+        return entry, False
+
+
+def _log_end(log: RunLog, error: BaseException) -> None:
+    """Write how a run ended without an outcome; a disk that refuses that too must not hide the error."""
+    message, code = str(error), 5
+    if isinstance(error, QuantmintError):
+        message, code = error.message, error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        message, code = "interrupted", 130
+    with suppress(StoreError):
+        log.finish(None, code, facts={"error": message})
+
+
+def _stop_if_unsound(step: Step) -> None:
+    if step.planned.key == "inspect" and step.entry.record.result["verdict"] != "PASS":
+        where = step.entry.path / "inspection.json"
+        reasons = "\n".join(reasons_of(step.entry))
+        raise InspectionError(
+            f"the checkpoint is unsound and is neither served nor published:\n{reasons}",
+            hint=f"All findings: {where}",
+        )
+
+
+def _facts(outcome: Outcome) -> dict[str, Any]:
+    return {
+        **({} if outcome.stopped is None else {"stopped": outcome.stopped}),
+        "stages": {
+            step.planned.key: {
+                "cached": step.cached,
+                "seconds": round(step.seconds, 1),
+                "fingerprint": step.planned.fingerprint,
+            }
+            for step in outcome.steps
+        },
+    }

@@ -1,0 +1,114 @@
+"""From what a person typed to a setting: the recipe checked, the source identified, vLLM found."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval import suites, workloads
+from eval.errors import DefinitionError
+from pipeline.base.errors import RecipeError, UserError
+from pipeline.base.hardware import local_cpu_flags
+from pipeline.quantize.formats.checkpoint import read_json
+from pipeline.recipe.commits import Commits
+from pipeline.recipe.faults import refuse
+from pipeline.recipe.load import LoadedRecipe, load_recipe
+from pipeline.serving.environment import VllmEnvironment, find_vllm, serving_image
+from pipeline.stages.checks import check, check_run
+from pipeline.stages.source import config_folder, identify
+from pipeline.stages.stage import Setting, SourceIdentity
+from pipeline.store.tree import Store
+
+if TYPE_CHECKING:
+    from pipeline.store.remote.tier import RemoteTier
+
+
+def open_setting(
+    recipe: str | LoadedRecipe,
+    *,
+    store: Store,
+    vllm: str | None = None,
+    device: str = "auto",
+    config: Path | None = None,
+    to_run: bool = False,
+    remote: RemoteTier | None = None,
+    proven: bool = True,
+) -> Setting:
+    """Everything a plan needs. Refuses a recipe that asks for the impossible before anything is fetched or hashed.
+
+    ``config`` is a folder with a config.json that stands in for the model, for planning where there is no network;
+    ``to_run`` also refuses what is declared but not built yet; ``remote`` is a tier of the store to take from.
+    Where nothing is ``proven`` by serving, no vLLM is looked for, and the source's weights are not hashed.
+    """
+    loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
+    # The CPU that serves is this one; when only planning it may be another.
+    flags = local_cpu_flags() if to_run else None
+    refuse([*check(loaded, cpu_flags=flags), *(check_run(loaded) if to_run else [])])
+    if config is not None:
+        identity = SourceIdentity(None, "unresolved", loaded.recipe.source.repo or "folder")
+        facts = _checked_config(loaded, config, flags)
+    elif loaded.source_folder is not None:
+        facts = _checked_config(loaded, loaded.source_folder, flags)  # first: hashing the weights takes minutes
+        identity = identify(loaded.recipe.source, loaded.source_folder, store.root, hashed=proven)
+    else:
+        identity = identify(loaded.recipe.source, None, store.root, hashed=proven)
+        facts = _checked_config(loaded, config_folder(identity), flags)
+    return assemble(loaded, identity, facts, store=store, vllm=vllm, device=device, remote=remote, served=proven)
+
+
+def assemble(
+    loaded: LoadedRecipe,
+    identity: SourceIdentity,
+    config: Mapping[str, Any],
+    *,
+    store: Store,
+    vllm: str | None = None,
+    device: str = "auto",
+    remote: RemoteTier | None = None,
+    commits: Commits | None = None,
+    served: bool = True,
+) -> Setting:
+    """A recipe that was checked and its model, with everything else that a plan needs; nothing is asked yet.
+
+    ``commits`` says which commits branches of data sets stand for (None: the Hub is asked when a plan is made).
+    """
+    try:
+        suite = suites.load(loaded.recipe.evaluation.suite).judged_by(loaded.recipe.gate.accuracy.margins)
+        workload = workloads.load(loaded.recipe.target.workload)
+    except DefinitionError as error:
+        raise RecipeError(str(error)) from error
+    return Setting(
+        loaded=loaded,
+        store=store,
+        source=identity,
+        config=config,
+        suite=suite,
+        workload=workload,
+        vllm=_find_vllm(vllm) if served and loaded.recipe.evaluation.runtime == "vllm" else None,
+        device=device,
+        home=Path.cwd(),
+        remote=remote,
+        commits=commits or Commits(),
+        image=serving_image(),
+    )
+
+
+def _checked_config(loaded: LoadedRecipe, folder: Path, cpu_flags: Collection[str] | None) -> Mapping[str, Any]:
+    facts = read_json(folder / "config.json")
+    refuse(check(loaded, config=facts, cpu_flags=cpu_flags))
+    return facts
+
+
+def _find_vllm(explicit: str | None) -> VllmEnvironment | None:
+    """The serving environment; a wrong one that was named is an error, a missing one is not until it is needed."""
+    try:
+        return find_vllm(explicit)
+    except UserError:
+        import os
+
+        from pipeline.serving.environment import VARIABLE
+
+        if explicit is not None or os.environ.get(VARIABLE):
+            raise
+        return None

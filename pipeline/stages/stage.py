@@ -1,0 +1,202 @@
+"""What a stage is: a name, what its result depends on, and the work.
+
+A plan is a tuple of `Planned`: every fingerprint is known before anything runs, because it follows from settings,
+versions and the fingerprints of the inputs, never from the results.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from eval.suites import Suite
+from eval.workloads import Workload
+from pipeline.base.progress import Progress
+from pipeline.recipe.commits import Commits
+from pipeline.recipe.load import LoadedRecipe
+from pipeline.recipe.schema import Recipe
+from pipeline.store.entries import Entry
+from pipeline.store.tree import Store
+
+if TYPE_CHECKING:
+    from calibration.shares import Places
+    from pipeline.quantize.engines.stream.schedule import WriteShards
+    from pipeline.serving.environment import VllmEnvironment
+    from pipeline.serving.plan import LaunchPlan
+    from pipeline.serving.running.ray import Cluster
+    from pipeline.serving.running.server import Server
+    from pipeline.store.remote.tier import RemoteTier
+
+
+@dataclass(frozen=True, slots=True)
+class SourceIdentity:
+    """Which 16-bit model: a folder with the digest of its files, or a repository at a commit.
+
+    ``marks``: the files are not hashed; what stands for those of a folder, by name.
+    """
+
+    folder: Path | None
+    digest: str
+    repo: str | None = None
+    marks: Mapping[str, str] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What goes into a fingerprint: the content, and never where it lies."""
+        if self.repo is not None:
+            return {"repo": self.repo, "commit": self.digest}
+        return {"sha256": self.digest} if self.marks is None else {"files": dict(self.marks)}
+
+
+class Spread(Protocol):
+    """Other machines, which see our files, that parts of a stage are given to; no bit depends on them."""
+
+    @property
+    def hardware(self) -> str:
+        """What computes there, for people."""
+        ...
+
+    @property
+    def write_shards(self) -> WriteShards:
+        """Makes the files of a checkpoint."""
+        ...
+
+    def places(self, folder: Path) -> Places:
+        """Where shares of the calibration batches are measured, for a model in ``folder``."""
+        ...
+
+    def release(self) -> None:
+        """End what still holds memory and GPUs there; whoever comes next begins anew."""
+        ...
+
+    def cluster(self) -> Cluster:
+        """How a server on this machine gets at the GPUs there, for a launch over several nodes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything that a run is given.
+
+    ``config`` is the model's config.json; ``vllm`` is None where no serving environment was found; ``device`` is
+    PyTorch's name of where calibration and quantization compute; ``home`` is what a publish folder is relative to;
+    ``remote`` is a tier of the store that several sites share (None: there is none); ``commits`` says which commits
+    branches of data sets stand for; ``image`` is the container that serves, as name@sha256:DIGEST (None: none);
+    ``spread`` is what parts of a stage are given to (None: to this process).
+    """
+
+    loaded: LoadedRecipe
+    store: Store
+    source: SourceIdentity
+    config: Mapping[str, Any]
+    suite: Suite
+    workload: Workload
+    vllm: VllmEnvironment | None
+    device: str
+    home: Path
+    remote: RemoteTier | None = None
+    commits: Commits = field(default_factory=Commits)
+    image: str | None = None
+    spread: Spread | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, resolved."""
+        return self.loaded.recipe
+
+
+class Servers(Protocol):
+    """The servers of a run: one at a time."""
+
+    def get(self, side: str, plan: LaunchPlan) -> Server:
+        """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
+        ...
+
+    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
+        """A server that is started for this block and ends with it, its log in ``log``; what ran before is stopped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One execution: where to work, what it starts from, whom to tell."""
+
+    setting: Setting
+    path: Path
+    inputs: Mapping[str, Entry]
+    progress: Progress
+    servers: Servers
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a stage leaves beside its files.
+
+    ``result`` are small facts for later stages; ``summary`` is one line for people; ``known`` gives size and SHA-256
+    of files that were hashed while they were written.
+    """
+
+    result: Mapping[str, object]
+    summary: str
+    known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+
+
+class Stage(Protocol):
+    """A kind of work: ``key`` is its name in a plan, ``family`` its folder in the store. The stages derive from it."""
+
+    @property
+    def key(self) -> str: ...  # noqa: D102
+    @property
+    def family(self) -> str: ...  # noqa: D102
+    @property
+    def version(self) -> int: ...  # noqa: D102
+
+    def inputs(self, setting: Setting) -> Mapping[str, str]:
+        """The keys of the stages that it starts from, by the name that it knows them by."""
+        return {}
+
+    def settings(self, setting: Setting) -> Mapping[str, object]:
+        """The slice of the recipe, and of what it names, that shapes the result."""
+        return {}
+
+    def tools(self, setting: Setting) -> Mapping[str, str]:
+        """Versions of what shapes the result's bytes."""
+        return {}
+
+    def run(self, job: Job) -> Output:
+        """Do the work in ``job.path``, going on with what an earlier attempt left there."""
+        ...
+
+    def intact(self, entry: Entry, setting: Setting) -> bool:
+        """Whether what the entry stands for outside the store is still as it was."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A stage with its place in a plan."""
+
+    stage: Stage
+    inputs: Mapping[str, str]
+    payload: Mapping[str, object]
+    fingerprint: str
+
+    @property
+    def key(self) -> str:
+        """The stage's name in the plan."""
+        return self.stage.key
+
+    @property
+    def family(self) -> str:
+        """The stage's folder in the store."""
+        return self.stage.family
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON by a temporary name, so that a reader never meets half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,245 @@
+"""One call of `quantmint tune`: from what was typed to a subject, the lock around its sweep, the files after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from eval import workloads
+from eval.errors import DefinitionError
+from pipeline.base.errors import UserError
+from pipeline.base.machine import Machine
+from pipeline.base.progress import Reporter
+from pipeline.quantize.digest import file_digests, folder_digest
+from pipeline.recipe.schema import Recipe
+from pipeline.serving.environment import find_vllm
+from pipeline.serving.model.facts import ModelFacts
+from pipeline.serving.planning.planner import plan_serving
+from pipeline.serving.planning.target import Target, profile
+from pipeline.serving.tuning.page import write
+from pipeline.serving.tuning.report import Report, report
+from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, Trial, default_axes
+from pipeline.serving.tuning.subject import STAGE, TUNED_FILE, Subject, machine_facts, planner
+from pipeline.serving.tuning.sweep import Sweep, planned, run_sweep
+from pipeline.serving.tuning.trials import Budget, OutOfTimeError, Trials
+from pipeline.serving.tuning.tunableop import FOLDER, first_pass
+from pipeline.stages.launching.request import ServedModel, fetched, find_model, target_for
+from pipeline.store.disk import disk_errors
+from pipeline.store.locks import Lock
+from pipeline.store.runs import RunLog
+from pipeline.store.tree import Store
+
+LOCK = "tuning.lock"
+
+
+def tune(
+    sweep: Sweep,
+    store: Store,
+    budget: Budget,
+    reporter: Reporter,
+    out: Path,
+    *,
+    existing: dict[str, Any],
+    tunableop: bool,
+    redo: bool,
+) -> tuple[Report, Path]:
+    """Run a sweep to its end or that of its budget; write `tuning.json` and `tuning.html` into ``out``.
+
+    One sweep at a time works with a store: two would measure each other. A second one waits, and then finds what the
+    first one measured.
+    """
+    with disk_errors(store.root):
+        store.root.mkdir(parents=True, exist_ok=True)
+    lock = Lock(store.root / LOCK)
+    lock.acquire(on_wait=lambda who: reporter.warn(f"another sweep is measuring, this one waits for it: {who}"))
+    try:
+        budget.begin()
+        if tunableop:
+            _tuned_first(sweep, store, budget, reporter, out, redo=redo)
+        trials = Trials(store, sweep.subject)
+        # The collector of garbage spares what the newest runs name: these trials too.
+        log = RunLog.start(store.root, f"tune {sweep.subject.name}", sweep.id, _entries(sweep, planned(sweep)))
+        code = 5
+        try:
+            run_sweep(sweep, trials, budget, reporter, redo=redo)
+            found = report(
+                sweep,
+                budget,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                existing=existing,
+                tunableop=os.fspath((out / FOLDER / TUNED_FILE).absolute()) if tunableop else None,
+            )
+            with disk_errors(out):
+                page = write(out, found)
+            code = 0 if found["best"] is not None else 1
+        finally:
+            everything = dict.fromkeys([*planned(sweep), *sweep.outcomes])
+            log.run = replace(log.run, plan=tuple(_entries(sweep, everything)))
+            log.finish(None, code)
+    finally:
+        lock.release()
+    return found, page
+
+
+def _tuned_first(sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> None:
+    """Give the sweep its tuned kernels; where the budget ends first, it goes without and says so."""
+    try:
+        tuned = first_pass(sweep.subject, store, budget, reporter, out, redo=redo)
+        sweep.subject = replace(sweep.subject, tuned=tuned)
+    except OutOfTimeError:
+        reporter.warn("the budget ended during the TunableOp pass, which does not count")
+        rest = tuple(axis for axis in sweep.design.axes if axis.knob != TUNABLEOP)
+        sweep.design = replace(sweep.design, axes=rest)
+        sweep.not_tried.append(((TUNABLEOP, "1"),))
+
+
+def _entries(sweep: Sweep, trials: Iterable[Trial]) -> list[tuple[str, str]]:
+    """Where trials are in the store; those that cannot be planned have no place."""
+    found = []
+    for trial in trials:
+        with suppress(UserError):
+            found.append((STAGE, sweep.subject.fingerprint(trial)))
+    return found
+
+
+_UNKNOWN = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A subject, with the facts that say which knobs apply, and the recipe's own serve section."""
+
+    subject: Subject
+    facts: ModelFacts
+    arch: str
+    existing: Mapping[str, Any]
+
+    def default_axes(self) -> tuple[Axis, ...]:
+        """What is swept where nobody names knobs."""
+        layout = self.subject.plan(BASE).layout
+        return default_axes(
+            self.subject.kind,
+            facts={
+                "attention": self.facts.attention,
+                "family": self.facts.family,
+                "shared_experts": "yes" if self.facts.shared_experts else "no",
+                "quantization": self.facts.quantization,
+                "arch": self.arch,
+                "tp": str(layout.tensor),
+            },
+            version=self.subject.vllm.version,
+            cores=len(os.sched_getaffinity(0)),
+            concurrency=max(cell.in_flight for cell in self.subject.cells),
+        )
+
+
+def _room(load: workloads.Workload, facts: ModelFacts) -> int:
+    """Tokens that a request may have, where no recipe says it: the workload's, with a sixteenth to spare.
+
+    Random prompts are text again before they are sent, and the server may count some tokens more than were drawn.
+    """
+    return max(load.longest, min(load.longest + max(16, load.longest // 16), facts.context))
+
+
+def open_subject(
+    text: str,
+    *,
+    target: str | None,
+    workload: str | None,
+    vllm: str | None,
+    store: Store,
+    reporter: Reporter,
+    measuring: bool = True,
+    tunableop: bool = False,
+) -> Opened:
+    """Find or make what is tuned. A recipe's checkpoint is made, through `inspect`, where there is none.
+
+    Without ``measuring`` nothing is made, and this machine need not be the target. With ``tunableop`` the base plan
+    does without the kernels that an earlier sweep left. Raises UserError for what is not there.
+    """
+    environment = find_vllm(vllm)
+    found = find_model(text, store=store.root, vllm=vllm)
+    if measuring:
+        found = _present(found, text, vllm, store, reporter)
+    recipe = found.recipe
+    place = _one_node(target_for(target, recipe))
+    load = _workload(workload, recipe, place)
+    if recipe is not None and recipe.target.max_model_len < load.longest:
+        raise UserError(
+            f"the longest request of workload {load.name} has {load.longest} tokens, the recipe's max_model_len is "
+            f"{recipe.target.max_model_len}",
+            hint="name a smaller workload with --workload",
+        )
+    serve = None if recipe is None else recipe.serve
+    kernels = None if tunableop else found.tunableop
+    model = Path(found.model)
+    make = partial(
+        plan_serving,
+        model,
+        found.facts,
+        target=place,
+        profile=profile(
+            load.profile if serve is None or serve.profile is None else serve.profile,
+            concurrency=load.in_flight,
+            max_model_len=_room(load, found.facts) if recipe is None else recipe.target.max_model_len,
+        ),
+        vllm_version=environment.version,
+        purpose="measure",  # without prefix caching: cells of one length get the same prompts
+        speculative=None if serve is None else serve.speculative,
+        packed=1 if serve is None else serve.pack,
+        arguments=() if serve is None else serve.arguments,
+        tunableop=None if kernels is None else str(kernels),
+        trust_remote_code=recipe is not None and recipe.trust_remote_code,
+        cpu_threads=len(os.sched_getaffinity(0)),
+    )
+    subject = Subject(
+        name=found.name,
+        model=model,
+        digest=folder_digest(file_digests(model, store.root)) if measuring else _UNKNOWN,
+        target=str(place),
+        kind=place.accelerator.kind,
+        workload=load,
+        vllm=environment,
+        machine=MappingProxyType(machine_facts(place, Machine()) if measuring else {"target": str(place)}),
+        planner=planner(make, {} if serve is None else serve.overrides),
+    )
+    existing = {} if serve is None else serve.model_dump(mode="json", exclude_defaults=True)
+    return Opened(subject, found.facts, place.accelerator.arch or "", MappingProxyType(existing))
+
+
+def _present(found: ServedModel, text: str, vllm: str | None, store: Store, reporter: Reporter) -> ServedModel:
+    """The same with its weights here: fetched, or made by the recipe's own stages."""
+    if found.recipe is not None and found.missing is not None:
+        from pipeline.stages.planning import build_plan, cut
+        from pipeline.stages.runner import run_plan
+        from pipeline.stages.session import open_setting
+
+        setting = open_setting(text, store=store, vllm=vllm, to_run=True)
+        run_plan(cut(build_plan(setting), "inspect"), setting, reporter)
+        found = find_model(text, store=store.root, vllm=vllm)
+    with_code = found.recipe is not None and found.recipe.trust_remote_code
+    return fetched(found, with_code=with_code, progress=reporter)
+
+
+def _one_node(target: Target) -> Target:
+    if target.nodes > 1:
+        raise UserError(
+            f"{target}: a sweep starts its servers on this machine, the target has {target.nodes}",
+            hint="tune one node: what it finds of batches, graphs and kernels holds for each",
+        )
+    return target
+
+
+def _workload(name: str | None, recipe: Recipe | None, target: Target) -> workloads.Workload:
+    usual = "tiny" if target.accelerator.kind == "cpu" else "throughput"
+    try:
+        return workloads.load(name or (recipe.target.workload if recipe is not None else usual))
+    except DefinitionError as error:
+        raise UserError(str(error)) from error

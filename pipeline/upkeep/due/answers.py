@@ -1,0 +1,207 @@
+"""What is asked elsewhere for all recipes of a call: newest releases, commits of models and of data sets.
+
+Each repository, data set and place is asked once, whichever recipes name it, all at once, and nobody is waited for
+long: a place that is away is told by its exception instead of a value. A thread that still waits when everybody has
+gone on ends with its own timeout, or with the process.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from calibration.errors import CalibrationError
+from calibration.sets import load_set
+from eval import suites
+from eval.errors import DefinitionError
+from eval.suites import located
+from pipeline.base.errors import QuantmintError
+from pipeline.publish.hub.client import MissingError, connect
+from pipeline.publish.manifest import ManifestError
+from pipeline.recipe.commits import COMMIT
+from pipeline.recipe.load import LoadedRecipe
+from pipeline.store.files import DamagedError
+from pipeline.upkeep.due.releases import TIMEOUT_S, Released, Silent, hub_file, newest, places
+
+PATIENCE_S: Final = 10.0
+"""Without any answer for so long, what is left is given up."""
+_AT_ONCE: Final = 16
+_MANY: Final = 4  # questions from which on it is told that they are asked
+
+K = TypeVar("K")
+V = TypeVar("V")
+Key = tuple[str, ...]
+
+
+class UnaskedError(QuantmintError):
+    """Nobody could be asked what a plan needs to know."""
+
+
+class NoAnswerError(Exception):
+    """Nobody answered in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A model's commit, and the folder with its config.json: all of it that a plan reads."""
+
+    commit: str
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What the places of a recipe hold. ``newest`` is the release that it is held against, ``there`` one of each place.
+
+    ``empty`` are the places that have none; ``unasked`` and ``damaged`` hold a sentence for each place that did not
+    answer, and for each whose release cannot be read.
+    """
+
+    newest: Released | None
+    there: tuple[Released, ...] = ()
+    empty: tuple[str, ...] = ()
+    unasked: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Values, or the exceptions that came instead, by what was asked. ``home`` is where folders are relative to."""
+
+    home: Path
+    found: Mapping[Key, Any] = field(default_factory=dict)
+
+    def base(self, repo: str, revision: str) -> Base:
+        """A model's commit and config. Raises `MissingError` where there is none, else `UnaskedError`."""
+        answer = self.found[("base", repo, revision)]
+        if isinstance(answer, Base):
+            return answer
+        raise answer if isinstance(answer, MissingError) else UnaskedError(_told(repo, answer))
+
+    def dataset(self, repo: str, revision: str) -> str:
+        """A data set's commit; raises `UnaskedError`."""
+        answer = self.found[("dataset", repo, revision)]
+        if isinstance(answer, str):
+            return answer
+        raise UnaskedError(_told(repo, answer))
+
+    def releases(self, loaded: LoadedRecipe) -> Places:
+        """What was answered of a recipe's releases."""
+        there: list[Released] = []
+        empty: list[str] = []
+        unasked: list[str] = []
+        damaged: list[str] = []
+        for place in places(loaded.recipe, self.home):
+            answer = self.found[("release", place)]
+            if isinstance(answer, Released):
+                there.append(answer)
+            elif answer is None:
+                empty.append(place)
+            elif isinstance(answer, DamagedError | ManifestError):
+                words = _told(place, answer)
+                damaged.append(f"a release cannot be read: {words}" if isinstance(answer, ManifestError) else words)
+            else:
+                unasked.append(_told(place, answer))
+        return Places(newest(there), tuple(there), tuple(empty), tuple(unasked), tuple(damaged))
+
+
+def ask(recipes: Sequence[LoadedRecipe], tell: Callable[[str], None], home: Path) -> Answers:
+    """Ask everything that lies elsewhere."""
+    questions: dict[Key, Callable[[], Any]] = {}
+    for loaded in recipes:
+        for key, question in _questions(loaded, home):
+            questions.setdefault(key, question)
+    if len(questions) >= _MANY:
+        tell(f"asking {len(questions)} places what has changed")
+    return Answers(home, ask_all(questions))
+
+
+def ask_all(questions: Mapping[K, Callable[[], V]], *, patience: float = PATIENCE_S) -> dict[K, V | Exception]:
+    """The value of each question, or the exception that came instead; `NoAnswerError` where nothing came.
+
+    ``patience`` is in seconds since the last value: places that all hang cost it once, and not once each.
+    """
+    from time import monotonic
+
+    todo, done = queue.SimpleQueue[tuple[K, Callable[[], V]]](), queue.SimpleQueue[tuple[K, V | Exception]]()
+    for item in questions.items():
+        todo.put(item)
+
+    def work() -> None:
+        with suppress(queue.Empty):
+            while True:
+                key, question = todo.get_nowait()
+                try:
+                    done.put((key, question()))
+                except Exception as error:
+                    done.put((key, error))
+
+    for _ in range(min(_AT_ONCE, len(questions))):
+        threading.Thread(target=work, daemon=True).start()
+    found: dict[K, V | Exception] = {}
+    last = monotonic()
+    with suppress(queue.Empty):
+        while len(found) < len(questions):
+            key, answer = done.get(timeout=max(0.0, last + patience - monotonic()))
+            found[key] = answer
+            last = last if isinstance(answer, Exception) else monotonic()
+    return {key: found.get(key, NoAnswerError(f"no answer within {patience:.0f} s")) for key in questions}
+
+
+def _told(what: str, answer: object) -> str:
+    """One sentence of what could not be asked."""
+    if isinstance(answer, QuantmintError):
+        return answer.message if what in answer.message else f"{what}: {answer.message}"
+    return f"{what}: {str(answer) or type(answer).__name__}"
+
+
+def _questions(loaded: LoadedRecipe, home: Path) -> Iterator[tuple[Key, Callable[[], Any]]]:
+    recipe = loaded.recipe
+    for place, question in places(recipe, home).items():
+        yield ("release", place), question
+    if recipe.source.repo is not None:
+        repo, revision = recipe.source.repo, str(recipe.source.revision)
+        yield ("base", repo, revision), partial(_base, repo, revision)
+    for repo, revision in _data(loaded):
+        yield ("dataset", repo, revision), partial(_dataset, repo, revision)
+
+
+def _data(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
+    """Data sets of the Hub that a recipe names by a branch; what cannot be read is told where it is planned."""
+    recipe = loaded.recipe
+    with suppress(CalibrationError):
+        chosen = None if recipe.calibration is None else load_set(recipe.calibration.set)
+        if chosen is not None and chosen.repo is not None and chosen.revision is not None:
+            yield chosen.repo, chosen.revision
+    with suppress(DefinitionError):
+        for task in suites.load(recipe.evaluation.suite).tasks:
+            yield from map(located, task.data)
+
+
+def _base(repo: str, revision: str) -> Base:
+    client = connect(repo, Silent(), tries=1)
+    commit = revision
+    if not COMMIT.fullmatch(revision):
+        found: Any = client.call(
+            f"resolve {revision} to a commit",
+            lambda: client.api.model_info(repo, revision=revision, timeout=TIMEOUT_S),
+        )
+        commit = str(found.sha)
+    return Base(commit, hub_file(client, commit, "config.json").parent)
+
+
+def _dataset(repo: str, revision: str) -> str:
+    if COMMIT.fullmatch(revision):
+        return revision
+    client = connect(repo, Silent(), tries=1)
+    found: Any = client.call(
+        f"resolve the dataset's {revision} to a commit",
+        lambda: client.api.dataset_info(repo, revision=revision, timeout=TIMEOUT_S),
+    )
+    return str(found.sha)

@@ -1,0 +1,263 @@
+"""What has changed between a release and a plan of now, and which kind of change it is.
+
+Pure: a manifest and a plan's payloads go in, changes come out. Where a difference stands says what it is:
+
+    settings of source                        base
+    a data set's commit, a file's digest      dataset
+    versions of tools and stages              toolchain; of vLLM: serving
+    launch and image of the servers           serving
+    a line of the recipe                      recipe, and whatever else of the settings follows from it
+
+A fingerprint of an input only follows from a change elsewhere and is none. What draws a page is none either: nobody
+gets another checkpoint from a new version of matplotlib.
+
+`what_changed` says it in words: ``base 3f2a1c0 -> 91be07a``, ``vLLM 0.32.0 -> 0.33.0``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pipeline.base.canonical import ABSENT, Json, difference
+from pipeline.publish.manifest import Manifest
+from pipeline.recipe.faults import YamlPath
+from pipeline.recipe.sections import Cause
+
+RECIPE: Final = "recipe"
+"""The ``stage`` of a change that is a line of the recipe."""
+_VLLM: Final = "vllm"
+_QUANTMINT: Final = "quantmint"
+_DRAWN: Final = ("report", "package", "sign", "publish")
+"""Stages after the gate: of their settings the manifest holds the recipe, and their tools shape no number."""
+_SERVED: Final = ("serve", "target", "evaluation", "quantization", "trust_remote_code")
+"""Sections of a recipe that a launch follows from."""
+_HEX: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_DIGEST: Final = re.compile(r"(?<=@sha256:)([0-9a-f]{7})[0-9a-f]{57}")
+_LONGEST: Final = 40
+_NAMES: Final = {"vllm": "vLLM"}
+_PART: Final = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]|\[(?P<quoted>\"(?:[^\"\\]|\\.)*\")\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One place where a release and the plan of now differ.
+
+    ``stage`` is the key of the stage whose payload holds it, "recipe" where it is a line of the recipe itself;
+    ``path`` is `pipeline.base.canonical.Change`'s (``$.settings.commit``), or the recipe's key
+    (``gate.accuracy.margin``). A side that lacks the place is `pipeline.base.canonical.ABSENT`.
+    """
+
+    cause: Cause
+    stage: str
+    path: str
+    before: Any
+    after: Any
+
+    def to_json(self) -> dict[str, Json]:
+        """A plain mapping of the fields; a side that lacks the place has no key."""
+        sides = {"before": self.before, "after": self.after}
+        return {
+            "cause": self.cause,
+            "stage": self.stage,
+            "path": self.path,
+            **{side: value for side, value in sides.items() if value is not ABSENT},
+        }
+
+
+def changes(
+    released: Manifest,
+    payloads: Mapping[str, Mapping[str, Any]],
+    recipe: Mapping[str, Any],
+    *,
+    written: Collection[YamlPath],
+    quantmint: str,
+) -> tuple[Change, ...]:
+    """Everything that a release was made from and that is another thing now.
+
+    ``payloads`` are those of a plan by the keys of its stages, ``recipe`` is `LoadedRecipe.text_proven` as a mapping,
+    ``written`` the places in the recipe that somebody wrote and did not leave to a default, ``quantmint`` this version.
+    """
+    edits = tuple(_edits(released.recipe, recipe, written))
+    found: list[Change] = list(edits)
+    if released.quantmint != quantmint:
+        found.append(Change("toolchain", "package", f"$.tools.{_QUANTMINT}", released.quantmint, quantmint))
+    edited = frozenset(keys(change.path) for change in edits if change.cause == "recipe")
+    follows: Cause = "recipe" if edited else "toolchain"
+    for key in (*payloads, *(key for key in released.stages if key not in payloads)):
+        if key in _DRAWN:
+            continue
+        made, payload = released.stages.get(key), payloads.get(key)
+        if made is None or payload is None:
+            sides = (ABSENT if made is None else key, ABSENT if payload is None else key)
+            found.append(Change(follows, key, "$", *sides))
+        else:
+            moved = any(change.cause == "base" for change in found)
+            found += _of_stage(key, _by_name(made.payload), _by_name(payload), edited, moved)
+    return tuple(found)
+
+
+def keys(path: str) -> YamlPath:
+    """The parts of a path: ``$.tools["lm-eval"]`` is ("tools", "lm-eval"), ``a[0]`` is ("a", 0)."""
+    found = _PART.finditer(path if path.startswith("$") else f".{path}")
+    return tuple(
+        int(part["index"]) if part["index"] else part["key"] or str(json.loads(part["quoted"])) for part in found
+    )
+
+
+def tool_of(change: Change) -> str | None:
+    """The tool whose version a change is; None for a change of another kind."""
+    match keys(change.path):
+        case ("tools", str(name)) if change.stage != RECIPE:
+            return name
+    return None
+
+
+def unknown_tools(found: Collection[Change]) -> frozenset[str]:
+    """Tools that are not installed where this was looked at, so that nobody can say whether they are others now."""
+    named = ((tool_of(change), change.after) for change in found)
+    return frozenset(tool for tool, after in named if tool is not None and after == "absent")
+
+
+def without(found: Collection[Change], tools: Collection[str]) -> tuple[Change, ...]:
+    """The changes that remain where nobody knows some tools: of vLLM's also its launch, which follows from it."""
+    launched = _VLLM in tools
+    return tuple(
+        change
+        for change in found
+        if tool_of(change) not in tools and not (launched and keys(change.path)[:2] == ("settings", "launch"))
+    )
+
+
+def _edits(old: Mapping[str, Any], new: Mapping[str, Any], written: Collection[YamlPath]) -> Iterator[Change]:
+    for one in difference(old, new):
+        at = keys(one.path)
+        # A key that the release's quantmint did not know yet, and that nobody has written, is a new default.
+        fresh = one.old is ABSENT and not any(place[: len(at)] == at for place in written)
+        yield Change("toolchain" if fresh else "recipe", RECIPE, one.path.removeprefix("$."), one.old, one.new)
+
+
+def _of_stage(
+    stage: str, old: Mapping[str, Any], new: Mapping[str, Any], edited: Collection[YamlPath], moved: bool
+) -> Iterator[Change]:
+    for one in difference(old, new):
+        at = keys(one.path)
+        if at[0] != "inputs":
+            yield Change(_cause(stage, at, edited, moved), stage, one.path, one.old, one.new)
+
+
+def _cause(stage: str, at: YamlPath, edited: Collection[YamlPath], moved: bool) -> Cause:
+    """``edited`` are the lines of the recipe that were, ``moved`` says whether the base was."""
+    match at:
+        case ("tools", tool, *_):
+            return "serving" if tool == _VLLM else "toolchain"
+        case ("version",):
+            return "toolchain"
+        case ("settings", "image"):
+            return "serving"
+        case ("settings", "launch", *_):
+            follows: Cause = "base" if moved else "serving"
+            return "recipe" if any(_touched((section,), edited) for section in _SERVED) else follows
+    if stage == "source":
+        return "recipe" if _touched(("source",), edited) else "base"
+    line = _chosen_by(at)
+    return "dataset" if line is not None and not _touched(line, edited) else "recipe"
+
+
+def _chosen_by(at: YamlPath) -> YamlPath | None:
+    """The line of the recipe that chooses the data whose content stands at a place; None where no content does."""
+    match at:
+        case ("settings", "set", "revision" | "file") | ("settings", "calibration", "set", "revision" | "file"):
+            return ("calibration", "set")
+        case ("settings", "tasks", _, "files" | "data", *_) | ("settings", "prompts"):
+            return ("evaluation", "suite")
+    return None
+
+
+def _touched(line: YamlPath, edited: Collection[YamlPath]) -> bool:
+    """Whether a line of the recipe, or a section that holds it or that it holds, was edited."""
+    return any(place[: len(line)] == line or line[: len(place)] == place for place in edited)
+
+
+def _by_name(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A payload whose tasks are found by their names, not by their places in a list."""
+    settings = payload["settings"]
+    tasks = settings.get("tasks")
+    if not (isinstance(tasks, list | tuple) and all(isinstance(task, dict) for task in tasks)):
+        return payload
+    return {**payload, "settings": {**settings, "tasks": {str(task["task"]): task for task in tasks}}}
+
+
+def what_changed(changes: Sequence[Change]) -> tuple[str, ...]:
+    """One phrase for each thing that is another now, each once, what all else follows from first.
+
+    A stage whose settings follow from a line of the recipe is not told beside that line, nor a launch beside the
+    version of vLLM that it is planned for.
+    """
+    edited = any(change.stage == RECIPE and change.cause == "recipe" for change in changes)
+    upgraded = any(keys(change.path) == ("tools", "vllm") for change in changes)
+
+    def follows(change: Change) -> bool:
+        if change.stage == RECIPE:
+            return False
+        launched = keys(change.path)[:2] == ("settings", "launch")
+        return (change.cause == "recipe" and edited) or (launched and upgraded) or (launched and change.cause == "base")
+
+    told = [phrase(change) for change in changes if not follows(change)]
+    return tuple(dict.fromkeys(told))
+
+
+def phrase(change: Change) -> str:
+    """One change for people."""
+    return f"{_subject(change)} {_arrow(change)}"
+
+
+def _subject(change: Change) -> str:
+    at = keys(change.path)
+    if change.stage == RECIPE:
+        return f"recipe: {change.path}"
+    match at:
+        case ():
+            return f"stage {change.stage}"
+        case ("tools", str(tool)):
+            return _NAMES.get(tool, tool)
+        case ("version",):
+            return f"quantmint's stage {change.stage}"
+        case ("settings", "image"):
+            return "image"
+        case ("settings", "prompts"):
+            return "canary prompts"
+        case ("settings", "set", "revision" | "file") | ("settings", "calibration", "set", "revision" | "file"):
+            return "calibration data"
+        case ("settings", "tasks", str(task), "data", *more):
+            return f"data of {task}{''.join(f', {one}' for one in more)}"
+        case ("settings", "tasks", str(task), "files", *_):
+            return f"data of {task}"
+    if change.cause == "base":
+        return "base"
+    return f"{_family(change.stage)}: {'.'.join(map(str, at[1:]))}"
+
+
+def _family(stage: str) -> str:
+    """Both sides are launched alike, and told once."""
+    return stage.removesuffix("-baseline").removesuffix("-candidate")
+
+
+def _arrow(change: Change) -> str:
+    if change.before is ABSENT:
+        return f"is new: {shown(change.after)}" if keys(change.path) else "is new"
+    if change.after is ABSENT:
+        return f"is gone: {shown(change.before)}" if keys(change.path) else "is gone"
+    return f"{shown(change.before)} -> {shown(change.after)}"
+
+
+def shown(value: object) -> str:
+    """A value in few characters: of a digest what tells it apart."""
+    text = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    if _HEX.fullmatch(text):
+        return text[:7]
+    text = _DIGEST.sub(r"\1", text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

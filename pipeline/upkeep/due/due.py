@@ -1,0 +1,239 @@
+"""Whether recipes are due: what each would be made from now, against what its newest release was made from.
+
+    for found in look(["llama70b-fp8kv", "llama8b-ptpc"], store=Store(Path("store"))):
+        print(found.name, found.state, found.reason)
+
+Nothing is run, and nothing is fetched but small files. Everything that lies elsewhere is asked first, for all recipes
+at once, and each repository once; then each recipe is planned as a run would plan it. What could not be asked is taken
+to be as the release has it: a network that is away makes nothing due, and is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from eval.verdict import Verdict
+from pipeline import __version__
+from pipeline.base.canonical import ABSENT, Json, fingerprint
+from pipeline.base.errors import QuantmintError, UserError
+from pipeline.recipe.load import LoadedRecipe, load_recipe
+from pipeline.store.runs import Run, list_runs
+from pipeline.store.tree import Store
+from pipeline.upkeep.due.answers import Answers, Places, UnaskedError, ask
+from pipeline.upkeep.due.causes import RECIPE, Change, changes, unknown_tools, what_changed, without
+from pipeline.upkeep.due.plan import Now, plan_now
+from pipeline.upkeep.due.releases import Released, packaged
+
+FOLDER: Final = Path("recipes")
+State = Literal["current", "due", "held", "broken", "damaged", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What was found of a recipe. ``recipe`` is what the person gave, ``name`` its name (what was given, if broken).
+
+    State "held": these very inputs were judged, with ``verdict``, by a run of this store; running again would find the
+    same. "broken": it cannot be loaded or planned. "damaged": a place answers, its release cannot be read, and nothing
+    else is to do. "unknown": what was asked did not answer, and what is known says nothing is to do. ``reason`` is one
+    line for people. ``changes`` hold also what the recipe's triggers leave out. ``stages`` says of each stage's key
+    whether a run would find it ("cached") or make it ("rerun"). ``unknown`` are the sentences of what could not be
+    asked, whatever the state. ``loaded`` is None where the file cannot be loaded. ``inputs`` is a digest of everything
+    that a run would start from, "" where there is no plan.
+    """
+
+    name: str
+    recipe: str
+    state: State
+    reason: str
+    changes: tuple[Change, ...] = ()
+    stages: tuple[tuple[str, Literal["rerun", "cached"]], ...] = ()
+    release: Released | None = None
+    unknown: tuple[str, ...] = ()
+    verdict: Verdict | None = None
+    loaded: LoadedRecipe | None = None
+    inputs: str = ""
+
+    def to_json(self) -> dict[str, Json]:
+        """A plain mapping for programs."""
+        return {
+            "name": self.name,
+            "recipe": self.recipe,
+            "state": self.state,
+            "reason": self.reason,
+            "verdict": None if self.verdict is None else self.verdict.value,
+            "changes": [change.to_json() for change in self.changes],
+            "stages": [{"stage": key, "state": state} for key, state in self.stages],
+            "release": None if self.release is None else self.release.to_json(),
+            "unknown": list(self.unknown),
+            "inputs": self.inputs,
+        }
+
+
+def all_recipes(folder: Path | None = None) -> tuple[str, ...]:
+    """The recipes of a folder (None: ``recipes`` below the working directory), by name or path, sorted.
+
+    The shipped ones are examples for whoever names them, and not a team's own; files that begin with an underscore are
+    only there to be extended. Raises `UserError` where there is none.
+    """
+    where = folder or FOLDER
+    found = sorted(path for path in where.glob("*.yaml") if not path.name.startswith("_")) if where.is_dir() else []
+    if not found:
+        raise UserError(
+            f"no recipe is named, and {where} has none", hint="Name recipes or YAML files, or a folder by --folder."
+        )
+    return tuple(path.stem if folder is None else str(path) for path in found)
+
+
+def look(
+    recipes: Sequence[str],
+    *,
+    store: Store,
+    vllm: str | None = None,
+    device: str = "auto",
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Due, ...]:
+    """What is to do for each of some recipes, by name or path, in their order; no recipe makes it raise.
+
+    ``vllm`` and ``device`` are a run's; ``tell`` is given a line now and then where many places are asked. Nothing that
+    the Hub answered is remembered for the next call.
+    """
+    found: dict[str, Due] = {}
+    loaded: dict[str, LoadedRecipe] = {}
+    for recipe in recipes:
+        try:
+            loaded[recipe] = load_recipe(recipe)
+        except QuantmintError as error:
+            found[recipe] = Due(recipe, recipe, "broken", str(error))
+    runs = list_runs(store.root)
+    answers = ask(list(loaded.values()), tell, Path.cwd())
+    for recipe, one in loaded.items():
+        try:
+            found[recipe] = _found(recipe, one, answers, store, runs, vllm, device)
+        except Exception as error:  # a fault of ours, or of a disk, that one recipe meets: the others are looked at
+            reason = f"it cannot be looked at: {type(error).__name__}: {error}"
+            found[recipe] = Due(one.recipe.name, recipe, "broken", reason, loaded=one)
+    return tuple(found[recipe] for recipe in recipes)
+
+
+def _found(
+    recipe: str,
+    loaded: LoadedRecipe,
+    answers: Answers,
+    store: Store,
+    runs: Sequence[Run],
+    vllm: str | None,
+    device: str,
+) -> Due:
+    name, said = loaded.recipe.name, answers.releases(loaded)
+    release, silent = said.newest, (*said.unasked, *said.damaged)
+    if release is None and silent:
+        release = packaged(name, store, runs)
+    try:
+        now = plan_now(loaded, answers, release, store=store, runs=runs, vllm=vllm, device=device)
+    except UnaskedError as error:
+        unknown = tuple(dict.fromkeys((error.message, *silent)))
+        state, reason = _at_fault("unknown", error.message, said)
+        return Due(name, recipe, state, reason, release=release, unknown=unknown, loaded=loaded)
+    except QuantmintError as error:
+        return Due(name, recipe, "broken", str(error), release=release, loaded=loaded)
+    unknown, differing, counted = _compared(release, now, silent)
+    state, reason = _state(now, release, differing, counted, said, unknown)
+    other = None if release is None else release.as_shown()
+    if counted and other is not None and not _compared(other, now, silent)[2]:
+        release = other  # somebody went back to it, and the inputs have too
+        unknown, differing, counted = _compared(other, now, silent)
+    state, reason = _state(now, release, differing, counted, said, unknown)
+    if release is None and state not in ("unknown", "damaged"):
+        differing = (Change("recipe", RECIPE, "name", ABSENT, name),)
+    state, reason = _at_fault(state, reason, said)
+    return Due(
+        name,
+        recipe,
+        state,
+        reason,
+        changes=differing,
+        stages=now.stages,
+        release=release,
+        unknown=unknown,
+        verdict=None if now.judged is None or state != "held" else now.judged,
+        loaded=loaded,
+        inputs=fingerprint([[planned.key, planned.fingerprint] for planned in now.plan]),
+    )
+
+
+def _at_fault(state: State, reason: str, said: Places) -> tuple[State, str]:
+    """A run that is due makes another release; what else is found of a damaged one is less than that it is."""
+    return ("damaged", said.damaged[0]) if said.damaged and state != "due" else (state, reason)
+
+
+def _compared(
+    release: Released | None, now: Now, silent: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[Change, ...], tuple[Change, ...]]:
+    """What is not known, what differs from a release, and of that what the recipe's triggers count."""
+    differing = () if release is None else _changes(release, now)
+    unknown = tuple(dict.fromkeys((*silent, *now.unknown)))
+    tools = unknown_tools(differing)
+    if tools:
+        differing = without(differing, tools)
+        unknown = (*unknown, f"not installed here, so that its version is not known: {', '.join(sorted(tools))}")
+    triggers = now.setting.recipe.refresh.triggers
+    return unknown, differing, tuple(change for change in differing if change.cause in triggers)
+
+
+def _changes(release: Released, now: Now) -> tuple[Change, ...]:
+    payloads: Mapping[str, Mapping[str, object]] = {planned.key: planned.payload for planned in now.plan}
+    written = now.setting.loaded.positions.values.keys()
+    return changes(release.manifest, payloads, now.recipe, written=written, quantmint=__version__)
+
+
+def _state(
+    now: Now,
+    release: Released | None,
+    differing: Sequence[Change],
+    counted: Sequence[Change],
+    said: Places,
+    unknown: Sequence[str],
+) -> tuple[State, str]:
+    """The state, and why in one line."""
+    held = None if now.judged is None else f"these inputs were judged {now.judged.value}"
+    if release is None and (said.unasked or said.damaged):
+        return "unknown", "whether it was ever released is not known"
+    words = "never released" if release is None else "; ".join(what_changed(counted))
+    if not words and release is not None and now.unpublished(release):
+        return "due", f"{release.tag} is not in all places of the recipe"
+    if not words and said.empty:  # a place that is new to the recipe, or that somebody emptied
+        words = f"nothing is in {', '.join(said.empty)}"
+    if words and held:
+        return "held", f"{held} ({words})"
+    if words:
+        return ("current", f"{_made_before(now, said)} ({words})") if now.is_made else ("due", words)
+    if differing:
+        causes = ", ".join(dict.fromkeys(change.cause for change in differing))
+        return "current", f"left out by refresh.triggers: {causes}: {'; '.join(what_changed(differing))}"
+    if unknown:
+        return "unknown", unknown[0]
+    if release is None or release.shown in (None, release.tag) or _waits(now):
+        return "current", "nothing changed"
+    return "current", f"nothing changed; {_readers_get(release, release.tag)}"
+
+
+def _made_before(now: Now, said: Places) -> str:
+    """What is told where a run would find every stage made: its inputs were these before."""
+    ours = now.packaged()
+    if ours is None or said.empty or any(ours not in one.tags for one in said.there):
+        return f"this store has made it: `quantmint publish {now.setting.recipe.name}` publishes it"
+    other = next((one for one in said.there if one.shown != ours), None)
+    return f"readers get {ours}, made from these inputs" if other is None else _readers_get(other, ours)
+
+
+def _readers_get(there: Released, ours: str) -> str:
+    return f"readers get {there.shown}; `quantmint rollback {there.place} {ours}` gives them what these inputs made"
+
+
+def _waits(now: Now) -> bool:
+    """Whether releases of the recipe wait for a person."""
+    publish = now.setting.recipe.publish
+    return publish.to == "candidate" or (publish.hub is not None and publish.hub.via == "pull-request")

@@ -1,0 +1,208 @@
+"""One attempt at a recipe: a child process, its log, and what it ended with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from pipeline.base.processes import Child
+from pipeline.store.disk import disk_errors
+from pipeline.upkeep.due.state import folder_of
+
+_KEPT: Final = 5
+_POLL_S: Final = 0.1
+_LINE: Final = 4096  # bytes
+_STAGE: Final = re.compile(rb"^\[(\d+/\d+)\] ([^\s:]+): started$", re.MULTILINE)
+_NOT_A_CHILDS: Final = re.compile(r"QUANTMINT_WEBHOOK\w*")
+_SECRET_NAME: Final = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_?KEY|WEBHOOK", re.IGNORECASE
+)
+_TOKEN: Final = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{12,}")
+_IN_ADDRESS: Final = re.compile(r"(?<=://)[^/@\s]+@|(?<=[a-z0-9])\?[^\s\"'<>)]*(?:[Ss]ignature|[Tt]oken)=[^\s\"'<>)]*")
+_CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_LONGEST: Final = 2000
+_TAIL: Final = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Attempted:
+    """How a child ended.
+
+    ``exit_code`` is its own, 128 + N after signal N. ``answer`` is the JSON object that it printed, {} for none.
+    ``seconds`` are those in which it ran: none of a wait for room in a cluster. ``cut_short``: we ended it. ``error``
+    is one line, "" where there is none to tell.
+    """
+
+    exit_code: int
+    answer: Mapping[str, Any]
+    seconds: float
+    log: Path
+    cut_short: bool = False
+    error: str = ""
+
+    @property
+    def verdict(self) -> str | None:
+        """The gate's word; None where it did not come to that."""
+        found = self.answer.get("verdict")
+        return found if isinstance(found, str) else None
+
+    @property
+    def judged(self) -> bool:
+        """Whether it came to its own end and told of it, whatever that was; an error is none."""
+        return not self.cut_short and "verdict" in self.answer and self.exit_code in {0, 1, 3, 4}
+
+    @property
+    def failure(self) -> int:
+        """The exit code of one that was not judged; a child without words broke, whatever its code."""
+        spoke = "error" in self.answer and not self.cut_short
+        return self.exit_code if spoke and self.exit_code in {1, 2, 4} else 5
+
+    @property
+    def transient(self) -> bool:
+        """Whether it says that the same command may succeed in a while."""
+        return not self.cut_short and self.answer.get("transient") is True
+
+    @property
+    def places(self) -> tuple[Mapping[str, object], ...]:
+        """Where its release is now, as `quantmint run --json` says it."""
+        found = self.answer.get("published")
+        return tuple(place for place in found if isinstance(place, dict)) if isinstance(found, list) else ()
+
+
+def attempt(
+    argv: Sequence[str],
+    log: Path,
+    *,
+    environment: Mapping[str, str],
+    grace_s: float,
+    limit_s: float | None,
+    stop: threading.Event,
+    on_stage: Callable[[str], None],
+    queues: bool = False,
+) -> Attempted:
+    """Run a child to its end, or until ``stop`` is set, or for ``limit_s`` seconds.
+
+    ``queues``: it asks a cluster for room first, and its time begins with its first stage. What it starts ends with it,
+    and with us. ``on_stage`` hears ``3/12 calibrate``. Raises `StoreError` where the log cannot be written.
+    """
+    began = None if queues else time.monotonic()
+    printed = log.with_suffix(".out")
+    with disk_errors(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        child = Child(argv, environment, log, grace=grace_s, output=printed)
+
+    def hear(stage: str) -> None:
+        nonlocal began
+        began = began or time.monotonic()
+        on_stage(stage)
+
+    seen, late = 0, False
+    try:
+        while child.exit_code is None and not late and not stop.wait(_POLL_S):
+            seen = _tell_stage(log, seen, hear)
+            late = limit_s is not None and began is not None and time.monotonic() - began > limit_s
+        cut = child.exit_code is None
+    finally:
+        child.let_go()
+        child.wait()
+    seconds = 0.0 if began is None else time.monotonic() - began
+    code = 5 if child.exit_code is None else child.exit_code
+    answer = _answer(printed)
+    printed.unlink(missing_ok=True)
+    if late and cut:
+        error = f"ended after {seconds / 3600:.2g} h, which is as long as refresh.max_hours lets it run"
+    elif cut or "verdict" in answer:
+        error = ""
+    elif "error" in answer:
+        error = quotable(str(answer["error"]), environment)
+    else:
+        said = last_line(log, environment)
+        how = f"signal {code - 128 if code > 128 else -code}" if not 0 <= code < 128 else f"exit code {code}"
+        error = f"ended by {how}" + (f": {said}" if said else "")
+    return Attempted(code, answer, seconds, log, cut, error)
+
+
+def child_variables(ours: Mapping[str, str]) -> dict[str, str]:
+    """Our environment for a child: it fetches, signs and publishes as a person's run does, but tells nobody."""
+    return {name: value for name, value in ours.items() if not _NOT_A_CHILDS.fullmatch(name)}
+
+
+def new_log(root: Path, name: str) -> Path:
+    """A fresh log of a recipe; of those before, the newest four stay. Raises `StoreError`."""
+    folder = folder_of(root) / "logs" / name
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # An output that is there is of a child whose fleet was killed: we hold the recipe's lock.
+        for old in (*sorted(folder.glob("*.log"))[: 1 - _KEPT], *folder.glob("*.out")):
+            old.unlink(missing_ok=True)
+    return folder / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ')}.log"
+
+
+def quotable(text: str, environment: Mapping[str, str]) -> str:
+    """A message as one paragraph without control characters, halves of characters and secrets."""
+    whole = text.encode(errors="replace").decode()  # a file's name need not be UTF-8, and a terminal refuses its rest
+    said = " ".join(_CONTROL.sub("", whole).split())
+    return without_secrets(said, environment)[:_LONGEST]
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """A text without the values of variables that are named as secrets, and without what looks like a token."""
+    values = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 6}
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "[secret]")
+    return _IN_ADDRESS.sub("", _TOKEN.sub("[secret]", text))
+
+
+def last_line(log: Path, environment: Mapping[str, str]) -> str:
+    """The last line of a log that says something, fit to be quoted; "" for none."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, log.stat().st_size - _TAIL))
+            text = stream.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines = [line for line in map(str.strip, _CONTROL.sub("", text.replace("\r", "\n")).splitlines()) if line]
+    return quotable(lines[-1], environment) if lines else ""
+
+
+def _tell_stage(log: Path, seen: int, on_stage: Callable[[str], None]) -> int:
+    """Tell the newest stage of what the log has grown since ``seen`` bytes; returns where to go on."""
+    try:
+        size = os.stat(log).st_size  # noqa: PTH116 - ten times a second
+        if size == seen:
+            return seen
+        with log.open("rb") as stream:
+            stream.seek(seen)
+            grown = stream.read(size - seen)
+    except OSError:
+        return seen
+    # A library's bar writes for hours without an end of line: only the last of that may become a line of ours.
+    whole = grown.rfind(b"\n") + 1 or max(0, len(grown) - _LINE)
+    found = _STAGE.findall(grown[:whole])
+    if found:
+        on_stage(b" ".join(found[-1]).decode(errors="replace"))
+    return seen + whole
+
+
+def _answer(printed: Path) -> dict[str, Any]:
+    """The last JSON object that a child printed; {} for none."""
+    try:
+        text = printed.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return {}
+    for candidate in (text, text[text.rfind("\n{") + 1 :]):
+        try:
+            found = json.loads(candidate)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}

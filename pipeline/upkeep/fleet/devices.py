@@ -1,0 +1,161 @@
+"""The accelerators of this machine as a fleet shares them out: each has a lock, so that two fleets do not share one."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pipeline.base.errors import UserError
+from pipeline.base.machine import Machine
+from pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, visible_amd, visible_cuda
+from pipeline.store.locks import HEARTBEAT_S, STALE_AFTER_S, Lock, is_held
+from pipeline.upkeep.due.state import folder_of
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """``number`` is the machine's; ``value`` is what the variable of a child calls it.
+
+    ``uuid`` is what no other device has, None where its driver says none, or gives it to several.
+    """
+
+    number: int
+    value: str
+    uuid: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What a fleet may use. ``variable`` is the one that the runtime reads, None on a machine without accelerators."""
+
+    variable: str | None
+    devices: tuple[Device, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The machine's numbers."""
+        return tuple(device.number for device in self.devices)
+
+    @property
+    def uuids(self) -> Mapping[int, str]:
+        """UUIDs by the machine's numbers, of devices that have one."""
+        return {device.number: device.uuid for device in self.devices if device.uuid is not None}
+
+    def environment(self, ours: Mapping[str, str], taken: Iterable[int]) -> dict[str, str]:
+        """The variables of a child with these devices; without any, it sees none.
+
+        Only one of the two variables is left: ROCm's libraries read both, and by what they find in each are of two
+        minds. ROCR_VISIBLE_DEVICES stays, for the numbers count what it leaves.
+        """
+        if self.variable is None:
+            return dict(ours)
+        chosen = set(taken)
+        values = [device.value for device in self.devices if device.number in chosen]
+        rest = {name: value for name, value in ours.items() if name not in (HIP, CUDA)}
+        return {**rest, self.variable: ",".join(values) or "-1"}
+
+
+NONE: Final = Devices(None, ())
+"""What a fleet has that runs its recipes elsewhere."""
+
+
+def devices_of(machine: Machine, wanted: tuple[int, ...] | None) -> Devices:
+    """The devices of a machine that its variables leave; of them those ``wanted``, by their place among them.
+
+    Raises `UserError` for a place where there is none.
+    """
+    instinct = [gpu.uuid for gpu in amd_gpus(machine)]
+    nvidia = [] if instinct else _nvidia(machine)
+    variable = HIP if instinct else CUDA if nvidia else None
+    if instinct:
+        visible = visible_amd(machine.environ, instinct)
+        before = machine.environ.get(CUDA) or machine.environ.get(HIP) or None
+        names = [str(place) for place in range(len(chosen(machine.environ.get(ROCR) or None, instinct)))]
+    else:
+        visible = visible_cuda(machine.environ, nvidia)
+        before = machine.environ.get(CUDA)
+        names = [str(place) for place in range(len(nvidia))]
+    values = names if before is None else [entry.strip() for entry in before.split(",")]
+    uuids = instinct or nvidia
+    own = {number: uuid for number, uuid in enumerate(uuids) if uuids.count(uuid) == 1 and uuid.strip("GPU-0")}
+    found = tuple(Device(number, value, own.get(number)) for number, value in zip(visible, values, strict=False))
+    if wanted is None:
+        return Devices(variable, found)
+    for place in wanted:
+        if place >= len(found):
+            raise UserError(
+                f"--devices: found {place}, expected numbers below {len(found)}: "
+                f"{'no accelerator is' if not found else f'{len(found)} are'} visible here"
+            )
+    return Devices(variable, tuple(found[place] for place in sorted(set(wanted))))
+
+
+def free_of(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tuple[int, ...]:
+    """Those of these devices whose lock nobody seems to have; nothing is touched. ``uuids`` are `Devices.uuids`.
+
+    Where the store cannot be read for a moment, none is: what runs goes on, and what waits does so a little longer.
+    """
+    now = time.time()
+    try:
+        return tuple(
+            number
+            for number in numbers
+            if not is_held(_lock_path(root, number, uuids), stale_after=STALE_AFTER_S, now=now)
+        )
+    except OSError:
+        return ()
+
+
+def take(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tuple[Lock, ...] | None:
+    """The locks of these devices, taken in the order of their names; None, and none of them, where one is taken.
+
+    ``uuids`` are `Devices.uuids`. Raises `OSError` or `StoreError` where the store cannot be written.
+    """
+    held: list[Lock] = []
+    try:
+        for path in sorted(_lock_path(root, number, uuids) for number in numbers):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = Lock(path)
+            if not try_lock(lock):
+                give_back(held)
+                return None
+            held.append(lock)
+    except BaseException:
+        give_back(held)
+        raise
+    return tuple(held)
+
+
+def give_back(locks: Iterable[Lock]) -> None:
+    """Release locks, the last one first."""
+    for lock in reversed(list(locks)):
+        lock.release()
+
+
+def try_lock(lock: Lock) -> bool:
+    """Take a lock that is free, or that a dead process left; False where somebody lives who has it.
+
+    Returns at once, but for one thing: that a holder on another machine is dead is known only after a second look,
+    a heartbeat later.
+    """
+    if lock.acquire(timeout=0):
+        return True
+    if is_held(lock.path, stale_after=STALE_AFTER_S, now=time.time()):
+        return False
+    return lock.acquire(timeout=HEARTBEAT_S + 1)
+
+
+def _nvidia(machine: Machine) -> list[str]:
+    listed = machine.run(("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"))
+    return [line.strip() for line in (listed or "").splitlines() if line.strip()]
+
+
+def _lock_path(root: Path, number: int, uuids: Mapping[int, str]) -> Path:
+    """By its UUID: containers on one machine have other host names, and count from 0 what each was given of it."""
+    name = uuids.get(number) or f"{socket.gethostname() or 'host'}-{number}"
+    return folder_of(root) / "devices" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.lock"

@@ -1,0 +1,296 @@
+"""What a fleet is asked for, a recipe in a round, and what becomes of it when an attempt has ended."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from pipeline.store.files import DamagedError
+from pipeline.store.locks import Lock
+from pipeline.upkeep.due.state import RecipeState, moment
+from pipeline.upkeep.fleet.attempt import Attempted
+from pipeline.upkeep.fleet.devices import Devices
+from pipeline.upkeep.fleet.events import Ended, State, now_utc
+from pipeline.upkeep.fleet.order import Waiting
+
+if TYPE_CHECKING:
+    from pipeline.upkeep.due.due import Due
+
+Look = Callable[[Sequence[str]], "tuple[Due, ...]"]
+"""Which of these recipes are due: `pipeline.upkeep.due.due.look` with everything but the recipes given."""
+
+_LONGEST_WAIT_S: Final = 3600.0
+_FIRST_REST_S: Final = 900.0
+_LONGEST_REST_S: Final = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A recipe as somebody named it (a name or a file), and what made them: "asked", "schedule"."""
+
+    recipe: str
+    trigger: str = "asked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a fleet works.
+
+    ``store`` is the store's root. ``jobs`` is how many recipes run at a time at the most (None: one for each device,
+    one where there are none). ``devices`` are numbers as this process's own variables leave them (None: all that are
+    visible). ``retries`` is how often an attempt is repeated after a fault that passes. ``max_hours`` limits a round's
+    wall clock, ``max_disk`` the bytes by which the store and the folders of releases grow in it. ``everything`` also
+    runs what is not due, is held or rests; ``redo`` are stages that run again, which means the same. ``wait`` is
+    whether a recipe that another fleet has is waited for. ``on`` is what `quantmint submit --ray` takes, a cluster that
+    runs the recipes (None: this machine does): Ray places them by what their targets need, no device of this machine is
+    taken, and without ``jobs`` all that are due are submitted at once. ``command`` is the start of a child's command
+    line, which the recipe and the options of `quantmint run` follow, and ``submit_command`` of one with ``on``.
+    ``grace_s`` is the time between SIGTERM and SIGKILL, and ``first_wait_s`` the wait before the first repetition,
+    which doubles from then on.
+    """
+
+    store: Path
+    jobs: int | None = None
+    devices: tuple[int, ...] | None = None
+    retries: int = 3
+    max_hours: float | None = None
+    max_disk: int | None = None
+    everything: bool = False
+    on: str | None = None
+    redo: tuple[str, ...] = ()
+    wait: bool = True
+    vllm: str | None = None
+    remote: str | None = None
+    device: str = "auto"
+    command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "run")
+    submit_command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "submit")
+    grace_s: float = 30.0
+    first_wait_s: float = 60.0
+
+    @property
+    def max_s(self) -> float | None:
+        """Seconds that a round may take."""
+        return None if self.max_hours is None else self.max_hours * 3600
+
+    def slots(self, devices: int) -> int:
+        """How many recipes run at a time at the most where this machine has ``devices``."""
+        return self.jobs or (sys.maxsize if self.on is not None else devices or 1)
+
+    def command_line(self, recipe: str) -> list[str]:
+        """A child's command line."""
+        again = [word for stage in self.redo for word in ("--redo", stage)]
+        vllm = [] if self.vllm is None else ["--vllm", self.vllm]
+        remote = [] if self.remote is None else ["--remote-store", self.remote]
+        told = ["--json", "--store", str(self.store)]
+        what = ["--device", self.device, *vllm, *remote, *again]
+        if self.on is None:
+            return [*self.command, recipe, *told, *what]
+        return [*self.submit_command, recipe, "--ray", self.on, "--attached", *told, "--", *what]
+
+    def look(self) -> Look:
+        """`pipeline.upkeep.due.due.look` as these options want it."""
+        from pipeline.store.tree import Store
+        from pipeline.upkeep.due.due import look
+
+        return partial(look, store=Store(self.store), vllm=self.vllm, device=self.device)
+
+
+@dataclass
+class Job:
+    """A due recipe. ``since`` and ``ready`` are seconds of the fleet's monotonic clock.
+
+    ``failed`` counts attempts that ended by a fault that passes. ``lock`` is the recipe's while it is ours, ``held``
+    those of its ``devices`` while it runs. ``thread`` has its child, and ``stop`` ends that, for the reason ``why``.
+    """
+
+    request: Request
+    due: Due
+    state: RecipeState
+    since: float
+    ready: float
+    elsewhere: bool = False
+    attempts: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    last: Attempted | None = None
+    lock: Lock | None = None
+    devices: tuple[int, ...] = ()
+    held: tuple[Lock, ...] = ()
+    thread: threading.Thread | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+    why: Literal["time", "signal"] | None = None
+
+    @property
+    def name(self) -> str:
+        """The recipe's name."""
+        return self.due.name
+
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds that an attempt may take."""
+        hours = None if self.due.loaded is None else self.due.loaded.recipe.refresh.max_hours
+        return None if hours is None else hours * 3600
+
+    def waiting(self, devices: Devices) -> Waiting:
+        """The job as the queue's arithmetic sees it; without any devices on this machine none are asked for."""
+        return Waiting(
+            self.name,
+            priority=0 if self.due.loaded is None else self.due.loaded.recipe.refresh.priority,
+            devices=0 if devices.variable is None else devices_needed(self.due),
+            since=self.since,
+            ready=self.ready,
+            expected_s=self.state.last_duration_s or 0.0,
+        )
+
+
+def devices_needed(due: Due) -> int:
+    """How many accelerators a recipe's target has; 0 for a CPU."""
+    from pipeline.base.hardware import hardware
+
+    if due.loaded is None:
+        return 0
+    target = due.loaded.recipe.target
+    return 0 if hardware(target.hardware).kind == "cpu" else target.gpus
+
+
+def causes_of(due: Due) -> tuple[str, ...]:
+    """The kinds of change that a recipe is due for, each once."""
+    return tuple(dict.fromkeys(change.cause for change in due.changes))
+
+
+# How a recipe leaves a round.
+
+
+def not_run(request: Request, due: Due, state: RecipeState, options: Options, devices: Devices) -> Ended | None:
+    """How a recipe leaves the round without an attempt; None where one is to be made."""
+    if due.state == "broken":
+        return _left(request, due, "broken", 2, due.reason)
+    if not (options.everything or options.redo):
+        if due.state == "damaged":
+            return _left(request, due, "damaged", DamagedError.exit_code, due.reason)
+        if due.state == "held" and due.verdict is not None:
+            return replace(_left(request, due, "held", due.verdict.exit_code, due.reason), verdict=due.verdict.value)
+        if due.state != "due":
+            return _left(request, due, due.state, 0, due.reason)
+        until = resting_until(state, due.inputs, datetime.now(UTC))
+        if until is not None:
+            when = f"{until:%Y-%m-%d %H:%M} UTC"
+            rests = f"it rests until {when}, unless --all: it failed in {state.attempts_failed} round(s): "
+            return _left(request, due, "resting", state.last_exit or 5, rests + state.reason)
+    needed, there = devices_needed(due), len(devices.numbers)
+    if devices.variable is None or needed <= there:  # what a run lacks on a machine without any, it says itself
+        return None
+    return _left(request, due, "failed", 2, f"its target has {needed} devices, and this fleet has {there}")
+
+
+def unrun(job: Job, state: State, code: int, reason: str) -> Ended:
+    """How a job leaves the round that was queued; what an attempt of it said stays."""
+    ended = _left(job.request, job.due, state, code, reason)
+    log = None if job.last is None else str(job.last.log)
+    return replace(ended, attempts=job.attempts, duration_s=round(job.seconds, 1), log=log)
+
+
+def ran(job: Job, attempted: Attempted, stopped_by: int | None) -> Ended:
+    """How a job leaves the round whose last attempt has ended."""
+    if attempted.cut_short and job.why == "signal":
+        return unrun(
+            job, "interrupted", 128 + (stopped_by or 0), "it was told to stop; it goes on from there next time"
+        )
+    if attempted.cut_short and job.why == "time":
+        return unrun(job, "left", 0, "the round's time was used up; it goes on from there next time")
+    if not attempted.judged:
+        return unrun(job, "failed", attempted.failure, attempted.error)
+    reasons = attempted.answer.get("reasons")
+    said = reasons if isinstance(reasons, list) and attempted.verdict not in (None, "PASS") else ()
+    ended = unrun(job, "ran", attempted.exit_code, "; ".join(map(str, said)))
+    tags = [str(place["tag"]) for place in attempted.places if "tag" in place]
+    return replace(ended, verdict=attempted.verdict, tag=tags[0] if tags else None, places=attempted.places)
+
+
+def _left(request: Request, due: Due, state: State, code: int, reason: str) -> Ended:
+    from pipeline.upkeep.due.causes import what_changed
+
+    never = (due.reason,) if due.state == "due" else ()
+    return Ended(
+        recipe=due.name,
+        trigger=request.trigger,
+        state=state,
+        exit_code=code,
+        causes=causes_of(due),
+        changes=never if due.release is None else what_changed(due.changes),
+        reason=reason,
+    )
+
+
+def state_after(job: Job, ended: Ended) -> RecipeState:
+    """What is kept of a recipe after its last attempt of a round."""
+    now, before = now_utc(), job.state
+    file = before.file if job.due.loaded is None else str(job.due.loaded.path.absolute())
+    common = replace(before, last_attempt=now, reason=ended.reason, file=file)
+    if ended.state in {"left", "interrupted"}:
+        return common  # with the inputs that it failed with, if it rests: these here have not failed
+    inputs = job.due.inputs or None
+    common = replace(common, last_exit=ended.exit_code, last_verdict=ended.verdict, inputs=inputs)
+    if ended.state == "failed":
+        rounds = before.attempts_failed + 1
+        # Code 2: nothing was started, so that trying again costs nothing. What a network did has to pass first.
+        tried_soon = ended.exit_code == 2 and not (job.last is not None and job.last.transient)
+        return replace(common, attempts_failed=rounds, not_before=None if tried_soon else rests_until(rounds))
+    took = job.last.seconds if job.last is not None else 0.0
+    common = replace(common, last_duration_s=round(took, 1), attempts_failed=0, not_before=None)
+    if ended.verdict == "PASS":
+        common = replace(common, last_success=now)
+    if ended.tag is not None and ended.tag != before.tag:
+        common = replace(common, tag=ended.tag, released=now)
+    return common
+
+
+# When it is tried again: in a round after a fault that passes, in the next ones after any.
+
+
+def again_in_s(ended: Attempted, *, failed: int, retries: int, first: float) -> float | None:
+    """Seconds until a recipe is tried again in this round; None where it is not.
+
+    ``failed`` counts the attempts that ended by a fault that passes, this one included. Waits double, up to an hour; a
+    tenth of ``first`` by chance on top, as recipes that one outage stopped need not all come back in one moment.
+    """
+    if not ended.transient or failed > retries:
+        return None
+    return _doubled(failed, first, _LONGEST_WAIT_S) + random.uniform(0, first / 10)  # noqa: S311
+
+
+def rests_until(rounds: int, now: datetime | None = None) -> str:
+    """The time, ISO 8601 in UTC, before which a recipe that failed in ``rounds`` rounds is not tried.
+
+    It rests for 15 min, then twice that with each round, up to a day.
+    """
+    rest = timedelta(seconds=_doubled(rounds, _FIRST_REST_S, _LONGEST_REST_S))
+    return ((now or datetime.now(UTC)) + rest).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def resting_until(state: RecipeState, inputs: str, now: datetime) -> datetime | None:
+    """Until when a recipe that failed is left alone; None where it may be tried.
+
+    It is tried at once when its inputs are others than those that it failed with; a rest that is longer than any is of
+    a clock that was wrong.
+    """
+    until = moment(state.not_before)
+    if until is None or until <= now or (inputs and state.inputs != inputs):
+        return None
+    return None if until - now > timedelta(seconds=_LONGEST_REST_S) else until
+
+
+def _doubled(number: int, first: float, longest: float) -> float:
+    return min(first * 2.0 ** min(number - 1, 60), longest)
+
+
+def other_file(one: Due, other: Due) -> bool:
+    """Whether two recipes of one name are two recipes."""
+    return len({due.loaded.path.resolve() for due in (one, other) if due.loaded is not None}) == 2

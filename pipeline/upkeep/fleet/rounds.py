@@ -1,0 +1,452 @@
+"""Many recipes over the devices of one machine: queued, begun, repeated, judged, summed up.
+
+::
+
+    summary = run([Request("llama8b-ptpc"), Request("qwen-mxfp4")], Options(store=Path("store")), on_event=print)
+
+One thread decides: it calls what comes out of a queue, asks `pipeline.upkeep.fleet.order` what begins, and owns every
+lock. What takes long has a thread of its own that puts its result there: looking at what is due, and a child. So
+requests may come while others run, and an order to stop is heard at once.
+
+A recipe is looked at twice: with all others, for the queue, and once more when its lock is ours. In between another
+fleet may have made it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
+from pipeline.base.errors import QuantmintError
+from pipeline.base.machine import Machine
+from pipeline.publish.folder import RELEASES
+from pipeline.store.disk import disk_errors
+from pipeline.store.locks import Lock
+from pipeline.upkeep.due.state import RecipeState, folder_of, read_state, write_state
+from pipeline.upkeep.fleet.account import Account
+from pipeline.upkeep.fleet.attempt import Attempted, attempt, child_variables, new_log, quotable
+from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, give_back, take, try_lock
+from pipeline.upkeep.fleet.events import Ended, Event, State, Summary
+from pipeline.upkeep.fleet.jobs import (
+    Job,
+    Look,
+    Options,
+    Request,
+    again_in_s,
+    not_run,
+    other_file,
+    ran,
+    state_after,
+    unrun,
+)
+from pipeline.upkeep.fleet.order import Room, Waiting, next_begin, unaffordable
+
+if TYPE_CHECKING:
+    from pipeline.upkeep.due.due import Due
+
+_ASK_AGAIN_S: Final = 1.0  # between two looks at what another fleet has
+_STOPPED: Final = "it was told to stop"
+_T = TypeVar("_T")
+
+
+def run(
+    requests: Iterable[Request],
+    options: Options,
+    *,
+    on_event: Callable[[Event], None],
+    look: Look | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> Summary:
+    """Run what is due of these recipes to its end; see `Fleet`."""
+    fleet = Fleet(options, on_event=on_event, look=look, warn=warn)
+    fleet.add(requests)
+    fleet.close()
+    return fleet.run()
+
+
+class Fleet:
+    """The engine. ``add``, ``close`` and ``stop`` are for any thread, and ``stop`` for signal handlers too.
+
+    ``on_event`` is called in the thread of ``run``; so is ``on_round``, with every round that is over: a round goes
+    from the first request to when nothing is left to do. ``look`` is `pipeline.upkeep.due.due.look` where nothing else
+    is given, ``warn`` hears what went wrong and stopped nothing. Raises `UserError` for devices that are not there.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        on_event: Callable[[Event], None],
+        look: Look | None = None,
+        warn: Callable[[str], None] | None = None,
+        on_round: Callable[[Summary], None] | None = None,
+    ) -> None:
+        self._options = options
+        self._on_event = on_event
+        self._look = look or options.look()
+        self._warn = warn or logging.getLogger(__name__).warning
+        self._on_round = on_round
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._one_look = threading.Lock()  # what two looks at once would ask the Hub for is mostly the same
+        self._devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
+        self._slots = options.slots(len(self._devices.numbers))
+        self._looking: list[Request] = []
+        self._waiting: dict[str, Job] = {}
+        self._running: dict[str, Job] = {}
+        self._closed = False
+        self._stopped_by: int | None = None
+        self._round = self._new_round()
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Ask for recipes. One that is queued or runs already is not queued twice."""
+        self._inbox.put(partial(self._add, tuple(dict.fromkeys(requests))))
+
+    def close(self) -> None:
+        """No more requests come: ``run`` returns when the last recipe has ended."""
+        self._inbox.put(self._close)
+
+    def stop(self, number: int) -> None:
+        """End the children, free the locks and let ``run`` return; ``number`` is the signal's that asked for it."""
+        self._inbox.put(partial(self._end_all, number))
+
+    def run(self) -> Summary:
+        """Work until all is done and `close` was called, or until `stop`. Raises what ``on_event`` raises."""
+        summary = None
+        try:
+            while True:
+                self._advance()
+                if self._idle():
+                    over = self._closed or self._stopped_by is not None
+                    if self._round.ended or (over and summary is None):
+                        summary = self._end_round()
+                    if over and summary is not None:
+                        return summary
+                with suppress(Empty):
+                    self._inbox.get(timeout=self._wake_in())()
+                    while True:
+                        self._inbox.get_nowait()()
+        finally:
+            self._abandon()
+
+    # What comes out of the queue.
+
+    def _in_background(self, work: Callable[[], _T], then: Callable[[_T | None, str], None]) -> threading.Thread:
+        """Call ``then`` in the deciding thread with what ``work`` returned in another, or None and why it did not."""
+
+        def errand() -> None:
+            try:
+                result, error = work(), ""
+            except Exception as failure:  # a fault of ours ends its recipe, and must not make the others wait for ever
+                said = (
+                    failure.message if isinstance(failure, QuantmintError) else f"{type(failure).__name__}: {failure}"
+                )
+                self._inbox.put(partial(then, None, quotable(said, os.environ)))
+            else:
+                self._inbox.put(partial(then, result, error))
+
+        thread = threading.Thread(target=errand, daemon=True)
+        thread.start()
+        return thread
+
+    def _find(self, recipes: Sequence[str]) -> tuple[Due, ...]:
+        with self._one_look:
+            return self._look(recipes)
+
+    def _close(self) -> None:
+        self._closed = True
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        if self._stopped_by is not None:
+            self._turn_away(requests, self._stopped_by)
+            return
+        if self._idle() and not self._round.ended:
+            self._round = self._new_round()  # its time begins with its first request
+        new = [request for request in requests if request not in self._looking]
+        if new:
+            self._looking += new
+            self._in_background(lambda: self._find([one.recipe for one in new]), partial(self._queue, new))
+
+    def _queue(self, requests: Sequence[Request], found: tuple[Due, ...] | None, error: str) -> None:
+        if self._stopped_by is not None:
+            return  # they were turned away
+        self._looking = [one for one in self._looking if one not in requests]
+        if found is None:
+            for request in requests:
+                self._round.end(_unknown(request, "failed", 5, error))
+            return
+        for sentence in dict.fromkeys(sentence for due in found for sentence in due.unknown):
+            self._round.warn(sentence)
+        # The folder of a recipe's releases, not the link there: its end moves.
+        publish = [(due.name, due.loaded.recipe.publish.folder) for due in found if due.loaded is not None]
+        self._round.growth.watch(Path(folder) / RELEASES / name for name, folder in publish if folder is not None)
+        for request, due in zip(requests, found, strict=True):
+            known = self._waiting.get(due.name) or self._running.get(due.name)
+            if known is not None and other_file(known.due, due):
+                reason = f"another file's recipe has the name {due.name} too, and would publish over it"
+                self._round.end(_unknown(request, "broken", 2, reason))
+                continue
+            if known is not None:
+                self._round.warn(f"{request.recipe}: {due.name} is queued or runs already")
+                continue
+            state = RecipeState(name=due.name) if due.state == "broken" else self._state_of(due.name)
+            ended = not_run(request, due, state, self._options, self._devices)
+            if ended is not None:
+                self._round.end(ended)
+                continue
+            now = time.monotonic()
+            job = self._waiting[due.name] = Job(request, due, state, since=now, ready=now)
+            self._round.tell("queued", job)
+
+    def _confirm(self, job: Job, found: tuple[Due, ...] | None, error: str) -> None:
+        """The recipe is ours, and was looked at again: attempt it if that is still to be done."""
+        if self._running.get(job.name) is not job:
+            return  # it was told to stop
+        if found is None:
+            self._close_job(job, unrun(job, "failed", 5, error))
+            return
+        job.due, job.state = found[0], self._state_of(job.name)
+        ended = not_run(job.request, job.due, job.state, self._options, self._devices)
+        if ended is None and job.why is not None:
+            ended = unrun(job, "left", 0, "the round's time is used up")
+        if ended is not None:
+            self._close_job(job, ended)
+        elif self._as_waiting(job).devices != len(job.devices):  # the recipe was edited in between
+            del self._running[job.name]
+            self._free(job)
+            self._waiting[job.name] = job
+        else:
+            self._attempt(job)
+
+    def _attempt(self, job: Job) -> None:
+        job.attempts += 1
+        self._round.tell("started", job)
+        options = self._options
+        environment = self._devices.environment(child_variables(os.environ), job.devices)
+
+        def work() -> Attempted:
+            return attempt(
+                options.command_line(job.request.recipe),
+                new_log(options.store, job.name),
+                environment=environment,
+                grace_s=options.grace_s,
+                limit_s=job.limit_s,
+                stop=job.stop,
+                on_stage=lambda stage: self._inbox.put(lambda: self._round.tell("stage", job, stage=stage)),
+                queues=options.on is not None,
+            )
+
+        job.thread = self._in_background(work, partial(self._done, job))
+
+    def _done(self, job: Job, attempted: Attempted | None, error: str) -> None:
+        job.thread = None
+        self._round.growth.changed()
+        if attempted is None:
+            self._close_job(job, unrun(job, "failed", 5, error), keep=True)
+            return
+        job.last, job.seconds = attempted, job.seconds + attempted.seconds
+        job.failed += attempted.transient
+        options = self._options
+        pause = again_in_s(attempted, failed=job.failed, retries=options.retries, first=options.first_wait_s)
+        job.ready = time.monotonic() + (pause or 0.0)
+        if pause is None or job.why is not None or unaffordable(self._as_waiting(job), self._room()) is not None:
+            self._close_job(job, ran(job, attempted, self._stopped_by), keep=True)
+            return
+        del self._running[job.name]
+        self._give_back(job, *job.held)
+        job.held, job.devices = (), ()
+        self._waiting[job.name] = job  # its lock stays ours: nobody else tries in between
+        self._round.tell(
+            "retrying",
+            job,
+            wait_s=round(pause, 1),
+            exit_code=attempted.exit_code,
+            reason=attempted.error,
+            log=str(attempted.log),
+        )
+
+    def _end_all(self, number: int) -> None:
+        if self._stopped_by is not None:
+            return
+        self._stopped_by = number
+        for job in (*self._waiting.values(), *self._running.values()):
+            if job.thread is None:
+                self._close_job(job, unrun(job, "interrupted", 128 + number, _STOPPED))
+            else:
+                self._cut(job, "signal")
+        self._turn_away(self._looking, number)
+        self._looking = []
+
+    def _turn_away(self, requests: Iterable[Request], number: int) -> None:
+        for request in requests:
+            self._round.end(_unknown(request, "interrupted", 128 + number, _STOPPED))
+
+    # What begins.
+
+    def _advance(self) -> None:
+        if self._stopped_by is not None:
+            return
+        left = self._round.left_s()
+        if left is not None and left <= 0:
+            for job in self._running.values():
+                self._cut(job, "time")
+        while self._waiting and self._begin_next():
+            pass
+
+    def _begin_next(self) -> bool:
+        """Begin a recipe; False where none may begin now."""
+        room = self._room()
+        if next_begin(map(self._as_waiting, self._waiting.values()), room) is not None:
+            room = replace(room, left_bytes=self._round.growth.left(measure=True))
+        for job in list(self._waiting.values()):
+            reason = unaffordable(self._as_waiting(job), room)
+            if reason is not None and job.last is None:
+                self._close_job(job, unrun(job, "left", 0, reason))
+            elif reason is not None and job.last is not None:
+                self._close_job(job, ran(job, job.last, None), keep=True)
+        begin = next_begin(map(self._as_waiting, self._waiting.values()), room)
+        if begin is None:
+            return False
+        name, devices = begin
+        job = self._waiting.pop(name)
+        try:
+            self._begin(job, devices)
+        except QuantmintError as error:
+            self._close_job(job, unrun(job, "failed", error.exit_code, error.message))
+        return True
+
+    def _begin(self, job: Job, devices: tuple[int, ...]) -> None:
+        """Take the locks and begin; or put it back, where somebody else has one of them."""
+        root, now = self._options.store, time.monotonic()
+        with disk_errors(root):
+            folder_of(root).mkdir(parents=True, exist_ok=True)
+            if job.lock is None:
+                lock = Lock(folder_of(root) / f"{job.name}.lock")
+                if not try_lock(lock):
+                    self._elsewhere(job, now)
+                    return
+                job.lock = lock
+            held = take(root, devices, self._devices.uuids)
+        if held is None:  # another fleet was quicker since we looked
+            if not job.attempts:
+                self._free(job)
+            job.ready = now + _ASK_AGAIN_S
+            self._waiting[job.name] = job
+            return
+        job.held, job.devices, job.elsewhere = held, devices, False
+        self._running[job.name] = job
+        if job.attempts:
+            self._attempt(job)
+        else:
+            self._in_background(lambda: self._find([job.request.recipe]), partial(self._confirm, job))
+
+    def _elsewhere(self, job: Job, now: float) -> None:
+        first, job.elsewhere, job.ready = not job.elsewhere, True, now + _ASK_AGAIN_S
+        if not self._options.wait:
+            self._close_job(job, unrun(job, "elsewhere", 0, "another process works on it"))
+            return
+        self._waiting[job.name] = job
+        if first:
+            self._round.tell("waiting", job, reason="another process works on it")
+
+    # What ends.
+
+    def _cut(self, job: Job, why: Literal["time", "signal"]) -> None:
+        job.why = job.why or why
+        job.stop.set()
+
+    def _close_job(self, job: Job, ended: Ended, *, keep: bool = False) -> None:
+        """The end of a job in this round; with ``keep``, its state is written while its lock is ours."""
+        self._running.pop(job.name, None)
+        self._waiting.pop(job.name, None)
+        if keep and job.lock is not None:
+            try:
+                with disk_errors(job.lock.path):
+                    job.lock.check()
+                write_state(self._options.store, state_after(job, ended))
+            except QuantmintError as error:
+                self._round.warn(f"{job.name}: how it ended could not be noted: {error.message}")
+        self._free(job)
+        self._round.end(ended)
+
+    def _free(self, job: Job) -> None:
+        self._give_back(job, *job.held, *(() if job.lock is None else (job.lock,)))
+        job.held, job.devices, job.lock = (), (), None
+
+    def _give_back(self, job: Job, *locks: Lock) -> None:
+        try:
+            with disk_errors(self._options.store):
+                give_back(locks)
+        except QuantmintError as error:
+            self._round.warn(f"{job.name}: {error.message}")
+
+    def _abandon(self) -> None:
+        """Leave nothing behind, however ``run`` ends: no child, no lock."""
+        jobs = [*self._running.values(), *self._waiting.values()]
+        for job in jobs:
+            job.stop.set()
+        for job in jobs:
+            if job.thread is not None:
+                job.thread.join()
+            self._free(job)
+        self._running.clear()
+        self._waiting.clear()
+
+    # A round.
+
+    def _idle(self) -> bool:
+        return not (self._looking or self._waiting or self._running)
+
+    def _new_round(self) -> Account:
+        return Account(
+            self._options, on_event=self._on_event, warn=self._warn, waiting=self._waiting, running=self._running
+        )
+
+    def _end_round(self) -> Summary:
+        summary = self._round.summary(self._stopped_by)
+        self._round = self._new_round()
+        if self._on_round is not None:
+            self._on_round(summary)
+        return summary
+
+    # What is known now.
+
+    def _as_waiting(self, job: Job) -> Waiting:
+        return job.waiting(self._devices)
+
+    def _room(self) -> Room:
+        slots = self._slots - len(self._running)
+        taken = {number for job in self._running.values() for number in job.devices}
+        ours = [number for number in self._devices.numbers if number not in taken]
+        free = free_of(self._options.store, ours, self._devices.uuids) if slots > 0 else ()
+        return Room(time.monotonic(), slots, free, self._round.left_s(), self._round.growth.left())
+
+    def _wake_in(self) -> float | None:
+        """Seconds until something may have changed that nothing in the queue tells; None where all is told."""
+        now, left = time.monotonic(), self._round.left_s()
+        moments = [job.ready - now for job in self._waiting.values() if job.ready > now]
+        if self._waiting:
+            moments.append(_ASK_AGAIN_S)  # a device that another fleet has
+        if left is not None and (self._waiting or self._running):
+            moments.append(max(left, 0.0) or _ASK_AGAIN_S)
+        return min(moments, default=None)
+
+    def _state_of(self, name: str) -> RecipeState:
+        try:
+            return read_state(self._options.store, name, warn=self._round.warn)
+        except QuantmintError as error:
+            self._round.warn(error.message)
+            return RecipeState(name=name)
+
+
+def _unknown(request: Request, state: State, code: int, reason: str) -> Ended:
+    """The end of a request of which not even the name is known."""
+    return Ended(recipe=request.recipe, trigger=request.trigger, state=state, exit_code=code, reason=reason)

@@ -1,0 +1,200 @@
+"""A scheduler that stays: at the times of each recipe's schedule it asks one fleet to look whether the recipe is due.
+
+::
+
+    code = Resident(options, recipes=(), tell=print, hear=told.hear, planned=told.plan).run()
+
+A look at a recipe that is not due costs seconds and changes nothing, so nothing is remembered between two schedulers:
+one that starts looks at everything, which makes up for what was missed and goes on with what was cut short; then it
+sleeps to the next time. Several may run on one store, with no leader: the recipe's lock lets one through, and the
+other finds nothing due, or the work of a scheduler that was killed.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from pipeline.base.errors import QuantmintError, UserError
+from pipeline.upkeep.fleet.events import Event
+from pipeline.upkeep.fleet.jobs import Look, Options, Request
+from pipeline.upkeep.fleet.rounds import Fleet
+from pipeline.upkeep.schedule.recipes import EXAMPLE, LATE, Scheduled, here, load_scheduled
+
+_LONGEST_SLEEP_S: Final = 30.0  # a sleeping machine's time does not pass for a wait, and files of recipes change
+
+Tell = Callable[..., None]
+"""``tell(event, text, **facts)``: something that the scheduler did, for people and for programs."""
+
+
+class Schedules:
+    """What is to be looked at when. No threads, no clock: ``now`` is given, aware.
+
+    ``given`` are names or files of recipes; without any, those of ./recipes that have a schedule. A recipe that is
+    broken meanwhile keeps the schedule that it had.
+    """
+
+    def __init__(self, given: Sequence[str], tell: Tell) -> None:
+        self._given = tuple(given)
+        self._tell = tell
+        self._files: Mapping[Path, int] | None = None
+        self._upto = datetime.min.replace(tzinfo=UTC)
+        self.plans: dict[str, Scheduled] = {}
+
+    def start(self, now: datetime) -> list[Scheduled]:
+        """All recipes but those that wait for their next time (``missed: skip``)."""
+        self.read()
+        self._upto = now
+        return [plan for plan in self.plans.values() if not plan.skips_missed]
+
+    def came(self, now: datetime) -> list[Scheduled]:
+        """The recipes whose time has come since the last call, each once."""
+        found = []
+        for plan in self.plans.values():
+            after = max(self._upto, now - LATE) if plan.skips_missed else self._upto
+            if any(time <= now for time in plan.next_times(after, 1)):
+                found.append(plan)
+        self._upto = now
+        return found
+
+    def coming(self, now: datetime) -> dict[str, datetime]:
+        """When each recipe comes next, in its own zone."""
+        return {plan.name: time for plan in self.plans.values() for time in plan.next_times(now, 1)}
+
+    def changed(self) -> bool:
+        """Whether a file of a recipe came, went or is another."""
+        return self._files != self._stamps()
+
+    def read(self) -> None:
+        """Read all recipes."""
+        self._files = self._stamps()
+        plans = {}
+        for given in self._given or here():
+            try:
+                plan = load_scheduled(given)
+            except QuantmintError as error:
+                plan = self.plans.get(given)
+                kept = "" if plan is None else "; the schedule that it had stays"
+                self._tell("broken", f"{given}: {error}{kept}", recipe=Path(given).stem, message=str(error))
+            else:
+                if plan is None and self._given:
+                    message = f"it has no schedule: {EXAMPLE}"
+                    self._tell("broken", f"{given}: {message}", recipe=Path(given).stem, message=message)
+            if plan is not None:
+                plans[given] = plan
+        self.plans = plans
+
+    def _stamps(self) -> dict[Path, int]:
+        files = {*Path("recipes").glob("*.yaml"), *(Path(given) for given in self._given)}
+        return {path: path.stat().st_mtime_ns for path in files if path.is_file()}
+
+
+class Resident:
+    """One fleet for all recipes; `run` must be called in the process's first thread, which gets the signals.
+
+    ``hear`` is told of the fleet's events, ``planned`` when each recipe comes next.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        recipes: Sequence[str],
+        *,
+        tell: Tell,
+        hear: Callable[[Event], None],
+        planned: Callable[[Mapping[str, datetime]], None],
+        look: Look | None = None,
+    ) -> None:
+        self._tell, self._planned = tell, planned
+        self._schedules = Schedules(recipes, tell)
+        self._named = bool(recipes)
+        self._fleet = Fleet(options, on_event=hear, look=look, warn=lambda text: tell("warning", text, message=text))
+        self._wake = threading.Event()
+        self._reread = self._closing = False
+        self._stopped_by = 0
+
+    def run(self) -> int:
+        """Stay until a signal comes; the exit code: 0 after SIGTERM, which is how services are told to stop.
+
+        Raises `UserError` where recipes are named and none of them has a schedule that can be used.
+        """
+        with self._signals():
+            self._ask(self._schedules.start(_now()))
+            if self._named and not self._schedules.plans:
+                raise UserError("none of the recipes that were named has a schedule that can be used")
+            thread = threading.Thread(target=self._work, name="schedule", daemon=True)
+            thread.start()
+            try:
+                self._fleet.run()
+            finally:
+                self._closing = True
+                self._wake.set()
+                thread.join()
+        return 0 if self._stopped_by == signal.SIGTERM else 128 + self._stopped_by
+
+    def _work(self) -> None:
+        self._tell_next()
+        while not self._closing:
+            coming = self._schedules.coming(_now()).values()
+            waits = [_LONGEST_SLEEP_S, *((time - _now()).total_seconds() for time in coming)]
+            self._wake.wait(max(0.0, min(waits)))
+            self._wake.clear()
+            try:
+                self._step()
+            except Exception as error:  # whatever it is, the next time comes
+                self._tell("fault", f"{type(error).__name__}: {error}", message=str(error))
+
+    def _step(self) -> None:
+        came = self._schedules.came(_now())
+        self._ask(came)
+        read = self._reread or self._schedules.changed()
+        if read:
+            self._reread = False
+            self._schedules.read()
+        if came or read:
+            self._tell_next()
+
+    def _ask(self, plans: Sequence[Scheduled]) -> None:
+        for plan in plans:
+            self._tell("fired", f"{plan.name}: is looked at", recipe=plan.name)
+        self._fleet.add(Request(plan.given, "schedule") for plan in plans)
+
+    def _tell_next(self) -> None:
+        coming = self._schedules.coming(_now())
+        self._planned(coming)
+        if not coming:
+            self._tell("next", "no recipe has a schedule", recipes=[])
+            return
+        soonest = min(coming.values())
+        names = sorted(name for name, time in coming.items() if time == soonest)
+        at = soonest.strftime("%a %Y-%m-%d %H:%M %Z")
+        utc = soonest.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self._tell("next", f"next: {', '.join(names)} at {at}", recipes=names, time=utc)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def stop(number: int, frame: FrameType | None) -> None:
+            self._stopped_by = number
+            self._fleet.stop(number)
+
+        def reread(number: int, frame: FrameType | None) -> None:
+            self._reread = True
+            self._wake.set()
+
+        handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reread}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

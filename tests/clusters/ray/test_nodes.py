@@ -1,0 +1,137 @@
+"""What is decided before, and without, a cluster: addresses, what a task asks for, whether nodes are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.clusters.ray.connection import address_of, forget_secrets, warning_of
+from pipeline.clusters.ray.nodes import (
+    Ask,
+    Node,
+    Probe,
+    ask_for,
+    facts_here,
+    nodes_of,
+    require_versions,
+    versions_here,
+)
+from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
+
+SMALL, LARGE = Node("1", "small", 4, 0), Node("2", "large", 64, 0)
+WITH_GPUS = Node("3", "gpus", 96, 8, "AMD-Instinct-MI300X-OAM")
+
+
+@pytest.mark.parametrize(
+    ("on", "variable", "expected"),
+    [
+        ("ray", "", "auto"),
+        ("ray", "10.0.0.1:6379", "10.0.0.1:6379"),
+        ("ray", "ray://head", "ray://head:10001"),
+        ("ray://head", "10.0.0.1:6379", "ray://head:10001"),
+        ("ray://head:7", "", "ray://head:7"),
+        ("ray://[::1]", "", "ray://[::1]:10001"),
+    ],
+)
+def test_addresses(on: str, variable: str, expected: str) -> None:
+    assert address_of(on, {"RAY_ADDRESS": variable}) == expected
+
+
+@pytest.mark.parametrize("on", ["slurm", "ray:/head", "ray://", "http://head:8265", "ray://head:port", "ray://head/x"])
+def test_what_is_no_address(on: str) -> None:
+    with pytest.raises(UserError, match=r"--on: found .*, expected ray"):
+        address_of(on, {})
+
+
+def test_where_ray_takes_jobs_no_tasks_are_taken() -> None:
+    with pytest.raises(UserError, match="where Ray takes jobs"):
+        address_of("ray", {"RAY_ADDRESS": "http://127.0.0.1:8265"})
+
+
+def test_a_cluster_that_asks_nobody_for_a_token_is_told() -> None:
+    assert "RAY_AUTH_MODE" in str(warning_of("10.0.0.1:6379", {}))
+    assert warning_of("10.0.0.1:6379", {"RAY_AUTH_MODE": "token"}) is None
+    assert warning_of("127.0.0.1:6379", {}) is None
+    assert warning_of("auto", {}) is None
+
+
+def test_a_task_takes_a_gpu_or_the_cores_of_the_smallest_node() -> None:
+    assert ask_for([SMALL, WITH_GPUS], "auto") == Ask("cuda", 0, 1)
+    assert ask_for([SMALL, WITH_GPUS], "cpu") == Ask("cpu", 4, 0)
+    assert ask_for([LARGE], "auto") == Ask("cpu", 64, 0)
+    assert ask_for([LARGE], "auto", most_cores=8) == Ask("cpu", 8, 0)
+    assert [Ask("cpu", 8, 0).slots(node) for node in (SMALL, LARGE, WITH_GPUS)] == [0, 8, 12]
+    assert [Ask("cuda", 0, 1).slots(node) for node in (SMALL, LARGE, WITH_GPUS)] == [0, 0, 8]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device", "message"),
+    [
+        ([SMALL], "cuda", "no node of the cluster has told Ray of a GPU"),
+        ([SMALL], "cuda:1", "expected auto, cpu or cuda"),
+        ([], "auto", "no node with CPUs"),
+    ],
+)
+def test_what_no_node_has(nodes: list[Node], device: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ask_for(nodes, device)
+
+
+def test_only_nodes_that_can_be_given_work_count() -> None:
+    def entry(number: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+        told = {"NodeManagerHostname": f"host-{number}", "NodeManagerAddress": "10.0.0.1"}
+        return {"NodeID": number * 56, "Alive": alive, "Resources": resources, **told}
+
+    found = nodes_of(
+        [entry("b", CPU=8, GPU=2, **{"accelerator_type:H100": 1}), entry("a", CPU=4), entry("c", memory=1)]
+    )
+    assert [(node.name, node.cpus, node.gpus, node.accelerator) for node in found] == [
+        ("host-a (10.0.0.1, node aaaaaaaa)", 4, 0, ""),
+        ("host-b (10.0.0.1, node bbbbbbbb)", 8, 2, "H100"),
+    ]
+    assert nodes_of([entry("d", alive=False, CPU=8)]) == ()
+
+
+def test_a_node_with_another_version_is_named() -> None:
+    require_versions(versions_here())
+    assert {"quantmint", "torch", "transformers", "safetensors"} <= versions_here().keys()
+    with pytest.raises(UserError, match=r"there: torch is 1\.0 there and .* here"):
+        require_versions(versions_here(), "there", {**versions_here(), "torch": "1.0"})
+    with pytest.raises(UserError, match="quantmint's code is not what it is here"):
+        require_versions(versions_here(), "there", {**versions_here(), "quantmint's code": "0"})
+
+
+def test_folders_are_the_same_or_are_named(models: Callable[..., Path], tmp_path: Path) -> None:
+    model, shared = models("llama"), tmp_path / "shared"
+    shared.mkdir()
+    probe = Probe([shared])
+    here, there = facts_here([model]), facts_here([model], probe.paths, "x")
+    probe.require_same("there", "x", there, here)
+    with pytest.raises(UserError, match=r"what it writes to .*shared is not seen here"):
+        probe.require_same("there", "y", there, here)
+    with pytest.raises(UserError, match="shared is not the folder that it is here"):
+        probe.require_same("there", "x", replace(there, seen={str(probe.paths[0]): None}), here)
+    for digest, message in (("0", "holds other files there"), (None, "is not there")):
+        with pytest.raises(UserError, match=message):
+            probe.require_same("there", "x", replace(there, folders={str(model): digest}), here)
+    assert len(list(shared.glob(f"*{PARTIAL_SUFFIX}"))) == len(list(shared.iterdir())) == 2
+    probe.close()
+    assert list(shared.iterdir()) == []
+
+
+def test_a_worker_forgets_what_the_shell_of_ray_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "QUANTMINT_WEBHOOK", "QUANTMINT_WEBHOOK_SECRET"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    forget_secrets()
+    left = set(os.environ)
+    assert not left & {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "QUANTMINT_WEBHOOK", "QUANTMINT_WEBHOOK_SECRET"}
+    assert {"NCCL_SOCKET_IFNAME", "TOKENIZERS_PARALLELISM", "PATH"} <= left

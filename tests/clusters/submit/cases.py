@@ -1,0 +1,70 @@
+"""What is submitted in the tests: recipes with options, and the place that each is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pipeline.clusters.submit import script as slurm_script
+from pipeline.clusters.submit.mounts import Mount, Needs
+from pipeline.clusters.submit.pod import Claim, Pod, Reference, manifest, read_template
+from pipeline.clusters.submit.task import Task, task_for
+from pipeline.recipe.load import load_recipe
+from pipeline.serving.render.invocation import dump
+
+FOLDER = Path("/shared/models")
+LOGS = FOLDER / "store/logs/slurm"
+VENV = "/shared/quantmint env"
+TEMPLATE = Path(__file__).parent / "templates/pod.yaml"
+IMAGE = "registry.example/quantmint@sha256:" + "5" * 64
+
+
+def task(recipe: str, **options: Any) -> Task:
+    return task_for(load_recipe(recipe).recipe, recipe, **{"store": "store", **options})
+
+
+def script(of: Task, **options: Any) -> str:
+    return slurm_script.script(of, slurm_script.Options(**options), folder=FOLDER, logs=LOGS)
+
+
+def _manifest(of: Task, **options: Any) -> str:
+    return dump(manifest(of, Pod(**{"image": IMAGE, "claims": (Claim("shared"),), **options})))
+
+
+GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {
+        "node.sh": lambda: script(
+            task("llama70b-fp8kv", cpus=64, memory_gb=900, seconds=8 * 3600.0),
+            venv=VENV,
+            partition="mi300x",
+            account="models",
+            sbatch={"constraint": "xgmi&nvme", "comment": "it's ours; $(really)"},
+            setup=("module load rocm/6.4", "source '/opt/my env/activate'", "echo $(whoami)"),
+        ),
+        "several.sh": lambda: script(task("llama405b-fp8kv", gpus=16, store="/big/store"), venv=VENV, gres=None),
+        "pyxis.sh": lambda: script(
+            task("llama70b-fp8kv", store="/big/store"), container=IMAGE, gres="gpu:mi300x:8", setup=()
+        ),
+        "apptainer.sh": lambda: script(
+            task("llama70b-ptpc", gpus=1),
+            container="/images/quantmint.sif",
+            mounts=(Mount("/nvme", "/shared/models/scratch"),),
+            needs=Needs((Path("/data/llama"),), (Path("/out"), Path("/hf")), {"HF_HOME": "/hf"}),
+        ),
+        "template.yaml": lambda: _manifest(
+            task("llama70b-fp8kv", seconds=8 * 3600.0),
+            claims=(Claim("shared", "/work"), Claim("more", "/more")),
+            folder="/work/team",
+            secrets=(Reference("HF_TOKEN", "hub", "token"),),
+            variables={"NOTE": "$(HOME) stays"},
+            selector={"amd.com/gpu.product-name": "MI300X"},
+            given=read_template(TEMPLATE),
+        ),
+    }
+)
+
+if __name__ == "__main__":  # writes the files that the tests hold it against
+    for name, text in GOLDEN.items():
+        (Path(__file__).parent / "golden" / name).write_text(text(), encoding="utf-8")

@@ -1,0 +1,59 @@
+"""A job that is followed to its end, whatever its place does meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from pipeline.base.errors import StageError, UserError
+from pipeline.clusters.submit import place as places
+from pipeline.clusters.submit.place import Place, State, follow
+
+AWAY = StageError("the place is away", transient=True)
+
+
+class Job:
+    """Each look at it is the next of ``looks``, and a line of its log comes with each."""
+
+    def __init__(self, *looks: State | Exception) -> None:
+        self.looks, self.text, self.lines = list(looks), "", 0
+
+    def state(self, _: str) -> State:
+        look = self.looks.pop(0)
+        if isinstance(look, Exception):
+            raise look
+        return look
+
+    def show_log(self, _: str, show: Callable[[str], None]) -> None:
+        self.lines += 1
+        show(f"{self.lines}\n")
+
+    def followed(self) -> State:
+        def show(piece: str) -> None:
+            self.text += piece
+
+        return follow(cast(Place, self), "4711", show, lambda _: None)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_PAUSE_S", 0.0)
+
+
+def test_it_is_followed_through_absences_to_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(State("RUNNING"), AWAY, State("RUNNING"), AWAY, State("FAILED", 1))
+    assert job.followed() == State("FAILED", 1)
+    assert job.text == "1\n2\n3\n"
+    monkeypatch.setattr(places, "_PATIENCE_S", -1.0)
+    with pytest.raises(StageError, match="the place is away"):
+        Job(AWAY).followed()
+
+
+def test_what_does_not_pass_ends_it() -> None:
+    with pytest.raises(StageError, match="for good"):
+        Job(StageError("for good")).followed()
+    with pytest.raises(StageError, match="does not know it any more: no such job") as failure:
+        Job(UserError("no such job", hint="Its log is a.out.")).followed()
+    assert (failure.value.exit_code, failure.value.hint, failure.value.transient) == (5, "Its log is a.out.", True)

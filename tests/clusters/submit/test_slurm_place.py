@@ -1,0 +1,189 @@
+"""A real Slurm: a real run of a tiny recipe, its exit code, its second turn, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.clusters.submit import place as places
+from pipeline.clusters.submit.place import State, follow
+from pipeline.clusters.submit.script import Options
+from pipeline.clusters.submit.slurm import Slurm, _state
+from tests.clusters.submit import slurm
+from tests.clusters.submit.cases import task
+from tests.clusters.submit.test_command import ended
+
+if find_spec("submitit") is None:
+    pytest.skip("submitit is not installed", allow_module_level=True)
+needs_slurm = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with slurm.cluster(tmp_path_factory.mktemp("slurm")) as path:
+        yield path
+
+
+@pytest.fixture
+def folder(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SLURM_CONF", str(config))
+    monkeypatch.delenv("QUANTMINT_STORE", raising=False)
+    monkeypatch.setattr(places, "_PAUSE_S", 0.1)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def place(folder: Path, run: str, **options: Any) -> Slurm:
+    """Slurm, with ``run`` as the body of what stands for `quantmint` there."""
+    program = folder / "env/bin/quantmint"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/bash\n{run}\n", encoding="utf-8")
+    program.chmod(0o755)
+    return Slurm(Options(venv=str(folder / "env"), **options), folder=folder, logs=folder / "logs")
+
+
+def followed(there: Slurm, job: str) -> tuple[int | None, str, list[str]]:
+    """The exit code, the log, and why it waited."""
+    log, waits = [], []
+
+    def look(state: State) -> None:
+        if state.waits is not None:
+            waits.append(state.waits)
+
+    code = follow(there, job, log.append, look).exit_code
+    return code, "".join(log), waits
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_a_recipe_runs_there(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended("tiny-ptpc", "--slurm", "--follow", "--json", "--", "--until", "source") == 0
+    out, err = capfd.readouterr()
+    told = json.loads(out)
+    assert (told["state"], told["exit_code"]) == ("COMPLETED", 0)
+    log = Path(told["log"]).read_text(encoding="utf-8")
+    assert log in err
+    assert '"stage": "source"' in log
+    assert [path.name for path in (folder / "store/source").iterdir()]
+    assert not list((folder / "store/logs/slurm").glob("*.pkl"))
+    assert ended("--slurm", "--status", told["id"]) == 0
+    assert capfd.readouterr().out == f"{told['id']}  COMPLETED  0\n"
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_a_verdict_is_the_jobs_exit_code(folder: Path) -> None:
+    there = place(folder, 'echo "gpus $ROCR_VISIBLE_DEVICES"; pwd; exit 3', gres="gpu:2")
+    job = there.submit(task("tiny-ptpc-fp8kv", cpus=2)).identifier
+    code, log, _ = followed(there, job)
+    assert log.startswith(f"gpus 0,1\n{folder}\n")
+    assert (there.state(job).word, code) == ("FAILED", 3)
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_before_its_time_is_up_it_goes_back_to_the_queue(folder: Path) -> None:
+    """The signal that Slurm sends then is sent by hand; what it sends to the run is its own SIGTERM."""
+    begun = folder / "begun"
+    first = f"trap 'echo ended by SIGTERM; exit 143' TERM; touch {begun}; sleep 60 & wait"
+    there = place(folder, f'echo "turn $SLURM_RESTART_COUNT"; [ -n "$SLURM_RESTART_COUNT" ] && exit 4; {first}')
+    job = there.submit(task("tiny-ptpc-fp8kv")).identifier
+    slurm.until(begun.exists, folder)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
+    slurm.until(lambda: there.state(job).word == "PENDING", folder)
+    # Slurm waits two minutes before a second turn, so that nothing of the first is left; what begins within the second
+    # in which the first was killed is not launched ("already killed, do not launch batch job").
+    slurm.until(lambda: slurm.idle(dict(os.environ)), folder)
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], check=True)
+    code, log, _ = followed(there, job)
+    lines = [line for line in log.splitlines() if line.startswith(("turn", "ended"))]
+    assert (code, lines) == (4, ["turn ", "ended by SIGTERM", "turn 1"])
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    begun = folder / "begun"
+    there = place(folder, f"touch {begun}; exec sleep 60", sbatch={"comment": "it's ours; $(really)"})
+    job = there.submit(task("tiny-ptpc-fp8kv")).identifier
+    slurm.until(begun.exists, folder)
+    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
+    assert "Comment=it's ours; $(really)" in shown
+    there.cancel(job)
+    slurm.until(lambda: there.state(job).ended, folder)
+    assert there.state(job).word == "CANCELLED"
+    with pytest.raises(UserError, match="Slurm knows no job 999999"):
+        there.cancel("999999")
+    wrong = Slurm(Options(partition="none"), folder=folder, logs=folder / "logs")
+    with pytest.raises(UserError, match=r"sbatch refused: .*invalid partition"):
+        wrong.submit(task("tiny-ptpc-fp8kv"))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+@needs_slurm
+def test_why_it_waits_is_what_slurm_says(folder: Path) -> None:
+    there = place(folder, "exit 0", sbatch={"begin": "now+4"})
+    code, _, waits = followed(there, there.submit(task("tiny-ptpc-fp8kv")).identifier)
+    assert code == 0
+    assert "BeginTime" in waits
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "found"),
+    [
+        ("RUNNING", "0:0", None),
+        ("REQUEUED", "0:15", None),
+        ("COMPLETED", "0:0", 0),
+        ("FAILED", "4:0", 4),
+        ("CANCELLED by 1000", "0:15", 143),
+        ("CANCELLED+", "0:0", 5),
+        ("TIMEOUT", "0:0", 5),
+        ("TIMEOUT", "0:15", 5),
+        ("NODE_FAIL", "1:0", 5),  # Slurm's own 1, and no verdict
+        ("OUT_OF_MEMORY", "0:125", 5),
+        ("FAILED", "0:53", 5),
+        ("FAILED", "0:9", 137),
+        ("A_STATE_OF_NEXT_YEAR", "0:0", None),
+    ],
+)
+def test_what_a_state_means(word: str, code: str, found: int | None) -> None:
+    assert _state(word, code).exit_code == found
+
+
+@pytest.mark.parametrize(
+    ("word", "reason", "waits"),
+    [("PENDING", "Priority", "Priority"), ("PENDING", "None", None), ("RUNNING", "x", None)],
+)
+def test_what_a_reason_is(word: str, reason: str, waits: str | None) -> None:
+    assert _state(word, "0:0", reason).waits == waits
+
+
+def test_the_log_is_where_slurm_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another folder than the job was submitted from, and beside what a comment says."""
+    log = tmp_path / "a team/store/logs/slurm/4711_0_log.out"
+    log.parent.mkdir(parents=True)
+    log.write_text("a line\n", encoding="utf-8")
+    told = "JobId=4711 JobName=x JobState=FAILED Reason=NonZeroExitCode ExitCode=3:0 Comment=JobState=RUNNING "
+    told += f"StdErr={log} StdIn=/dev/null StdOut={log} Power="
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{told}'\n", encoding="utf-8")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    there = Slurm(Options(), folder=tmp_path, logs=tmp_path / "elsewhere")
+    shown: list[str] = []
+    there.show_log("4711", shown.append)
+    with log.open("a", encoding="utf-8") as file:
+        file.write("another\n")
+    there.show_log("4711", shown.append)
+    assert shown == ["a line\n", "another\n"]
+    assert there.state("4711").exit_code == 5, "slurmd ends so what it could not start"
+    (log.parent / "4711.code").write_text("3\n", encoding="utf-8")
+    assert there.state("4711").exit_code == 3

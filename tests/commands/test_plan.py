@@ -1,0 +1,291 @@
+"""`quantmint plan`: what is shipped, without a network, weights or vLLM."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.recipe.load import load_recipe, recipe_names
+
+CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
+SHIPPED = [name for name in recipe_names() if load_recipe(name).recipe.source.repo is not None]
+LARGEST = "deepseek-r1-mxfp4"
+Quantmint = Callable[..., Any]
+
+COUNT = {"type": "integer", "minimum": 0}
+FRACTION = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+SECONDS = {"type": "number", "exclusiveMinimum": 0}
+COST = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["seconds", "written", "memory", "device_memory", "disk", "bound", "parts", "mode"],
+    "properties": {
+        "seconds": SECONDS,
+        "written": SECONDS,
+        "memory": COUNT,
+        "device_memory": COUNT,
+        "disk": COUNT,
+        "bound": {"type": "string"},
+        "parts": {"type": "object", "minProperties": 3, "additionalProperties": {"type": "number", "minimum": 0}},
+        "mode": {"enum": ["resident", "layer", None]},
+    },
+}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["recipe", "source", "stages", "predicted", "costs", "disk", "gate", "cautions"],
+    "properties": {
+        "recipe": {"type": "string"},
+        "source": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "string"}},
+        "stages": {
+            "type": "array",
+            "minItems": 11,
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["stage", "fingerprint", "cached"],
+                "properties": {
+                    "stage": {"type": "string"},
+                    "fingerprint": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+                    "cached": {"type": "boolean"},
+                },
+            },
+        },
+        "predicted": {
+            "type": "object",
+            "required": ["parameters", "source", "checkpoint", "weights_per_gpu", "kv_bytes_per_token"],
+            "additionalProperties": {"type": ["integer", "null"], "minimum": 0},
+        },
+        "costs": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["rates", "stages"],
+            "properties": {
+                "rates": {
+                    "type": "object",
+                    "required": ["origin", "machine", "kernels"],
+                    "properties": {"origin": {"enum": ["table", "borrowed"]}},
+                },
+                "stages": {"type": "object", "required": ["quantize"], "additionalProperties": COST},
+            },
+        },
+        "disk": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["needed", "free", "where"],
+            "properties": {
+                "needed": {"type": "object", "additionalProperties": COUNT},
+                "free": COUNT,
+                "where": {"type": "string"},
+            },
+        },
+        "gate": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["tasks", "speed"],
+            "properties": {
+                "tasks": {
+                    "type": "object",
+                    "minProperties": 1,
+                    "additionalProperties": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["items", "margin", "detectable", "looks", "expected"],
+                        "properties": {
+                            "items": COUNT,
+                            "margin": {"oneOf": [FRACTION, {"type": "null"}]},
+                            "detectable": FRACTION,
+                            "looks": {"type": "array", "minItems": 1, "items": COUNT},
+                            "expected": {"oneOf": [COUNT, {"type": "null"}]},
+                        },
+                    },
+                },
+                "speed": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["min_ratio", "launches", "fewest", "detectable_spreads"],
+                    "properties": {
+                        "min_ratio": {"type": "number", "exclusiveMinimum": 0},
+                        "launches": COUNT,
+                        "fewest": COUNT,
+                        "detectable_spreads": {"type": "number", "exclusiveMinimum": 0},
+                    },
+                },
+            },
+        },
+        "cautions": {"type": "array", "items": {"type": "string"}},
+    },
+}
+
+
+@pytest.fixture
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.store.disk.free_bytes", lambda path: 10**16)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == LARGEST else []) for name in SHIPPED]
+)
+@pytest.mark.usefixtures("_no_network", "large_disk")
+def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
+    import jsonschema  # takes two seconds, of everybody who collects tests
+
+    recipe = load_recipe(name).recipe
+    config = CONFIGS / str(recipe.source.repo).rpartition("/")[2]
+    ended = quantmint("plan", name, "--config", config, "--json")
+    assert ended.code == 0, ended.err
+    plan = ended.json
+    jsonschema.validate(plan, SCHEMA)
+    assert plan["recipe"] == name
+
+    sizes = plan["predicted"]
+    assert sizes["source"] == pytest.approx(2 * sizes["parameters"], rel=0.01), "16 bit a parameter"
+    ratio = sizes["source"] / sizes["checkpoint"]
+    low, high = {
+        "mxfp4": (3.4, 4.0),  # 4.25 bits a weight, what is kept in 16 bit takes from it
+        "fp8": (1.75, 2.0),
+        "ptpc_fp8": (1.75, 2.0),
+    }[recipe.quantization.scheme]
+    assert low < ratio < high
+    gpus = recipe.target.gpus
+    assert gpus * sizes["weights_per_gpu"] == pytest.approx(sizes["checkpoint"], abs=gpus)
+    assert plan["disk"]["needed"]["download"] == sizes["source"]
+    assert plan["disk"]["needed"]["checkpoint"] == sizes["checkpoint"]
+    copied = sizes["checkpoint"] if recipe.publish.folder is not None else None
+    assert plan["disk"]["needed"].get("published copy") == copied
+    costs = plan["costs"]["stages"]
+    assert sizes["checkpoint"] == costs["quantize"]["disk"]
+    assert ("calibrate" in costs) == (recipe.calibration is not None)
+    assert not any(stage["cached"] for stage in plan["stages"])
+    assert ("calibrate" in [stage["stage"] for stage in plan["stages"]]) == (recipe.calibration is not None)
+    gated = [facts for facts in plan["gate"]["tasks"].values() if facts["margin"] is not None]
+    assert gated
+    assert all(facts["margin"] >= facts["detectable"] for facts in gated)
+    assert all(facts["looks"][-1] == facts["items"] for facts in gated)
+    assert plan["gate"]["speed"]["launches"] >= plan["gate"]["speed"]["fewest"]
+    assert not Path("store").exists()
+
+
+@pytest.mark.usefixtures("_no_network", "large_disk")
+def test_what_a_kv_cache_costs(quantmint: Quantmint) -> None:
+    config = CONFIGS / "Llama-3.1-8B-Instruct"
+    sixteen, eight = (
+        quantmint("plan", name, "--config", config, "--json").json["predicted"]["kv_bytes_per_token"]
+        for name in ("llama8b-ptpc", "llama8b-fp8kv")
+    )
+    assert (sixteen, eight) == (2 * 32 * 8 * 128 * 2, 2 * 32 * 8 * 128)
+
+
+@pytest.mark.usefixtures("_no_network", "large_disk")
+def test_what_a_person_reads(quantmint: Quantmint, project: Path) -> None:
+    ended = quantmint("plan", "r.yaml")
+    assert ended.code == 0
+    assert ended.err == ""
+    for words in ("quantize", "to do", "16-bit model", "weights on each GPU", "tiny_facts", "disk: free", "times on"):
+        assert words in ended.out
+    assert "\x1b" not in ended.out
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_what_is_not_done_costs_nothing(quantmint: Quantmint, project: Path) -> None:
+    """A recipe may say how to calibrate and use a scheme that has nothing to be calibrated."""
+    for scheme, calibrated in (("fp8", True), ("ptpc_fp8", False)):
+        (project / "other.yaml").write_text(
+            f"extends: r.yaml\nname: other\nquantization: {{scheme: {scheme}, kv_cache: auto}}\n"
+            "calibration: {set: sentences.yaml, samples: 1, sequence_length: 8}\n"
+        )
+        plan = quantmint("plan", "other.yaml", "--json").json
+        stages = [stage["stage"] for stage in plan["stages"]]
+        assert ("calibrate" in stages, "calibrate" in plan["costs"]["stages"]) == (calibrated, calibrated)
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_brackets_are_text(quantmint: Quantmint, project: Path) -> None:
+    recipe = project / "r.yaml"
+    recipe.write_text(recipe.read_text().replace("A test.", "'Made [/by] hand [bold].'"))
+    ended = quantmint("plan", "r.yaml")
+    assert ended.code == 0
+    assert "Made [/by] hand [bold]." in ended.out
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_the_plan_says_what_is_cached(orchestra: Any, quantmint: Quantmint) -> None:
+    stages = [orchestra.stage("a"), orchestra.stage("b", "a")]
+    orchestra.run(stages[0])
+    orchestra.plan(*stages)
+    told = quantmint("plan", "r.yaml", "--json").json
+    assert [(stage["stage"], stage["cached"]) for stage in told["stages"]] == [("a", True), ("b", False)]
+    assert orchestra.ran == ["a"], "nothing is made"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_disk_that_is_too_small(
+    quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    monkeypatch.setattr("pipeline.store.disk.free_bytes", lambda path: 10_000_000)
+    ended = quantmint("plan", "r.yaml", *(["--json"] if as_json else []))
+    assert ended.code == 2
+    assert "0.01 GB are free" in ended.err
+    assert ended.err.count("quantmint:") == 1
+    if as_json:
+        assert ended.json["exit_code"] == 2
+    else:
+        assert "16-bit model" in ended.out, "the numbers are shown all the same"
+
+
+def test_a_run_refuses_such_a_disk_before_it_begins(
+    orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orchestra.plan(orchestra.stage("source"), orchestra.stage("quantize", "source"))
+    monkeypatch.setattr("pipeline.stages.preflight.free_bytes", lambda path: 10_000_000)
+    ended = quantmint("run", "r.yaml")
+    assert (ended.code, orchestra.ran) == (2, [])
+    assert "(checkpoint 0.00 GB, logs and samples 0.07 GB), 0.01 GB are free" in ended.err
+
+
+def test_a_cached_run_needs_no_room(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestra.run(orchestra.stage("source"), orchestra.stage("quantize", "source"))
+    monkeypatch.setattr("pipeline.stages.preflight.free_bytes", lambda path: 0)
+    assert quantmint("run", "r.yaml").code == 0
+
+
+def test_without_a_config_or_a_network(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ended = quantmint("plan", "llama8b-ptpc")
+    assert ended.code == 2
+    assert "cannot be resolved to a commit" in ended.err
+    assert "--config FOLDER" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_config_that_is_none(quantmint: Quantmint, tmp_path: Path) -> None:
+    ended = quantmint("plan", "llama8b-ptpc", "--config", tmp_path)
+    assert (ended.code, "config.json: no such file" in ended.err) == (2, True)
+    (tmp_path / "config.json").write_text('{"model_type": "none-such"}')
+    ended = quantmint("plan", "llama8b-ptpc", "--config", tmp_path)
+    assert (ended.code, "found num_hidden_layers 0" in ended.err) == (2, True)
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 64,
+    }
+    sizes |= {"max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "none-such", **sizes}))
+    ended = quantmint("plan", "llama8b-ptpc", "--config", tmp_path)
+    assert (ended.code, "transformers cannot build this model" in ended.err) == (2, True)

@@ -1,0 +1,341 @@
+"""quantmint quantize: a recipe's bytes without a recipe, and a folder that is whole or visibly is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Quantmint = Callable[..., Any]
+KV = ("--kv-cache", "fp8", "--calibration", "words.yaml")
+
+
+@pytest.fixture
+def source(models: Callable[..., Path]) -> Path:
+    """A Llama in several files, and beside the test a calibration set in its words."""
+    text = "\n".join(" ".join(f"w{(line * word) % 500 + 4}" for word in range(1, 60)) for line in range(1, 40))
+    Path("words.txt").write_text(text)
+    Path("words.yaml").write_text(
+        "name: words\ndescription: Words.\nfile: words.txt\nsamples: 4\nsequence_length: 64\nseed: 2\n"
+    )
+    return models("llama", sharded=True)
+
+
+@pytest.fixture
+def copied(source: Path) -> Path:
+    """The same model, to be changed."""
+    return Path(shutil.copytree(source, "copied"))
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """All files of a checkpoint but what says where it came from."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def everything(folder: Path) -> dict[str, int]:
+    return {path.relative_to(folder).as_posix(): path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout", "more"),
+    [("ptpc_fp8", "compressed-tensors", KV), ("fp8", "quark", KV), ("mxfp4", "quark", ())],
+)
+def test_bytes_are_those_of_the_recipe(
+    quantmint: Quantmint, source: Path, scheme: str, layout: str, more: tuple[str, ...]
+) -> None:
+    excluded = "re:.*layers\\.0\\."
+    kv_cache = "fp8" if more else "auto"
+    Path("r.yaml").write_text(
+        f"name: r\nsource: {{folder: {source}}}\n"
+        f"quantization: {{scheme: {scheme}, format: {layout}, kv_cache: {kv_cache}, exclude: ['{excluded}']}}\n"
+        "calibration: {set: words.yaml}\ntarget: {max_model_len: 512, workload: tiny}\n"
+        "evaluation: {suite: tiny}\ngate: {accuracy: {margin: 0.02}}\n"
+    )
+    ran = quantmint("run", "r.yaml", "--until", "quantize", "--json")
+    assert ran.code == 0, ran.err
+    told = ran.json
+    recipes = Path(told["stages"][-1]["path"]) / "checkpoint"
+    ended = quantmint("quantize", source, "out", "--scheme", scheme, "--format", layout, "--exclude", excluded, *more)
+    assert ended.code == 0, ended.err
+    assert weights(Path("out")) == weights(recipes)
+    assert quantmint("inspect", "out", "--source", source).code == 0
+
+
+def test_what_it_says(quantmint: Quantmint, source: Path) -> None:
+    planned = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8", *KV, "--dry-run", "--json").json
+    assert not Path("out").exists()
+    ended = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8", *KV)
+    assert ended.code == 0
+    lines = dict(line.split(None, 1) for line in ended.out.splitlines())
+    assert lines["serve"] == "vllm serve out --kv-cache-dtype fp8"
+    assert lines["inspection"] == "PASS"
+    assert lines["error"].startswith("least SQNR ")
+    assert lines["modules"] == "14 modules in ptpc_fp8, 1 kept in 16 bit"
+    assert "GB/s" in lines["time"]
+    assert not Path("out/.quantmint").exists()
+    assert not list(Path("out").glob(".*"))
+
+    again = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8", *KV, "--json").json
+    assert (again["made"], again["schemes"], again["kept"]) == (False, {"ptpc_fp8": 14}, 1)
+    assert again["checkpoint"] == str(Path("out").absolute())
+    assert again["inspection"] == "PASS"
+    assert again["worst"]["module"].startswith("model.layers.")
+    assert planned["schemes"] == again["schemes"]
+    assert (planned["state"], planned["predicted"]["source"]) == ("nothing is there yet", again["source_bytes"])
+    size = sum(path.stat().st_size for path in Path("out").glob("*.safetensors"))
+    assert planned["predicted"]["checkpoint"] == planned["disk"]["needed"] == again["bytes"] == size
+    record = json.loads(Path("out/quantmint/job.json").read_text())
+    assert {name: fact["size"] for name, fact in record["files"].items()} == {
+        path.name: path.stat().st_size for path in Path("out").iterdir() if path.is_file()
+    }
+    assert str(Path.home()) not in json.dumps(record)
+    assert str(source) not in json.dumps(record)
+
+
+@pytest.mark.slow
+def test_options_reach_the_engine(quantmint: Quantmint, source: Path) -> None:
+    fp8 = ("quantize", source, "--scheme", "fp8", *KV, "--no-inspect")
+    assert quantmint(*fp8, "shared").code == 0
+    for name, option in (
+        ("apart", ("--no-shared-scales",)),
+        ("heads", ("--kv-cache-granularity", "head")),
+        ("fewer", ("--samples", 1)),
+        ("seeded", ("--seed", 9)),
+    ):
+        ended = quantmint(*fp8, name, *option)
+        assert ended.code == 0, ended.err
+        assert weights(Path(name)) != weights(Path("shared")), name
+
+
+def test_a_finished_folder_is_left_alone(quantmint: Quantmint, source: Path) -> None:
+    command = ("quantize", source, "out", "--scheme", "ptpc_fp8")
+    assert quantmint(*command, "--no-inspect").code == 0
+    before = everything(Path("out"))
+    for more in ((), ("--no-inspect",), ("--device", "cpu")):
+        ended = quantmint(*command, *more)
+        assert ended.code == 0
+        assert ended.out.startswith("finished before, with the same source and options: nothing to do\n")
+        assert everything(Path("out")) == before
+    one = next(Path("out").glob("*.safetensors"))
+    one.write_bytes(one.read_bytes()[:-1])
+    ended = quantmint(*command)
+    assert ended.code == 2
+    assert f"{one} is not what this job wrote" in ended.err
+
+
+def change_a_weight(folder: Path) -> str:
+    path = sorted(folder.glob("*.safetensors"))[1]
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # a clock that was put back
+    return f"the source's {path.name} changed since"
+
+
+def change_the_configuration(folder: Path) -> str:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    return "the source's config.json changed since"
+
+
+def add_a_file(folder: Path) -> str:
+    (folder / "extra.txt").write_text("new")
+    return "the source's extra.txt is new"
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_finished_checkpoint_is_never_made_of_something_else(quantmint: Quantmint, copied: Path) -> None:
+    command = ("quantize", copied, "out", "--scheme", "fp8", *KV, "--no-inspect")
+    assert quantmint(*command).code == 0
+    before = everything(Path("out"))
+    other = quantmint("quantize", copied, "out", "--scheme", "ptpc_fp8", *KV, "--seed", 3)
+    assert other.code == 2
+    assert 'quantize.settings.scheme: "fp8" there, "ptpc_fp8" now' in other.err
+    assert "calibrate.settings.seed: 2 there, 3 now" in other.err
+    for change in (change_a_weight, change_the_configuration, add_a_file):
+        words = change(copied)
+        ended = quantmint(*command)
+        assert ended.code == 2
+        assert words in ended.err
+    assert everything(Path("out")) == before
+
+
+def test_what_was_begun_is_ended_as_it_is_asked_for_now(
+    quantmint: Quantmint, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another source or scheme than before an interruption: by fingerprint, nothing of the other is mixed in."""
+    with monkeypatch.context() as patched:
+        patched.setattr("pipeline.stages.inspect.InspectStage.run", interrupted)
+        assert quantmint("quantize", copied, "out", "--scheme", "ptpc_fp8").code == 130
+    assert not Path("out/config.json").exists()
+    change_a_weight(copied)
+    again = ("quantize", copied, "out", "--scheme", "mxfp4", "--no-inspect")
+    assert quantmint(*again, "--dry-run", "--json").json["state"] == "goes on where it stopped"
+    assert quantmint(*again).code == 0
+    assert quantmint("quantize", copied, "plain", "--scheme", "mxfp4", "--no-inspect").code == 0
+    assert weights(Path("out")) == weights(Path("plain"))
+    assert not list(Path("out").glob(".*"))
+
+
+def test_what_was_measured_is_not_measured_again(
+    quantmint: Quantmint, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("quantize", source, "out", "--scheme", "ptpc_fp8", *KV)
+    with monkeypatch.context() as patched:
+        patched.setattr("pipeline.stages.quantize.QuantizeStage.run", interrupted)
+        assert quantmint(*command).code == 130
+    monkeypatch.setattr("pipeline.stages.calibrate.CalibrateStage.run", interrupted)
+    ended = quantmint(*command)
+    assert ended.code == 0, ended.err
+    assert "calibrate: cached" in ended.err
+    assert "with an interruption" in ended.out
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "model"])
+def test_what_is_there_is_never_overwritten(quantmint: Quantmint, source: Path, copied: Path, what: str) -> None:
+    out = copied if what == "model" else Path("out")
+    if what == "file":
+        out.write_text("mine")
+    elif what == "folder":
+        (out / "mine").mkdir(parents=True)
+    before = everything(out)
+    ended = quantmint("quantize", source, out, "--scheme", "ptpc_fp8")
+    assert ended.code == 2
+    assert "OUT: found " in ended.err
+    assert everything(out) == before
+
+
+def test_an_unsound_checkpoint_never_gets_its_configuration(
+    quantmint: Quantmint, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.quantize.inspection.findings import Finding, Inspection
+
+    found = Inspection("compressed-tensors", (Finding("zero", "a.weight", "is all zero"),), (), {}, 14)
+    monkeypatch.setattr("pipeline.stages.inspect.inspect_checkpoint", lambda *_, **__: found)
+    for _ in range(2):
+        ended = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8")
+        assert ended.code == 1
+        assert "zero: a.weight: is all zero" in ended.err
+        assert not Path("out/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--scheme", "ptcp_fp8"), '--scheme: found "ptcp_fp8", expected one of .* (did you mean "ptpc_fp8"?)'),
+        (("--scheme", "ptpc_fp8", "--format", "gguf"), '--format: found "gguf", expected one of compressed-tensors'),
+        (("--scheme", "ptpc_fp8", "--algorithm", "gptq", *KV), "--algorithm: "),
+        (("--scheme", "fp8"), "--scheme: found fp8 without calibration, expected --calibration SET"),
+        (("--scheme", "ptpc_fp8", "--samples", "3"), "--samples: found it without --calibration"),
+        (
+            ("--scheme", "ptpc_fp8", *KV[:2], "--calibration", "tinny"),
+            '--calibration: found no calibration set "tinny"',
+        ),
+        (
+            ("--scheme", "ptpc_fp8", "--exclude", "lm_hed"),
+            "--exclude: found 'lm_hed', which matches none of the model's",
+        ),
+        (
+            ("--scheme", "ptpc_fp8", "--exclude", "model.layers.0.self_attn.q_proj"),
+            "--exclude: found 16 bit for model.layers.0.self_attn.q_proj beside ptpc_fp8 for",
+        ),
+        (("--scheme", "ptpc_fp8", "--override", "lm_head"), "--override: found 'lm_head', expected NAME=SCHEME"),
+        (("--scheme", "ptpc_fp8", "--override", "lm_head=fp9"), '--override: found "fp9", expected one of'),
+        (("--scheme", "ptpc_fp8", "--device", "cuda:77"), "--device: found 'cuda:77', which PyTorch cannot use here"),
+        ((), "Missing option '--scheme'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_asked_wrongly_is_one_message(
+    quantmint: Quantmint, source: Path, options: tuple[str, ...], words: str
+) -> None:
+    ended = quantmint("quantize", source, "out", *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert re.search(re.escape(words).replace(r"\.\*\ ", ".* "), ended.err), ended.err
+    assert "Traceback" not in ended.err
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("given", ["absent", "./org/name", "a/b/c", ""])
+def test_a_source_that_is_neither_a_folder_nor_a_repository(quantmint: Quantmint, given: str) -> None:
+    ended = quantmint("quantize", given, "out", "--scheme", "ptpc_fp8")
+    assert ended.code == 2
+    assert f"SRC: found {given!r}, expected a folder with a model, or organisation/name[@revision]" in ended.err
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cached(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub's cache with org/llama at a commit, as the Hub's client lays it out."""
+    snapshot = tmp_path / "hub" / "models--org--llama" / "snapshots" / COMMIT
+    shutil.copytree(source, snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
+def test_a_repository_at_a_commit_needs_no_network(quantmint: Quantmint, cached: Path, source: Path) -> None:
+    assert quantmint("quantize", source, "one", "--scheme", "mxfp4", "--no-inspect").code == 0
+    planned = quantmint("quantize", f"org/llama@{COMMIT}", "two", "--scheme", "mxfp4", "--dry-run", "--json").json
+    assert planned["source"] == {"repo": "org/llama", "commit": COMMIT}
+    ended = quantmint("quantize", f"org/llama@{COMMIT}", "two", "--scheme", "mxfp4", "--no-inspect", "--json")
+    assert ended.code == 0, ended.err
+    assert weights(Path("two")) == weights(Path("one"))
+    record = json.loads(Path("two/quantmint/job.json").read_text())
+    assert record["payload"]["source"]["settings"] == {"repo": "org/llama", "commit": COMMIT}
+    assert quantmint("quantize", f"org/llama@{COMMIT}", "two", "--scheme", "mxfp4", "--json").json["made"] is False
+
+
+@pytest.mark.slow
+def test_two_at_once_make_it_once(source: Path, warm_python: Path) -> None:
+    command = [warm_python, "-m", "pipeline", "quantize", source, "out", "--scheme", "mxfp4", "--json"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    told = [json.loads(one.communicate()[0]) for one in both]
+    assert [one.returncode for one in both] == [0, 0], told
+    assert sorted(one["made"] for one in told) == [False, True]
+    assert not list(Path("out").glob(".*"))
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(source: Path, warm_python: Path) -> None:
+    """Before each of the last renames and some of the first: where files appear under the names they keep."""
+    arguments = ["quantize", "--scheme", "ptpc_fp8", *KV, str(source)]
+
+    def run(folders: dict[str, int | None]) -> list[dict[str, Any]]:
+        Path("job.json").write_text(json.dumps({"arguments": arguments, "folders": folders}))
+        script = [warm_python, "-m", "tests.commands.killed_quantize", "job.json", "ended.json"]
+        done = subprocess.run(script, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        ended: list[dict[str, Any]] = json.loads(Path("ended.json").read_text())
+        return ended
+
+    [plain] = run({"plain": None})
+    assert plain["code"] == 0
+    total = int(Path("plain.renames").read_text())
+    moments = sorted({*range(2, total - 8, max(total // 6, 1)), *range(total - 8, total + 1)})
+    ended = run({f"killed-{number}": number for number in moments})
+    expected = weights(Path("plain"))
+    for number, one in zip(moments, ended, strict=True):
+        folder, left = Path(f"killed-{number}"), one["left"]
+        assert (one["killed"], one["code"]) == (-9, 0)
+        assert ("config.json" in left) <= ("quantmint/job.json" in left), "a torn folder looks whole"
+        assert weights(folder) == expected
+        assert {path.name for path in folder.iterdir()} == {path.name for path in Path("plain").iterdir()}
+    # Some were killed between the first and the last file's move, else the test shows nothing.
+    assert any(
+        "config.json" not in one["left"]
+        and any(name.endswith(".safetensors") and "/" not in name for name in one["left"])
+        for one in ended
+    )

@@ -1,0 +1,120 @@
+"""An honest release, made once; each test breaks a copy of its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from eval import suites
+from pipeline.base.progress import PlainReporter
+from pipeline.commands.cli import main
+from pipeline.publish.release import SIGNATURE
+from pipeline.publish.signing import sign
+from pipeline.publish.verify.check import Check
+from pipeline.publish.verify.run import verify
+from pipeline.publish.verify.signature import Trust
+from tests.conftest import Models, Quantize
+from tests.publish.conftest import bucket, s3_server
+from tests.publish.verify import honest
+from tests.stages.conftest import Ended
+
+__all__ = ["bucket", "s3_server"]  # fixtures of the tests of publishing
+
+Verify = Callable[..., Mapping[str, Check]]
+Quantmint = Callable[..., Ended]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _suites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The suite of the honest release is one of those that there are."""
+    folder = tmp_path_factory.mktemp("suites")
+    (folder / "two.yaml").write_text(honest.SUITE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suites, "FOLDER", folder)
+        yield
+
+
+@pytest.fixture(scope="session")
+def made(_suites: None, models: Models, quantize: Quantize, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The release that is copied; nobody changes it."""
+    folder = tmp_path_factory.mktemp("honest") / "llama-ptpc"
+    shutil.copytree(quantize("llama", "compressed-tensors").folder, folder)
+    return honest.make(folder, models("llama"))
+
+
+@pytest.fixture
+def release(made: Path, tmp_path: Path) -> Path:
+    """A copy of the honest release, unsigned."""
+    return Path(shutil.copytree(made, tmp_path / "llama-ptpc"))
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """``keys("ours")`` is a private key and its public one."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder = tmp_path_factory.mktemp("keys")
+
+    def get(name: str) -> tuple[Path, Path]:
+        private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+        if not private.exists():
+            key = ec.generate_private_key(ec.SECP256R1())
+            pem = serialization.Encoding.PEM
+            private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+            public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+        return private, public
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def signature(made: Path, keys: Callable[[str], tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A signature of ours over the honest release."""
+    return signed_by(made, keys("ours")[0], tmp_path_factory.mktemp("signature") / SIGNATURE)
+
+
+@pytest.fixture
+def signed(release: Path, signature: Path) -> Path:
+    """A copy of the honest release, signed by us."""
+    shutil.copy(signature, release / SIGNATURE)
+    return release
+
+
+def signed_by(folder: Path, private: Path, signature: Path) -> Path:
+    """Sign what lies in a folder as the stage does."""
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != SIGNATURE
+    }
+    sign(folder.name, files, signature, key=private)
+    return signature
+
+
+@pytest.fixture
+def check() -> Verify:
+    """``check(folder, Trust(...))``: all checks by their names."""
+
+    def run(folder: Path, trust: Trust | None = None) -> Mapping[str, Check]:
+        return {check.name: check for check in verify(folder, trust or Trust(unsigned=True), PlainReporter())}
+
+    return run
+
+
+@pytest.fixture
+def quantmint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Quantmint:
+    """The command line, in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main(list(map(str, arguments)))
+        out, err = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, out, err)
+
+    return run

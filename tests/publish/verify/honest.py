@@ -1,0 +1,209 @@
+"""A whole release of a tiny model: a real quantized checkpoint, a judged record, and all that is said of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eval import record, suites
+from eval.gate import Policy, judge
+from eval.measurements import Measurements
+from eval.report import page as report_files
+from eval.report.flips import flips
+from eval.report.model import DATA, Report
+from pipeline import __version__
+from pipeline.base.canonical import fingerprint
+from pipeline.publish import card_facts
+from pipeline.publish import manifest as manifests
+from pipeline.publish.card import render
+from pipeline.publish.card_facts import CardFacts
+from pipeline.publish.licences import terms
+from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
+from pipeline.publish.provenance import Lineage, encode, sbom, statement
+from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED
+from pipeline.quantize.digest import folder_digest
+from pipeline.quantize.inspection.contents import layer_errors
+from pipeline.quantize.inspection.findings import INSPECTION, Inspection
+from pipeline.recipe.schema import Recipe
+from pipeline.store.files import File
+from tests.checkpoints import Checkpoint, answers
+
+WHEN = "2026-03-14T09:26:53.000Z"
+SUITE = """\
+name: two
+description: Two tasks, of which both decide.
+expected_flip_rate: 0.04
+tasks:
+  - {task: facts, metric: acc, items: 400, gated: true, margin: 0.05}
+  - {task: sums, metric: acc, items: 200, gated: true, margin: 0.08}
+"""
+TOOLS = {"torch": "2.13.0", "transformers": "5.17.0"}
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def listed(folder: Path) -> dict[str, Digest]:
+    """What a manifest says of the files that are there."""
+    names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: Digest(path.stat().st_size, sha256(path)) for name, path in names.items() if name not in UNLISTED}
+
+
+def held(folder: Path) -> dict[str, File]:
+    """The files that are there, as a release holds them."""
+    return {name: File(folder / name, said.size, said.sha256) for name, said in listed(folder).items()}
+
+
+def remanifest(folder: Path, **changes: Any) -> None:
+    """What a forger does: quantmint.json lists the files as they are now."""
+    manifest = manifests.read(folder / MANIFEST)
+    manifests.write(folder / MANIFEST, replace(manifest, files=listed(folder), **changes))
+
+
+def _inspect(folder: Path, source: Path) -> Inspection:
+    from pipeline.quantize.formats.checkpoint import open_checkpoint
+    from pipeline.quantize.inspection.inspect import inspect_checkpoint
+    from pipeline.quantize.model.structure import read_structure
+
+    checkpoint, original = open_checkpoint(folder), open_checkpoint(source)
+    return inspect_checkpoint(checkpoint, read_structure(source, original.tensors), source=original)
+
+
+def _measurements(artefact: str, sizes: tuple[int, int]) -> Measurements:
+    """Two tasks of 400 and 200 items, few of them changed; a launch in each of two cells a side."""
+    known = Checkpoint("llama-ptpc", nats=None).measurements()
+    samples = {}
+    for task, (items, right, lost, gained) in {"facts": (400, 360, 2, 3), "sums": (200, 160, 1, 1)}.items():
+        before = [1.0] * right + [0.0] * (items - right)
+        after = [0.0] * lost + before[lost:right] + [1.0] * gained + before[right + gained :]
+        samples[task] = (answers(task, before), answers(task, after))
+    return replace(known, artefact=artefact, samples=samples, weights=sizes)
+
+
+def _payloads(commit: str, policy: Policy, recipe: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Stages as a plan fingerprints them: each knows its inputs by their fingerprints."""
+    needs: dict[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
+        "source": ((), {"repo": "org/llama", "commit": commit}),
+        "quantize": (("source",), dict(recipe["quantization"])),
+        "inspect": (("quantize", "source"), {}),
+        "gate": (("source", "quantize", "inspect"), {"policy": policy.to_json(), "claims": {}, "tasks": []}),
+        "report": (("source", "quantize", "inspect", "gate"), {"name": recipe["name"]}),
+    }
+    made: dict[str, dict[str, Any]] = {}
+    for key, (inputs, settings) in needs.items():
+        made[key] = {
+            "stage": key, "version": 1, "inputs": {name: fingerprint(made[name]) for name in inputs},
+            "settings": dict(settings), "tools": {},
+        }  # fmt: skip
+    return made
+
+
+def report_of(folder: Path, measured: Measurements, gate: Mapping[str, Any], stages: Mapping[str, Made]) -> Report:
+    """What the report's stage gathers."""
+    layers = json.loads((folder / EVIDENCE / INSPECTION).read_text())["layers"]
+    servers = {"baseline": measured.baseline, "candidate": measured.candidate}
+    return Report(
+        name="llama-ptpc", model="org/llama", scheme="ptpc_fp8 with an FP8 KV cache, compressed-tensors",
+        created="2026-03-14T09:27:01+00:00", notes=[], stopped=None, gate=dict(gate),
+        size={"baseline_bytes": measured.weights[0], "candidate_bytes": measured.weights[1], "parts": []},
+        kv_tokens={}, layers=layer_errors(layers), kv_scales=[],
+        flips=[flips(before, after, {}, {}) for before, after in measured.samples.values()], prompts={},
+        launches=[launch.to_json() for launch in measured.launches],
+        stages=[
+            {"name": key, "started": made.started, "seconds": 1.0, "cached": False, "fingerprint": made.fingerprint}
+            for key, made in stages.items() if key != "report"
+        ],
+        servers=[
+            {
+                "side": side, "runtime": server.runtime, "version": server.version, "hardware": server.hardware,
+                "device": server.device, "image": server.image, "env": dict(server.env), "argv": list(server.argv),
+            }
+            for side, server in servers.items()
+        ],
+        recipe=(folder / RECIPE).read_text(), reproduce=["quantmint run llama-ptpc"],
+        versions={"quantmint": __version__}, digests={"source": "org/llama"},
+    )  # fmt: skip
+
+
+def _facts(folder: Path, manifest: Manifest) -> CardFacts:
+    """What the card is written from."""
+    return CardFacts(
+        name="llama-ptpc", repo="my-org/llama-ptpc", artefact=manifest.artefact, judged=manifest.created,
+        base=card_facts.Base("org/llama", "org/llama", "c0" * 20, architecture="LlamaForCausalLM"),
+        made=card_facts.Made(
+            "ptpc_fp8", "FP8 weights per channel", "e4m3", "fp8", "compressed-tensors", "stream",
+            schemes={"ptpc_fp8": 14},
+        ),
+        terms=terms({"license": "apache-2.0"}, ()), launches=(),
+        report=json.loads((folder / EVIDENCE / DATA).read_text()),
+    )  # fmt: skip
+
+
+def write_recipe(folder: Path) -> dict[str, Any]:
+    """The recipe as a run resolves it; returns its content."""
+    from pipeline.recipe.load import resolved_yaml
+
+    recipe = Recipe.model_validate(
+        {
+            "name": "llama-ptpc",
+            "source": {"repo": "org/llama", "revision": "c0" * 20},
+            "quantization": {"scheme": "ptpc_fp8", "kv_cache": "fp8", "format": "compressed-tensors"},
+            "calibration": {"set": "tiny", "samples": 4, "sequence_length": 64},
+            "evaluation": {"suite": "two"},
+            "gate": {"throughput": {"min_ratio": None}},
+        }
+    )
+    (folder / RECIPE).parent.mkdir(exist_ok=True)
+    (folder / RECIPE).write_text(resolved_yaml(recipe, without=("tracking", "publish", "refresh")))
+    loaded: dict[str, Any] = yaml.safe_load((folder / RECIPE).read_text())
+    return loaded
+
+
+def make(folder: Path, source: Path) -> Path:
+    """Write the evidence of a checkpoint that lies in ``folder``, and the manifest over all."""
+    from pipeline.quantize.formats.checkpoint import open_checkpoint
+
+    artefact = folder_digest({path.name: (path.stat().st_size, sha256(path)) for path in folder.iterdir()})
+    recipe = write_recipe(folder)
+    evidence = folder / EVIDENCE
+    (evidence / INSPECTION).write_text(json.dumps(_inspect(folder, source).to_json()))
+    sizes = (open_checkpoint(source).nbytes, open_checkpoint(folder).nbytes)
+    measured = _measurements(artefact, sizes)
+    policy = Recipe.model_validate(recipe).gate.policy(suites.load("two", suites.FOLDER), "mi300x")
+    judged = judge(measured, policy)
+    record.write(evidence, measured, judged)
+    stages = {
+        key: Made(fingerprint(payload), 1, WHEN, WHEN, TOOLS if key == "quantize" else {}, payload)
+        for key, payload in _payloads("c0" * 20, policy, recipe).items()
+    }
+    report_files.write(evidence, report_of(folder, measured, judged.to_json(), stages))
+    manifest = Manifest(
+        name="llama-ptpc", title="llama in FP8", created=WHEN, artefact=artefact, verdict="PASS",
+        base=Base("org/llama", "c0" * 20, None, {path.name: sha256(path) for path in sorted(source.iterdir())}),
+        recipe=recipe, recipe_fingerprint=fingerprint(recipe), stages=stages, datasets=(), tools=TOOLS,
+        serving=Serving("vllm 0.32.0", None), hardware=Hardware("cpu", "AMD Instinct MI300X", "mi300x"), files={},
+        quantmint=__version__,
+    )  # fmt: skip
+    lineage = Lineage(
+        manifest.recipe,
+        artefact,
+        manifest.base,
+        stages,
+        (),
+        TOOLS,
+        manifest.serving,
+        manifest.hardware,
+        environments={},
+    )
+    (folder / CARD).write_text(render(_facts(folder, manifest)))
+    (folder / SBOM).write_bytes(sbom(lineage, held(folder), manifest.title, __version__))
+    (folder / PROVENANCE).write_bytes(encode(statement(lineage, held(folder), __version__)))
+    manifests.write(folder / MANIFEST, replace(manifest, files=listed(folder)))
+    return folder

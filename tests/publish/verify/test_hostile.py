@@ -1,0 +1,225 @@
+"""A folder that somebody made to harm its reader: nothing outside is read, nothing grows without end, nothing runs."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE, SBOM
+from pipeline.publish.verify import subject
+from pipeline.publish.verify.check import Outcome
+from pipeline.publish.verify.subject import UnreadableError, listing, read_bytes, read_object
+from tests.publish.verify import honest
+from tests.publish.verify.conftest import Quantmint, Verify
+from tests.publish.verify.test_tampering import GATE, REPORT, edit, said
+
+
+def test_what_leads_out_of_the_folder_is_not_read(release: Path, check: Verify, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text("{}")
+    for name, place in (("config.json", secret), ("passwords.json", "/etc/passwd"), ("loop.json", "loop.json")):
+        (release / name).unlink(missing_ok=True)
+        (release / name).symlink_to(place)
+    (release / "more").symlink_to(tmp_path, target_is_directory=True)
+    os.mkfifo(release / "pipe.json")
+    found = listing(release)
+    assert not {"config.json", "passwords.json", "loop.json", "pipe.json"} & found.files.keys()
+    checks = check(release)
+    for words in (
+        "config.json is a link out of the folder",
+        "passwords.json is a link out of the folder",
+        "loop.json leads nowhere",
+        "more is a link out of the folder",
+        "pipe.json is neither a file nor a folder",
+    ):
+        assert words in said(checks["files"])
+    assert "config.json is not there" in said(checks["structure"])
+
+
+def test_a_link_within_the_folder_is_the_file_that_it_leads_to(release: Path) -> None:
+    (release / "copy.json").symlink_to("config.json")
+    assert listing(release).files["copy.json"] == (release / "config.json").stat().st_size
+
+
+@pytest.mark.parametrize(
+    "name", ["../../outside.json", "/etc/passwd", "a/../../b", "C:\\x", "nul\x00", ".//a", "config.json/x"]
+)
+def test_names_that_climb_are_refused(release: Path, quantmint: Quantmint, name: str) -> None:
+    edit(release / MANIFEST, lambda data: data["files"].update({name: {"size": 1, "sha256": "ab" * 32}}))
+    told = quantmint("verify", release, "--unsigned", "--json")
+    checks = {check["name"]: check for check in told.json["checks"]}
+    assert (told.code, checks["manifest"]["outcome"]) == (1, "FAILS")
+    assert checks["files"]["outcome"] == "NOT CHECKED"
+
+
+@pytest.mark.parametrize(
+    ("name", "failing"),
+    [
+        (MANIFEST, "manifest"), (GATE, "gate"), (REPORT, "report"), (SBOM, "sbom"), (PROVENANCE, "provenance"),
+        (RECIPE, "recipe"), ("config.json", "structure"), ("quantmint/inspection.json", "report"), (CARD, "card"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 200_000, '{"a": 1, "a": 2}', "null", "\ud800", ""],
+    ids=["deep", "twice", "null", "surrogate", "empty"],
+)
+def test_no_text_breaks_more_than_its_own_checks(
+    release: Path, check: Verify, name: str, failing: str, content: str
+) -> None:
+    (release / name).write_bytes(content.encode(errors="surrogatepass"))
+    checks = check(release)
+    assert checks[failing].outcome is Outcome.FAILS
+    assert len(checks[failing].reason) < 500
+    assert len(checks) == 12
+
+
+def test_samples_that_unpack_without_end(release: Path, check: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "UNPACKED", 1 << 20)
+    raw = gzip.compress(b" " * (1 << 24), mtime=0)
+    path = release / "quantmint/samples/facts.candidate.json.gz"
+    path.write_bytes(raw)
+
+    def named(data: dict[str, dict[str, dict[str, dict[str, dict[str, str]]]]]) -> None:
+        data["measurements"]["samples"]["facts"]["candidate"]["sha256"] = hashlib.sha256(raw).hexdigest()
+
+    edit(release / GATE, named)
+    assert "unpack to more than" in said(check(release)["gate"])
+
+
+def test_samples_that_are_read_without_end(release: Path, check: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file of a kilobyte, named by a thousand tasks; it need not lie where samples do."""
+    monkeypatch.setattr(subject, "UNPACKED", 1 << 20)
+    raw = gzip.compress(b" " * (1 << 16), mtime=0)
+    (release / "quantmint/many.json.gz").write_bytes(raw)
+    entry = {"file": "many.json.gz", "sha256": hashlib.sha256(raw).hexdigest()}
+    tasks = {f"task{number}": {"baseline": entry, "candidate": entry} for number in range(1000)}
+    edit(release / GATE, lambda data: data["measurements"].update(samples=tasks))
+    assert "unpack to more than" in said(check(release)["gate"])
+
+
+def test_samples_from_elsewhere(release: Path, check: Verify, tmp_path: Path) -> None:
+    (tmp_path / "theirs.json.gz").write_bytes(gzip.compress(b"{}"))
+
+    def named(data: dict[str, dict[str, dict[str, dict[str, dict[str, str]]]]]) -> None:
+        data["measurements"]["samples"]["facts"]["candidate"]["file"] = "../../theirs.json.gz"
+
+    edit(release / GATE, named)
+    assert "lies outside the record's folder" in said(check(release)["gate"])
+
+
+def test_a_model_of_a_billion_layers_is_not_built(release: Path, check: Verify) -> None:
+    edit(release / "config.json", lambda data: data.update(num_hidden_layers=10**9))
+    assert "num_hidden_layers 1,000,000,000" in said(check(release)["structure"])
+
+
+def test_code_of_the_folder_is_not_run(release: Path, check: Verify, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (release / "modeling_x.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    auto = {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.M"}
+    edit(release / "config.json", lambda data: data.update(model_type="unheard-of", auto_map=auto))
+    honest.remanifest(release)
+    checks = check(release)
+    assert checks["structure"].outcome is Outcome.NOT_CHECKED
+    assert "modeling_x.py: code that readers would have to trust" in said(checks["files"])
+    assert not ran.exists()
+
+
+def test_headers_without_end(release: Path, check: Verify) -> None:
+    with (release / "model.safetensors").open("r+b") as file:
+        file.write(struct.pack("<Q", 1 << 40))
+    assert "the headers of the safetensors files take more than" in said(check(release)["structure"])
+
+
+def test_control_characters_do_not_reach_a_terminal(release: Path, quantmint: Quantmint) -> None:
+    (release / "a\x1b[2Jb.json").write_text("{}")
+    told = quantmint("verify", release, "--unsigned")
+    assert told.code == 1
+    assert "\x1b[2J" not in told.out
+    assert "[2Jb.json" in told.out
+
+
+def test_readers_stop_where_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"a": NaN}')
+    with pytest.raises(UnreadableError, match="no number of JSON"):
+        read_object(path)
+    with pytest.raises(UnreadableError, match="larger than 3 bytes"):
+        read_bytes(path, largest=3)
+    monkeypatch.setattr(subject, "_MOST_FILES", 2)
+    for name in "abc":
+        (tmp_path / name).touch()
+    with pytest.raises(UnreadableError, match="which no release has"):
+        listing(tmp_path)
+
+
+def test_a_card_with_a_second_table(release: Path, check: Verify) -> None:
+    card = release / CARD
+    card.write_text(card.read_text() + "\n| facts (acc) | 10.00 % | 99.00 % |\n")
+    honest.remanifest(release)
+    assert "facts 10.00 % and 99.00 %" in said(check(release)["card"])
+
+
+def test_scores_for_the_hub_that_are_not_the_gates(release: Path, check: Verify) -> None:
+    scores: Callable[[str], Path] = lambda task: release / f".eval_results/{task}.yaml"  # noqa: E731
+    scores("facts").parent.mkdir()
+    scores("facts").write_text(json.dumps([{"dataset": {"id": "x/facts"}, "value": 99.0}]))
+    scores("sums").write_text(json.dumps([{"dataset": {"id": "x/sums"}, "value": 80.0}]))
+    scores("other").write_text(json.dumps([{"value": 1.0}]))
+    honest.remanifest(release)
+    found = check(release)["card"]
+    assert ".eval_results/facts.yaml: the value is 99.0, the gate says 90.25" in said(found)
+    assert "other.yaml is about a task that the gate did not judge" in said(found)
+    assert "sums.yaml" not in said(found)
+
+
+def test_layers_by_another_name_are_counted_while_they_are_built(release: Path, check: Verify) -> None:
+    endless = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 10**6, "n_embd": 8, "n_head": 2}
+
+    def config(data: dict[str, object]) -> dict[str, object]:
+        return {**endless, "vocab_size": 16, "quantization_config": data["quantization_config"]}
+
+    edit(release / "config.json", config)
+    assert "config.json asks for more than" in said(check(release)["structure"])
+
+
+def test_an_index_without_end_is_not_parsed(release: Path, check: Verify) -> None:
+    with (release / "model.safetensors.index.json").open("wb") as index:
+        index.truncate((1 << 25) + 1)
+    assert "model.safetensors.index.json is larger than" in said(check(release)["structure"])
+
+
+def test_aliases_of_scores_do_not_multiply(release: Path, check: Verify) -> None:
+    lines = ["- &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"- &a{at} [{', '.join([f'*a{at - 1}'] * 9)}]" for at in range(1, 12)]
+    (release / ".eval_results").mkdir(exist_ok=True)
+    (release / ".eval_results/facts.yaml").write_text("\n".join([*lines, "- value: *a11"]))
+    honest.remanifest(release)
+    assert "aliases" in said(check(release)["card"])
+
+
+def test_a_folder_that_cannot_be_listed_hides_nothing(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: os.PathLike[str] | str) -> object:
+        if os.fspath(path).endswith("samples"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UnreadableError, match="samples cannot be listed: Permission denied"):
+        listing(release)
+
+
+def test_only_the_hubs_own_name_is_no_part_of_a_release(release: Path, check: Verify) -> None:
+    (release / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    (release / ".gitattributes.json").write_text("{}")
+    checks = said(check(release)["files"])
+    assert ".gitattributes.json is there, but not in quantmint.json" in checks
+    assert ".gitattributes is there" not in checks

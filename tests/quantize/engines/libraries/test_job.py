@@ -1,0 +1,102 @@
+"""A job's file, and the tokens beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.base.schemes import table
+from pipeline.quantize.engines import algorithms
+from pipeline.quantize.engines.libraries import with_llmcompressor, with_quark
+from pipeline.quantize.engines.libraries.job import LibraryJob, job_of, load_batches, save_samples
+from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.model.structure import Structure
+from pipeline.recipe.schema import Quantization
+from pipeline.stages import by_library
+
+
+def job(samples: Path | None) -> LibraryJob:
+    quantization = Quantization.model_validate({"scheme": "w4a16", "engine": "llmcompressor", "algorithm": "gptq"})
+    structure = Structure({"on.a": (8, 128)}, (), (), 0, modules={"on.a": "in.a"})
+    return job_of(
+        Path("source"),
+        Path("output"),
+        Choice({"on.a": "w4a16"}, ("on.b",), False),
+        structure,
+        quantization,
+        samples=samples,
+        batch_size=2,
+        device="cpu",
+        trust_remote_code=False,
+    )
+
+
+def test_it_is_what_was_written(tmp_path: Path) -> None:
+    save_samples([torch.arange(4), torch.arange(4, 8)], tmp_path / "samples")
+    made = job(tmp_path / "samples")
+    made.save(tmp_path / "job.json")
+    assert LibraryJob.load(tmp_path / "job.json") == made
+    assert made.schemes == {"in.a": "w4a16"}
+    assert made.parameters == {"dampening": 0.01, "block_size": 128, "activation_order": True}
+
+
+def test_the_tokens_are_those_that_were_saved(tmp_path: Path) -> None:
+    samples = [torch.arange(3), torch.arange(5), torch.arange(10, 15), torch.arange(20, 25)]
+    save_samples(samples, tmp_path / "samples")
+    batches = list(load_batches(job(tmp_path / "samples")))
+    assert all(batch.dtype == torch.int64 and batch.shape[0] <= 2 for batch in batches)
+    rows = sorted(row.tolist() for batch in batches for row in batch)
+    assert rows == sorted(sample.tolist() for sample in samples)
+    assert list(load_batches(job(None))) == []
+
+
+def test_tokens_that_were_exchanged_are_refused(tmp_path: Path) -> None:
+    save_samples([torch.arange(4)], tmp_path / "samples")
+    made = job(tmp_path / "samples")
+    save_samples([torch.arange(1, 5)], tmp_path / "samples")
+    with pytest.raises(ValueError, match="not the file of samples"):
+        list(load_batches(made))
+    assert list(load_batches(replace(made, samples=None))) == []
+
+
+def test_the_workers_know_every_scheme_and_algorithm_of_the_tables() -> None:
+    for name, row in table().items():
+        assert ("llmcompressor" in row.engines) == (name in with_llmcompressor.PRESETS)
+        assert ("quark" in row.engines) == (name in with_quark.SPECS)
+    quark = {name for name, row in algorithms.table().items() if "quark" in row.engines}
+    assert quark == set(with_quark.ALGORITHMS)
+    layer_wise = {name for name, row in algorithms.table().items() if row.calibrated}
+    assert layer_wise == with_llmcompressor.LAYER_WISE
+    for name, row in algorithms.table().items():
+        for engine, support in row.engines.items():
+            assert all(engine in table()[scheme].engines for scheme in support.schemes), (name, engine)
+
+
+def test_a_new_phase_is_told_at_once_and_the_same_one_is_not() -> None:
+    told: list[str] = []
+    watch = by_library._narrator("quark", told.append)
+    watch("Loading weights: 100%|#####| 9/9")
+    watch("Loading weights: 100%|#####| 9/9 [00:01]")
+    watch("Loading weights: 100%|#####| 9/9\r\n(1/3): Calibrating:  40%|## | 2/5")
+    assert [line.rpartition(",")[0] for line in told] == [
+        "quark: Loading weights 100 %",
+        "quark: (1/3): Calibrating 40 %",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"]}, 512),
+        ({"sliding_window": 512, "layer_types": ["full_attention"]}, None),
+        ({"sliding_window": 512, "use_sliding_window": False}, None),
+        ({"sliding_window": 512}, 512),
+        ({"sliding_window": None}, None),
+        ({"text_config": {"sliding_window": 64, "layer_types": ["sliding_attention"]}}, 64),
+    ],
+)
+def test_windows_of_attention(config: dict[str, object], window: int | None) -> None:
+    assert by_library._window(config) == window

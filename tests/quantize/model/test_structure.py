@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.base.errors import UserError
+from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.model.meta import meta_model
+from pipeline.quantize.model.structure import Structure, imagine, read_structure
+
+ASSETS = Path(__file__).parents[2] / "assets" / "configs"
+FIXTURES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-text", "phi3")
+Models = Callable[..., Path]
+
+
+def structure_of(folder: Path) -> Structure:
+    return read_structure(folder, open_checkpoint(folder).tensors)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_linear_modules_are_those_of_the_model_and_its_experts(models: Models, name: str, sharded: bool) -> None:
+    folder = models(name, sharded=sharded)
+    structure, model = structure_of(folder), meta_model(folder)
+    head = model.get_output_embeddings()
+    own = {
+        module_name: (module.out_features, module.in_features)
+        for module_name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    experts = {module: shape for module, shape in structure.linear.items() if ".experts." in module}
+    assert {module: shape for module, shape in structure.linear.items() if module not in experts} == own
+    assert len(experts) == {"mixtral": 2 * 4 * 3, "qwen3-moe": 4 * 3, "deepseek-v3": 8 * 3}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_shapes_are_those_of_the_tensors_on_disk(models: Models, name: str) -> None:
+    checkpoint = open_checkpoint(models(name))
+    for module, shape in structure_of(models(name)).linear.items():
+        assert checkpoint.tensors[f"{module}.weight"][1].shape == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("llama", ("lm_head",)),
+        ("qwen3", ("lm_head",)),  # tied: it has no tensor, but both libraries list it
+        ("phi3", ("lm_head",)),
+        ("mixtral", ("lm_head", "model.layers.0.block_sparse_moe.gate", "model.layers.1.block_sparse_moe.gate")),
+        ("qwen3-moe", ("lm_head", "model.layers.1.mlp.gate")),
+    ],
+)
+def test_head_and_routers_stay_in_16_bit(models: Models, name: str, kept: tuple[str, ...]) -> None:
+    assert structure_of(models(name)).kept == kept
+
+
+def test_the_names_are_those_on_disk_and_not_the_modules(models: Models) -> None:
+    linear = structure_of(models("mixtral")).linear
+    assert linear["model.layers.1.block_sparse_moe.experts.3.w1"] == (256, 128)
+    assert linear["model.layers.1.block_sparse_moe.experts.3.w2"] == (128, 256)
+    assert linear["model.layers.1.block_sparse_moe.experts.3.w3"] == (256, 128)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_attention_is_listed_in_the_order_of_layers(models: Models, name: str) -> None:
+    assert structure_of(models(name)).attention == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_norms_and_embeddings_are_in_neither_list(models: Models, name: str) -> None:
+    structure = structure_of(models(name))
+    listed = {*structure.linear, *structure.kept}
+    assert not [module for module in listed if "norm" in module or "embed" in module]
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_what_is_imagined_weighs_what_is_saved(models: Models, name: str) -> None:
+    real = open_checkpoint(models(name))
+    imagined, structure = imagine(models(name))
+    assert imagined.nbytes == real.nbytes
+    counted = [info.parameters for name, (_, info) in real.tensors.items() if "correction_bias" not in name]  # a buffer
+    assert structure.parameters == sum(counted)
+    assert sorted(structure.linear.values()) == sorted(structure_of(models(name)).linear.values())
+    assert {n: i.shape for n, (_, i) in imagined.tensors.items()} == {n: i.shape for n, (_, i) in real.tensors.items()}
+    assert structure == structure_of(models(name))
+    assert structure.weights == structure_of(models(name)).weights
+
+
+@pytest.mark.parametrize("checkpoint_format", ["compressed-tensors", "quark"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3-moe"])
+def test_a_quantized_checkpoint_has_the_structure_of_its_source(
+    quantize: Callable[..., Any], name: str, checkpoint_format: str
+) -> None:
+    made = quantize(name, checkpoint_format)
+    assert read_structure(made.folder, made.checkpoint.tensors) == made.structure
+
+
+def test_packed_weights_are_recognised(models: Models) -> None:
+    names = open_checkpoint(models("mixtral")).tensors
+    packed = {
+        name.replace(".weight", ".weight_packed") if "_proj." in name or ".w1." in name else name: entry
+        for name, entry in names.items()
+    }
+    assert set(read_structure(models("mixtral"), packed).linear) == set(structure_of(models("mixtral")).linear)
+
+
+@pytest.mark.parametrize(
+    ("folder", "billions", "linear", "attention"),
+    [
+        ("Llama-3.1-8B-Instruct", 8.03, 32 * 7, 32),
+        ("Llama-3.1-70B-Instruct", 70.55, 80 * 7, 80),
+        ("Llama-3.3-70B-Instruct", 70.55, 80 * 7, 80),
+        ("Llama-3.1-405B-Instruct", 405.85, 126 * 7, 126),
+        ("Mixtral-8x7B-Instruct-v0.1", 46.70, 32 * (4 + 8 * 3), 32),
+        ("Mixtral-8x22B-Instruct-v0.1", 140.63, 56 * (4 + 8 * 3), 56),
+        ("Qwen3-30B-A3B", 30.53, 48 * (4 + 128 * 3), 48),
+        ("Qwen3-235B-A22B", 235.09, 94 * (4 + 128 * 3), 94),
+        ("DeepSeek-R1-0528", 671.03, 61 * 5 + 3 * 3 + 58 * (256 * 3 + 3), 61),
+    ],
+)
+def test_the_sizes_of_known_models(folder: str, billions: float, linear: int, attention: int) -> None:
+    checkpoint, structure = imagine(ASSETS / folder)
+    assert round(structure.parameters / 1e9, 2) == billions
+    assert len(structure.linear) == linear
+    assert len(structure.attention) == attention
+    assert abs(checkpoint.nbytes - 2 * structure.parameters) < 1e-3 * checkpoint.nbytes
+
+
+def test_an_architecture_that_nobody_knows_is_a_users_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model", "architectures": ["NoSuch"]}))
+    with pytest.raises(UserError, match=r"cannot build this model from its config\.json") as refused:
+        read_structure(tmp_path, {})
+    assert "\n" not in refused.value.message
+
+
+def test_code_of_a_model_is_not_run_unasked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}})
+    )
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UserError):
+        read_structure(tmp_path, {})
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,96 @@
+"""How much of a core the load generator uses, and when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.processes import run_logged
+from pipeline.serving.measuring.cell import LoadWatch, Seen, Used, busiest, cpu_seconds
+from pipeline.serving.measuring.sensors import Reading
+
+CLIENT = """
+import sys, time
+def work(): end = time.monotonic() + 2.2; [None for _ in iter(lambda: time.monotonic() < end, False)]
+def rest(): time.sleep(2.2)
+{before}()
+print("Starting main benchmark run...", flush=True)
+{after}()
+"""
+
+
+class Clock:
+    """Says the same of the machine every time."""
+
+    def read(self) -> Reading | None:
+        return Reading((1000.0,))
+
+
+def test_only_the_measured_run_counts(tmp_path: Path) -> None:
+    seen: dict[str, Seen] = {}
+
+    def follow(before: str, after: str) -> None:
+        log = tmp_path / f"{before}.log"
+        log.write_text("Starting main benchmark run...\nof another cell\n")
+        code = CLIENT.format(before=before, after=after)
+        with LoadWatch(Clock(), log) as watch:
+            run_logged([sys.executable, "-c", code], log, what="it", env={}, started=watch.follow)
+        seen[before] = watch.seen(2.2)
+
+    threads = [threading.Thread(target=follow, args=order) for order in (("work", "rest"), ("rest", "work"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    idle, busy = seen["work"].client_cpu, seen["rest"].client_cpu
+    assert idle is not None
+    assert busy is not None
+    assert idle < busy / 2
+    assert seen["rest"].readings
+    assert all(reading == Reading((1000.0,)) for reading in seen["rest"].readings)
+
+
+def test_a_load_whose_beginning_is_not_seen_says_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with LoadWatch(Clock(), log) as watch:
+        run_logged([sys.executable, "-c", "import time; time.sleep(1.2)"], log, what="it", env={}, started=watch.follow)
+    assert watch.seen(10.0) == Seen((), None)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "share"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 1.0),
+        ([0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5], 1.0),  # the busiest five seconds
+        ([0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 0.2),  # a burst of one second holds up nobody
+        ([0, 0.5, 1], 0.5),  # shorter than the window: all of it
+        ([9, 0, 0, 0, 0, 0], 0.0),
+        ([3], None),
+    ],
+)
+def test_the_busiest_window(cpu: list[float], share: float | None) -> None:
+    assert busiest([Used(float(at), used) for at, used in enumerate(cpu)], window=5.0) == share
+
+
+def test_what_runs_below_another_is_added_up() -> None:
+    """Its own time is left out."""
+    code = "import time\nwhile time.process_time() < 0.4: pass\nprint('done', flush=True); time.sleep(60)"
+    started = subprocess.Popen(
+        ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"done\n"
+        used = cpu_seconds(started.pid)
+        assert used is not None
+        assert 0.3 < used < 5
+    finally:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
+    assert cpu_seconds(started.pid) is None

@@ -1,0 +1,14 @@
+"""The tiny Llama in 16 bit, loaded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.serving.reference.model import Loaded, load
+
+
+@pytest.fixture(scope="session")
+def llama(models: Any) -> Loaded:
+    return load(models("llama"), "cpu")

@@ -1,0 +1,184 @@
+"""Frontier, order of trials, knobs, budget, choice: what needs no server."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.bench import CellResult
+from pipeline.base.durations import duration, parse_duration
+from pipeline.base.errors import UserError
+from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.tuning.objective import Judge, Objective, dominates, frontier
+from pipeline.serving.tuning.space import BASE, Axis, Point, Trial, parse_knob, same, value_in, without_base_values
+from pipeline.serving.tuning.sweep import Design, closing, exploring, grid_order, together
+from pipeline.serving.tuning.trials import Budget, Outcome
+
+FIGURE = st.integers(1, 40).map(float)
+POINTS = st.lists(st.tuples(FIGURE, FIGURE), min_size=1, max_size=40)
+AXES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
+    lambda counts: tuple(Axis(f"--k{n}", tuple(f"v{i}" for i in range(c))) for n, c in enumerate(counts))
+)
+
+
+def first(points: Sequence[Point]) -> Point:
+    return points[0]
+
+
+def last(points: Sequence[Point]) -> Point:
+    return points[-1]
+
+
+@settings(deadline=None)
+@given(POINTS)
+def test_the_frontier_is_what_nothing_dominates(points: list[tuple[float, float]]) -> None:
+    line = frontier(points)
+    unbeaten = {point for point in points if not any(dominates(other, point) for other in points)}
+    assert {points[index] for index in line} == unbeaten
+    assert len(line) == len(unbeaten)  # one of each
+    assert [points[index][1] for index in line] == sorted(points[index][1] for index in line)
+    assert all(points[a][0] < points[b][0] for a, b in itertools.pairwise(line))
+
+
+@settings(deadline=None)
+@given(AXES)
+def test_a_grid_has_every_combination_once_and_meets_all_values_early(axes: tuple[Axis, ...]) -> None:
+    ordered = grid_order(axes)
+    combinations = 1
+    for axis in axes:
+        combinations *= len(axis.values) + 1
+    assert len(ordered) == len(set(ordered)) == combinations - 1
+    assert BASE not in ordered
+    most = max(len(axis.values) for axis in axes)
+    met = {change for point in ordered[:most] for change in point}
+    assert met == {(axis.knob, value) for axis in axes for value in axis.values}
+
+
+@settings(deadline=None)
+@given(AXES, st.integers(1, 3), st.sampled_from([first, last]))
+def test_every_mode_begins_with_the_base_plan_and_repeats_nothing(
+    axes: tuple[Axis, ...], repeat: int, choose: object
+) -> None:
+    for mode, keep in (("one-at-a-time", False), ("one-at-a-time", True), ("grid", False)):
+        design = Design(axes, mode, keep, repeat)  # type: ignore[arg-type]
+        trials = [*exploring(design, choose), *closing(design), *together(design, choose)]  # type: ignore[arg-type]
+        assert trials[0] == Trial(BASE)
+        assert len(set(trials)) == len(trials)
+        assert sum(trial.point == BASE for trial in trials) >= 2
+        values = {change for trial in trials for change in trial.point}
+        assert values == {(axis.knob, value) for axis in axes for value in axis.values}
+
+
+def test_winners_are_measured_together_only_when_there_are_two() -> None:
+    axes = (Axis("--a", ("1", "2")), Axis("--b", ("3",)))
+    assert [trial.point for trial in together(Design(axes), last)] == [(("--a", "2"), ("--b", "3"))]
+    assert list(together(Design(axes[:1]), last)) == []
+    assert list(together(Design(axes), first)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("--max-num-seqs=64,128", ("64", "128")),
+        ("--max-num-batched-tokens=8k,64K,8192", ("8192", "65536")),
+        ("--enforce-eager=on,off", (True, False)),
+        ('--compilation-config={"mode": "FULL", "x": [1, 2]},{}', ('{"mode": "FULL", "x": [1, 2]}', "{}")),
+        ("OMP_NUM_THREADS=1", ("1",)),
+    ],
+)  # fmt: skip
+def test_knobs_of_the_command_line(text: str, values: tuple[object, ...]) -> None:
+    assert parse_knob(text) == (text.partition("=")[0], values)
+
+
+@pytest.mark.parametrize("text", ["--max-num-seqs", "--max-num-seqs=", "max_num_seqs=3", "=3", "--A b=1"])
+def test_knobs_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(UserError, match="--knob"):
+        parse_knob(text)
+
+
+def test_values_of_the_base_plan_are_not_tried_again() -> None:
+    argv = ("vllm", "serve", "M", "--max-num-seqs", "64", "--enforce-eager", "--compilation-config", '{"a":1}')
+    plan = LaunchPlan(MappingProxyType({"OMP_NUM_THREADS": "2"}), argv, "model", 1, ())
+    axes = (
+        Axis("--max-num-seqs", ("64", "128")),
+        Axis("--enforce-eager", (True, False)),
+        Axis("OMP_NUM_THREADS", ("2",)),
+        Axis("--compilation-config", ('{"a": 1}', '{"a": 2}')),
+        Axis("--numa-bind", (True, False)),
+    )
+    left = {axis.knob: axis.values for axis in without_base_values(axes, plan)}
+    assert left == {
+        "--max-num-seqs": ("128",),
+        "--enforce-eager": (False,),
+        "--compilation-config": ('{"a": 2}',),
+        "--numa-bind": (True,),
+    }
+    assert value_in(plan, "--max-num-seqs") == "64"
+    assert same("1.0", "1") is True
+    assert without_base_values([Axis("VLLM_X", ("0", "1"))], plan, lambda _: "0") == (Axis("VLLM_X", ("1",)),)
+
+
+def test_durations() -> None:
+    assert [parse_duration(text) for text in ("90m", "2h", "1h30m", "45 s")] == [5400, 7200, 5400, 45]
+    assert [duration(seconds) for seconds in (45, 720, 3900)] == ["45 s", "12 min", "1 h 05 min"]
+    for text in ("2", "h", "2 parsecs", "0m", ""):
+        with pytest.raises(UserError, match="duration"):
+            parse_duration(text)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(1, 100), max_size=30), st.floats(10, 1000), st.floats(0, 500))
+def test_a_sweep_whose_trials_take_what_was_expected_stays_within_its_budget(
+    trials: list[float], limit: float, earlier: float
+) -> None:
+    now = [0.0]
+    budget = Budget(limit, clock=lambda: now[0])
+    budget.earlier(earlier)
+    budget.seen(max(trials, default=1.0))
+    for seconds in trials:
+        if not budget.affords(1 + 1):  # the closing launch of the base plan is kept in mind
+            break
+        now[0] += seconds
+        budget.seen(seconds)
+        assert budget.spent <= limit
+        assert budget.affords(1)
+    assert budget.spent == earlier + now[0]
+
+
+def outcome(speed: float, wait: float, **more: object) -> Outcome:
+    cell = CellResult("c", 1, 0, 1.0, speed, speed, wait, 2 * wait, wait, wait, wait / 10, wait / 5, wait, wait)
+    return Outcome(status="ok", seconds=1.0, sweep="s", cells={"c": cell}, **more)  # type: ignore[arg-type]
+
+
+def test_of_points_that_noise_cannot_tell_apart_the_one_with_fewer_changes_is_chosen() -> None:
+    a, b, c = (("--a", "1"),), (("--b", "1"),), (("--a", "1"), ("--b", "1"))
+    outcomes = {
+        Trial(BASE): outcome(100, 50),
+        Trial(BASE, 1): outcome(104, 50),
+        Trial(a): outcome(118, 50),
+        Trial(b): outcome(120, 50),
+        Trial(c): outcome(122, 50),
+    }
+    judge = Judge(outcomes, Objective())
+    assert judge.score_noise() == pytest.approx(1.04)
+    assert judge.best() == b
+    outcomes[Trial(c)] = outcome(130, 50)
+    assert judge.best() == c
+    assert Judge(outcomes, Objective("latency")).best() == BASE
+
+
+@pytest.mark.parametrize(("goal", "best"), [("throughput", "--fast"), ("latency", "--quick"), ("balanced", "--both")])
+def test_objectives_weigh_speed_against_waiting(goal: object, best: str) -> None:
+    outcomes = {
+        Trial(BASE): outcome(100, 100),
+        Trial(BASE, 1): outcome(100, 100),
+        Trial((("--fast", "1"),)): outcome(200, 300),
+        Trial((("--quick", "1"),)): outcome(50, 40),
+        Trial((("--both", "1"),)): outcome(160, 70),
+    }
+    assert Judge(outcomes, Objective(goal)).best() == ((best, "1"),)  # type: ignore[arg-type]

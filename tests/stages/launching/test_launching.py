@@ -1,0 +1,108 @@
+"""What the words of `quantmint serve` mean: the model, the target, the load, the knobs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.base.progress import PlainReporter
+from pipeline.recipe.load import load_recipe
+from pipeline.serving.planning.target import Target, parse_target, profile
+from pipeline.stages.launching import request as module
+from pipeline.stages.launching.request import (
+    Request,
+    fetched,
+    find_model,
+    overrides_of,
+    profile_for,
+    speculation_of,
+    target_for,
+    version_of,
+)
+from pipeline.stages.stage import SourceIdentity
+
+CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
+COMMIT = "a" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hub with one model, of which only the config.json is here until it is fetched."""
+    snapshot = tmp_path / "hub" / "models--org--Name-8B" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    shutil.copyfile(CONFIGS / "Llama-3.1-8B-Instruct" / "config.json", snapshot / "config.json")
+    monkeypatch.setattr(module, "identify", lambda section, folder, store: SourceIdentity(None, COMMIT, section.repo))
+    monkeypatch.setattr(module, "config_folder", lambda identity: snapshot)
+    monkeypatch.setattr(module, "fetch", lambda identity, *, with_code, progress: snapshot)
+    return snapshot
+
+
+def test_a_repository_is_planned_for_at_its_commit(hub: Path, tmp_path: Path) -> None:
+    found = find_model("org/Name-8B@main", store=tmp_path)
+    assert (found.model, found.name, found.missing) == ("org/Name-8B", "Name-8B", None)
+    plan, _ = Request(found, parse_target("mi300x:1"), profile("latency"), "0.33.0").plan()
+    assert plan.argv[:3] == ("vllm", "serve", "org/Name-8B")
+    assert plan.argv[-2:] == ("--revision", COMMIT)
+
+
+def test_a_repository_is_served_from_its_snapshot(hub: Path, tmp_path: Path) -> None:
+    found = fetched(find_model("org/Name-8B", store=tmp_path), with_code=False, progress=PlainReporter())
+    plan, _ = Request(found, parse_target("mi300x:1"), profile("latency"), "0.33.0").plan()
+    assert plan.argv[2] == str(hub)
+    assert "--revision" not in plan.argv, "a folder is what it is"
+
+
+def test_knobs() -> None:
+    assert overrides_of(["max_num_seqs=256", "--enforce-eager", "VLLM_ROCM_USE_AITER=false", "--dtype=a=b"]) == {
+        "--max-num-seqs": "256",
+        "--enforce-eager": True,
+        "VLLM_ROCM_USE_AITER": False,
+        "--dtype": "a=b",
+    }
+    with pytest.raises(UserError, match="did you mean '--max-num-seqs'"):
+        overrides_of(["max-num-seq=1"])
+
+
+def test_speculation() -> None:
+    assert speculation_of("ngram:4").model_dump() == {"method": "ngram", "model": None, "tokens": 4}
+    assert speculation_of("mtp").tokens == 2
+    assert speculation_of("eagle3:C:/odd:1").model == "C:/odd"
+    with pytest.raises(UserError, match="--speculative: dtype"):
+        speculation_of('{"method": "eagle3", "dtype": "float16"}')
+
+
+def test_versions_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [version_of(text) for text in ("0.24.0", "v0.24", "0.33.0rc1", "0.32.0+cpu")] == [
+        "0.24.0",
+        "0.24",
+        "0.33.0rc1",
+        "0.32.0+cpu",
+    ]
+    assert [version_of(text) for text in (None, "/opt/vllm", "vllm", ".venv-vllm")] == [None] * 4
+    monkeypatch.chdir(tmp_path)
+    Path("0.24.0").mkdir()
+    assert version_of("0.24.0") is None, "a folder of that name is an environment"
+
+
+def test_targets() -> None:
+    recipe = load_recipe("llama70b-fp8kv").recipe
+    assert target_for(None, recipe) == Target("mi300x", 8)
+    assert target_for("mi355x:16", recipe) == Target("mi355x", 8, 2)
+    found = target_for("auto", recipe)
+    assert found == target_for(None, None), "this machine"
+
+
+def test_loads() -> None:
+    recipe = load_recipe("llama70b-fp8kv").recipe
+    of_recipe = profile_for(None, recipe, concurrency=None, max_model_len=None)
+    assert (of_recipe.name, of_recipe.concurrency, of_recipe.max_model_len) == ("throughput", 512, 8192)
+    serve = recipe.serve.model_copy(update={"profile": "offline"})
+    offline = profile_for(None, recipe.model_copy(update={"serve": serve}), concurrency=7, max_model_len=4096)
+    assert (offline.name, offline.concurrency, offline.max_model_len) == ("offline", 7, 4096)
+    named = profile_for("latency", recipe, concurrency=None, max_model_len=None)
+    assert (named.name, named.concurrency) == ("latency", profile("latency").concurrency)
+    workload = profile_for("tiny", None, concurrency=None, max_model_len=None)
+    assert (workload.concurrency, workload.max_model_len) == (16, None)

@@ -1,0 +1,341 @@
+"""The stages that ask: a real lm-eval and the real runner, against stand-ins for both servers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eval.harness import Item
+from eval.harness_log import Asked
+from eval.samples import Sample, SampleSet, pair
+from eval.statistics.sequential import decide
+from eval.suites import Suite, SuiteTask
+from pipeline.base.errors import InvalidMeasurementError, StageError
+from pipeline.serving.running.server import Server
+from pipeline.stages import asking
+from pipeline.stages.evaluate import ControlStage, EvaluateStage, read_samples
+from pipeline.stages.runner import Outcome
+from tests.eval.completions import Completions
+from tests.processes import below, processes_naming
+
+TOKENIZER = Path(__file__).parents[2] / "recipes" / "tiny" / "model"
+FACTS = SuiteTask("facts", "acc", 400, 0.05, margin=0.15)
+SUMS = SuiteTask("sums", "exact_match", 60, 0.05, filter="number", gated=False, max_gen_tokens=4)
+TEXTS = SuiteTask("texts", "word_perplexity", 60, 0.05, gated=False, expected_spread=0.02)
+
+
+def write_tasks(folder: Path) -> None:
+    common = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}", "num_fewshot": 0}
+    definitions: list[dict[str, Any]] = [
+        {"task": "facts", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "answer",
+         "metric_list": [{"metric": "acc"}]},
+        {"task": "sums", "output_type": "generate_until", "doc_to_target": "{{answer}}",
+         "generation_kwargs": {"until": ["?"]}, "metric_list": [{"metric": "exact_match"}],
+         "filter_list": [{"name": "number", "filter": [{"function": "regex", "regex_pattern": "([0-9]+)"},
+                                                       {"function": "take_first"}]}]},
+        {"task": "texts", "output_type": "loglikelihood_rolling", "doc_to_target": "{{question}}",
+         "metric_list": [{"metric": "word_perplexity"}]},
+    ]  # fmt: skip
+    folder.mkdir()
+    for definition, count in zip(definitions, (400, 60, 60), strict=True):
+        name = definition["task"]
+        files = {"dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}}}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**common, **files, **definition}))
+        rows = ({"question": f"{n} + {n} =", "choices": ["1", "2", "3"], "answer": 0} for n in range(count))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@dataclass
+class World:
+    """A run whose servers are stand-ins, one for each side."""
+
+    orchestra: Any
+    servers: Mapping[str, Completions]
+
+    def run(self, *stages: Any) -> Outcome:
+        o = self.orchestra
+
+        def source(job: Any) -> None:
+            (job.path / "location.json").write_text(json.dumps({"folder": str(TOKENIZER)}))
+
+        def quantize(job: Any) -> None:
+            (job.path / "checkpoint").mkdir(exist_ok=True)
+            for file in TOKENIZER.glob("token*"):
+                shutil.copy(file, job.path / "checkpoint")
+
+        outcome: Outcome = o.run(
+            o.stage("source", work=source),
+            o.stage("quantize", "source", work=quantize),
+            o.stage("serve-baseline", "source"),
+            o.stage("serve-candidate", "quantize"),
+            *stages,
+        )
+        return outcome
+
+    @property
+    def said(self) -> str:
+        return "\n".join(self.orchestra.lines)
+
+    def counts(self) -> dict[str, int]:
+        """Prompts that each side was asked since the last call."""
+        found = {side: len(server.prompts) for side, server in self.servers.items()}
+        for server in self.servers.values():
+            server.asked.clear()
+        return found
+
+
+BASELINE, CONTROL, CANDIDATE = EvaluateStage("baseline"), ControlStage(), EvaluateStage("candidate")
+
+
+@pytest.fixture
+def world(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Make a world: which tasks, and how much of the candidate's answers differ."""
+    write_tasks(tmp_path / "tasks")
+    monkeypatch.setattr(asking, "TASKS", tmp_path / "tasks")
+    log = tmp_path / "server.log"
+    log.write_text("all is well\n")
+
+    @contextmanager
+    def make(*tasks: SuiteTask, worse: float = 0.0, **evaluation: object) -> Iterator[World]:
+        recipe = orchestra.setting.recipe
+        asked = recipe.evaluation.model_copy(update={"control": 50, **evaluation})
+        loaded = replace(orchestra.setting.loaded, recipe=recipe.model_copy(update={"evaluation": asked}))
+        orchestra.setting = replace(orchestra.setting, suite=Suite("s", "Some.", tasks), loaded=loaded)
+        with Completions() as baseline, Completions(worse=worse) as candidate:
+            servers = {"baseline": baseline, "candidate": candidate}
+            monkeypatch.setattr(
+                "pipeline.stages.servers.Servers.get",
+                lambda self, side, plan: Server(side, servers[side].base_url, log, 1.0),
+            )
+            yield World(orchestra, servers)
+
+    return make
+
+
+def samples(outcome: Outcome, key: str, task: SuiteTask) -> SampleSet:
+    entry = outcome.entry(key)
+    assert entry is not None
+    return read_samples(entry.path, task)
+
+
+def answers(outcome: Outcome, key: str, task: SuiteTask) -> list[dict[str, Any]]:
+    entry = outcome.entry(key)
+    assert entry is not None
+    with gzip.open(entry.path / "answers" / f"{task.task}.jsonl.gz", "rt") as stream:
+        return [json.loads(line) for line in stream]
+
+
+@pytest.fixture
+def warm(warm_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval has been imported; who kills it as it is runs what users run."""
+    monkeypatch.setattr(sys, "executable", str(warm_python))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+def test_a_lossless_candidate_is_asked_until_it_passes(world: Callable[..., Any]) -> None:
+    with world(FACTS, SUMS, TEXTS) as w:
+        outcome = w.run(BASELINE, CONTROL, CANDIDATE)
+        asked = w.counts()
+    whole, part = (samples(outcome, key, FACTS) for key in ("evaluate-baseline", "evaluate-candidate"))
+    assert (len(whole.samples), whole.looks, sorted({sample.look for sample in whole.samples})) == (
+        400,
+        4,
+        [0, 1, 2, 3],
+    )
+    assert len(part.samples) in (100, 200, 300)
+    assert (part.planned, part.looks) == (400, 4)
+    # The gate, which reads the files, comes to the same look.
+    looks = decide(pair(whole, part), 0.15, 0.95)
+    assert (looks[-1].decision, looks[-1].items) == ("PASS", len(part.samples))
+    assert f"facts: PASS after {len(part.samples)} of 400 items" in w.said
+    assert "100 % of 400 facts items" in w.said  # the baseline
+    assert w.said.count("100 % of 60 sums items") == 2
+    # What does not decide is asked whole, and so is the baseline; the control asks 50 items of each once more.
+    texts = samples(outcome, "evaluate-candidate", TEXTS)
+    assert (texts.kind, len(texts.samples), {sample.weight for sample in texts.samples}) == ("perplexity", 60, {4.0})
+    assert asked == {"baseline": 3 * 400 + 60 + 60 + 3 * 50 + 50, "candidate": 3 * len(part.samples) + 60 + 60}
+    entry = outcome.entry("evaluate-candidate")
+    assert entry is not None
+    assert entry.record.result["items"] == {"facts": [len(part.samples), 400], "sums": [60, 60], "texts": [60, 60]}
+    assert entry.record.result["scores"] == {
+        task.task: samples(outcome, "evaluate-candidate", task).mean for task in (FACTS, SUMS, TEXTS)
+    }
+    assert not [name for name in entry.record.files if name.startswith(("asked", "tasks"))]
+
+    shown = answers(outcome, "evaluate-candidate", FACTS)
+    assert [(a["task"], a["doc_id"]) for a in shown] == [(s.task, s.doc_id) for s in part.samples]
+    assert [float(a["response"] == a["target"]) for a in shown] == [s.score for s in part.samples]
+    assert not (entry.path / "answers" / "texts.jsonl.gz").exists()
+
+    again = samples(outcome, "control", FACTS)
+    first = {sample.key for sample in whole.samples if sample.look == 0}
+    assert len(again.samples) == 50
+    assert {sample.key for sample in again.samples} < first
+    pairs = pair(whole.on(again), again)
+    assert pairs.baseline == pairs.candidate
+    control = outcome.entry("control")
+    assert control is not None
+    assert control.record.result["flips"] == {"facts": [0, 50], "sums": [0, 50]}
+    assert pair(*(samples(outcome, f"evaluate-{side}", SUMS) for side in ("baseline", "candidate"))).planned == 60
+
+
+@pytest.mark.slow
+def test_kill_9_costs_the_look_that_was_being_asked(
+    world: Callable[..., Any],
+    forked: Callable[[Callable[[], None]], int],
+    code_of: Callable[[int], int],
+    monkeypatch: pytest.MonkeyPatch,
+    warm_python: Path,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with world(FACTS, SUMS) as w:
+        server = w.servers["baseline"]
+        pid = forked(lambda: w.run(BASELINE))
+        # Looks of 300 prompts, 32 to a request: the third look has begun.
+        while len(server.asked) < 25:
+            time.sleep(0.01)
+        # Its own line, which names a socket of its own, and not its supervisor's around that.
+        ours = min((line for line in below(pid).values() if "eval.harness_child" in line), key=len)
+        os.kill(pid, signal.SIGKILL)
+        assert code_of(pid) == -signal.SIGKILL
+        deadline = time.monotonic() + 30
+        while (left := processes_naming(ours)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left == ()
+        assert list(tmp_path.glob("*quantmint*")) == []  # nothing is left there either
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setattr(sys, "executable", str(warm_python))
+        w.counts()
+        outcome = w.run(BASELINE)
+        asked = w.counts()["baseline"]
+        assert 60 < asked <= 60 + 2 * 300
+        whole = samples(outcome, "evaluate-baseline", FACTS)
+        assert [s.look for s in whole.samples].count(0) == 100
+        assert sorted(sample.doc_id for sample in whole.samples) == list(range(400))
+
+
+class Answers:
+    """In place of lm-eval: facts that each side knows some of, by their numbers."""
+
+    def __init__(self, known: int, **settings: object) -> None:
+        self.known = known
+        self.settings = settings
+        self.batches: list[int] = []
+
+    def load(self, task: SuiteTask) -> dict[str, Any]:
+        return {"documents": {task.task: [""] * task.items}, "datasets": [{"path": "org/facts", "commit": None}]}
+
+    def ask(self, task: SuiteTask, items: Sequence[Item], batch: int, advance: Callable[[int], None]) -> Asked:
+        advance(len(items))
+        self.batches.append(batch)
+        rows = [Sample(leaf, n, "none", f"d{n}", f"p{n}", f"t{n}", float(n % 100 < self.known)) for leaf, n in items]
+        return Asked(self.settings, tuple(rows), ())
+
+
+@pytest.fixture
+def answered(
+    world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[World, Answers, Outcome]]:
+    """Evaluate both sides, of which these many per cent are right."""
+
+    def evaluate(
+        baseline: Answers, candidate: Answers, task: SuiteTask, **options: object
+    ) -> tuple[World, Answers, Outcome]:
+        sides = iter((baseline, candidate))
+        monkeypatch.setattr("pipeline.stages.evaluate.asking", lambda *_, **__: nullcontext(next(sides)))
+        with world(task, **options) as w:
+            return w, candidate, w.run(BASELINE, CANDIDATE)
+
+    return evaluate
+
+
+@pytest.mark.parametrize(
+    ("known", "margin", "batches", "says"),
+    [
+        (80, 0.05, [0, 1], "facts: PASS after 200 of 400 items"),
+        (40, 0.05, [0], "facts: FAIL after 100 of 400 items"),
+        (75, 0.05, [0, 1, 2, 3], None),
+    ],
+)
+def test_asking_stops_where_the_look_decides(
+    answered: Callable[..., Any], known: int, margin: float, batches: list[int], says: str | None
+) -> None:
+    w, candidate, outcome = answered(Answers(80), Answers(known), replace(FACTS, margin=margin))
+    assert candidate.batches == batches
+    assert (says or "400 items in 4 looks") in w.said
+    found = samples(outcome, "evaluate-candidate", FACTS)
+    assert (len(found.samples), found.planned) == (100 * len(batches), 400)
+    entry = outcome.entry("evaluate-candidate")
+    assert entry is not None
+    assert ("of 400 items" in entry.record.result["summary"]) is (len(batches) < 4)
+    assert entry.record.result["datasets"] == {"facts": [{"path": "org/facts", "commit": None}]}
+
+
+@pytest.mark.parametrize(
+    ("gated", "documents", "refused"),
+    [
+        (True, {"law": 300}, "facts: found 300 items, the suite counts 400"),
+        (True, {"law": 300, "art": 101}, None),
+        (False, {"law": 300}, None),
+        (False, {}, "facts: found 0 items"),
+    ],
+)
+def test_a_group_that_lacks_a_task(
+    answered: Callable[..., Any], gated: bool, documents: dict[str, int], refused: str | None
+) -> None:
+    class Group(Answers):
+        def load(self, task: SuiteTask) -> dict[str, Any]:
+            return {"documents": {leaf: [""] * items for leaf, items in documents.items()}, "datasets": []}
+
+    expected = pytest.raises(InvalidMeasurementError, match=refused) if refused else nullcontext()
+    with expected:
+        answered(Group(80), Group(80), replace(FACTS, gated=gated))
+
+
+def test_fingerprints(world: Callable[..., Any]) -> None:
+    """The baseline's evaluation is every recipe's; the candidate's depends on what stops it."""
+    with world(FACTS, SUMS) as w:
+        before = {stage.key: stage.settings(w.orchestra.setting) for stage in (BASELINE, CONTROL, CANDIDATE)}
+        other = replace(FACTS, margin=0.02)
+        setting = replace(w.orchestra.setting, suite=Suite("s", "Some.", (other, SUMS)))
+        after = {stage.key: stage.settings(setting) for stage in (BASELINE, CONTROL, CANDIDATE)}
+        assert [key for key in before if before[key] != after[key]] == ["evaluate-candidate"]
+        assert CANDIDATE.inputs(setting)["baseline"] == "evaluate-baseline"
+        assert "evaluate-candidate" not in {**BASELINE.inputs(setting), **CONTROL.inputs(setting)}.values()
+    with world(FACTS, looks=1) as w:
+        assert "policy" not in CANDIDATE.settings(w.orchestra.setting)
+
+
+@pytest.mark.parametrize(("task", "offline", "tokens"), [("facts", True, ()), ("gsm8k", False, ("HF_TOKEN",))])
+def test_only_what_is_on_the_hub_gets_its_token(
+    world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, task: str, offline: bool, tokens: tuple[str, ...]
+) -> None:
+    given: dict[str, Any] = {}
+
+    @contextmanager
+    def listen(argv: list[str], log: Path, **options: Any) -> Iterator[None]:
+        given.update(options)
+        raise StageError("heard enough")
+        yield
+
+    monkeypatch.setattr(asking, "conversation", listen)
+    with world(replace(FACTS, task=task)) as w, pytest.raises(StageError, match="heard enough"):
+        w.run(BASELINE)
+    assert given["secrets"] == tokens
+    assert ("HF_HUB_OFFLINE" in given["env"]) is offline

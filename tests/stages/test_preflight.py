@@ -1,0 +1,68 @@
+"""What a run is refused for before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.stages import preflight
+
+Quantmint = Callable[..., Any]
+
+
+@pytest.mark.parametrize("until", [None, "serve-candidate", "gate", "publish"])
+def test_no_vllm_is_told_before_any_work(quantmint: Quantmint, project: Path, until: str | None) -> None:
+    ended = quantmint("run", "r.yaml", *(["--until", until] if until else []))
+    assert ended.code == 2
+    assert ended.out == ""
+    assert ended.err.startswith("quantmint: no vLLM was found to serve with, which this recipe needs.\n")
+    for words in ("make serving", "QUANTMINT_VLLM", "--until inspect"):
+        assert words in ended.err
+    assert list((project / "store").rglob("record.json")) == []
+    assert not (project / "store" / "runs").exists()
+
+
+def test_until_inspect_works_without_vllm(quantmint: Quantmint, project: Path, models: Callable[..., Path]) -> None:
+    """The real stages, on a small model."""
+    recipe = project / "r.yaml"
+    recipe.write_text(
+        recipe.read_text()
+        .replace("folder: model}", f"folder: {models('llama')}}}")
+        .replace("samples: 4, sequence_length: 64", "samples: 2, sequence_length: 16")
+    )
+    (project / "words.jsonl").write_text(('{"text": "' + "w7 w8 w9 " * 8 + '"}\n') * 8)
+    ended = quantmint("run", "r.yaml", "--until", "inspect", "--device", "cpu", "--json")
+    assert ended.code == 0, ended.err
+    assert [stage["stage"] for stage in ended.json["stages"]] == ["source", "calibrate", "quantize", "inspect"]
+    assert ended.json["verdict"] is None
+    again = quantmint("run", "r.yaml", "--until", "inspect", "--json")
+    assert [stage["cached"] for stage in again.json["stages"]] == [True] * 4
+    checkpoint = Path(ended.json["stages"][2]["path"]) / "checkpoint"
+    assert quantmint("inspect", checkpoint, "--source", models("llama")).code == 0
+
+
+def test_a_vllm_that_is_named_wrongly_is_an_error_at_once(
+    quantmint: Quantmint, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.serving.environment import find_vllm
+
+    monkeypatch.setattr("pipeline.stages.session.find_vllm", find_vllm)
+    for arguments in (["--vllm", "/nowhere/vllm"], []):
+        monkeypatch.setenv("QUANTMINT_VLLM", "/nowhere/vllm")
+        ended = quantmint("run", "r.yaml", "--until", "source", *arguments)
+        assert ended.code == 2
+        assert "/nowhere/vllm" in ended.err
+
+
+@pytest.mark.parametrize(("package", "stage"), [("lm_eval", "evaluate"), ("matplotlib", "report")])
+def test_a_package_that_a_later_stage_needs_is_missed_before_the_first(
+    package: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == package else object())
+    with pytest.raises(UserError, match=f"^the stage {stage} needs {package}, which is not installed"):
+        preflight._require_packages(["source", f"{stage}-candidate" if stage == "evaluate" else stage])
+    preflight._require_packages(["source", "inspect", "gate"])

@@ -1,0 +1,168 @@
+"""Serving a side: by the runtime that the recipe names; the launch says what answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.base.machine import Device
+from pipeline.base.progress import PlainReporter
+from pipeline.serving.plan import LaunchPlan, Layout
+from pipeline.serving.running.log import scan_log
+from pipeline.serving.running.ray import ClusterLauncher
+from pipeline.serving.running.server import Server
+from pipeline.stages.planning import build_plan
+from pipeline.stages.serve import ServeStage, launch_plan, runtime_of
+from pipeline.stages.servers import ReferenceServer, Servers
+from pipeline.stages.session import open_setting
+from pipeline.stages.stage import Setting
+from pipeline.store.tree import Store
+
+LOGS = Path(__file__).parents[1] / "assets" / "server-logs"
+
+
+@pytest.fixture
+def by_reference(project: Path) -> Setting:
+    path = project / "r.yaml"
+    text = path.read_text().replace("concurrency: 8", "concurrency: 8, runtime: reference")
+    path.write_text(text.replace("margin: 0.02}", "margin: 0.02}, throughput: {min_ratio: null}"))
+    return open_setting("r.yaml", store=Store(project / "store"))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was started and stopped, by launchers that start nothing."""
+    events: list[str] = []
+
+    @contextmanager
+    def launch(self: Any, plan: Any, log: Path, *, startup_timeout: float) -> Iterator[Server]:
+        which = f"{type(self).__name__} {plan.option('--kv-cache-dtype') or 'auto'}"
+        events.append(f"start {which}")
+        log.write_text("")
+        yield Server("model", "http://127.0.0.1:1", log, 1.0)
+        events.append(f"stop {which}")
+
+    @contextmanager
+    def talking(argv: list[str], log: Path, **_: Any) -> Iterator[None]:
+        which = argv[argv.index("--kv-cache-dtype") + 1] if "--kv-cache-dtype" in argv else "auto"
+        events.append(f"start {argv[3]} {which}")
+        yield
+        events.append(f"stop {argv[3]} {which}")
+
+    monkeypatch.setattr("pipeline.serving.running.local.LocalLauncher.launch", launch)
+    monkeypatch.setattr("pipeline.stages.servers.conversation", talking)
+    return events
+
+
+def test_the_reference_runtime_needs_no_vllm(by_reference: Setting, launches: list[str]) -> None:
+    assert by_reference.vllm is None
+    with Servers(by_reference, PlainReporter()) as servers:
+        for side in ("baseline", "candidate", "candidate"):
+            servers.get(side, launch_plan(by_reference, side, Path("m")))  # type: ignore[arg-type]
+    assert launches == [
+        "start pipeline.serving.reference auto", "stop pipeline.serving.reference auto",
+        "start pipeline.serving.reference fp8", "stop pipeline.serving.reference fp8",
+    ]  # fmt: skip
+
+
+def test_a_fresh_server_is_nobody_else_s(setting: Setting, launches: list[str], tmp_path: Path) -> None:
+    plan = launch_plan(setting, "baseline", Path("m"))
+    with Servers(setting, PlainReporter()) as servers:
+        kept = servers.get("baseline", plan)
+        with servers.fresh("baseline", plan, tmp_path / "logs" / "fresh.log") as fresh:
+            assert fresh is not kept
+            assert fresh.log_path == tmp_path / "logs" / "fresh.log"
+            assert launches == ["start LocalLauncher auto", "stop LocalLauncher auto", "start LocalLauncher auto"]
+        assert launches[3:] == ["stop LocalLauncher auto"]
+        servers.get("baseline", plan)
+    assert launches[4:] == ["start LocalLauncher auto", "stop LocalLauncher auto"]
+
+
+def test_what_answers_is_in_the_fingerprint(setting: Setting, by_reference: Setting) -> None:
+    served, by_library = ({planned.key: planned for planned in build_plan(which)} for which in (setting, by_reference))
+    assert served["quantize"].fingerprint == by_library["quantize"].fingerprint
+    for key in ("serve-baseline", "serve-candidate", "canary-baseline", "evaluate-baseline"):
+        assert served[key].fingerprint != by_library[key].fingerprint
+    stage = ServeStage("candidate")
+    assert (stage.settings(setting)["runtime"], stage.settings(by_reference)["runtime"]) == ("vllm", "reference")
+    assert list(stage.tools(setting)) == ["vllm"]
+    assert list(stage.tools(by_reference)) == ["transformers", "torch"]
+    assert "bench" in served
+    assert "bench" not in by_library
+
+
+def test_the_container_that_serves_is_in_the_fingerprint(setting: Setting) -> None:
+    """And of nothing that makes the checkpoint; outside a container there is no word of it."""
+    outside, inside = (
+        {planned.key: planned for planned in build_plan(replace(setting, image=image))}
+        for image in (None, f"rocm/vllm@sha256:{'1' * 64}")
+    )
+    same = [key for key, planned in outside.items() if planned.fingerprint == inside[key].fingerprint]
+    assert same == ["source", "calibrate", "quantize", "inspect"]
+    assert all("image" not in str(planned.payload["settings"]) for planned in outside.values())
+
+
+def test_vllm_ran_where_its_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def here(kind: str) -> Device:
+        asked.append(kind)
+        return Device("mi300x", "AMD Instinct MI300X")
+
+    monkeypatch.setattr("pipeline.stages.serve.device_here", here)
+    monkeypatch.setattr(Server, "version", lambda self: "0.32.0")
+    log = LOGS / "rocm-0.32.log"
+    server = Server("model", "http://127.0.0.1:1", log, 1.0)
+    found = runtime_of(server, scan_log(log.read_text()), log)
+    assert (found.runtime, found.version, found.kv_cache_dtype) == ("vllm 0.32.0", "vllm 0.32.0", "fp8")
+    on_cpu = tmp_path / "server.log"
+    on_cpu.write_text(log.read_text().replace("device_config=cuda", "device_config=cpu"))
+    runtime_of(server, scan_log(on_cpu.read_text()), on_cpu)
+    assert asked == ["cuda", "cpu"]
+
+
+def test_the_reference_runtime_says_itself_what_it_is(tmp_path: Path) -> None:
+    facts = {
+        "runtime": "transformers 5, FP8 KV cache",
+        "version": "transformers 5",
+        "device": {"hardware": "cpu", "name": "EPYC"},
+        "kv_cache_dtype": "fp8",
+    }
+
+    class Talk:
+        def ask(self, message: object) -> object:
+            return facts if message == {"facts": {}} else None
+
+    server = ReferenceServer("model", "a socket", tmp_path / "log", 1.0, talk=Talk())  # type: ignore[arg-type]
+    assert runtime_of(server, scan_log(""), tmp_path / "log").to_json() == facts
+
+
+def test_a_launch_over_nodes_is_the_clusters(setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    events: list[str] = []
+
+    class Nodes:
+        def cluster(self) -> str:
+            events.append("asked")
+            return "a cluster"
+
+        def release(self) -> None:
+            events.append("released")
+
+    @contextmanager
+    def launch(self: ClusterLauncher, plan: LaunchPlan, log_path: Path, **_: object) -> Iterator[Server]:
+        events.append(f"launched on {self.cluster}")
+        yield Server("m", "http://127.0.0.1:1", log_path, 0.0)
+
+    monkeypatch.setattr(ClusterLauncher, "launch", launch)
+    plan = replace(launch_plan(setting, "baseline", Path("m")), layout=Layout(tensor=8, pipeline=2, nodes=2))
+    with Servers(setting, PlainReporter()) as servers, pytest.raises(UserError, match=r"(?s)over 2 nodes.*--on ray"):
+        servers.get("baseline", plan)
+    with Servers(replace(setting, spread=Nodes()), PlainReporter()) as servers:  # type: ignore[arg-type]
+        servers.get("baseline", plan)
+    assert events == ["asked", "released", "launched on a cluster"]

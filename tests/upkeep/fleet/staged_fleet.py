@@ -1,0 +1,31 @@
+"""A fleet in a process of its own, to be killed: ``staged_fleet.py FOLDER RECIPE...``, with the command's signals."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipeline.commands.requantize import stopping
+from pipeline.upkeep.fleet.events import Event
+from pipeline.upkeep.fleet.jobs import Request
+from tests.upkeep.fleet.staged import Stage
+
+
+def main(folder: Path, recipes: list[str]) -> int:
+    stage = Stage(folder)
+    for name in recipes:
+        stage.recipe(name, *stage.plan(name))
+
+    def hear(event: Event) -> None:
+        sys.stdout.write(f"{event.kind} {event.recipe}\n")
+        sys.stdout.flush()
+
+    fleet = stage.fleet(hear, jobs=len(recipes))
+    fleet.add(Request(name) for name in recipes)
+    fleet.close()
+    with stopping(fleet):
+        return fleet.run().exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

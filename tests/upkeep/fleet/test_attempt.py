@@ -1,0 +1,91 @@
+"""A child of a fleet: how long it may run, what is read in its log, and what of its words is repeated."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.upkeep.fleet.attempt import Attempted, _tell_stage, attempt, child_variables, last_line, quotable
+
+SECRET = "kR7-secret-9"
+OURS = {"HF_TOKEN": SECRET, "TOKENIZERS_PARALLELISM": "false-false", "SHORT_TOKEN": "abc", "PATH": "/usr/local/bin"}
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("401 for kR7-secret-9", "401 for [secret]"),
+        ("abc /usr/local/bin false-false", "abc /usr/local/bin false-false"),
+        ("hf_AbCdEfGhIjKlMnOpQrSt was refused", "[secret] was refused"),
+        ("https://me:pass@host/a is away", "https://host/a is away"),
+        ("https://cdn/x?Signature=abc&y=1 is away", "https://cdn/x is away"),
+        ("\x1b[31mtwo\n  lines\x1b[0m\x07", "two lines"),
+    ],
+)
+def test_what_a_child_says_is_one_line_without_secrets(said: str, shown: str) -> None:
+    assert quotable(said, OURS) == shown
+
+
+def test_the_last_line_that_says_something(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    assert last_line(log, OURS) == ""
+    log.write_bytes(b"first\n" * 50_000 + b"50 %\r100 %\rbroke: \xff kR7-secret-9\n \n\n")
+    assert last_line(log, OURS) == "broke: � [secret]"
+    log.write_bytes(b"\n")
+    assert last_line(log, OURS) == ""
+
+
+def test_a_child_does_not_learn_who_is_told() -> None:
+    ours = {**OURS, "QUANTMINT_WEBHOOK": "https://x", "QUANTMINT_WEBHOOK_SECRET": "y", "QUANTMINT_STORE": "z"}
+    assert child_variables(ours) == {**OURS, "QUANTMINT_STORE": "z"}
+
+
+def test_a_log_without_ends_of_lines_is_not_read_again_and_again(tmp_path: Path) -> None:
+    log, told = tmp_path / "a.log", list[str]()
+    with log.open("wb") as stream:
+        stream.write(b"\r 50%|#####     |" * 100_000 + b"\n[2/3] eval")
+        stream.flush()
+        seen = _tell_stage(log, 0, told.append)
+        stream.write(b"uate: started\n" + b"\r 60%|######    |" * 100_000)
+        stream.flush()
+        seen = _tell_stage(log, seen, told.append)
+        assert log.stat().st_size - seen > 4096, "what follows an end of line is looked at once more"
+        seen = _tell_stage(log, seen, told.append)
+        stream.write(b"\n[3/3] gate: started\n")
+        stream.flush()
+        assert log.stat().st_size - seen < 8192
+        assert _tell_stage(log, seen, told.append) == log.stat().st_size
+    assert told == ["2/3 evaluate", "3/3 gate"]
+
+
+_ENDS = "import sys, time\nprint('[1/2] source: started', file=sys.stderr, flush=True)\ntime.sleep(60)"
+
+
+def tried(tmp_path: Path, code: str, limit_s: float | None, stop: threading.Event | None = None) -> Attempted:
+    command = [sys.executable, "-S", "-c", code]
+    return attempt(
+        command, tmp_path / "one.log", environment={}, grace_s=5, limit_s=limit_s, stop=stop or threading.Event(),
+        on_stage=lambda _: None, queues=True,
+    )  # fmt: skip
+
+
+def test_what_waits_is_not_ended(tmp_path: Path) -> None:
+    """A job that a cluster has no room for yet: its time begins with its first stage."""
+    ended = tried(tmp_path, 'import time\ntime.sleep(0.3)\nprint(\'{"verdict": "PASS"}\')', limit_s=0.0)
+    assert (ended.cut_short, ended.verdict) == (False, "PASS")
+
+
+def test_what_runs_is_ended(tmp_path: Path) -> None:
+    ended = tried(tmp_path, _ENDS, limit_s=0.0)
+    assert ended.cut_short
+    assert "refresh.max_hours" in ended.error
+
+
+def test_what_was_stopped_while_it_waited_ran_for_no_time(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    ended = tried(tmp_path, "import time\ntime.sleep(60)", limit_s=None, stop=stop)
+    assert (ended.cut_short, ended.seconds) == (True, 0.0)

@@ -1,0 +1,140 @@
+"""Which recipe goes next, for any queue: no device and no recipe twice, by priority, everyone once, in the budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.upkeep.fleet.order import Room, Waiting, next_begin, ordered, unaffordable
+
+HOUR = 3600.0
+
+
+def queues(*, devices: int = 4) -> st.SearchStrategy[list[Waiting]]:
+    one = st.builds(
+        Waiting,
+        name=st.text("abcdefgh", min_size=1, max_size=3),
+        priority=st.integers(-100, 100),
+        devices=st.integers(0, devices),
+        since=st.floats(0, 5 * HOUR),
+        ready=st.floats(0, 2 * HOUR),
+        expected_s=st.floats(0, 4 * HOUR),
+    )
+    return st.lists(one, max_size=8, unique_by=lambda waiting: waiting.name)
+
+
+ROOMS = st.builds(
+    Room,
+    now=st.floats(0, 10 * HOUR),
+    slots=st.integers(0, 4),
+    free=st.lists(st.integers(0, 7), unique=True, max_size=4).map(tuple),
+    left_s=st.none() | st.floats(-HOUR, 6 * HOUR),
+    left_bytes=st.none() | st.integers(-5, 5),
+)
+
+
+@given(queues(), ROOMS)
+def test_what_begins_may_begin(queue: list[Waiting], room: Room) -> None:
+    begin = next_begin(queue, room)
+    if begin is None:
+        return
+    name, devices = begin
+    one = next(waiting for waiting in queue if waiting.name == name)
+    assert room.slots >= 1
+    assert one.ready <= room.now
+    assert len(devices) == one.devices == len(set(devices))
+    assert set(devices) <= set(room.free)
+    assert list(devices) == sorted(devices)
+    assert room.left_s is None or one.expected_s <= room.left_s
+    assert room.left_s is None or room.left_s > 0
+    assert room.left_bytes is None or room.left_bytes > 0
+
+
+@given(queues(), ROOMS)
+def test_nobody_is_passed_over_but_for_a_reason(queue: list[Waiting], room: Room) -> None:
+    begin = next_begin(queue, room)
+    blocked = False
+    for one in ordered(queue, room.now):
+        if begin is not None and one.name == begin[0]:
+            return
+        may = one.ready <= room.now and unaffordable(one, room) is None
+        if may:  # it was passed: it needs more devices than are free, or than one before it left
+            assert room.slots == 0 or one.devices > len(room.free) or (blocked and one.devices > 0)
+            blocked = True
+    assert begin is None
+
+
+@given(queues())
+def test_the_order_is_by_priority_then_name_where_nobody_waited_for_long(queue: list[Waiting]) -> None:
+    fresh = [replace(one, since=0.0) for one in queue]
+    found = ordered(fresh, 10.0)
+    assert found == sorted(fresh, key=lambda one: (-one.priority, one.name))
+
+
+@given(queues(), st.integers(1, 3), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_everyone_is_begun_once_and_no_device_is_shared(
+    queue: list[Waiting], slots: int, devices: int, dice: object
+) -> None:
+    """A machine as it goes on: recipes begin whenever they may, and end in any order."""
+    waiting = {one.name: one for one in queue if one.devices <= devices}
+    names = set(waiting)
+    running: dict[str, tuple[int, ...]] = {}
+    begun: list[str] = []
+    now = 0.0
+    while waiting or running:
+        taken = [number for begun_on in running.values() for number in begun_on]
+        assert len(taken) == len(set(taken)) <= devices
+        free = tuple(number for number in range(devices) if number not in taken)
+        begin = next_begin(waiting.values(), Room(now, slots - len(running), free))
+        if begin is not None:
+            name, running[begin[0]] = begin
+            del waiting[name]
+            begun.append(name)
+            continue
+        if running:
+            running.pop(dice.choice(sorted(running)))  # type: ignore[attr-defined]
+            now += 60.0
+        else:
+            later = [one.ready for one in waiting.values() if one.ready > now]
+            assert later, "nothing runs, nothing is to be waited for, and nothing begins"
+            now = min(later)
+    assert sorted(begun) == sorted(names)
+
+
+@given(st.integers(-100, 100), st.integers(0, 4))
+def test_nobody_starves_where_others_come_without_end(priority: int, devices: int) -> None:
+    """One slot, and each time that it is free a new recipe of the highest priority waits too."""
+    patient = Waiting("z", priority=priority, devices=devices)
+    now = 0.0
+    for turn in range(1000):
+        rival = Waiting(f"a{turn}", priority=100, devices=1, since=now)
+        begin = next_begin([patient, rival], Room(now, 1, (0, 1, 2, 3)))
+        assert begin is not None
+        if begin[0] == "z":
+            return
+        now += HOUR
+    raise AssertionError("it never had its turn")
+
+
+def test_one_that_needs_many_devices_keeps_those_that_are_free() -> None:
+    large, small, none = Waiting("a", devices=4), Waiting("b", devices=1), Waiting("c")
+    room = Room(0.0, 2, (1, 2, 3))
+    assert next_begin([large, small], room) is None
+    assert next_begin([large, small, none], room) == ("c", ())
+    assert next_begin([small], room) == ("b", (1,))
+
+
+def test_what_waits_for_its_next_attempt_holds_up_nobody() -> None:
+    later, other = Waiting("a", priority=9, devices=2, ready=50.0), Waiting("b", devices=2)
+    assert next_begin([later, other], Room(0.0, 1, (0, 1))) == ("b", (0, 1))
+
+
+def test_why_something_is_not_begun_any_more() -> None:
+    one = Waiting("a", expected_s=2 * HOUR)
+    assert unaffordable(one, Room(0.0, 1)) is None
+    assert unaffordable(one, Room(0.0, 1, left_s=HOUR)) == "it took 2.0 h the last time, and 1.0 h are left"
+    assert unaffordable(one, Room(0.0, 1, left_s=0.0)) == "the round's time is used up"
+    assert unaffordable(one, Room(0.0, 1, left_bytes=0)) == "the round's disk is used up"
+    assert unaffordable(replace(one, ready=2 * HOUR), Room(0.0, 1, left_s=3 * HOUR)) is not None

@@ -1,0 +1,279 @@
+"""A round from its requests to its summary, with real children, on devices that another fleet may want too."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from eval.verdict import Verdict
+from pipeline.upkeep.due.due import Due
+from pipeline.upkeep.fleet.devices import Device, Devices, give_back, take
+from pipeline.upkeep.fleet.events import Event, Summary
+from pipeline.upkeep.fleet.jobs import Request
+from tests.upkeep.fleet.staged import Stage, by_name
+
+
+def test_by_priority_and_then_by_name(stage: Stage) -> None:
+    for name, priority in (("b", 0), ("a", 0), ("c", 7), ("d", -1)):
+        stage.recipe(name, priority=priority)
+    summary = stage.run(jobs=1)
+    began = sorted("abcd", key=lambda name: stage.seen(name)[0]["began"])
+    assert began == ["c", "a", "b", "d"]
+    assert [ended.recipe for ended in summary.ended] == began
+    assert summary.exit_code == 0
+    assert stage.told("a") == ["queued", "started", "finished"]
+    assert stage.locks() == []
+
+
+def test_what_passed_is_remembered_and_the_next_round_does_nothing(stage: Stage) -> None:
+    stage.recipe("a")
+    ended = by_name(stage.run())["a"]
+    assert (ended.state, ended.verdict, ended.tag, ended.attempts) == ("ran", "PASS", "v20261121-00000001", 1)
+    state = stage.state("a")
+    assert (state.last_verdict, state.last_exit, state.tag) == ("PASS", 0, "v20261121-00000001")
+    assert state.last_attempt == state.last_success == state.released is not None
+    assert by_name(stage.run())["a"].state == "current"
+    assert len(stage.seen("a")) == 1
+
+
+def test_a_verdict_is_no_failure_and_the_worst_code_counts(stage: Stage) -> None:
+    for word in ("pass", "fail", "inconclusive", "invalid"):
+        stage.recipe(word, word)
+    stage.recipe("gone", "broken the disk is full")
+    summary = stage.run(jobs=2)
+    found = {name: (ended.state, ended.verdict, ended.exit_code) for name, ended in by_name(summary).items()}
+    assert found == {
+        "pass": ("ran", "PASS", 0),
+        "fail": ("ran", "FAIL", 1),
+        "inconclusive": ("ran", "INCONCLUSIVE", 3),
+        "invalid": ("ran", "INVALID", 4),
+        "gone": ("failed", None, 5),
+    }
+    assert summary.exit_code == 5
+    assert by_name(summary)["fail"].reason == "lost 5 %"
+    assert by_name(summary)["gone"].reason == "the disk is full"
+    assert len(stage.seen("gone")) == 1, "a fault that stays is not tried again"
+    assert stage.state("fail").not_before is None
+    assert stage.state("gone").not_before is not None
+
+
+def test_what_is_not_due_is_not_run(stage: Stage) -> None:
+    stage.recipe("held")
+    stage.judged("held", Verdict.FAIL)
+    stage.broken("no-such")
+    stage.recipe("good")
+    summary = stage.run("held", "no-such", "good")
+    found = {name: (ended.state, ended.exit_code) for name, ended in by_name(summary).items()}
+    assert found == {"held": ("held", 1), "no-such": ("broken", 2), "good": ("ran", 0)}
+    assert summary.exit_code == 2
+    assert stage.told("held") == ["held"]
+    assert not (stage.store / "refresh" / "held.json").exists()
+
+
+def test_all_runs_what_was_judged_but_not_what_is_broken(stage: Stage) -> None:
+    stage.recipe("held")
+    stage.judged("held", Verdict.FAIL)
+    stage.broken("no-such")
+    summary = stage.run("held", "no-such", everything=True)
+    assert {ended.state for ended in summary.ended} == {"ran", "broken"}
+
+
+def test_a_recipe_that_was_looked_at_with_others_is_looked_at_again_under_its_lock(stage: Stage) -> None:
+    stage.recipe("a")
+    stage.recipe("b")
+
+    def hear(event: Event) -> None:
+        if (event.kind, event.recipe) == ("started", "a"):
+            (stage.children / "b.done").touch()  # another fleet made it
+
+    fleet = stage.fleet(hear, jobs=1)
+    fleet.add([Request("b"), Request("a")])
+    fleet.close()
+    assert by_name(fleet.run())["b"].state == "current"
+    assert stage.seen("b") == []
+    assert stage.looks == [("b", "a"), ("a",), ("b",)]
+
+
+def test_stages_and_logs(stage: Stage) -> None:
+    stage.recipe("a", f"wait {stage.folder / 'go'}")
+
+    def hear(event: Event) -> None:
+        if event.kind == "stage":
+            (stage.folder / "go").touch()
+
+    fleet = stage.fleet(hear)
+    fleet.add([Request("a")])
+    fleet.close()
+    ended = by_name(fleet.run())["a"]
+    assert [event.stage for event in stage.events if event.kind == "stage"] == ["1/2 quantize"]
+    assert "quantize: started" in Path(str(ended.log)).read_text()
+
+
+def test_requests_that_come_while_it_runs(stage: Stage) -> None:
+    stage.recipe("a", f"wait {stage.folder / 'go'}")
+    stage.recipe("b")
+    rounds: list[Summary] = []
+    over = threading.Event()
+
+    def on_round(summary: Summary) -> None:
+        rounds.append(summary)
+        over.set()
+
+    fleet = stage.fleet(jobs=2, on_round=on_round)
+    worker = threading.Thread(target=fleet.run)
+    worker.start()
+    fleet.add([Request("a", "schedule")])
+    fleet.add([Request("a"), Request("b")])  # a is queued already
+    (stage.folder / "go").touch()
+    assert over.wait(20)
+    over.clear()
+    fleet.add([Request("b")])  # another round, for there was nothing left to do
+    assert over.wait(20)
+    fleet.close()
+    worker.join(20)
+    assert not worker.is_alive()
+    ended = [[(one.recipe, one.state) for one in summary.ended] for summary in rounds]
+    assert sorted(entry for summary in ended[:-1] for entry in summary) in (
+        [("a", "ran"), ("b", "ran")],
+        [("a", "current"), ("a", "ran"), ("b", "ran")],  # the second request came after the first had ended
+    )
+    assert ended[-1] == [("b", "current")]
+    assert len(stage.seen("a")) == len(stage.seen("b")) == 1
+
+
+def test_what_is_asked_for_after_the_order_to_stop_holds_up_no_end(stage: Stage) -> None:
+    """A schedule's time that comes while children are given their grace."""
+    stage.recipe("a")
+    fleet = stage.fleet()
+    fleet.stop(signal.SIGTERM)
+    fleet.add([Request("a", "schedule")])
+    found: list[Summary] = []
+    thread = threading.Thread(target=lambda: found.append(fleet.run()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert [ended.state for ended in found[0].ended] == ["interrupted"]
+    assert (found[0].exit_code, stage.looks) == (143, [])
+
+
+def test_a_fault_of_the_look_tells_no_secret(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "not-for-a-webhook")
+
+    def look(_: Sequence[str]) -> tuple[Due, ...]:
+        raise RuntimeError("https://me:pw@proxy refused\nAuthorization: Bearer not-for-a-webhook")
+
+    fleet = stage.fleet(look=look)
+    fleet.add([Request("a")])
+    fleet.close()
+    (ended,) = fleet.run().ended
+    assert ended.reason == "RuntimeError: https://proxy refused Authorization: Bearer [secret]"
+
+
+def test_what_could_not_be_asked_is_not_said_to_be_current(stage: Stage) -> None:
+    stage.recipe("a")
+    answer = "org/base: cannot resolve main to a commit"
+    stage.states["a"] = Due("a", "a", "unknown", answer, unknown=(answer,))
+    summary = stage.run()
+    (ended,) = summary.ended
+    assert (ended.state, ended.exit_code, ended.reason, ended.attempts) == ("unknown", 0, answer, 0)
+    assert summary.exit_code == 0
+    assert [event.state for event in stage.events if event.kind == "finished"] == ["unknown"]
+
+
+def test_what_a_place_answers_tells_no_secret(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "not-for-a-webhook")
+    stage.recipe("a")
+    answer = "the proxy: no not-for-a-webhook here"
+    stage.states["a"] = Due("a", "a", "broken", answer, unknown=(answer,))
+    summary = stage.run()
+    assert "not-for-a-webhook" not in json.dumps(summary.to_json())
+    assert stage.warnings == ["the proxy: no [secret] here"]
+
+
+def test_two_files_with_one_name_are_not_taken_for_one(stage: Stage) -> None:
+    """What both publish would go over the other's, and which one ran would be a matter of order."""
+    stage.recipe("a")
+    ours = stage.recipes["a"]
+    stage.recipes["other/a.yaml"] = replace(ours, path=ours.path.with_name("other.yaml"))
+
+    def look(recipes: Sequence[str]) -> tuple[Due, ...]:
+        return tuple(replace(stage.look(["a"])[0], loaded=stage.recipes[recipe]) for recipe in recipes)
+
+    fleet = stage.fleet(look=look)
+    fleet.add([Request("a"), Request("other/a.yaml")])
+    fleet.close()
+    found = {name: (ended.state, ended.exit_code) for name, ended in by_name(fleet.run()).items()}
+    assert found == {"a": ("ran", 0), "other/a.yaml": ("broken", 2)}
+    assert len(stage.seen("a")) == 1
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``devices(4)``: the machine has so many Instinct GPUs."""
+
+    def have(count: int) -> None:
+        found = Devices("HIP_VISIBLE_DEVICES", tuple(Device(number, str(number)) for number in range(count)))
+        monkeypatch.setattr("pipeline.upkeep.fleet.rounds.devices_of", lambda *_: found)
+
+    return have
+
+
+def test_each_has_as_many_as_its_target(stage: Stage, devices: Callable[[int], None]) -> None:
+    devices(4)
+    stage.recipe("two", f"wait {stage.folder / 'go'}", gpus=2, priority=2)
+    stage.recipe("one", gpus=1, priority=1)
+    stage.recipe("cpu")
+    stage.recipe("eight", gpus=8)
+
+    def hear(event: Event) -> None:
+        if event.kind == "finished" and event.recipe == "cpu":
+            (stage.folder / "go").touch()  # all three ran beside each other
+
+    fleet = stage.fleet(hear)
+    fleet.add(Request(name) for name in stage.recipes)
+    fleet.close()
+    ended = by_name(fleet.run())
+    assert {name: stage.seen(name)[0]["devices"] for name in ("two", "one", "cpu")} == {
+        "two": ["0,1", None],
+        "one": ["2", None],
+        "cpu": ["-1", None],
+    }
+    assert (ended["eight"].state, ended["eight"].exit_code) == ("failed", 2)
+    assert ended["eight"].reason == "its target has 8 devices, and this fleet has 4"
+    assert stage.locks() == []
+
+
+def test_two_fleets_and_one_device(stage: Stage, devices: Callable[[int], None]) -> None:
+    devices(1)
+    for name in "abcd":
+        stage.recipe(name, gpus=1)
+    summaries: list[Summary] = []
+    fleets = [stage.fleet(), stage.fleet()]
+    for fleet, names in zip(fleets, ("ab", "cd"), strict=True):
+        fleet.add(Request(name) for name in names)
+        fleet.close()
+    threads = [threading.Thread(target=lambda fleet=fleet: summaries.append(fleet.run())) for fleet in fleets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(ended.verdict or "" for summary in summaries for ended in summary.ended) == ["PASS"] * 4
+    spans = sorted((stage.seen(name)[0]["began"], stage.ends(name)[0]) for name in "abcd")
+    assert all(ended < began for (_, ended), (began, _) in pairwise(spans)), "never two at a time"
+    assert stage.locks() == []
+
+
+def test_a_device_that_another_fleet_has_is_left_to_it(stage: Stage, devices: Callable[[int], None]) -> None:
+    devices(2)
+    stage.recipe("a", gpus=1)
+    held = take(stage.store, (0,), {})
+    assert held is not None
+    assert by_name(stage.run())["a"].verdict == "PASS"
+    assert stage.seen("a")[0]["devices"] == ["1", None]
+    give_back(held)

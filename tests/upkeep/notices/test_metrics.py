@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline.base.errors import UserError
+from pipeline.upkeep.due.state import RecipeState, state_path, write_state
+from pipeline.upkeep.fleet.events import Event
+from pipeline.upkeep.notices.metrics import Metrics
+from pipeline.upkeep.notices.outlets import outlets
+
+Make = Callable[..., Event]
+Samples = dict[tuple[str, ...], float]
+AT = "2026-03-28T02:00:00+00:00"
+EPOCH = datetime.fromisoformat(AT).timestamp()
+
+
+def shown(store: Path) -> Samples:
+    found: Samples = {}
+    for family in text_string_to_metric_families((store / "quantmint.prom").read_text(encoding="utf-8")):
+        assert family.documentation
+        for sample in family.samples:
+            key = (sample.name.removeprefix("quantmint_"), *(sample.labels[name] for name in sorted(sample.labels)))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    write_state(
+        tmp_path,
+        RecipeState(
+            name="good", last_attempt=AT, last_success=AT, last_verdict="PASS", last_exit=0, last_duration_s=12.5,
+            released=AT, tag="v1",
+        ),
+    )  # fmt: skip
+    write_state(tmp_path, RecipeState(name="bad", last_attempt=AT, last_verdict="FAIL", attempts_failed=3))
+    return tmp_path
+
+
+def metrics(store: Path, warn: Callable[[str], None] = pytest.fail) -> Metrics:
+    return Metrics(store / "quantmint.prom", store, warn=warn)
+
+
+def test_what_the_store_knows_of_each_recipe(store: Path) -> None:
+    metrics(store)
+    found = shown(store)
+    assert found["last_success_timestamp_seconds", "good"] == found["last_attempt_timestamp_seconds", "bad"] == EPOCH
+    assert ("last_success_timestamp_seconds", "bad") not in found  # never: no number says that
+    assert found["last_duration_seconds", "good"] == 12.5
+    assert found["release_timestamp_seconds", "good"] == EPOCH
+    assert (found["attempts_failed", "good"], found["attempts_failed", "bad"]) == (0, 3)
+    verdicts = {key[1:]: value for key, value in found.items() if key[0] == "last_verdict"}
+    assert len(verdicts) == 8
+    assert {key for key, value in verdicts.items() if value} == {("good", "PASS"), ("bad", "FAIL")}
+    assert (found["queue_length",], found["running",]) == (0, 0)
+    assert not [key for key in found if key[0].startswith(("python_", "process_"))]  # nothing but what is ours
+
+
+def test_what_a_round_tells_while_it_works(store: Path, event: Make) -> None:
+    ours = metrics(store)
+    for told in (
+        event("queued", "good", queued=1),
+        event("queued", "bad", queued=2),
+        event("queued", "broken", queued=3),
+        event("started", "good", queued=2, running=1),
+        event("finished", "broken", queued=1, running=1, state="broken"),
+        event("finished", "good", queued=1, state="ran"),
+        event("started", "bad", running=1),
+        event("stage", "bad", running=1, stage="1/9 source"),
+        event("finished", "bad", state="failed"),
+        event("finished", "recipes/path.yaml", state="failed"),  # nobody could look at it: it has no name yet
+        event("finished", "unasked", state="unknown"),
+        event("finished", "fresh", state="current", queued=4, running=5),
+    ):
+        ours.hear(told)
+    found = shown(store)
+    assert {key[1]: value for key, value in found.items() if key[0] == "due"} == {"good": 0, "bad": 1, "fresh": 0}
+    assert (found["queue_length",], found["running",]) == (4, 5)
+
+
+def test_the_next_fire_goes_with_its_recipe(store: Path) -> None:
+    ours = metrics(store)
+    ours.plan({"good": EPOCH + 5, "bad": EPOCH + 6})
+    ours.plan({"good": EPOCH + 7})
+    fires = {key[1:]: value for key, value in shown(store).items() if key[0] == "next_fire_timestamp_seconds"}
+    assert fires == {("good",): EPOCH + 7}
+
+
+def test_a_recipe_that_was_deleted_is_shown_no_more(store: Path) -> None:
+    """Not so one whose folder is away, or of which nobody knows where it stood."""
+    folder = store / "recipes"
+    folder.mkdir()
+    for name in ("kept", "deleted"):
+        write_state(store, RecipeState(name=name, file=str(folder / f"{name}.yaml"), last_attempt=AT))
+    write_state(store, RecipeState(name="away", file=str(store / "not mounted" / "away.yaml"), last_attempt=AT))
+    (folder / "kept.yaml").touch()
+    metrics(store)
+    assert {key[1] for key in shown(store) if key[0] == "attempts_failed"} == {"good", "bad", "kept", "away"}
+
+
+def test_a_damaged_release_is_shown_until_it_can_be_read(store: Path, event: Make) -> None:
+    ours = metrics(store)
+    seen = []
+    for state in ("damaged", "unknown", "current"):
+        ours.hear(event("finished", "good", state=state, exit_code=5 if state == "damaged" else 0))
+        seen.append(shown(store)["release_damaged", "good"])
+    assert seen == [1, 1, 0]
+
+
+def test_every_metric_is_documented_and_every_alert_uses_what_there_is(store: Path, event: Make) -> None:
+    ours = metrics(store)
+    ours.hear(event("queued", "bad"))
+    ours.plan({"bad": EPOCH})
+    page = (Path(__file__).parents[3] / "docs/notices.md").read_text(encoding="utf-8")
+    text = (store / "quantmint.prom").read_text(encoding="utf-8")
+    names = {family.name for family in text_string_to_metric_families(text)}
+    assert {line.split("`")[1].split("{")[0] for line in page.splitlines() if line.startswith("| `quantmint_")} == names
+    (group,) = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])["groups"]
+    for rule in group["rules"]:
+        assert {word for word in rule["expr"].replace("{", " ").split() if word.startswith("quantmint_")} <= names
+
+
+@pytest.mark.parametrize("damage", ["bad.json", "a folder where a file should be"])
+def test_a_damaged_state_hides_no_other_metric_and_is_told_once(store: Path, event: Make, damage: str) -> None:
+    told: list[str] = []
+    if damage == "bad.json":
+        state_path(store, "bad").write_text("{", encoding="utf-8")
+    else:
+        state_path(store, "any").mkdir()
+    ours = metrics(store, told.append)
+    ours.hear(event("queued", "good", queued=1))
+    assert shown(store)["queue_length",] == 1
+    assert len(told) == 1
+
+
+def test_the_file_is_whole_and_the_last_word_is_in_it(store: Path, event: Make) -> None:
+    path, told = store / "quantmint.prom", list[str]()
+    with outlets(store, warn=told.append, metrics_file=path, environ={}) as out:
+        assert shown(store)["running",] == 0  # there from the start: nobody alarms for its absence
+        for number in range(20):
+            out.hear(event("queued", f"r{number}", queued=number + 1))
+    found = shown(store)
+    assert told == []
+    assert found["queue_length",] == 20
+    assert len([key for key in found if key[0] == "due"]) == 20
+    assert {one.name for one in store.iterdir()} == {"refresh", "quantmint.prom"}  # nothing half written is left
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("metrics.txt", "files that end in .prom"), ("none/quantmint.prom", "No such file or directory")]
+)
+def test_a_file_that_nobody_would_read_is_refused(store: Path, path: str, said: str) -> None:
+    with pytest.raises(UserError, match=said), outlets(store, warn=print, metrics_file=store / path, environ={}):
+        pass
+
+
+def test_a_disk_that_is_full_is_told_once(store: Path, event: Make) -> None:
+    told: list[str] = []
+    folder = store / "metrics"
+    folder.mkdir()
+    path = folder / "quantmint.prom"
+    ours = Metrics(path, store, warn=told.append)
+    path.unlink()
+    folder.rmdir()
+    for _ in range(2):
+        ours.hear(event("queued", "bad"))
+    assert told == [f"the metrics file {path} cannot be written: No such file or directory"]

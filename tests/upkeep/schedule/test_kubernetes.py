@@ -1,0 +1,111 @@
+"""CronJobs: every field is one that the API has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.base.errors import UserError
+from pipeline.clusters.submit.pod import Claim, Reference, read_template
+from pipeline.upkeep.schedule.export import Export
+from pipeline.upkeep.schedule.kubernetes import Cluster, cron_job
+from tests.clusters.submit.cases import TEMPLATE
+from tests.upkeep.schedule.conftest import Written
+
+DIGEST = "registry.example.com/quantmint@sha256:" + "0a" * 32
+CLUSTER = Cluster(
+    image=DIGEST, namespace="models", claims=(Claim("work"),), secrets=(Reference("HF_TOKEN", "hub", "token"),)
+)
+
+
+def export(**more: Any) -> Export:
+    return Export(("quantmint",), "quantmint schedule export --kubernetes", **more)
+
+
+def manifest(text: str) -> dict[str, Any]:
+    return dict(yaml.safe_load(text))
+
+
+def pod_of(text: str) -> dict[str, Any]:
+    return dict(manifest(text)["spec"]["jobTemplate"]["spec"]["template"]["spec"])
+
+
+def test_the_api_takes_it(written: Written) -> None:
+    pytest.importorskip("kubernetes.client", reason="the API's own models are the oracle")
+    from tests.serving.render.test_kubernetes import held_against_the_api
+
+    for recipe in (written("0 3 * * sat", "Europe/Berlin"), written("0 3 * * 6", target={"hardware": "cpu"})):
+        (text,) = cron_job(recipe, export(variables={"A": "$(B)"}), CLUSTER).values()
+        held_against_the_api(manifest(text), "V1CronJob")
+    wrong = manifest(text)
+    wrong["spec"]["concurrency"] = "Forbid"
+    with pytest.raises(ValueError, match="concurrency"):
+        held_against_the_api(wrong, "V1CronJob")
+
+
+def test_a_cron_job(written: Written) -> None:
+    item = written("0 3 * * sat", "Europe/Berlin", name="llama.8b")
+    ((file, text),) = cron_job(item, export(), CLUSTER).items()
+    assert file == "quantmint-llama.8b.yaml"
+    made = manifest(text)
+    assert made["metadata"] | {"labels": {}} == {"name": "quantmint-llama-8b", "namespace": "models", "labels": {}}
+    spec = made["spec"]
+    assert (spec["schedule"], spec["timeZone"], spec["concurrencyPolicy"]) == ("0 3 * * 6", "Europe/Berlin", "Forbid")
+    (container,) = spec["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["quantmint", "requantize", "llama.8b", "--due"]
+    assert container["resources"]["limits"] == {"amd.com/gpu": "2"}
+    variables = {entry["name"]: entry for entry in container["env"]}
+    assert variables["QUANTMINT_IMAGE"]["value"] == DIGEST
+    assert variables["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    (tagged,) = cron_job(item, export(), Cluster(image="quantmint:1")).values()
+    assert "QUANTMINT_IMAGE" not in tagged
+    assert "# the image is named by a tag" in tagged
+
+
+def test_what_a_pod_asks_for(written: Written) -> None:
+    """As `quantmint submit` has it: kept free, not a limit; and a cluster's own template."""
+    pytest.importorskip("kubernetes.client", reason="the API's own models hold the template")
+    from tests.serving.render.test_kubernetes import held_against_the_api
+
+    item = written("0 3 * * 6")
+    (text,) = cron_job(item, export(), replace(CLUSTER, cpus=32, memory_gb=200)).values()
+    (container,) = pod_of(text)["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "32", "memory": "200G", "amd.com/gpu": "2"},
+        "limits": {"amd.com/gpu": "2"},
+    }
+    (text,) = cron_job(item, export(), replace(CLUSTER, template=read_template(TEMPLATE))).values()
+    held_against_the_api(manifest(text), "V1CronJob")
+    assert pod_of(text)["priorityClassName"] == "batch"
+    assert [container["name"] for container in pod_of(text)["containers"]] == ["quantmint", "watch"]
+
+
+def test_on_a_ray_cluster_the_pod_itself_holds_no_gpu(written: Written) -> None:
+    item = written("0 3 * * 6", target={"hardware": "mi300x", "gpus": 16})
+    (text,) = cron_job(item, export(on="http://head:8265"), CLUSTER).values()
+    (container,) = pod_of(text)["containers"]
+    assert container["command"][-2:] == ["--on", "http://head:8265"]
+    assert "resources" not in container
+
+
+@pytest.mark.parametrize(("missed", "deadline"), [("skip", 300), ("run", None)])
+def test_missed_times(written: Written, missed: str, deadline: int | None) -> None:
+    """Without a deadline the newest missed time is begun, however late."""
+    (text,) = cron_job(written("0 3 * * 6", missed=missed), export(), CLUSTER).values()
+    assert manifest(text)["spec"].get("startingDeadlineSeconds") == deadline
+
+
+def test_what_kubernetes_cannot_say(written: Written) -> None:
+    for expression, said in (
+        ("0 3 L * *", "knows no L, LW or #"),
+        ("0 3 */2 * 1", "both must hold, and one is enough"),
+    ):
+        with pytest.raises(UserError, match=said):
+            cron_job(written(expression), export(), CLUSTER)
+    for expression in ("0 3 1 * 1", "0 3 */2 * *", "30 2 * * *"):
+        assert cron_job(written(expression), export(), CLUSTER)
+    with pytest.raises(UserError, match="one node"):
+        cron_job(written("0 3 * * 6", target={"hardware": "mi300x", "gpus": 16}), export(), CLUSTER)
