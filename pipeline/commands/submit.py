@@ -11,8 +11,7 @@ import click
 from pipeline.commands.options import emit, json_option, store_option
 
 if TYPE_CHECKING:
-    from pipeline.clusters.submit.place import Place, State
-    from pipeline.clusters.submit.task import Task
+    from pipeline.clusters.submit.place import Place, State, Task
 
 _FOR = {
     **dict.fromkeys(("partition", "account", "gres", "sbatch", "setup", "container", "mount"), ("slurm",)),
@@ -135,20 +134,19 @@ def _place(name: str, given: dict[str, Any]) -> Place:
 
     variables = parse_pairs("--env", given["env"])
     if name == "slurm":
-        from pipeline.clusters.submit import script
+        from pipeline.clusters.submit import slurm
         from pipeline.clusters.submit.mounts import Needs, needs_of, parse_mount
-        from pipeline.clusters.submit.slurm import Slurm
         from pipeline.recipe.load import load_recipe
 
         inside = given["container"] is not None and given["recipe"] is not None
-        options = script.Options(
+        options = slurm.Options(
             **{key: given[key] for key in ("partition", "account", "gres", "venv", "container")},
-            sbatch=script.parse_options(given["sbatch"]),
+            sbatch=slurm.parse_options(given["sbatch"]),
             setup=given["setup"],
             mounts=tuple(map(parse_mount, given["mount"])),
             needs=needs_of(load_recipe(given["recipe"]), Path.cwd(), os.environ) if inside else Needs(),
         )
-        return Slurm(options, folder=Path.cwd(), logs=given["store_path"].absolute() / "logs" / "slurm")
+        return slurm.Slurm(options, folder=Path.cwd(), logs=given["store_path"].absolute() / "logs" / "slurm")
     if name == "kubernetes":
         from pipeline.clusters.submit.kubernetes import Kubernetes
 
@@ -170,7 +168,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
 def _task(given: dict[str, Any]) -> Task:
     """Refuses here what the run would refuse there, after hours in a queue."""
     from pipeline.base.durations import parse_duration
-    from pipeline.clusters.submit.task import task_for
+    from pipeline.clusters.submit.place import task_for
     from pipeline.commands import run
     from pipeline.recipe.faults import refuse
     from pipeline.recipe.load import load_recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +14,9 @@ from typing import Any
 import yaml
 
 from pipeline.base.errors import StageError, UserError
-from pipeline.base.transience import is_transient
-from pipeline.clusters.submit.place import BROKEN, State, Submitted
+from pipeline.base.transience import is_transient, is_transient_status
+from pipeline.clusters.submit.place import BROKEN, Log, State, Submitted, Task
 from pipeline.clusters.submit.pod import CONTAINER, Pod, manifest
-from pipeline.clusters.submit.task import Task
 from pipeline.serving.render.invocation import dump
 
 _TIMEOUT_S = 60
@@ -38,7 +37,7 @@ class Kubernetes:
     def __init__(self, pod: Pod | None, *, namespace: str | None = None) -> None:
         self._pod = pod
         self._namespace = namespace
-        self._shown: Counter[str] = Counter()  # characters of each pod's log
+        self._logs: defaultdict[str, Log] = defaultdict(Log)  # by pod
         self._whole: set[str] = set()
 
     def text(self, task: Task) -> str:
@@ -91,13 +90,10 @@ class Kubernetes:
             uid, phase = str(pod.metadata.uid), pod.status.phase
             if uid in self._whole or phase not in _STARTED:
                 continue
-            passed = 0
+            log = self._logs[uid]
+            log.restart()
             for piece in self._log(pod.metadata.name, grows=phase == _RUNNING):
-                fresh = piece[max(0, self._shown[uid] - passed) :]
-                passed += len(piece)
-                self._shown[uid] = max(self._shown[uid], passed)
-                if fresh:
-                    show(fresh)
+                show(log.new(piece))
             if phase != _RUNNING:
                 self._whole.add(uid)
 
@@ -186,15 +182,11 @@ def _waits(pod: Any) -> str | None:
         return None
     for condition in pod.status.conditions or ():
         if condition.type == "PodScheduled" and condition.status == "False":
-            return _joined(condition.reason, condition.message)
+            return f"{condition.reason}: {condition.message}"
     for status in (*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())):
         if status.state and (waiting := status.state.waiting) and waiting.reason != "PodInitializing":
-            return _joined(status.name, waiting.reason, waiting.message)
+            return ": ".join(part for part in (status.name, waiting.reason, waiting.message) if part)
     return None
-
-
-def _joined(*parts: str | None) -> str:
-    return ": ".join(" ".join(part.split()) for part in parts if part)
 
 
 def _exit_code(pods: list[Any]) -> int:
@@ -221,17 +213,13 @@ def _answers() -> Iterator[None]:
     try:
         yield
     except ApiException as error:
-        said = _message(error)
-        if error.status is None or error.status >= 500 or error.status == 429:
+        try:
+            said = str(json.loads(error.body)["message"])
+        except (TypeError, ValueError, KeyError):
+            said = str(error.reason)
+        if error.status is None or is_transient_status(error.status):
             raise StageError(f"the Kubernetes API answered {error.status}: {said}", transient=True) from error
         raise UserError(f"the Kubernetes API refused ({error.status}): {said}") from error
     except HTTPError as error:
         why = getattr(error, "reason", None) or error
         raise StageError(f"the Kubernetes API cannot be reached: {why}", transient=is_transient(error)) from error
-
-
-def _message(error: Any) -> str:
-    try:
-        return str(json.loads(error.body)["message"])
-    except (TypeError, ValueError, KeyError):
-        return str(error.reason)

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipeline.base.errors import UserError
-from pipeline.clusters.submit.task import require_plain
+from pipeline.clusters.submit.place import require_plain
 from pipeline.recipe.load import LoadedRecipe
 
 _CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE")

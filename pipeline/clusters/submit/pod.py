@@ -24,7 +24,7 @@ from typing import Any
 
 from pipeline.base.errors import RecipeError, UserError, shown_path
 from pipeline.base.processes import SECRET
-from pipeline.clusters.submit.task import Kind, Task, require_no_secret
+from pipeline.clusters.submit.place import Kind, Task, require_no_secret
 from pipeline.recipe.yaml_positions import parse, text_of
 from pipeline.serving.environment import IMAGE_VARIABLE
 from pipeline.serving.render.kubernetes import RESOURCES, object_name, plain_variables, shared_memory
@@ -86,11 +86,6 @@ class Pod:
     def labels(self) -> dict[str, str]:
         """What finds the pods of one recipe, and those of all."""
         return {"app.kubernetes.io/name": CONTAINER, "app.kubernetes.io/instance": object_name("", self.name)}
-
-    @property
-    def by_digest(self) -> bool:
-        """Whether the image is named by its digest, which no one can move."""
-        return by_digest(self.image)
 
 
 def by_digest(image: str) -> bool:
@@ -277,7 +272,7 @@ def parse_pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
 
 
 def _variables(pod: Pod) -> list[dict[str, Any]]:
-    image = {IMAGE_VARIABLE: pod.image} if pod.by_digest else {}
+    image = {IMAGE_VARIABLE: pod.image} if by_digest(pod.image) else {}
     references = [
         {"name": item.variable, "valueFrom": {"secretKeyRef": {"name": item.secret, "key": item.key}}}
         for item in pod.secrets

@@ -17,16 +17,22 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pipeline.base.errors import QuantmintError, StageError, UserError
 from pipeline.base.transience import is_transient
-from pipeline.clusters.submit.place import BROKEN, State, Submitted, follow
-from pipeline.clusters.submit.task import Task, program_here, require_no_secret, require_plain
+from pipeline.clusters.submit.place import (
+    BROKEN,
+    Log,
+    State,
+    Submitted,
+    Task,
+    follow,
+    program_here,
+    require_no_secret,
+    require_plain,
+)
 
-RUNS: Final = "has found room"
-"""What `run_attached` shows of a job, after its identifier, once it runs: who limits its time counts from there."""
-_RUNNING: Final = "RUNNING"
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _UNPLACED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 _LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE"}
@@ -85,7 +91,7 @@ class RayJobs:
             )
         self._address = None if address == "auto" else address if "://" in address else f"http://{address}"
         self._options = options
-        self._shown = 0  # characters
+        self._log = Log()
         self._waits = False
 
     def text(self, task: Task) -> str:
@@ -95,12 +101,11 @@ class RayJobs:
     def submit(self, task: Task) -> Submitted:
         """Send it."""
         described = description(task, self._options)
-        at = f"--address {shlex.quote(self._address)} " if self._address else ""
-        hint = f"The job may run there all the same: ray job list {at}shows one with the metadata quantmint: "
         client = self._connect()
-        with _answers(f"{hint}{task.name}, if it does."):
+        with _answers():
             identifier = str(client.submit_job(**described))
-        self._shown = 0
+        self._log = Log()
+        at = f"--address {shlex.quote(self._address)} " if self._address else ""
         return Submitted(identifier, f"ray job logs {at}--follow {identifier}")
 
     def state(self, identifier: str) -> State:
@@ -119,8 +124,7 @@ class RayJobs:
         if not re.fullmatch(r"\w[\w.-]*", identifier):  # else it is another path of the dashboard
             raise UserError(f"found the job {identifier!r}, expected the identifier that Ray gave it")
         client = self._connect()
-        again = f"quantmint submit --ray {shlex.quote(self._address or 'auto')} --status {identifier} looks again."
-        with _answers(f"The job may run on: {again}"):
+        with _answers():
             return client.get_job_info(identifier)
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
@@ -129,18 +133,9 @@ class RayJobs:
             return
         client = self._connect()
         logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # it tells of its own connection
-        passed = 0
-
-        def fresh(piece: str) -> None:
-            nonlocal passed
-            new = piece[max(0, self._shown - passed) :]
-            passed += len(piece)
-            self._shown = max(self._shown, passed)
-            if new:
-                show(new)
-
+        self._log.restart()
         with _answers():
-            asyncio.run(_tail(client.tail_job_logs(identifier), fresh))
+            asyncio.run(_tail(client.tail_job_logs(identifier), lambda piece: show(self._log.new(piece))))
 
     def cancel(self, identifier: str) -> None:
         """SIGTERM, then SIGKILL, by Ray."""
@@ -178,25 +173,19 @@ def run_attached(jobs: RayJobs, task: Task, show: Callable[[str], None]) -> tupl
     end the job. Raises a transient `StageError` for a cluster that stays away and for a job whose node is gone,
     `StageError` for one that was stopped there, and what `RayJobs.submit` raises.
     """
-    log, identifier, told = "", "", False
+    log = identifier = ""
 
     def shown(piece: str) -> None:
         nonlocal log
         log = (log + piece)[-_TAIL:]
         show(piece)
 
-    def look(state: State) -> None:
-        nonlocal told
-        if state.word == _RUNNING and not told:
-            told = True
-            show(f"{identifier} {RUNS}\n")
-
     with _exit_when_told():
         try:
             while True:
                 identifier = jobs.submit(task).identifier
                 show(f"{identifier} was submitted\n")
-                state = follow(jobs, identifier, shown, look)
+                state = follow(jobs, identifier, shown, lambda _: None)
                 job = jobs.job(identifier)
                 if job.error_type != _UNPLACED:
                     break
@@ -244,20 +233,15 @@ async def _tail(pieces: AsyncIterator[str], show: Callable[[str], None]) -> None
 
 
 @contextmanager
-def _answers(hint: str | None = None) -> Iterator[None]:
-    """The client's errors as ours: it raises RuntimeError for whatever the dashboard answers."""
+def _answers() -> Iterator[None]:
+    """The client's errors as ours: RuntimeError is what it raises for whatever the dashboard answers."""
     try:
         yield
-    except ConnectionError as error:
-        raise StageError(f"no Ray dashboard answers: {error}", hint=hint, transient=True) from error
-    except RuntimeError as error:
-        said = (str(error).strip().splitlines() or ["without a word"])[-1]
-        if _THEIRS.search(said):
-            raise StageError(f"Ray's dashboard cannot do it now: {said}", hint=hint, transient=True) from error
-        raise UserError(f"Ray refused: {said}") from error
     except Exception as error:
-        if is_transient(error) or getattr(error, "status", 0) >= 500:  # aiohttp's, of an answer
-            raise StageError(f"no Ray dashboard answers: {error}", hint=hint, transient=True) from error
-        if type(error).__module__.partition(".")[0] not in _CLIENTS or isinstance(error, ValueError):
-            raise
-        raise UserError(f"Ray refused: {error}") from error
+        said = (str(error).strip().splitlines() or ["without a word"])[-1]
+        if is_transient(error) or _THEIRS.search(said) or (getattr(error, "status", None) or 0) >= 500:  # aiohttp's
+            raise StageError(f"no Ray dashboard answers: {said}", transient=True) from error
+        library = type(error).__module__.partition(".")[0] in _CLIENTS and not isinstance(error, ValueError)
+        if library or isinstance(error, RuntimeError):
+            raise UserError(f"Ray refused: {said}") from error
+        raise

@@ -1,4 +1,18 @@
-"""Slurm as a place: submitit sends the script, Slurm's own commands say how it went.
+"""Slurm as a place: a batch script by submitit's writer, and what Slurm's own commands say of its job.
+
+    >>> print(script(task, Options(partition="mi300x"), folder=Path("/shared/models"), logs=Path("/shared/logs")))
+    #!/bin/bash
+    ...
+
+submitit's own way to run something is a pickled function that a second process loads: with it a run's exit code and
+its log while it runs would be lost, SIGTERM would be swallowed, and a file that anyone with the folder's rights could
+replace would be executed. Its writer takes a command as well, and that is what is used here.
+
+Before the time limit the job puts itself back into the queue, a few times; a preempted one is put there by Slurm. Both
+go on where they stopped. The processes of the run get Slurm's SIGTERM, the script's shell does not.
+
+srun, its plugins and `ray symmetric-run` end with 0 and 1 of their own where an image, a node or Ray did not start,
+which a run says of a checkpoint. So the run's code is noted beside its log, and without one the script ends with 5.
 
 submitit asks the accounting for states. Small clusters have none, and it does not tell exit codes: the controller is
 asked, which knows a job for some minutes after its end, then the accounting.
@@ -8,33 +22,69 @@ from __future__ import annotations
 
 import codecs
 import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
+from dataclasses import dataclass, field
 from io import StringIO
+from math import ceil
 from pathlib import Path
+from typing import Any, Literal
 
 from pipeline.base.errors import StageError, UserError
-from pipeline.clusters.submit.place import BROKEN, State, Submitted
-from pipeline.clusters.submit.script import Options, command, parameters, script
-from pipeline.clusters.submit.task import Task
+from pipeline.clusters.submit.mounts import Mount, Needs, mounts_of
+from pipeline.clusters.submit.place import (
+    BROKEN,
+    State,
+    Submitted,
+    Task,
+    program_here,
+    require_no_secret,
+    require_plain,
+)
+from pipeline.clusters.submit.pod import by_digest
+from pipeline.serving.environment import IMAGE_VARIABLE
+from pipeline.serving.render.kubernetes import object_name
 from pipeline.store.disk import disk_errors
 
+WARNING_S = 120
+"""Seconds before the time limit at which the job leaves for the queue."""
+ROUNDS = 3
+"""How often it does so: a run that gets nowhere in its time does not stay for ever."""
+_PORT = 6379
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=")
+_AGAIN = (
+    f'again() {{ [ "${{SLURM_RESTART_COUNT:-0}}" -ge {ROUNDS} ] || scontrol requeue "$SLURM_JOB_ID"; }}',
+    "trap again USR1",
+)
+# It outlives the SIGTERM that the run gets as well.
+_NOTED = 'trap : TERM; "$@"; code=$?; echo "$code" > "$0"; exit "$code"'
+# A trapped signal ends the first wait, and not the run.
+_WAIT = "\n".join(
+    (
+        "run=$!",
+        'wait "$run"',
+        "code=$?",
+        'while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done',
+        '[ -s "$ended" ] || echo "the run came to no end of its own: srun ended with $code"',
+        'code=$(cat "$ended" 2>/dev/null)',
+        f'exit "${{code:-{BROKEN}}}"',
+    )
+)
+# Slurm numbers AMD's GPUs by ROCR_VISIBLE_DEVICES, which Ray refuses (ray/_private/accelerators/amd_gpu.py).
+_RENAMED = (
+    'if [ -n "$ROCR_VISIBLE_DEVICES" ]; then export HIP_VISIBLE_DEVICES="$ROCR_VISIBLE_DEVICES"; fi; '
+    'unset ROCR_VISIBLE_DEVICES; exec "$@"'
+)
+# Ray's own 30 s are short for an environment on a network's filesystem.
+_PATIENT = "export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600"
+_OPTION = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _TIMEOUT_S = 60
 # https://slurm.schedmd.com/job_state_codes.html; all others wait, run, or are put into the queue again.
-_ENDED = (
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "LAUNCH_FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
+_ENDED = re.compile(
+    "BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|LAUNCH_FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|REVOKED|TIMEOUT"
 )
 _WAITS = ("PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT")
 _WRITES = re.compile(r" StdOut=(/.*?)(?= [A-Z][A-Za-z/:]*=|\n|$)")
@@ -42,6 +92,161 @@ _SIGNALS = range(1, 32)
 _UNREACHABLE = re.compile(
     r"unable to contact|connection (refused|timed out)|socket timed out|communication", re.IGNORECASE
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a cluster wants to know; None and empty leave it to the cluster.
+
+    ``sbatch`` are further options by their long names, True for one that has no value, and count before ours.
+    ``setup`` are commands that come first, each read as words. ``venv`` is an environment on the shared filesystem,
+    ``container`` an image for the cluster's container plugin (pyxis), or a ``.sif`` file for Apptainer, with ``mounts``
+    besides what the run ``needs`` at its own paths.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    gres: str | None = None
+    sbatch: Mapping[str, str | Literal[True]] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
+    venv: str | None = None
+    container: str | None = None
+    mounts: tuple[Mount, ...] = ()
+    needs: Needs = field(default_factory=Needs)
+
+
+def script(task: Task, options: Options, *, folder: Path, logs: Path) -> str:
+    """The file that sbatch gets. ``folder`` is where the run starts, ``logs`` where Slurm writes; both absolute."""
+    from submitit.slurm import slurm
+
+    given = parameters(task, options, folder, logs)
+    text: str = slurm._make_sbatch_string(command(task, options, folder), logs, **given)
+    return text
+
+
+def parse_options(given: tuple[str, ...]) -> dict[str, str | Literal[True]]:
+    """``NAME=VALUE``, or ``NAME`` alone for an option that has no value."""
+    options: dict[str, str | Literal[True]] = {}
+    for text in given:
+        name, found, value = text.partition("=")
+        if not _OPTION.fullmatch(name):
+            raise UserError(f"--sbatch: found {name!r}, expected NAME=VALUE or NAME, as in mail-type=END or exclusive")
+        options[name] = value if found else True
+    return options
+
+
+def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[str, Any]:
+    """Arguments of submitit's `SlurmExecutor.update_parameters`."""
+    given = {name: getattr(options, name) for name in ("partition", "account", "gres")}
+    for name, value in [*given.items(), *options.sbatch.items(), ("the working folder", str(folder))]:
+        if isinstance(value, str):
+            require_plain(name, value)
+            _no_secret(name, value)
+    own = {name.replace("-", "_"): value for name, value in options.sbatch.items()}  # submitit's names, and so ours
+    warning = WARNING_S if task.seconds is None else max(1, min(WARNING_S, int(task.seconds / 4)))
+    gpus = {} if not task.gpus or options.gres is not None else {"gpus_per_node": task.gpus}
+    # Since Slurm 22.05 a step does not take the job's CPUs by itself.
+    cpus = [] if task.cpus is None else [f"--cpus-per-task={task.cpus}"]
+    return {
+        "job_name": object_name("quantmint-", task.name),
+        **{name: value for name, value in given.items() if value is not None},
+        "nodes": task.nodes,
+        "ntasks_per_node": 1,
+        **gpus,
+        **({} if task.cpus is None else {"cpus_per_task": task.cpus}),
+        **({} if task.memory_gb is None else {"mem": f"{task.memory_gb}GB"}),
+        "time": None if task.seconds is None else ceil(task.seconds / 60),
+        "wckey": None,
+        "stderr_to_stdout": True,
+        "setup": [
+            *(_setup(line) for line in options.setup),
+            *_environment(task, options),
+            *_AGAIN,
+            f'ended={shlex.quote(str(logs))}/"$SLURM_JOB_ID".code; rm -f "$ended"',
+        ],
+        "srun_args": ["--open-mode=append", "--kill-on-bad-exit=1", *cpus, *_pyxis(task, options, folder)],
+        "additional_parameters": {
+            "chdir": str(folder),
+            **({} if "no_requeue" in own else {"requeue": True}),
+            "signal": f"B:USR1@{warning}",
+            **own,
+        },
+    }
+
+
+def command(task: Task, options: Options, folder: Path) -> str:
+    """What follows `srun` and its arguments, as a shell reads it, and how the script ends."""
+    inside = options.container is not None
+    if inside and options.venv is not None:
+        raise UserError("found --venv and --container, expected one of them: an image has its own environment")
+    if options.mounts and not inside:
+        raise UserError("found --mount without --container: a run outside of an image sees what its node sees")
+    words = task.words("quantmint") if inside else task.words(*program_here(options.venv))
+    if inside and options.needs.variables:
+        words = ("env", *(f"{name}={value}" for name, value in options.needs.variables.items()), *words)
+    before = _apptainer(task, options, folder)
+    noted = f'{shlex.join(("sh", "-c", _NOTED))} "$ended" {shlex.join(words)}'
+    if task.nodes == 1:
+        line = f"{shlex.join(before)} {noted}".lstrip()
+    else:
+        renamed = ("bash", "-c", _RENAMED, "bash") if task.kind == "rocm" and task.gpus else ()
+        cluster = ("--min-nodes", str(task.nodes), "--num-gpus", str(task.gpus), "--")
+        start = shlex.join((*renamed, *before, "ray", "symmetric-run", "--address"))
+        head = f'"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{_PORT}"'
+        line = f"{start} {head} {shlex.join(cluster)} {noted}"
+    return f"{line} &\n{_WAIT}"
+
+
+def _setup(line: str) -> str:
+    _no_secret("--setup", line)
+    try:
+        return shlex.join(shlex.split(line))
+    except ValueError as error:
+        raise UserError(f"--setup: {line!r} cannot be read as words: {error}") from error
+
+
+def _no_secret(option: str, text: str) -> None:
+    for name in _ASSIGNED.findall(text):
+        require_no_secret(option, name, "Export it before you submit: sbatch takes your environment along.")
+
+
+def _environment(task: Task, options: Options) -> list[str]:
+    # sbatch takes the submitter's environment along, which may name an image that this job is not in.
+    image = options.container if options.container is not None and by_digest(options.container) else None
+    lines = [f"unset {IMAGE_VARIABLE}" if image is None else f"export {IMAGE_VARIABLE}={shlex.quote(image)}"]
+    if task.nodes > 1:
+        lines.append(_PATIENT)
+        if options.container is None:  # Ray calls itself by its name
+            lines.append(f'export PATH={shlex.quote(str(Path(program_here(options.venv)[0]).parent))}:"$PATH"')
+    return lines
+
+
+def _mounts(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
+    paths = (folder, folder / task.store, *options.needs.read, *options.needs.written)
+    return tuple(f"{mount.source}:{mount.target}" for mount in mounts_of(paths, options.mounts))
+
+
+def _pyxis(task: Task, options: Options, folder: Path) -> list[str]:
+    """Arguments of srun for an image."""
+    if options.container is None or options.container.endswith(".sif"):
+        return []
+    require_plain("--container", options.container)
+    return [
+        f"--container-image={options.container}",
+        f"--container-mounts={','.join(_mounts(task, options, folder))}",
+        f"--container-workdir={folder}",
+    ]
+
+
+def _apptainer(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
+    """What stands before the command for a ``.sif`` file."""
+    image = options.container
+    if image is None or not image.endswith(".sif"):
+        return ()
+    require_plain("--container", image)
+    device = {"rocm": ("--rocm",), "cuda": ("--nv",), "cpu": ()}[task.kind]
+    binds = ",".join(_mounts(task, options, folder))
+    return ("apptainer", "exec", *device, "--bind", binds, "--pwd", str(folder), image)
 
 
 class Slurm:
@@ -95,16 +300,16 @@ class Slurm:
             return self._of_the_run(state, job)
         if _UNREACHABLE.search(told.stderr):
             raise _failure("scontrol", told.stderr)
-        kept = _run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job)
-        if kept.returncode != 0 and _UNREACHABLE.search(kept.stderr):
-            raise _failure("sacct", kept.stderr)
-        if kept.returncode != 0 or not kept.stdout.strip():
+        booked = _run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job)
+        if _UNREACHABLE.search(booked.stderr):
+            raise _failure("sacct", booked.stderr)
+        if booked.returncode != 0 or not booked.stdout.strip():
             raise UserError(
-                f"Slurm knows no job {job}: {told.stderr.strip() or 'it has forgotten it'}",
+                f"Slurm knows no job {job}: {told.stderr.strip()}",
                 hint="The controller forgets finished jobs after some minutes, and there is no accounting of it. "
                 f"Its log is {self._log(job)}.",
             )
-        word, _, code = kept.stdout.strip().splitlines()[-1].partition("|")
+        word, _, code = booked.stdout.strip().splitlines()[-1].partition("|")
         return self._of_the_run(_state(word, code), job)
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
@@ -142,7 +347,7 @@ class Slurm:
 
 def _state(word: str, code: str, reason: str = "") -> State:
     word = word.split()[0].rstrip("+")  # "CANCELLED by 1000"
-    if word not in _ENDED:
+    if not _ENDED.fullmatch(word):
         waits = word in _WAITS and reason not in {"", "None", "(null)"}
         return State(word, waits=reason.replace("_", " ") if waits else None)
     if word == "COMPLETED":

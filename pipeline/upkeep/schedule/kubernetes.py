@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pipeline.base.hardware import hardware
-from pipeline.clusters.submit.pod import Claim, Pod, Reference, job_spec, require_lasting
+from pipeline.clusters.submit.pod import Claim, Pod, Reference, by_digest, job_spec, require_lasting
 from pipeline.serving.render.invocation import dump
 from pipeline.serving.render.kubernetes import object_name
 from pipeline.upkeep.schedule.export import PREFIX, Export, classic_or_refuse, refusal
@@ -79,5 +79,5 @@ def cron_job(item: Scheduled, export: Export, cluster: Cluster) -> dict[str, str
         },
     }
     file = f"{PREFIX}{item.name}.yaml"
-    notes = [] if pod.by_digest else ["the image is named by a tag: that it was moved makes no recipe due"]
+    notes = [] if by_digest(pod.image) else ["the image is named by a tag: that it was moved makes no recipe due"]
     return {file: export.header(file, item.words, *notes) + dump(manifest)}

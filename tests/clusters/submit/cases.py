@@ -7,10 +7,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.clusters.submit import script as slurm_script
+from pipeline.clusters.submit import slurm as slurm_script
 from pipeline.clusters.submit.mounts import Mount, Needs
+from pipeline.clusters.submit.place import Task, task_for
 from pipeline.clusters.submit.pod import Claim, Pod, Reference, manifest, read_template
-from pipeline.clusters.submit.task import Task, task_for
 from pipeline.recipe.load import load_recipe
 from pipeline.serving.render.invocation import dump
 

@@ -11,7 +11,6 @@ import yaml
 from pipeline.base.errors import UserError
 from pipeline.clusters.submit.mounts import Mount, mounts_of, needs_of, parse_mount
 from pipeline.recipe.load import load_recipe
-from tests.clusters.submit.cases import script, task
 from tests.clusters.submit.test_command import ended
 
 
@@ -145,13 +144,6 @@ def test_what_cannot_be_mounted(path: str) -> None:
 def test_what_is_no_mount(text: str) -> None:
     with pytest.raises(UserError, match="--mount"):
         parse_mount(text)
-
-
-def test_pyxis_mounts_no_blank() -> None:
-    for mounts in ((Mount("/a b", "/b"),), (Mount("/b", "/a b"),)):
-        with pytest.raises(UserError, match="found a blank in"):
-            script(task("llama70b-ptpc"), container="image", mounts=mounts)
-        assert "/a b" in script(task("llama70b-ptpc"), container="a.sif", mounts=mounts)
 
 
 def test_the_command_mounts_them(

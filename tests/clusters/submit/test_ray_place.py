@@ -193,7 +193,7 @@ def test_its_own_object_and_its_own_code(monkeypatch: pytest.MonkeyPatch) -> Non
     client = Client([("PENDING", {}), ("RUNNING", {}), ("FAILED", {"driver_exit_code": 1})], log)
     code, printed, shown = attached(client, monkeypatch)
     assert (code, json.loads(printed)) == (1, {"verdict": "FAIL", "stages": [{}]})
-    assert shown == f"job-1 was submitted\njob-1 has found room\n{log}"
+    assert shown == f"job-1 was submitted\n{log}"
 
 
 def test_what_found_no_room_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.clusters.submit import place as places
 from pipeline.clusters.submit.place import State, follow
-from pipeline.clusters.submit.script import Options
-from pipeline.clusters.submit.slurm import Slurm, _state
+from pipeline.clusters.submit.slurm import Options, Slurm, _state
 from tests.clusters.submit import slurm
 from tests.clusters.submit.cases import task
 from tests.clusters.submit.test_command import ended
