@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import eval.statistics.paired as paired
 from eval.records import Record
 from eval.samples import Pairs
-from eval.statistics.binary import mcnemar
-from eval.statistics.bootstrap import interval
+from eval.statistics.paired import bootstrap_interval, mcnemar
 
 Kind = paired.Kind
 
@@ -76,7 +75,7 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
     found = paired.change(pairs)
     lower, upper = found.bounds(bound_confidence)
     interval_low, interval_high = found.bounds((1 + confidence) / 2)
-    bootstrap_low, bootstrap_high = interval(found.units, confidence)
+    bootstrap_low, bootstrap_high = bootstrap_interval(found.units, confidence)
     baseline, candidate = found.levels
     left = paired.recovery(found, confidence)
     return Accuracy(

@@ -21,14 +21,14 @@ prompts (`eval.statistics.paired.ratio`), with Student's t.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from eval.errors import MeasurementError
-from eval.records import Record
+from eval.records import Record, checked, to_columns, to_rows
 from eval.statistics.paired import ratio
 from eval.verdict import Verdict
 
@@ -40,7 +40,7 @@ _WORST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Record):
     """What one side says to one prompt of n tokens, in nats.
 
     ``actual`` [n - 1] are the log probabilities of the tokens that follow, from the second on; ``tokens`` and
@@ -61,34 +61,19 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryAnswers:
+class CanaryAnswers(Record):
     """All answers of one side, in the order of the prompts."""
 
     answers: tuple[Answer, ...]
 
     def to_json(self) -> dict[str, Any]:
         """A mapping of plain lists, one per field of `Answer`."""
-        return {field.name: [getattr(answer, field.name) for answer in self.answers] for field in fields(Answer)}
+        return to_columns(Answer, self.answers)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CanaryAnswers:
+    def from_json(cls, data: Any) -> CanaryAnswers:
         """Read back what `to_json` wrote; `MeasurementError` where it is not that."""
-        try:
-            rows = zip(*(data[field.name] for field in fields(Answer)), strict=True)
-            return cls(
-                tuple(
-                    Answer(
-                        str(prompt),
-                        tuple(map(int, ids)),
-                        tuple(map(float, actual)),
-                        tuple(tuple(map(int, position)) for position in tokens),
-                        tuple(tuple(map(float, position)) for position in logprobs),
-                    )
-                    for prompt, ids, actual, tokens, logprobs in rows
-                )
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"not the answers of a canary: {error}") from error
+        return checked(cls, {"answers": to_rows(data)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from eval.errors import MeasurementError
-from eval.harness_log import Asked, answer, digest, read_rows, write_asked
+from eval.harness import Asked, answer, digest, read_rows, write_asked
 from eval.samples import Sample
 from eval.suites import SuiteTask
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.bench import CellResult
 from eval.errors import MeasurementError
+from eval.measurements import CellResult
 from eval.workloads import Cell
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")

@@ -1,18 +1,214 @@
-"""Everything that was measured about one candidate, as the gate takes it."""
+"""What was measured of a candidate and its baseline: cells, launches, servers, and all of it as the gate takes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from eval.bench import Launch
 from eval.canary import Canary
 from eval.errors import MeasurementError
 from eval.records import Record
 from eval.samples import SampleSet
-from eval.servers import Server
 from eval.verdict import Verdict
+
+Side = Literal["baseline", "candidate"]
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult(Record):
+    """One cell on one launch of a server.
+
+    `duration` is in seconds, throughputs in tokens per second over all requests, latencies in milliseconds: time to
+    first token (ttft), time per output token after the first (tpot), gap between tokens (itl), whole request (e2el).
+
+    `gpus` shared the work. `concurrency` and `request_rate` (requests per second) are the cell's limits, None without
+    one: a cell with a rate offers that load whatever the server could do, so that its throughput says nothing about
+    speed, only its latencies do. `goodput` counts the requests per second that met the cell's latency goals, None
+    where it has none. `peak_concurrency` and `peak_output_throughput` are vLLM's: requests that were in flight at any
+    time of a second, which may be more than were at once, and tokens of a second, each the largest of all seconds.
+    """
+
+    cell: str
+    completed: int
+    failed: int
+    duration: float
+    output_throughput: float
+    total_throughput: float
+    ttft_p50: float
+    ttft_p99: float
+    tpot_p50: float
+    tpot_p99: float
+    itl_p50: float
+    itl_p99: float
+    e2el_p50: float
+    e2el_p99: float
+    gpus: int = 1
+    concurrency: int | None = None
+    request_rate: float | None = None
+    requests_per_second: float | None = None
+    goodput: float | None = None
+    peak_concurrency: int | None = None
+    peak_output_throughput: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine(Record):
+    """The accelerators (on a CPU server: the cores) while the cells of a launch ran; None where nothing tells.
+
+    `clock_mhz` is the median clock under load, `clock_mhz_low` its 5th percentile, `temperature_c` the highest
+    temperature, `power_w` the median power of all accelerators together. `throttled` names what slowed them down that
+    should not: heat, a failing power supply; a power cap that is reached under load is as it should be, and shows in
+    the clock. `samples` counts the looks.
+    """
+
+    clock_mhz: float | None = None
+    clock_mhz_low: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    throttled: tuple[str, ...] = ()
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch(Record):
+    """One fresh server of a side, with what every cell measured on it: the replicate of a comparison.
+
+    `number` counts the launches of both sides in the order in which they were made, from 0. `kv_tokens`,
+    `kv_cache_dtype` and `attention_backend` are those that the server's log says were really chosen, None where it
+    does not say. `started_seconds` went by before it answered. `client_cpu` is the largest share of one core that the
+    load generator used while a cell ran: it is one thread, so that near 1.0 it sets the pace and not the server; None
+    where it was not seen. `started` is the time of the start (ISO 8601, UTC): launches of a series that was
+    interrupted lie further apart. `faults` are lines of the log that void what was measured, each with what it means.
+    `device` is what the server ran on, in its own words: a series may go on, or be made again, on another machine.
+    """
+
+    side: Side
+    number: int
+    cells: Mapping[str, CellResult]
+    kv_tokens: int | None
+    kv_cache_dtype: str | None
+    started_seconds: float
+    client_cpu: float | None
+    machine: Machine
+    started: str | None = None
+    attention_backend: str | None = None
+    faults: tuple[str, ...] = ()
+    device: str | None = None
+
+
+def order(launches: int) -> tuple[Side, ...]:
+    """The sides of a series with so many launches on each: ABBA BAAB BAAB ABBA, A being the baseline.
+
+    It is the Thue-Morse sequence: a drift of the machine that is linear in time (of any degree d, over 2^(d+1)
+    launches) is the same on both sides and cancels (Prouhet 1851).
+    """
+    return tuple("candidate" if number.bit_count() % 2 else "baseline" for number in range(2 * launches))
+
+
+# What a checkpoint brings with it: these differ by design between a baseline and its quantized candidate.
+ARTEFACT_FLAGS = frozenset({"--model", "--tokenizer", "--revision", "--quantization", "--kv-cache-dtype"})
+# Where the server listens or writes, which no result depends on.
+ENDPOINT_FLAGS = frozenset({"--host", "--port", "--served-model-name", "--api-key", "--uvicorn-log-level"})
+UNKNOWN = "unknown"
+"""Hardware that no table names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server(Record):
+    """How one side was served.
+
+    `version` is that of the runtime, `device` what the accelerator calls itself ("NVIDIA H100 80GB HBM3") or the CPU's
+    model, `hardware` its name in the table of targets: both were measured where the server ran, not taken from the
+    recipe. `argv` is the command, `env` the variables of the launch plan, `image` the container's digest (None outside
+    one), `faults` what the log says that voids a measurement.
+
+    `runtime` is what answered: the engine, then after a comma what it does with this checkpoint ("vllm 0.32.0",
+    "transformers 5.17.0, dequantized weights, simulated FP8 activations"). `kv_cache_dtype` is the type that the cache
+    really has (None: nothing tells), `template` and `tokenizer` are the SHA-256 of the chat template and of the
+    tokenizer's files (None: there is none, or nobody looked).
+    """
+
+    version: str
+    device: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    image: str | None = None
+    faults: tuple[str, ...] = ()
+    runtime: str = "vllm"
+    hardware: str = UNKNOWN
+    kv_cache_dtype: str | None = None
+    template: str | None = None
+    tokenizer: str | None = None
+
+    @property
+    def engine(self) -> str:
+        """What answered, without what it did to this side's checkpoint: the part that both sides share."""
+        return self.runtime.partition(",")[0].strip()
+
+    @property
+    def measures_speed(self) -> bool:
+        """Whether figures of throughput mean anything: what stands in for vLLM runs other kernels."""
+        return self.engine.startswith("vllm")
+
+    @property
+    def promised_kv_cache(self) -> str:
+        """The type that the launch plan asked for; "auto" is the model's own."""
+        return _options(self.argv).get("--kv-cache-dtype", "auto")
+
+
+def differences(baseline: Server, candidate: Server) -> tuple[str, ...]:
+    """One sentence for each difference that does not belong to the artefact; empty when the sides are comparable."""
+    found = [
+        f"{noun} differs: {before} for the baseline, {after} for the candidate"
+        for noun, before, after in (
+            ("Runtime", baseline.engine, candidate.engine),
+            ("Version", baseline.version, candidate.version),
+            ("Container image", baseline.image, candidate.image),
+            ("Hardware", baseline.hardware, candidate.hardware),
+            ("Device", baseline.device, candidate.device),
+            ("Chat template", _short(baseline.template), _short(candidate.template)),
+            ("Tokenizer", _short(baseline.tokenizer), _short(candidate.tokenizer)),
+        )
+        if before != after
+    ]
+    for noun, before_map, after_map in (
+        ("Server flag", _flags(baseline.argv), _flags(candidate.argv)),
+        ("Environment variable", dict(baseline.env), dict(candidate.env)),
+    ):
+        found += [
+            f"{noun} {key} differs: {before_map.get(key, 'unset')} for the baseline, "
+            f"{after_map.get(key, 'unset')} for the candidate"
+            for key in sorted(before_map.keys() | after_map.keys())
+            if before_map.get(key) != after_map.get(key)
+        ]
+    return tuple(found)
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:16]
+
+
+def _flags(argv: Sequence[str]) -> dict[str, str]:
+    """Flags that both sides must share, with their values."""
+    ignored = ARTEFACT_FLAGS | ENDPOINT_FLAGS
+    return {name: value for name, value in _options(argv).items() if name not in ignored}
+
+
+def _options(argv: Sequence[str]) -> dict[str, str]:
+    """All flags with their values; what comes before the first one names the checkpoint."""
+    flags: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for token in argv:
+        if token.startswith("--"):
+            name, separator, value = token.partition("=")
+            current = flags.setdefault(name.replace("_", "-"), [])
+            if separator:
+                current.append(value)
+        elif current is not None:
+            current.append(token)
+    return {name: " ".join(values) or "set" for name, values in flags.items()}
+
 
 Both = tuple[SampleSet, SampleSet]
 """The baseline's samples and the candidate's."""
@@ -33,7 +229,7 @@ class Measurements(Record):
     `artefact` is the candidate's digest. `samples` maps a task of the suite to its (baseline, candidate) runs,
     `control` to what the baseline answered when some items were asked again. `launches` are those of both sides, in
     the order in which they were made. `weights` are the bytes of the (baseline's, candidate's) tensors, `claims` what
-    the guides promise of such a checkpoint (`eval.gate.headlines`). `stopped` names the measurement that ended the
+    the guides promise of such a checkpoint (`eval.gate.judgement`). `stopped` names the measurement that ended the
     run: nothing after it was measured. `faults` are sentences about measurements that were tried and broke (the text
     of a `MeasurementError`): each makes the verdict INVALID, with its reason on record.
     """

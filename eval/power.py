@@ -26,9 +26,8 @@ import math
 from statistics import NormalDist
 
 from eval.accuracy import Accuracy
-from eval.statistics.binary import LOWER_CORRECTION, UPPER_CORRECTION, score_deviation
-from eval.statistics.sequential import inflation, plan_looks
-from eval.statistics.spending import crossing
+from eval.statistics.paired import LOWER_CORRECTION, UPPER_CORRECTION, score_deviation
+from eval.statistics.sequential import crossing, inflation, plan_looks
 
 
 def paired_standard_error(items: int, flip_rate: float, difference: float = 0.0) -> float:

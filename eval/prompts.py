@@ -20,8 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from eval.definitions import unknown
 from eval.errors import DefinitionError
+from eval.records import unknown
 
 FOLDER = Path(__file__).parent / "prompts"
 

@@ -8,17 +8,25 @@
 
 A record may come from anywhere, so reading is strict: no unknown field, no text for a number, no NaN (which compares
 as neither within a limit nor beyond it). `pydantic` checks and converts; making a record in a program checks nothing.
+
+YAML files that define suites or workloads are read as strictly: a misspelt key must not silently fall back to a
+default, so it is refused with the file, the line, the key and the nearest valid spelling.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
-from dataclasses import asdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from eval.errors import MeasurementError
+import yaml
+
+from eval.errors import DefinitionError, MeasurementError
 
 if TYPE_CHECKING:
     from typing import Self
@@ -39,18 +47,39 @@ class Record:
     @classmethod
     def from_json(cls, data: Any) -> Self:
         """Read back what `to_json` wrote; `MeasurementError` that names the field for anything else."""
-        from pydantic import ValidationError
+        return checked(cls, data)
 
-        try:
-            read: Self = validated(cls, data)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = "".join(f"{part}: " for part in (".".join(map(str, first["loc"])),) if part)
-            found = f", found {first['input']!r:.80}"
-            raise MeasurementError(f"not a {cls.__name__}: {place}{first['msg']}{found}") from error
-        except (TypeError, ValueError, RecursionError) as error:
-            raise MeasurementError(f"not a {cls.__name__}: {error}") from error
-        return read
+
+T = TypeVar("T", bound=Record)
+
+
+def checked(kind: type[T], data: Any) -> T:
+    """Data as a record of a kind; `MeasurementError` that names the field for anything else."""
+    from pydantic import ValidationError
+
+    try:
+        read: T = validated(kind, data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = "".join(f"{part}: " for part in (".".join(map(str, first["loc"])),) if part)
+        found = f", found {first['input']!r:.80}"
+        raise MeasurementError(f"not a {kind.__name__}: {place}{first['msg']}{found}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MeasurementError(f"not a {kind.__name__}: {error}") from error
+    return read
+
+
+def to_columns(kind: type[Record], rows: Sequence[Record]) -> dict[str, list[Any]]:
+    """Many records as one list for each field, which takes far fewer bytes than a mapping for each record."""
+    return {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}  # type: ignore[arg-type]
+
+
+def to_rows(columns: Any) -> list[dict[str, Any]]:
+    """A mapping for each record of `to_columns`, to be checked; `MeasurementError` for lists of unequal length."""
+    try:
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise MeasurementError(f"not a mapping of columns of equal length: {error}") from error
 
 
 def validated(kind: Any, data: Any) -> Any:
@@ -58,8 +87,8 @@ def validated(kind: Any, data: Any) -> Any:
     return _adapter(kind).validate_json(json.dumps(data))
 
 
-def _plain(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value.value if isinstance(value, Enum) else value for name, value in fields}
+def _plain(values: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value.value if isinstance(value, Enum) else value for name, value in values}
 
 
 @cache
@@ -67,3 +96,92 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
+
+
+Place = tuple[str | int, ...]
+"""Where a value stands: keys of mappings and numbers of lists, from the outside in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A definition file: its mapping, and the 1-based line of every place in it."""
+
+    path: Path
+    data: dict[str, Any]
+    lines: dict[Place, int]
+
+    def error(self, message: str, *place: str | int) -> DefinitionError:
+        """The error for a place, told with the line of the nearest one that is there."""
+        while place not in self.lines:
+            place = place[:-1]
+        return DefinitionError(f"{self.path}:{self.lines[place]}: {message}")
+
+    def read(self, kind: type[T], keys: Collection[str]) -> T:
+        """The whole file as a record, in which the `keys` are known; `DefinitionError` for anything else."""
+        from pydantic import ValidationError
+
+        try:
+            read: T = validated(kind, self.data)
+        except ValidationError as error:
+            # A key that is unknown first: another one is often missing for it.
+            found = error.errors(include_url=False)
+            first = min(found, key=lambda fault: fault["type"] != "unexpected_keyword_argument")
+            place: Place = first["loc"]
+            match first["type"]:
+                case "missing":
+                    raise self.error(f"missing key {place[-1]!r}", *place[:-1]) from error
+                case "unexpected_keyword_argument":
+                    near = difflib.get_close_matches(str(place[-1]), keys, n=1)
+                    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(keys))}"
+                    raise self.error(f"unknown key {place[-1]!r}; {hint}", *place) from error
+            while place not in self.lines:  # less what pydantic calls the members of a union
+                place = place[:-1]
+            key = next((part for part in reversed(place) if isinstance(part, str)), "")
+            raise self.error(f"{key!r}: {first['msg']}, found {first['input']!r:.80}", *place) from error
+        except (TypeError, ValueError) as error:
+            raise self.error(f"not a definition: {error}") from error
+        return read
+
+
+def read(path: Path) -> Document:
+    """Parse a definition file.
+
+    Raises `DefinitionError` where the file is missing, is not YAML, is not a mapping, or repeats a key.
+    """
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DefinitionError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise DefinitionError(f"{path}:1: expected a mapping")
+        lines: dict[Place, int] = {(): node.start_mark.line + 1}
+        _lines(path, node, (), lines)
+        return Document(path, loader.construct_document(node), lines)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise DefinitionError(f"{path}:{line}: not valid YAML: {error.problem}") from error
+    finally:
+        loader.dispose()
+
+
+def _lines(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key_node, value in node.value:
+            at, line = (*place, str(key_node.value)), key_node.start_mark.line + 1
+            if at in lines:
+                raise DefinitionError(f"{path}:{line}: key {at[-1]!r} appears twice, first on line {lines[at]}")
+            lines[at] = line
+            _lines(path, value, at, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            lines[(*place, number)] = value.start_mark.line + 1
+            _lines(path, value, (*place, number), lines)
+
+
+def unknown(what: str, name: str, names: Collection[str], folder: Path) -> DefinitionError:
+    """The error for a name that no file of a folder has."""
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+    return DefinitionError(f"no {what} {name!r} in {folder}; {hint}")

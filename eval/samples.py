@@ -8,13 +8,14 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from eval.errors import MeasurementError
+from eval.records import Record, checked, to_columns, to_rows
 
 Kind = Literal["score", "perplexity"]
 """score: the mean over items counts. perplexity: exp(-sum of log likelihoods / sum of words) counts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Record):
     """One scored item.
 
     `task` is the leaf task (a group such as mmlu has many), `doc_id` the item's number in it. The three hashes are
@@ -41,13 +42,10 @@ class Sample:
 
 
 _DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(Sample) if f.default is not MISSING}
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    f.name: {"str": (str,), "int": (int,), "float": (int, float)}[str(f.type)] for f in fields(Sample)
-}
 
 
 @dataclass(frozen=True, slots=True)
-class SampleSet:
+class SampleSet(Record):
     """The samples of one task (or group) of a suite, by one metric, from one model.
 
     `planned` is the number of items that all `looks` together have, `len(samples)` where nothing stopped early.
@@ -88,48 +86,23 @@ class SampleSet:
 
         A column whose values are all its default (no weights, no clusters, one look) is left out.
         """
-        columns = {field.name: [getattr(s, field.name) for s in self.samples] for field in fields(Sample)}
+        columns = to_columns(Sample, self.samples)
         for name, default in _DEFAULTS.items():
             if all(value == default for value in columns[name]):
                 del columns[name]
-        return {
-            "task": self.task,
-            "metric": self.metric,
-            "kind": self.kind,
-            "planned": self.planned,
-            "looks": self.looks,
-            "settings": dict(self.settings),
-            "samples": columns,
-        }
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**plain, "settings": dict(self.settings), "samples": columns}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SampleSet:
         """Read back what `to_json` wrote; `MeasurementError` for columns missing, of unequal length or wrong type."""
-        try:
-            columns: dict[str, list[Any]] = dict(data["samples"])
-            items = len(columns["doc_id"])
-            for name, default in _DEFAULTS.items():
-                columns.setdefault(name, [default] * items)
-            if unknown := columns.keys() - _TYPES.keys():
-                raise ValueError(f"unknown column {min(unknown)!r}")
-            for name, types in _TYPES.items():
-                for value in columns[name]:
-                    if not isinstance(value, types) or isinstance(value, bool):
-                        raise ValueError(f"{name} {value!r}")
-                    if isinstance(value, float) and not math.isfinite(value):
-                        raise ValueError(f"{name} {value!r}")
-            rows = tuple(Sample(*row) for row in zip(*(columns[name] for name in _TYPES), strict=True))
-            kind, planned, looks = data.get("kind", "score"), data.get("planned", items), data.get("looks", 1)
-            if kind not in ("score", "perplexity"):
-                raise ValueError(f"kind {kind!r}")
-            if planned < items or looks < 1 or not all(0 <= row.look < looks for row in rows):
-                raise ValueError(f"{items} of {planned} planned items in {looks} looks")
-            if kind == "perplexity" and not all(row.weight > 0 for row in rows):
-                raise ValueError("a document without words")
-            settings = dict(data.get("settings", {}))
-            return cls(str(data["task"]), str(data["metric"]), rows, kind, int(planned), int(looks), settings)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"not a sample set: {error}") from error
+        found = checked(cls, {**data, "samples": to_rows(data.get("samples"))})
+        items = len(found.samples)
+        if found.planned < items or not all(0 <= sample.look < found.looks for sample in found.samples):
+            raise MeasurementError(f"not a SampleSet: {items} of {found.planned} planned items in {found.looks} looks")
+        if found.kind == "perplexity" and not all(sample.weight > 0 for sample in found.samples):
+            raise MeasurementError("not a SampleSet: a document without words")
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from typing import Annotated
 from pydantic import Field
 
 from eval import prompts
-from eval.definitions import read, unknown
 from eval.errors import DefinitionError
 from eval.power import detectable_margin, detectable_mean, items_needed, mean_items_needed
-from eval.records import Record
+from eval.records import Record, read, unknown
 from eval.samples import Kind
 
 FOLDER = Path(__file__).parent / "suites"

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from eval.bench import CellResult
 from eval.errors import MeasurementError
+from eval.measurements import CellResult
 from eval.records import Record
-from eval.statistics.ranks import fewest_launches, median_interval, rank_test, ratio_interval
-
-__all__ = ["LATENCY_FIELDS", "Throughput", "compare", "fewest_launches"]
+from eval.statistics.ranks import median_interval, rank_test, ratio_interval
 
 LATENCY_FIELDS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99")
 

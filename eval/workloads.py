@@ -28,9 +28,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from eval.definitions import Document, Place, read, unknown
 from eval.prompts import SHAREGPT_PROMPT, SHAREGPT_TOTAL, Kind, PromptFile, lines_of
-from eval.records import Record
+from eval.records import Document, Place, Record, read, unknown
 
 FOLDER = Path(__file__).parent / "workloads"
 

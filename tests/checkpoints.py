@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 
 from eval import record
-from eval.bench import CellResult, Launch, Machine
 from eval.canary import Canary
 from eval.gate import GateReport, Policy, judge
-from eval.measurements import Measurements, Structure
+from eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure
 from eval.samples import Sample, SampleSet
-from eval.servers import Server
 from eval.verdict import Verdict
 from pipeline.base.canonical import fingerprint
 from pipeline.store.runs import RunLog

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from eval.gate.report import Policy
 from eval.power import expected_items
 from eval.records import Record
+from eval.statistics.ranks import fewest_launches
 from eval.statistics.sequential import plan_looks
 from eval.suites import Suite, SuiteTask
-from eval.throughput import fewest_launches
 
 _DRAWS = 20_000
 """Pairs of series; the power that they give is off by a third of a per cent."""

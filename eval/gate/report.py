@@ -10,8 +10,8 @@ from pydantic import Field
 
 from eval.accuracy import Accuracy
 from eval.canary import Canary, CanaryPolicy
+from eval.measurements import UNKNOWN
 from eval.records import Record
-from eval.servers import UNKNOWN
 from eval.statistics.sequential import Look
 from eval.suites import Share, Suite
 from eval.throughput import Throughput

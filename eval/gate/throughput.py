@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from eval import throughput
-from eval.bench import CellResult, Side
 from eval.errors import MeasurementError
 from eval.gate.report import Finding, Policy, sentence
-from eval.measurements import Measurements
-from eval.throughput import Throughput, fewest_launches
+from eval.measurements import CellResult, Measurements, Side
+from eval.statistics.ranks import fewest_launches
+from eval.throughput import Throughput
 from eval.verdict import Verdict
 
 

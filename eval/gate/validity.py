@@ -21,13 +21,10 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import NormalDist, median
 
-from eval import servers
 from eval.accuracy import margin_in_units
-from eval.bench import Launch, Side, order
 from eval.gate.report import Finding, Policy
-from eval.measurements import Measurements
+from eval.measurements import Launch, Measurements, Server, Side, differences, order
 from eval.samples import SampleSet
-from eval.servers import Server
 from eval.statistics.paired import ratio
 
 CLOCK_TOLERANCE = 0.05
@@ -46,7 +43,7 @@ def check(measurements: Measurements, policy: Policy) -> Iterator[Finding]:
     """Everything that voids the measurements as a whole, or a task's. Pairing and launches have checks of their own."""
     for fault in measurements.faults:
         yield Finding.invalid("measurement", fault)
-    for difference in servers.differences(measurements.baseline, measurements.candidate):
+    for difference in differences(measurements.baseline, measurements.candidate):
         yield Finding.invalid("servers", difference)
     for side in _SIDES:
         yield from _server(side, measurements.baseline if side == "baseline" else measurements.candidate)

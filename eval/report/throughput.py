@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.bench import CellResult, Launch
 from eval.gate import GateReport
+from eval.measurements import CellResult, Launch
 from eval.report.model import Report
 from eval.report.numbers import signed, tone
 from eval.report.plots import (

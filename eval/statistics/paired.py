@@ -13,6 +13,18 @@ The linear interval of a clustered mean (difference +- t * SE) would claim certa
 items flip, which is what good checkpoints do. So clusters enter Tango's interval through the effective number of
 items, as in survey sampling (Korn and Graubard, Survey Methodology 24, 193-201, 1998): all counts are divided by the
 design effect, the factor by which clusters widen the variance of the difference.
+
+**Tango's score interval** (Statistics in Medicine 17, 891-908, 1998) stays honest when few or no items flip, where the
+textbook "difference +- z * SE" claims certainty. By itself it still errs too often: counts are whole, and at a true
+drop of a few flips its one-sided 5 % test errs up to 6.8 % of the time towards PASS and 9 % towards FAIL. Continuity
+corrections bring both below 5 % (the tests enumerate this exactly, over margins and flip rates, for 50 to 1319 items).
+
+**The bootstrap** resamples the units and keeps both models' scores of a unit together. Its interval is Efron's BCa
+(Efron and Tibshirani, "An Introduction to the Bootstrap", section 14.3; JASA 82, 171-185, 1987): a few flips, nearly
+all of them losses, make a skewed distribution, and the plain percentile interval is then too short on the side that
+matters. The acceleration of a ratio of sums is the skewness of its influence values over 6. Draws come from NumPy's
+RandomState (Mersenne Twister), whose stream NumPy keeps as it is for good (NEP 19), from one constant seed: everybody
+who resamples the same scores gets the same interval.
 """
 
 from __future__ import annotations
@@ -24,11 +36,67 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eval.errors import MeasurementError
 from eval.samples import Pairs
-from eval.statistics.binary import tango_bounds
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+# In flips. Half a flip is the usual correction of a whole number. The upper bound needs another half: losses at the
+# margin are rare, hence skewed upwards, so chance alone exceeds them further than it falls short of them.
+LOWER_CORRECTION = 0.5
+UPPER_CORRECTION = 1.0
+
+
+def mcnemar(gains: int, losses: int) -> float:
+    """Exact two-sided McNemar p-value: under no change each flip goes either way with probability 1/2."""
+    from scipy.stats import binomtest
+
+    return float(binomtest(gains, gains + losses, 0.5).pvalue) if gains + losses else 1.0
+
+
+def tango_bounds(gains: float, losses: float, items: float, z: float) -> tuple[float, float]:
+    """Lower and upper bound of (gains - losses) / items, fractions in [-1, 1], each at z standard deviations.
+
+    The bounds are the differences at which the corrected score statistic equals z and -z; it falls as the difference
+    grows. Counts need not be whole: under a design effect they are effective counts. ValueError where z is negative.
+
+        >>> low, high = tango_bounds(0, 0, 198, 1.645)  # nothing flipped among 198 items
+        >>> round(low, 4), round(high, 4)
+        (-0.0181, 0.0223)
+    """
+    from scipy.optimize import brentq
+
+    if not z >= 0:
+        raise ValueError(f"z must not be negative, found {z}")
+    observed = (gains - losses) / items
+
+    def excess(difference: float, bound: float, correction: float) -> float:
+        deviation = float(score_deviation(gains, losses, items, difference))
+        return gains - losses - items * difference - correction - bound * deviation
+
+    low, high = -1.0, 1.0
+    if excess(-1.0, z, LOWER_CORRECTION) > 0:
+        low = float(brentq(excess, -1.0, observed, args=(z, LOWER_CORRECTION), xtol=1e-13))
+    if excess(1.0, -z, -UPPER_CORRECTION) < 0:
+        high = float(brentq(excess, observed, 1.0, args=(-z, -UPPER_CORRECTION), xtol=1e-13))
+    return low, high
+
+
+def score_deviation(gains: Any, losses: Any, items: Any, difference: Any) -> NDArray[Any]:
+    """Standard deviation of gains - losses when `difference` is true, the loss rate at its restricted maximum.
+
+    Numbers, or arrays of one shape. With rates for counts and 1 for `items` it is that of a single item.
+    """
+    import numpy as np
+
+    a = 2 * items
+    b = -gains - losses + (2 * items - gains + losses) * difference
+    c = -losses * difference * (1 - difference)
+    loss_rate = (np.sqrt(np.maximum(b * b - 4 * a * c, 0)) - b) / (2 * a)
+    deviation: NDArray[Any] = np.sqrt(np.maximum(items * (2 * loss_rate + difference * (1 - difference)), 0))
+    return deviation
+
 
 Kind = Literal["binary", "graded", "perplexity"]
 
@@ -243,3 +311,53 @@ def recovery(change: Change, confidence: float) -> Recovery:
         return Recovery(value, None, None)
     root = math.sqrt(b * b - a * c)
     return Recovery(value, 1 + (b - root) / a, 1 + (b + root) / a)
+
+
+SEED = 20_100_407
+RESAMPLES = 2000
+# Units times resamples that are drawn at once: 8 bytes each.
+_CHUNK = 1 << 20
+
+
+def bootstrap_interval(units: Units, confidence: float) -> tuple[float, float]:
+    """Two-sided BCa interval of the difference (see `Change`) at `confidence`.
+
+    A point where no resample differs from the sample, for instance where nothing flipped: the gate's bounds do not
+    claim such certainty, the bootstrap cannot know better.
+    """
+    import numpy as np
+    from scipy.special import ndtr, ndtri
+
+    change = units.candidate - units.baseline
+    estimate = float(np.sum(change) / np.sum(units.weights))
+    draws = np.sort(_resample(change, units.weights))
+    if draws[0] == draws[-1]:
+        return estimate, estimate
+    influence = change - estimate * units.weights
+    acceleration = float(np.sum(influence**3) / np.sum(influence**2) ** 1.5 / 6)
+    # Ties with the estimate count half: 0/1 scores have many.
+    below = (np.searchsorted(draws, estimate - 1e-12) + np.searchsorted(draws, estimate + 1e-12)) / 2 / RESAMPLES
+    bias = float(ndtri(np.clip(below, 0.5 / RESAMPLES, 1 - 0.5 / RESAMPLES)))
+    tails = bias + ndtri(np.array([(1 - confidence) / 2, (1 + confidence) / 2]))
+    levels = ndtr(bias + tails / (1 - acceleration * tails))
+    low, high = np.quantile(draws, levels)
+    return float(low), float(high)
+
+
+def _resample(change: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Differences of `RESAMPLES` resamples. Units that are alike are drawn as counts: 0/1 scores have three kinds."""
+    import numpy as np
+
+    state = np.random.RandomState(SEED)
+    units = len(change)
+    kinds, counts = np.unique(np.stack((change, weights)), axis=1, return_counts=True)
+    if kinds.shape[1] <= 64:
+        drawn = state.multinomial(units, counts / units, size=RESAMPLES)
+        ratios: NDArray[np.float64] = (drawn * kinds[0]).sum(axis=1) / (drawn * kinds[1]).sum(axis=1)
+        return ratios
+    draws = np.empty(RESAMPLES)
+    rows = max(1, _CHUNK // units)
+    for start in range(0, RESAMPLES, rows):
+        chosen = state.randint(units, size=(min(rows, RESAMPLES - start), units))
+        draws[start : start + rows] = change[chosen].sum(axis=1) / weights[chosen].sum(axis=1)
+    return draws

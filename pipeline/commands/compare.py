@@ -13,8 +13,7 @@ from pipeline.commands.options import emit, json_option, store_option
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from eval.comparison.contender import Contender
-    from eval.comparison.model import Comparison, Group
+    from eval.comparison.model import Comparison, Contender, Group
     from pipeline.store.tree import Store
 
 
@@ -51,7 +50,7 @@ def command(finished: tuple[str, ...], output: Path | None, store_path: Path, as
 
 
 def _read(given: Sequence[str], store: Store) -> list[Contender]:
-    from eval.comparison.contender import read
+    from eval.comparison.model import read
     from eval.errors import MeasurementError
     from pipeline.base.errors import UserError
     from pipeline.stages.finished import find

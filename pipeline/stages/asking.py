@@ -21,7 +21,7 @@ from calibration.errors import CalibrationError
 from eval import harness
 from eval import harness as draw
 from eval.errors import MeasurementError
-from eval.harness_log import Asked, read_asked
+from eval.harness import Asked, read_asked
 from eval.suites import TASKS_FOLDER, SuiteTask, located
 from pipeline.base.errors import QuantmintError, StageError, StoreError
 from pipeline.base.processes import Conversation, conversation

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from eval.bench import CellResult, Launch, Side, order
 from eval.errors import MeasurementError
+from eval.measurements import CellResult, Launch, Side, order
 from eval.workloads import Cell
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.base.hardware import hardware

@@ -21,8 +21,8 @@ from calibration.errors import CalibrationError
 from calibration.sets import load_set
 from eval import suites, workloads
 from eval.errors import DefinitionError
+from eval.statistics.ranks import fewest_launches
 from eval.suites import Suite
-from eval.throughput import fewest_launches
 from eval.workloads import Workload
 from pipeline.base import hardware as accelerators
 from pipeline.base.errors import UserError, did_you_mean

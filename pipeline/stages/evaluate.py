@@ -19,7 +19,7 @@ from typing import Any
 from eval import harness as draw
 from eval.accuracy import margin_in_units
 from eval.errors import DefinitionError, MeasurementError
-from eval.harness_log import Asked, compressed
+from eval.harness import Asked, compressed
 from eval.samples import SampleSet, pair
 from eval.statistics import sequential
 from eval.suites import SuiteTask

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from eval import record
 from eval.gate import Policy, judge
-from eval.gate.headlines import claims
-from eval.measurements import Measurements, Structure
-from eval.servers import Server
+from eval.gate.judgement import claims
+from eval.measurements import Measurements, Server, Structure
 from eval.verdict import Verdict
 from pipeline.base.schemes import scheme
 from pipeline.quantize.digest import folder_digest

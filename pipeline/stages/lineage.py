@@ -14,7 +14,7 @@ import yaml
 
 from eval import record
 from eval.errors import MeasurementError
-from eval.servers import Server
+from eval.measurements import Server
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import StageError
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Serving

@@ -37,8 +37,7 @@ from pipeline.store.runs import list_runs
 
 if TYPE_CHECKING:
     from eval.gate import GateReport
-    from eval.measurements import Measurements
-    from eval.servers import Server
+    from eval.measurements import Measurements, Server
 
 FILES = {"html": PAGE, "markdown": CARD, "junit": JUNIT, "json": DATA}
 """The file of each form."""

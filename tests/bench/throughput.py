@@ -22,12 +22,10 @@ from typing import Any
 import click
 import yaml
 
-from eval.bench import Launch
 from eval.gate import throughput
 from eval.gate.report import Policy
 from eval.gate.validity import check_launches
-from eval.measurements import Measurements, Structure
-from eval.servers import Server
+from eval.measurements import Launch, Measurements, Server, Structure
 from eval.verdict import Verdict
 from pipeline.base.hardware import hardware
 from pipeline.base.progress import reporter_for

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from eval.bench import CellResult, Launch, Machine, order
 from eval.canary import Canary
-from eval.gate.headlines import claims
-from eval.measurements import Measurements, Structure
+from eval.gate.judgement import claims
+from eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure, order
 from eval.samples import Sample, SampleSet
-from eval.servers import Server
 from eval.verdict import Verdict
 
 

@@ -11,7 +11,7 @@ from scipy import stats
 from eval import accuracy
 from eval.errors import MeasurementError
 from eval.samples import Pairs
-from eval.statistics.binary import tango_bounds
+from eval.statistics.paired import tango_bounds
 
 
 def pairs(baseline: np.ndarray, candidate: np.ndarray) -> Pairs:

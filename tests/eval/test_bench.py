@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from eval.bench import order
+from eval.measurements import order
 
 LATENCIES = {f"{name}_p{percent}": 1.5 for name in ("ttft", "tpot", "itl", "e2el") for percent in (50, 99)}
 

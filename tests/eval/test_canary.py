@@ -188,5 +188,5 @@ def test_a_baseline_must_have_answered_and_one_prompt_is_no_sample() -> None:
 def test_answers_come_back_from_json() -> None:
     answers = many(0.5, prompts=3)
     assert CanaryAnswers.from_json(json.loads(json.dumps(answers.to_json()))) == answers
-    with pytest.raises(MeasurementError, match="not the answers of a canary"):
+    with pytest.raises(MeasurementError, match="not a mapping of columns"):
         CanaryAnswers.from_json({"answers": 1})

@@ -16,7 +16,7 @@ import yaml
 
 from eval import harness
 from eval.errors import MeasurementError
-from eval.harness_log import Asked, read_asked
+from eval.harness import Asked, read_asked
 from eval.samples import SampleSet
 from eval.suites import SuiteTask
 from tests.eval.completions import Completions

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from eval.errors import MeasurementError
-from eval.harness_log import Asked, answer, compressed, read_asked, read_rows, write_asked
+from eval.harness import Asked, answer, compressed, read_asked, read_rows, write_asked
 from eval.samples import Sample
 from eval.suites import SuiteTask
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from eval import load_generator
-from eval.bench import CellResult
 from eval.errors import MeasurementError
+from eval.measurements import CellResult
 from eval.prompts import PromptFile
 from eval.workloads import Cell
 

@@ -12,7 +12,7 @@ from scipy import stats
 
 from eval import accuracy, power
 from eval.samples import Pairs
-from eval.statistics import binary, ranks, sequential, spending
+from eval.statistics import paired, ranks, sequential
 from eval.statistics.sequential import inflation
 
 
@@ -127,7 +127,7 @@ def test_a_change_on_the_margin_is_never_decided() -> None:
         power.items_needed(0.01, 0.04, power=1.0)
 
 
-@pytest.mark.parametrize("module", [power, binary, ranks, sequential, spending])
+@pytest.mark.parametrize("module", [power, paired, ranks, sequential])
 def test_examples(module: ModuleType) -> None:
     tried = doctest.testmod(module)
     assert tried.attempted

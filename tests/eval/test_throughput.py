@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from eval import throughput
-from eval.bench import CellResult
 from eval.errors import MeasurementError
+from eval.measurements import CellResult
 from eval.throughput import Throughput
 
 SLOW = (100.0, 98.0, 103.0, 101.0)

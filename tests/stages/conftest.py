@@ -262,9 +262,8 @@ def write_gate() -> Callable[..., Path]:
     from eval import record
     from eval.canary import Canary
     from eval.gate import Policy, judge
-    from eval.measurements import Measurements, Structure
+    from eval.measurements import Measurements, Server, Structure
     from eval.samples import Sample, SampleSet
-    from eval.servers import Server
     from eval.verdict import Verdict
 
     def answers(lost: int) -> SampleSet:

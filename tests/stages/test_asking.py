@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.harness import Item
-from eval.harness_log import Asked
+from eval.harness import Asked, Item
 from eval.samples import Sample, SampleSet, pair
 from eval.statistics.sequential import decide
 from eval.suites import Suite, SuiteTask

@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 
 from eval.accuracy import Accuracy
-from eval.bench import Launch
 from eval.errors import MeasurementError
 from eval.gate import GateReport
-from eval.measurements import Measurements
+from eval.measurements import Launch, Measurements
 from eval.report.flips import flips
 from eval.report.model import DATA
 from eval.report.numbers import level

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from eval import load_generator
-from eval.bench import CellResult
+from eval.measurements import CellResult
 from eval.workloads import Cell
 from pipeline.base.processes import run_logged
 from pipeline.serving.measuring.sensors import Reading, Sensor

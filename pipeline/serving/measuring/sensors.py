@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, Protocol
 
-from eval.bench import Machine
+from eval.measurements import Machine
 from pipeline.base import machine as host
 from pipeline.serving.host.detect import amd_gpus, visible_amd, visible_cuda
 

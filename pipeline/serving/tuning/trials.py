@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.bench import CellResult
 from eval.errors import MeasurementError
+from eval.measurements import CellResult
 from eval.workloads import Cell
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import ServingError, StageError

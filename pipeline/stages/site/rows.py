@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from eval.accuracy import margin_in_units
-from eval.comparison.contender import Contender, read
+from eval.comparison.model import Contender, read
 from eval.errors import MeasurementError
 from eval.records import Record
 from pipeline.stages.finished import of_run

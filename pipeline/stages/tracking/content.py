@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from eval.comparison.contender import Contender, from_report
+from eval.comparison.model import Contender, from_report
 from eval.errors import MeasurementError
 from eval.gate import GateReport
 from pipeline.base.errors import UserError

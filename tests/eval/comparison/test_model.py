@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.accuracy import compare
-from eval.comparison.contender import Contender, read
 from eval.comparison.model import (
     Comparison,
+    Contender,
     Score,
     better,
     compare_all,
     dominates,
     front,
     letter,
+    read,
     side_by_side,
     to_json,
 )

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.comparison.contender import read
-from eval.comparison.model import Comparison, side_by_side
+from eval.comparison.model import Comparison, read, side_by_side
 from eval.comparison.page import apart, render
 from tests.checkpoints import GOOD, SMALL, WORSE
 from tests.pages import visit

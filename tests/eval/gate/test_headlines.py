@@ -7,8 +7,8 @@ import doctest
 
 import pytest
 
-from eval.gate import Policy, headlines, judge
-from eval.gate.headlines import claims
+from eval.gate import Policy, judge, judgement
+from eval.gate.judgement import claims
 from eval.measurements import Measurements
 from eval.verdict import Verdict
 
@@ -17,7 +17,7 @@ def test_claims_are_about_this_kind_of_checkpoint() -> None:
     assert claims(weights="e4m3", kv_cache="auto") == {"memory_fp8": 2.0, "throughput": 1.6}
     assert claims(weights="e2m1", kv_cache="fp8") == {"memory_mxfp4": 4.0, "kv_tokens_fp8": 2.0, "throughput": 1.6}
     assert claims(weights="int8", kv_cache="auto") == {"throughput": 1.6}
-    assert doctest.testmod(headlines).failed == 0
+    assert doctest.testmod(judgement).failed == 0
 
 
 def test_promised_stands_beside_measured(measurements: Measurements, policy: Policy) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from eval.bench import Launch, Machine
 from eval.gate import Policy, judge
-from eval.measurements import Measurements
+from eval.measurements import Launch, Machine, Measurements
 from eval.verdict import Verdict
 
 Launches = list[Launch]

@@ -133,7 +133,7 @@ def test_a_sample_file_that_is_not_one(path: Path, monkeypatch: pytest.MonkeyPat
         record.read(vouched(whole[:-9]))
     with pytest.raises(MeasurementError, match="cannot be unpacked"):
         record.read(vouched(b"{}"))
-    with pytest.raises(MeasurementError, match="not a sample set"):
+    with pytest.raises(MeasurementError, match="not a mapping of columns"):
         record.read(vouched(gzip.compress(b"{}")))
     monkeypatch.setattr(record, "LARGEST", 1 << 10)
     with pytest.raises(MeasurementError, match="unpacks to more than 1,024 bytes"):

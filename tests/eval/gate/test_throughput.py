@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from eval.bench import Launch, Machine, order
 from eval.gate import Policy, judge
-from eval.measurements import Measurements
+from eval.measurements import Launch, Machine, Measurements, order
 from eval.verdict import Verdict
 from tests.eval.measured import make_cell
 

@@ -8,12 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from eval import servers
 from eval.gate import Finding, Policy, judge
 from eval.gate.validity import kv_cache_fault, standard_error
-from eval.measurements import Measurements
+from eval.measurements import Measurements, Server, differences
 from eval.samples import Sample, SampleSet
-from eval.servers import Server
 from eval.verdict import Verdict
 from tests.eval.measured import make_samples
 
@@ -154,13 +152,13 @@ def test_names_of_the_same_cache_are_the_same(promised: str, effective: str | No
 def test_only_flags_that_belong_to_the_artefact_may_differ(argv: tuple[str, ...], same: bool) -> None:
     base = Server("0.32.0", "CPU", ("vllm", "serve", "a", "--max-num-seqs", "32"), {})
     other = dataclasses.replace(base, argv=("vllm", "serve", "b", *argv))
-    assert (servers.differences(base, other) == ()) is same
+    assert (differences(base, other) == ()) is same
 
 
 def test_what_a_runtime_does_to_a_checkpoint_may_differ_between_the_sides() -> None:
     base = Server("transformers 5.17.0", "CPU", (), {}, runtime="transformers 5.17.0, 16-bit weights")
     made = dataclasses.replace(base, runtime="transformers 5.17.0, dequantized weights, simulated FP8 activations")
-    assert servers.differences(base, made) == ()
+    assert differences(base, made) == ()
     assert not made.measures_speed
     newer = dataclasses.replace(made, runtime="transformers 5.18.0, dequantized weights", version="transformers 5.18.0")
-    assert [line.split(":")[0] for line in servers.differences(base, newer)] == ["Runtime differs", "Version differs"]
+    assert [line.split(":")[0] for line in differences(base, newer)] == ["Runtime differs", "Version differs"]

@@ -10,14 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from eval import bench
-from eval.bench import CellResult, Launch, Machine
 from eval.canary import Canary
 from eval.gate import Policy, judge
-from eval.measurements import Measurements, Structure
+from eval.measurements import CellResult, Launch, Machine, Measurements, Server, Structure, order
 from eval.report.model import Flip, KvScale, LayerError, Report, Stage
 from eval.samples import Sample, SampleSet
-from eval.servers import Server
 from eval.statistics.sequential import plan_looks
 from eval.verdict import Verdict
 from tests.eval.measured import digest
@@ -101,7 +98,7 @@ def control_of(pair: tuple[SampleSet, SampleSet], changed: int) -> SampleSet:
 def launches(ratio: float = 1.31, each: int = 4) -> tuple[Launch, ...]:
     random = np.random.RandomState(5)
     found = []
-    for number, side in enumerate(bench.order(each)):
+    for number, side in enumerate(order(each)):
         cells = {}
         for name, (concurrency, speed) in CELLS.items():
             gain = (ratio if side == "candidate" else 1.0) * random.normal(1, 0.012)

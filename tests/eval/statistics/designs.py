@@ -6,9 +6,8 @@ import numpy as np
 from scipy import stats
 
 from eval.samples import Kind, Pairs
-from eval.statistics.binary import LOWER_CORRECTION, UPPER_CORRECTION, score_deviation
-from eval.statistics.sequential import decide, plan_looks
-from eval.statistics.spending import boundary
+from eval.statistics.paired import LOWER_CORRECTION, UPPER_CORRECTION, score_deviation
+from eval.statistics.sequential import boundary, decide, plan_looks
 
 
 def tolerated(rate: float, runs: int) -> float:

@@ -8,7 +8,7 @@ from scipy import stats
 
 from eval import accuracy
 from eval.samples import Pairs
-from eval.statistics import bootstrap, paired
+from eval.statistics import paired
 from eval.statistics.paired import recovery
 from tests.eval.statistics.designs import asked, tolerated
 
@@ -68,7 +68,7 @@ def coverage(rng: np.random.Generator, runs: int, items: int, losses: float, gai
         baseline = right.astype(float)
         candidate = np.where(right, flipped >= losses / 0.7, flipped < gains / 0.3).astype(float)
         change = paired.change(asked(baseline, candidate, clusters=clusters))
-        low, high = bootstrap.interval(change.units, 0.9)
+        low, high = paired.bootstrap_interval(change.units, 0.9)
         held["bootstrap"] += low <= gains - losses <= high
         left = recovery(change, 0.9)
         assert left.low is not None
@@ -103,9 +103,9 @@ def test_bootstrap_draws_the_same_counts_as_items() -> None:
     rng = np.random.default_rng(6)
     baseline = (rng.random(900) < 0.5).astype(float)
     candidate = np.where(rng.random(900) < 0.1, 1 - baseline, baseline)
-    counted = bootstrap.interval(paired.change(asked(baseline, candidate)).units, 0.95)
+    counted = paired.bootstrap_interval(paired.change(asked(baseline, candidate)).units, 0.95)
     nudged = candidate + 1e-9 * rng.random(900)
-    drawn = bootstrap.interval(paired.change(asked(baseline, nudged)).units, 0.95)
+    drawn = paired.bootstrap_interval(paired.change(asked(baseline, nudged)).units, 0.95)
     width = counted[1] - counted[0]
     assert drawn == pytest.approx(counted, abs=0.06 * width)
 

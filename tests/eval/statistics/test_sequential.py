@@ -10,8 +10,7 @@ import pytest
 from eval import accuracy
 from eval.errors import MeasurementError
 from eval.samples import Pairs
-from eval.statistics.sequential import LEAST_ITEMS, decide, plan_looks, until
-from eval.statistics.spending import boundary
+from eval.statistics.sequential import LEAST_ITEMS, boundary, decide, plan_looks, until
 from tests.eval.statistics.designs import asked
 
 

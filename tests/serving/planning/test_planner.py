@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.servers import Server, differences
+from eval.measurements import Server, differences
 from pipeline.base.canonical import canonical_json
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import refusal

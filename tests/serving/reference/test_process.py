@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from eval import harness
-from eval.harness_log import read_asked
+from eval.harness import read_asked
 from eval.suites import TASKS_FOLDER, SuiteTask
 from pipeline.base.errors import StageError
 from pipeline.base.processes import Conversation, conversation

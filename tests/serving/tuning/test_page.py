@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eval.bench import CellResult
+from eval.measurements import CellResult
 from eval.workloads import Cell, Workload
 from pipeline.recipe.load import load_recipe
 from pipeline.serving.tuning import page

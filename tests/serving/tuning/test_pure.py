@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.bench import CellResult
+from eval.measurements import CellResult
 from pipeline.base.durations import duration, parse_duration
 from pipeline.base.errors import UserError
 from pipeline.serving.plan import LaunchPlan

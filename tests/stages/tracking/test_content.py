@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.comparison.contender import read
+from eval.comparison.model import read
 from pipeline.base.errors import UserError
 from pipeline.stages.finished import Finished
 from pipeline.stages.tracking.content import FINGERPRINT, content_of, metrics, params, tags
