@@ -13,6 +13,7 @@ import click
 F = TypeVar("F", bound=Callable[..., Any])
 
 STORE_VARIABLE = "QUANTMINT_STORE"
+REMOTE_VARIABLE = "QUANTMINT_REMOTE_STORE"
 
 
 def default_store() -> Path:
@@ -40,15 +41,13 @@ def store_option(function: F) -> F:
 
 def remote_option(function: F) -> F:
     """``--remote-store``: a tier of the store that several sites share."""
-    from pipeline.store.remote import VARIABLE
-
     return click.option(
         "--remote-store",
         "remote",
         metavar="URL",
-        envvar=VARIABLE,
+        envvar=REMOTE_VARIABLE,
         help=f"s3://bucket/prefix, gs://, az://, file://: what was measured at another site is taken from there, what "
-        f"is measured here is sent there (default: ${VARIABLE}, or none).",
+        f"is measured here is sent there (default: ${REMOTE_VARIABLE}, or none).",
     )(function)
 
 

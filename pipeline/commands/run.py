@@ -73,7 +73,7 @@ def run(
     from pipeline.stages.runner import run_plan
     from pipeline.stages.session import open_setting
     from pipeline.stages.tracking.mlflow_server import log_run
-    from pipeline.store.remote.tier import open_tier
+    from pipeline.store.remote import open_tier
     from pipeline.store.tree import Store
 
     reporter = reporter_for(json=as_json)

@@ -21,7 +21,7 @@ from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from pipeline.store.remote.tier import RemoteTier
+    from pipeline.store.remote import RemoteTier
 
 
 def open_setting(

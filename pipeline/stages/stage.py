@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.serving.plan import LaunchPlan
     from pipeline.serving.running.ray import Cluster
     from pipeline.serving.running.server import Server
-    from pipeline.store.remote.tier import RemoteTier
+    from pipeline.store.remote import RemoteTier
 
 
 @dataclass(frozen=True, slots=True)

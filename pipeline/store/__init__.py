@@ -14,10 +14,3 @@ On disk: ``<stage>/<fingerprint>/`` with ``record.json``, its ``.work`` folder, 
 ``quarantine/``, ``trash/``. An entry counts only if its record is sound and its files are those of the record:
 `Store.find` returns it or None.
 """
-
-from pipeline.store.disk import disk_errors
-from pipeline.store.entries import Entry, FileFact, Record
-from pipeline.store.runs import Run, RunLog, list_runs
-from pipeline.store.tree import Store, Work
-
-__all__ = ["Entry", "FileFact", "Record", "Run", "RunLog", "Store", "Work", "disk_errors", "list_runs"]

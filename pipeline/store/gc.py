@@ -13,6 +13,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -43,7 +44,7 @@ _AGES: Final = {  # kind -> (seconds for which it is kept anyway, why it is remo
 
 @dataclass(frozen=True)
 class Item:
-    """A file or folder of the store: its size in bytes, and why it is removed or kept."""
+    """A file or folder of the store: its size in bytes, and why it is removed."""
 
     path: Path
     bytes: int
@@ -57,7 +58,6 @@ class GcPlan:
     root: Path
     keep: int
     remove: tuple[Item, ...]
-    kept: tuple[Item, ...]
 
     @property
     def freed_bytes(self) -> int:
@@ -92,19 +92,12 @@ def plan_gc(store: Store, *, keep: int, now: float | None = None) -> GcPlan:
     finished = {thing.path for thing in things if thing.kind == "entry"}
     needed |= {path.with_name(f"{path.name}.work") for path in needed - finished}
     remove: list[Item] = []
-    kept: list[Item] = []
     for thing in things:
         grace, why = _AGES[thing.kind]
-        reason = None
-        if thing.held:
-            reason = "a process works on it"
-        elif thing.path in needed:
-            reason = "a recent run refers to it"
-        elif now - thing.changed < grace:
-            reason = "it is young"
-        (remove if reason is None else kept).append(Item(thing.path, thing.bytes, reason or why))
+        if not thing.held and thing.path not in needed and now - thing.changed >= grace:
+            remove.append(Item(thing.path, thing.bytes, why))
     remove += [Item(run.path, 0, f"there are {keep} newer runs of {run.recipe}") for run in old]
-    return GcPlan(root, keep, tuple(remove), tuple(kept))
+    return GcPlan(root, keep, tuple(remove))
 
 
 def apply(plan: GcPlan, *, now: float | None = None) -> int:
@@ -119,23 +112,19 @@ def apply(plan: GcPlan, *, now: float | None = None) -> int:
 
 
 def _put_away(root: Path, path: Path) -> bool:
-    if path.parent.parent == root and path.parent.name not in RESERVED and FINGERPRINT.match(path.name):
-        return _put_away_locked(root, path)
-    if path.suffix == ".lock" and path.is_relative_to(root / REFRESH):
-        lock = Lock(path, heartbeat=0.1, stale_after=GRACE_S)
-        if lock.acquire(timeout=0.5):
-            lock.release()
-            return True
-        return False
-    return _delete(root, path)
-
-
-def _put_away_locked(root: Path, path: Path) -> bool:
-    lock = Lock(path.with_name(f"{path.name[:64]}.lock"), heartbeat=0.1, stale_after=GRACE_S)
+    """Remove something under the lock that guards it, if one does; False where a process has come to it."""
+    guard = None
+    if path.parent.name not in RESERVED and FINGERPRINT.match(path.name):
+        guard = path.with_name(f"{path.name[:64]}.lock")
+    elif path.suffix == ".lock":
+        guard = path
+    if guard is None:
+        return _delete(root, path)
+    lock = Lock(guard, heartbeat=0.1, stale_after=GRACE_S)
     if not lock.acquire(timeout=0.5):  # time for two looks at a lock whose heartbeat stopped long ago
         return False
     try:
-        return path == lock.path or _delete(root, path)
+        return path == guard or _delete(root, path)
     finally:
         lock.release()
 
@@ -162,16 +151,10 @@ def _sort_runs(runs: Iterable[Run], keep: int, now: float) -> tuple[list[Run], l
     seen: Counter[str] = Counter()
     for run in runs:
         seen[run.recipe] += 1
-        goes_on = run.finished is None and not run.killed and now - _seconds(run.started) < UNFINISHED_S
+        age = now - datetime.fromisoformat(run.started).timestamp()
+        goes_on = run.finished is None and not run.killed and age < UNFINISHED_S
         (live if seen[run.recipe] <= keep or goes_on else old).append(run)
     return live, old
-
-
-def _seconds(moment: str) -> float:
-    try:
-        return datetime.fromisoformat(moment).timestamp()
-    except ValueError:
-        return 0.0
 
 
 def _survey(root: Path, now: float) -> Iterator[_Thing]:
@@ -209,8 +192,9 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _kind(path: Path) -> str | None:
+    """The kind of something in a stage's folder; None for what is not ours."""
     if not FINGERPRINT.match(path.name):
-        return None  # not ours
+        return None
     rest = path.name[64:]
     if rest == "":
         return "entry" if (path / RECORD).exists() else "half"
@@ -220,26 +204,17 @@ def _kind(path: Path) -> str | None:
 
 
 def _found(path: Path, kind: str, *, held: bool = False) -> _Thing:
-    """Size and age of a thing; what another process removes meanwhile counts as nothing."""
+    """Size and age of a thing; what another process removes meanwhile counts as nothing.
+
+    An entry is as old as its record, and what is in quarantine has been there since it was moved.
+    """
     size, changed = 0, 0.0
     for part in [path, *path.rglob("*")]:
-        try:
+        with suppress(FileNotFoundError):
             status = part.lstat()
-        except FileNotFoundError:
-            continue
-        size += status.st_size if not part.is_dir() else 0
-        changed = max(changed, status.st_mtime)
-    if kind == "entry":
-        changed = _time(path / RECORD)
-    elif kind == "quarantine":
-        changed = _time(path, moved=True)
+            size += status.st_size if not part.is_dir() else 0
+            if kind == "quarantine":
+                changed = status.st_ctime if part == path else changed
+            elif kind != "entry" or part.name == RECORD:
+                changed = max(changed, status.st_mtime)
     return _Thing(path, kind, size, changed, held)
-
-
-def _time(path: Path, *, moved: bool = False) -> float:
-    """When a file was written, or when it was put where it is."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return 0.0
-    return status.st_ctime if moved else status.st_mtime

@@ -109,6 +109,7 @@ def _read(path: Path) -> Run | None:
             return None
         plan = tuple((str(stage), str(digest)) for stage, digest in data.pop("plan"))
         run = Run(path=path, plan=plan, **data)
-        return run if isinstance(run.recipe, str) and isinstance(run.started, str) else None
+        datetime.fromisoformat(run.started)
+        return run if isinstance(run.recipe, str) else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from email.message import Message
 from email.parser import HeaderParser
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -100,12 +99,7 @@ def _there(path: Sequence[str] | None) -> dict[str, Message]:
 
 def _fields_of(found: metadata.Distribution) -> Message:
     """The fields, read once and without the description: ``found.metadata`` parses hundreds of README files again."""
-    text = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
-    fields = HeaderParser().parsestr(text.partition("\n\n")[0])
-    if "Requires-Dist" not in fields and found.read_text("requires.txt") is not None:  # an egg's
-        for wanted in found.requires or ():
-            fields["Requires-Dist"] = wanted
-    return fields
+    return HeaderParser().parsestr((found.read_text("METADATA") or "").partition("\n\n")[0])
 
 
 def _facts(found: Mapping[str, Message]) -> dict[str, Distribution]:
@@ -138,19 +132,11 @@ def _reached(tools: Iterable[str], there: Mapping[str, Message]) -> dict[str, Me
 
 
 def _requirements(found: Message) -> Iterator[Requirement]:
-    for text in found.get_all("Requires-Dist") or ():
-        wanted = _requirement(str(text))
-        if wanted is not None:
-            yield wanted
-
-
-@cache
-def _requirement(text: str) -> Requirement | None:
     from packaging.requirements import InvalidRequirement, Requirement
 
-    with suppress(InvalidRequirement):  # written before there were rules
-        return Requirement(text)
-    return None
+    for text in found.get_all("Requires-Dist") or ():
+        with suppress(InvalidRequirement):  # written before there were rules
+            yield Requirement(str(text))
 
 
 def _licence(found: Message) -> str | None:

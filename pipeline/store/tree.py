@@ -46,11 +46,7 @@ TRASH: Final = "trash"
 REFRESH: Final = "refresh"
 RESERVED: Final = frozenset({QUARANTINE, RUNS, TRASH, REFRESH})
 STAGE: Final = re.compile(r"[a-z][a-z0-9_-]*")
-_CACHEDIR_TAG = (
-    "Signature: 8a477f597d28d172789f06886806bc55\n"
-    "# Backup programs skip this folder: quantmint can make its content again.\n"
-    "# https://bford.info/cachedir/\n"
-)
+_CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # backup programs skip it: https://bford.info/cachedir/
 
 
 class Store:
@@ -87,9 +83,7 @@ class Store:
         try:
             self.quarantine(stage, fingerprint, reason, identity=identity)
         except OSError as error:
-            self._warn(
-                f"the result of {stage} at {path} is damaged: {reason}; it is ignored, but stays there ({error})"
-            )
+            self._warn(f"{stage} at {path} is damaged: {reason}; it is ignored, but stays there ({error})")
         return None
 
     def working(self, stage: str, fingerprint: str, *, on_wait: Callable[[str], None] | None = None) -> Work:

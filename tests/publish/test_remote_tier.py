@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.base.canonical import fingerprint
 from pipeline.base.progress import PlainReporter
 from pipeline.serving.host.detect import device_here
-from pipeline.store.remote.tier import open_tier
+from pipeline.store.remote import open_tier
 from pipeline.store.tree import Store
 from tests.publish.s3_server import Fault
 

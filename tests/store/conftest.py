@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.canonical import fingerprint
-from pipeline.store import Entry, Store
+from pipeline.store.entries import Entry
+from pipeline.store.tree import Store
 
 ROOT = Path(__file__).parents[2]
 STEPS = ("fsync", "rename", "replace", "link", "unlink", "open", "mkdir", "rmdir", "utime")

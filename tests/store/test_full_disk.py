@@ -13,7 +13,8 @@ import pytest
 
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import StoreError
-from pipeline.store import Store, disk_errors
+from pipeline.store.disk import disk_errors
+from pipeline.store.tree import Store
 
 PAYLOAD: dict[str, object] = {"stage": "quantize", "version": 1, "inputs": {}}
 DIGEST = fingerprint(PAYLOAD)

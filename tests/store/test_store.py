@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import StoreError
-from pipeline.store import Entry, Store
 from pipeline.store.disk import sha256_of
-from pipeline.store.entries import Record
+from pipeline.store.entries import Entry, Record
+from pipeline.store.tree import Store
 
 MIB = 1 << 20
 Make = Callable[..., Entry]
@@ -330,7 +330,7 @@ def test_a_lost_lock_stops_the_commit(store: Store) -> None:
 
 ENTER = """
 from pathlib import Path
-from pipeline.store import Store
+from pipeline.store.tree import Store
 with Store(Path(sys.argv[1])).working("quantize", sys.argv[2], on_wait=lambda who: print(who, flush=True)) as work:
     print(work.existing is not None and not work.path.exists())
 """

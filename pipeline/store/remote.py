@@ -1,7 +1,16 @@
-"""Entries in a bucket: looked for before a stage runs, sent when it has run.
+"""A second tier of the store, in a bucket or in a folder that machines share (file://), that several sites share.
+
+    tier = open_tier("s3://bucket/quantmint", print, device_here)
+    tier.bring(work, inputs, progress)      # the entry that another site made, or None
+    tier.send(entry, inputs, progress)      # for the other sites
 
     s3://bucket/quantmint/evaluate/3f2a....json                  the parcel, written last
     s3://bucket/quantmint/evaluate/3f2a.../9c01d2e3f4a5b6c7/...    its files
+
+It holds what was measured, not weights: those are made again from the source faster than they travel, to the same
+bytes. A fingerprint says what a stage was asked to start from; the content of its inputs says what it found. Both have
+to be the same where an entry is taken over: answers of one checkpoint prove nothing of another, nor does one machine's
+speed of another kind of machine.
 
 Nothing here can spoil a run: a tier that is away or holds nonsense is told once, and the stage runs. What comes in is
 held against its record, file by file, and a record against its fingerprint. Whoever may write to the bucket may write
@@ -12,52 +21,45 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Final
 
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import QuantmintError, StoreError, UserError
 from pipeline.base.machine import Device
 from pipeline.base.progress import Progress
-from pipeline.store.entries import FINGERPRINT, Entry, Record
+from pipeline.store.entries import Entry, Record
 from pipeline.store.files import PARTIAL, File, fetch, require_safe
-from pipeline.store.objects import SCHEMES, Objects
+from pipeline.store.objects import Objects
 from pipeline.store.tree import Work
 
 SCHEMA: Final = 1
-_KEYS: Final = {"schema", "folder", "record", "inputs", "device"}
+_FOLDER: Final = re.compile(r"[0-9a-f]{16}")
 _WEIGHTS: Final = "checkpoint/"
 _SERVED: Final = "serve"
 _LAUNCH: Final = "launch.json"
-
-
-class ParcelError(ValueError):
-    """An object that is no parcel of this schema, or not the one that was asked for."""
+HERE_ONLY: Final = frozenset({"source", "quantize", "publish"})
+"""Families that stay: paths of this machine, weights, and what was published from here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """``folder`` is the name under which the files lie; ``inputs`` maps each input to `content` of its entry.
+    """An entry in the tier: ``folder`` is the name under which its files lie, ``inputs`` the `content` of each input.
 
-    ``device`` is what a server ran on; None for what is no server.
+    ``device`` is what a server ran on, None for what is no server: what is measured of a server starts from the
+    server's entry, so that one knows the device.
     """
 
     folder: str
     record: Record
-    inputs: Mapping[str, str]
+    inputs: dict[str, str]
     device: Device | None
 
     def encode(self) -> bytes:
         """The object's bytes."""
-        record = json.loads(self.record.to_json())
-        data = {
-            "schema": SCHEMA,
-            "folder": self.folder,
-            "record": record,
-            "inputs": dict(self.inputs),
-            "device": None if self.device is None else self.device.to_json(),
-        }
+        data = {"schema": SCHEMA, **asdict(self)}
         return (json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
@@ -66,37 +68,33 @@ def pack(entry: Entry, inputs: Mapping[str, Entry]) -> Parcel:
 
     The folder's name follows from the record, so that two sites which made the same entry do not mix their files.
     """
+    device = None
+    if entry.stage == _SERVED:
+        device = Device(**json.loads(entry.file(_LAUNCH).read_text(encoding="utf-8"))["device"])
     folder = hashlib.sha256(entry.record.to_json()).hexdigest()[:16]
-    return Parcel(folder, entry.record, contents(inputs), _device(entry))
+    return Parcel(folder, entry.record, contents(inputs), device)
 
 
 def decode(raw: bytes, stage: str, wanted: str) -> Parcel:
-    """Read a parcel of the entry ``stage``/``wanted``; raises `ParcelError` with the reason for anything else."""
+    """Read a parcel of the entry ``stage``/``wanted``; raises `ValueError` with the reason for anything else."""
     try:
-        data: Any = json.loads(raw)
-        if not isinstance(data, dict) or data.keys() != _KEYS:
-            raise ParcelError(f"expected a mapping of {', '.join(sorted(_KEYS))}")
-        if data["schema"] != SCHEMA:
-            raise ParcelError(f"found schema {data['schema']!r}, expected {SCHEMA}")
-        record = Record.from_json(json.dumps(data["record"]).encode())
+        data = json.loads(raw)
+        if data.pop("schema") != SCHEMA:
+            raise ValueError(f"expected schema {SCHEMA}")
+        record = Record.from_json(json.dumps(data.pop("record")).encode())
         require_safe(record.files)
-        device = None if data["device"] is None else Device(**data["device"])
-    except ParcelError:
-        raise
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ParcelError(str(error)) from None
+        device = Device(**given) if (given := data.pop("device")) is not None else None
+        parcel = Parcel(record=record, device=device, **data)
+        named = _FOLDER.fullmatch(parcel.folder) is not None
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it has the wrong shape ({error})") from None
     if (record.stage, record.fingerprint) != (stage, wanted):
-        raise ParcelError(f"it is of {record.stage}/{record.fingerprint[:12]}")
-    folder, inputs = data["folder"], data["inputs"]
-    if not isinstance(folder, str) or len(folder) != 16 or not set(folder) <= set("0123456789abcdef"):
-        raise ParcelError("its folder is no name of 16 hex digits")
-    if not isinstance(inputs, dict) or inputs.keys() != record.inputs.keys():
-        raise ParcelError("its inputs are not those of its record")
-    if not all(isinstance(value, str) and FINGERPRINT.fullmatch(value) for value in inputs.values()):
-        raise ParcelError("its inputs are not told by digest")
+        raise ValueError(f"it is of {record.stage}/{record.fingerprint[:12]}")
+    if not named:
+        raise ValueError("its folder is no name of 16 hex digits")
     if (device is None) == (stage == _SERVED):
-        raise ParcelError("a server's device is missing, or something else has one")
-    return Parcel(folder, record, inputs, device)
+        raise ValueError("a server's device is missing, or something else has one")
+    return parcel
 
 
 def contents(inputs: Mapping[str, Entry]) -> dict[str, str]:
@@ -118,17 +116,6 @@ def content(entry: Entry) -> str:
     return entry.digest
 
 
-def _device(entry: Entry) -> Device | None:
-    """What the server of an entry ran on."""
-    if entry.stage != _SERVED:
-        return None
-    return Device(**json.loads(entry.file(_LAUNCH).read_text(encoding="utf-8"))["device"])
-
-
-HERE_ONLY: Final = frozenset({"source", "quantize", "publish"})
-"""Families that stay: paths of this machine, weights, and what was published from here."""
-
-
 class RemoteTier:
     """A remote tier at ``url``. ``warn`` is told what does not work, each thing once.
 
@@ -136,11 +123,7 @@ class RemoteTier:
     """
 
     def __init__(
-        self,
-        url: str,
-        objects: Objects,
-        warn: Callable[[str], None],
-        device: Callable[[str], Device],
+        self, url: str, objects: Objects, warn: Callable[[str], None], device: Callable[[str], Device]
     ) -> None:
         self.url = url
         self._objects = objects
@@ -226,7 +209,7 @@ class RemoteTier:
             return None, None
         try:
             return decode(found.data, stage, fingerprint), found.mark
-        except ParcelError as error:
+        except ValueError as error:
             self._tell(f"{self.url}/{_name(stage, fingerprint)} is not used: {error}")
             return None, found.mark
 
@@ -241,11 +224,8 @@ def open_tier(url: str, warn: Callable[[str], None], device: Callable[[str], Dev
 
     Raises `UserError` for no such kind, and for an address with credentials, which it does not repeat.
     """
-    scheme, separator, path = url.partition("://")
     if "@" in url:
         raise UserError("--remote-store: found an address with an @, expected one without credentials")
-    if not separator or not path.strip("/") or scheme not in SCHEMES:
-        raise UserError(f"--remote-store: found {url!r}, expected s3://bucket/prefix, gs://, az:// or file://")
     return RemoteTier(url.rstrip("/"), Objects(url.rstrip("/")), warn, device)
 
 
