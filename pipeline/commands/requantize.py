@@ -140,7 +140,7 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> S
     from pipeline.upkeep.fleet.events import Event, line_of
     from pipeline.upkeep.fleet.jobs import Request
     from pipeline.upkeep.fleet.rounds import Fleet
-    from pipeline.upkeep.notices.outlets import outlets
+    from pipeline.upkeep.notices import outlets
 
     def say(line: str) -> None:
         with suppress(OSError):  # a log on a full disk, or who read it is gone: the recipes are not

@@ -139,7 +139,7 @@ def run(
     told how it goes; docs/notices.md says what it is sent.
     """
     from pipeline.upkeep.fleet.jobs import Options
-    from pipeline.upkeep.notices.outlets import outlets
+    from pipeline.upkeep.notices import outlets
     from pipeline.upkeep.schedule.resident import Resident
 
     options = Options(

@@ -1,4 +1,4 @@
-"""A fleet that stays, as a scheduler has one: each line of its input asks for a recipe, each round is told as JSON.
+"""A fleet that stays, as a scheduler has one: each line of its input asks for a recipe, whose end is told as JSON.
 
 python -m tests.bench.resident STORE PYTHON < pipe
 """
@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from pipeline.upkeep.fleet.events import Event, Summary
+from pipeline.upkeep.fleet.events import Event
 from pipeline.upkeep.fleet.jobs import Options, Request
 from pipeline.upkeep.fleet.rounds import Fleet
 
@@ -18,7 +18,7 @@ from pipeline.upkeep.fleet.rounds import Fleet
 def main(store: str, python: str) -> None:
     """Run until the input ends."""
     options = Options(store=Path(store), command=(python, "-m", "pipeline", "run"), first_wait_s=0.1)
-    fleet = Fleet(options, on_event=_unheard, on_round=_tell)
+    fleet = Fleet(options, on_event=_tell, warn=_unheard)
 
     def listen() -> None:
         for line in sys.stdin:
@@ -29,12 +29,13 @@ def main(store: str, python: str) -> None:
     fleet.run()
 
 
-def _unheard(_: Event) -> None:
+def _unheard(_: str) -> None:
     return
 
 
-def _tell(summary: Summary) -> None:
-    print(json.dumps(summary.to_json()), flush=True)  # noqa: T201
+def _tell(event: Event) -> None:
+    if event.kind in ("finished", "held"):
+        print(json.dumps({"state": event.state, "verdict": event.verdict}), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -171,8 +171,7 @@ def _asked(resident: subprocess.Popen[str], world: World, after: float | None, d
         if there:
             with suppress(ProcessLookupError):
                 os.kill(die.choice(there), signal.SIGKILL)
-    summary: dict[str, Any] = json.loads(resident.stdout.readline())
-    (ended,) = summary["ended"]
+    ended: dict[str, Any] = json.loads(resident.stdout.readline())
     return f"{ended['state']} {ended['verdict'] or ''}".strip()
 
 

@@ -39,7 +39,7 @@ _LIBRARIES = (
     "pipeline.commands.cli", "pipeline.commands.requantize", "pipeline.commands.run",
     "pipeline.stages.runner", "pipeline.stages.session", "pipeline.stages.planning",
     "pipeline.stages.preflight", "pipeline.upkeep.due.due", "pipeline.upkeep.fleet.rounds",
-    "pipeline.upkeep.notices.outlets", "pipeline.quantize.engines.stream.engine",
+    "pipeline.upkeep.notices", "pipeline.quantize.engines.stream.engine",
     "pipeline.quantize.inspection.inspect",
     "pipeline.publish.places", "pipeline.publish.hub.place",
     "pipeline.publish.card",

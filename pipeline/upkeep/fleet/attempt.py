@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
@@ -13,18 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.base.processes import Child
+from pipeline.base.processes import SECRET, Child
 from pipeline.store.disk import disk_errors
 from pipeline.upkeep.due.state import folder_of
 
 _KEPT: Final = 5
 _POLL_S: Final = 0.1
 _LINE: Final = 4096  # bytes
-_STAGE: Final = re.compile(rb"^\[(\d+/\d+)\] ([^\s:]+): started$", re.MULTILINE)
-_NOT_A_CHILDS: Final = re.compile(r"QUANTMINT_WEBHOOK\w*")
-_SECRET_NAME: Final = re.compile(
-    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_?KEY|WEBHOOK", re.IGNORECASE
-)
+_STAGE: Final = re.compile(rb"\[(\d+/\d+)\] ([^\s:]+): started")
 _TOKEN: Final = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{12,}")
 _IN_ADDRESS: Final = re.compile(r"(?<=://)[^/@\s]+@|(?<=[a-z0-9])\?[^\s\"'<>)]*(?:[Ss]ignature|[Tt]oken)=[^\s\"'<>)]*")
 _CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -73,8 +68,7 @@ class Attempted:
     @property
     def places(self) -> tuple[Mapping[str, object], ...]:
         """Where its release is now, as `quantmint run --json` says it."""
-        found = self.answer.get("published")
-        return tuple(place for place in found if isinstance(place, dict)) if isinstance(found, list) else ()
+        return tuple(self.answer.get("published") or ())
 
 
 def attempt(
@@ -96,19 +90,17 @@ def attempt(
     began = None if queues else time.monotonic()
     printed = log.with_suffix(".out")
     with disk_errors(log):
-        log.parent.mkdir(parents=True, exist_ok=True)
         child = Child(argv, environment, log, grace=grace_s, output=printed)
-
-    def hear(stage: str) -> None:
-        nonlocal began
-        began = began or time.monotonic()
-        on_stage(stage)
-
-    seen, late = 0, False
     try:
-        while child.exit_code is None and not late and not stop.wait(_POLL_S):
-            seen = _tell_stage(log, seen, hear)
-            late = limit_s is not None and began is not None and time.monotonic() - began > limit_s
+        late, line = False, b""
+        with log.open("rb") as stream:
+            while child.exit_code is None and not late and not stop.wait(_POLL_S):
+                *lines, line = (line + stream.read()).split(b"\n")
+                line = line[-_LINE:]  # a library's bar writes for hours without an end of line
+                if found := [stage for stage in map(_STAGE.match, lines) if stage is not None]:
+                    began = began or time.monotonic()
+                    on_stage(b" ".join(found[-1].groups()).decode(errors="replace"))
+                late = limit_s is not None and began is not None and time.monotonic() - began > limit_s
         cut = child.exit_code is None
     finally:
         child.let_go()
@@ -125,14 +117,9 @@ def attempt(
         error = quotable(str(answer["error"]), environment)
     else:
         said = last_line(log, environment)
-        how = f"signal {code - 128 if code > 128 else -code}" if not 0 <= code < 128 else f"exit code {code}"
+        how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
         error = f"ended by {how}" + (f": {said}" if said else "")
     return Attempted(code, answer, seconds, log, cut, error)
-
-
-def child_variables(ours: Mapping[str, str]) -> dict[str, str]:
-    """Our environment for a child: it fetches, signs and publishes as a person's run does, but tells nobody."""
-    return {name: value for name, value in ours.items() if not _NOT_A_CHILDS.fullmatch(name)}
 
 
 def new_log(root: Path, name: str) -> Path:
@@ -147,15 +134,13 @@ def new_log(root: Path, name: str) -> Path:
 
 
 def quotable(text: str, environment: Mapping[str, str]) -> str:
-    """A message as one paragraph without control characters, halves of characters and secrets."""
-    whole = text.encode(errors="replace").decode()  # a file's name need not be UTF-8, and a terminal refuses its rest
-    said = " ".join(_CONTROL.sub("", whole).split())
-    return without_secrets(said, environment)[:_LONGEST]
+    """A message as one paragraph without control characters and secrets."""
+    return without_secrets(" ".join(_CONTROL.sub("", text).split()), environment)[:_LONGEST]
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
     """A text without the values of variables that are named as secrets, and without what looks like a token."""
-    values = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 6}
+    values = {value for name, value in environment.items() if SECRET.search(name) and len(value) >= 6}
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "[secret]")
     return _IN_ADDRESS.sub("", _TOKEN.sub("[secret]", text))
@@ -173,36 +158,11 @@ def last_line(log: Path, environment: Mapping[str, str]) -> str:
     return quotable(lines[-1], environment) if lines else ""
 
 
-def _tell_stage(log: Path, seen: int, on_stage: Callable[[str], None]) -> int:
-    """Tell the newest stage of what the log has grown since ``seen`` bytes; returns where to go on."""
-    try:
-        size = os.stat(log).st_size  # noqa: PTH116 - ten times a second
-        if size == seen:
-            return seen
-        with log.open("rb") as stream:
-            stream.seek(seen)
-            grown = stream.read(size - seen)
-    except OSError:
-        return seen
-    # A library's bar writes for hours without an end of line: only the last of that may become a line of ours.
-    whole = grown.rfind(b"\n") + 1 or max(0, len(grown) - _LINE)
-    found = _STAGE.findall(grown[:whole])
-    if found:
-        on_stage(b" ".join(found[-1]).decode(errors="replace"))
-    return seen + whole
-
-
 def _answer(printed: Path) -> dict[str, Any]:
     """The last JSON object that a child printed; {} for none."""
     try:
         text = printed.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+        found = json.loads(text[text.rfind("\n{") + 1 :])
+    except (OSError, ValueError):
         return {}
-    for candidate in (text, text[text.rfind("\n{") + 1 :]):
-        try:
-            found = json.loads(candidate)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            return found
-    return {}
+    return found if isinstance(found, dict) else {}

@@ -54,8 +54,8 @@ class Devices:
         """
         if self.variable is None:
             return dict(ours)
-        chosen = set(taken)
-        values = [device.value for device in self.devices if device.number in chosen]
+        numbers = set(taken)
+        values = [device.value for device in self.devices if device.number in numbers]
         rest = {name: value for name, value in ours.items() if name not in (HIP, CUDA)}
         return {**rest, self.variable: ",".join(values) or "-1"}
 
@@ -69,30 +69,30 @@ def devices_of(machine: Machine, wanted: tuple[int, ...] | None) -> Devices:
 
     Raises `UserError` for a place where there is none.
     """
-    instinct = [gpu.uuid for gpu in amd_gpus(machine)]
-    nvidia = [] if instinct else _nvidia(machine)
-    variable = HIP if instinct else CUDA if nvidia else None
-    if instinct:
-        visible = visible_amd(machine.environ, instinct)
-        before = machine.environ.get(CUDA) or machine.environ.get(HIP) or None
-        names = [str(place) for place in range(len(chosen(machine.environ.get(ROCR) or None, instinct)))]
+    environ = machine.environ
+    uuids = [gpu.uuid for gpu in amd_gpus(machine)]
+    if uuids:
+        variable: str | None = HIP
+        visible = visible_amd(environ, uuids)
+        before = environ.get(CUDA) or environ.get(HIP) or None
+        places = len(chosen(environ.get(ROCR) or None, uuids))
     else:
-        visible = visible_cuda(machine.environ, nvidia)
-        before = machine.environ.get(CUDA)
-        names = [str(place) for place in range(len(nvidia))]
-    values = names if before is None else [entry.strip() for entry in before.split(",")]
-    uuids = instinct or nvidia
+        listed = machine.run(("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"))
+        uuids = [line.strip() for line in (listed or "").splitlines() if line.strip()]
+        variable = CUDA if uuids else None
+        visible = visible_cuda(environ, uuids)
+        before = environ.get(CUDA)
+        places = len(uuids)
+    values = list(map(str, range(places))) if before is None else [entry.strip() for entry in before.split(",")]
     own = {number: uuid for number, uuid in enumerate(uuids) if uuids.count(uuid) == 1 and uuid.strip("GPU-0")}
     found = tuple(Device(number, value, own.get(number)) for number, value in zip(visible, values, strict=False))
-    if wanted is None:
-        return Devices(variable, found)
-    for place in wanted:
+    for place in wanted or ():
         if place >= len(found):
             raise UserError(
                 f"--devices: found {place}, expected numbers below {len(found)}: "
                 f"{'no accelerator is' if not found else f'{len(found)} are'} visible here"
             )
-    return Devices(variable, tuple(found[place] for place in sorted(set(wanted))))
+    return Devices(variable, found if wanted is None else tuple(found[place] for place in sorted(set(wanted))))
 
 
 def free_of(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tuple[int, ...]:
@@ -100,13 +100,8 @@ def free_of(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tup
 
     Where the store cannot be read for a moment, none is: what runs goes on, and what waits does so a little longer.
     """
-    now = time.time()
     try:
-        return tuple(
-            number
-            for number in numbers
-            if not is_held(_lock_path(root, number, uuids), stale_after=STALE_AFTER_S, now=now)
-        )
+        return tuple(number for number in numbers if not _is_held(_lock_path(root, number, uuids)))
     except OSError:
         return ()
 
@@ -132,8 +127,8 @@ def take(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tuple[
 
 
 def give_back(locks: Iterable[Lock]) -> None:
-    """Release locks, the last one first."""
-    for lock in reversed(list(locks)):
+    """Release locks."""
+    for lock in locks:
         lock.release()
 
 
@@ -143,16 +138,11 @@ def try_lock(lock: Lock) -> bool:
     Returns at once, but for one thing: that a holder on another machine is dead is known only after a second look,
     a heartbeat later.
     """
-    if lock.acquire(timeout=0):
-        return True
-    if is_held(lock.path, stale_after=STALE_AFTER_S, now=time.time()):
-        return False
-    return lock.acquire(timeout=HEARTBEAT_S + 1)
+    return lock.acquire(timeout=0) or (not _is_held(lock.path) and lock.acquire(timeout=HEARTBEAT_S + 1))
 
 
-def _nvidia(machine: Machine) -> list[str]:
-    listed = machine.run(("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"))
-    return [line.strip() for line in (listed or "").splitlines() if line.strip()]
+def _is_held(path: Path) -> bool:
+    return is_held(path, stale_after=STALE_AFTER_S, now=time.time())
 
 
 def _lock_path(root: Path, number: int, uuids: Mapping[int, str]) -> Path:

@@ -1,4 +1,4 @@
-"""What happens to a recipe while a fleet works, and how a round ended: for logs, webhooks and metrics."""
+"""What happens to a recipe while a fleet works, and how it left: for logs, webhooks and metrics."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ more is done for it now, ``state`` says why. held: as finished, because these ve
 State = Literal[
     "ran", "current", "unknown", "damaged", "held", "broken", "failed", "resting", "elsewhere", "left", "interrupted"
 ]
-"""How a recipe left a round. ran: to a verdict, or to its end without one. current: nothing was due. unknown: a place
-that did not answer decides whether it was. damaged: a place answers, and its release cannot be read. held: these inputs
-were judged before. broken: the recipe cannot be loaded or planned. failed: its last attempt broke, hung or was killed.
-resting: it failed before, and the time of its next attempt has not come. elsewhere: another fleet has it. left: the
-time or the disk of the round was used up. interrupted: the fleet was told to stop."""
+"""How a recipe left a round; docs/keeping-fresh.md says what each means."""
 
 SCHEMA: Final = 1
 _WORST_FIRST: Final = (5, 2, 4, 1, 3, 0)
@@ -33,9 +29,7 @@ class Event:
 
     ``queued`` and ``running`` count recipes right after it. ``attempt`` counts from 1. ``stage`` is ``3/12 calibrate``.
     From ``state`` on everything belongs to ``finished`` and ``held`` (``exit_code``, ``reason`` and ``log`` to
-    ``retrying`` too): the verdict, the exit code that the recipe counts with, seconds of all attempts, the tag of the
-    release that was published and the places that it is in, the causes of its being due, why it ended as it did, and
-    the log of the last attempt.
+    ``retrying`` too) and is `Ended`'s.
     """
 
     kind: Kind
@@ -60,9 +54,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a recipe left a round; the fields are those of `Event`.
+    """How a recipe left a round.
 
-    ``attempts`` is 0 for one that was not run. ``changes`` are phrases for people, of what made it due.
+    ``exit_code`` is what it counts with, ``attempts`` 0 for one that was not run, ``duration_s`` of all of them.
+    ``tag`` is that of the release that was published to ``places``. ``causes`` are the kinds of change that made it
+    due, ``changes`` phrases for people of them. ``log`` is the last attempt's.
     """
 
     recipe: str
@@ -119,16 +115,15 @@ def line_of(event: Event) -> str:
         case "waiting":
             return f"{name}: waits: {event.reason}"
         case "started":
-            again = f", attempt {event.attempt}" if event.attempt > 1 else ""
-            return f"{name}: started{again}"
+            return f"{name}: started" + (f", attempt {event.attempt}" if event.attempt > 1 else "")
         case "stage":
             return f"{name}: [{event.stage}]"
         case "retrying":
             return f"{name}: failed, tried again in {duration(event.wait_s or 0.0)}: {event.reason}"
-    took = f" in {duration(event.duration_s)}" if event.attempt and event.duration_s is not None else ""
     word = event.verdict if event.state == "ran" and event.verdict else event.state
     if event.state == "failed":
         word = f"failed with exit code {event.exit_code}"
+    took = f" in {duration(event.duration_s)}" if event.attempt and event.duration_s is not None else ""
     release = f", released {event.tag}" if event.tag else ""
     reason = f": {event.reason}" if event.reason else ""
     log = f" (log: {event.log})" if event.state == "failed" and event.log else ""

@@ -1,4 +1,4 @@
-"""What a round would do: which recipes, in which order, on which devices, and why; nothing is locked or run."""
+"""What a fleet would do: which recipes, in which order, on which devices, and why; nothing is locked or run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from pipeline.base.machine import Machine
 from pipeline.upkeep.due.state import RecipeState, read_state
 from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of
 from pipeline.upkeep.fleet.events import Ended
-from pipeline.upkeep.fleet.jobs import Job, Options, Request, causes_of, devices_needed, not_run, unrun
-from pipeline.upkeep.fleet.order import Room, next_begin, ordered, unaffordable
+from pipeline.upkeep.fleet.jobs import (
+    Job,
+    Options,
+    Request,
+    Room,
+    Waiting,
+    devices_needed,
+    next_begin,
+    not_run,
+    ordered,
+    unaffordable,
+    unrun,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,46 +50,46 @@ class Foreseen:
 def foresee(
     recipes: Sequence[str], options: Options, warn: Callable[[str], None]
 ) -> tuple[tuple[Foreseen, ...], tuple[Ended, ...]]:
-    """What would run, in its order, and how the others leave the round without an attempt."""
+    """What would run, in its order, and how the others would leave without an attempt; nothing is locked or run."""
     now = time.monotonic()
     devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
-    free = free_of(options.store, devices.numbers, devices.uuids)
+    room = Room(
+        now,
+        options.slots(len(devices.numbers)),
+        free_of(options.store, devices.numbers, devices.uuids),
+        options.max_s,
+        options.max_disk,
+    )
     left: list[Ended] = []
     jobs: dict[str, Job] = {}
     for recipe, due in zip(recipes, options.look()(recipes), strict=True):
-        state = RecipeState(name=due.name)
-        if due.state != "broken":  # then what was given need not be a name
-            state = read_state(options.store, due.name, warn=warn)
-        request = Request(recipe)
+        broken = due.state == "broken"  # then what was given need not be a name
+        state = RecipeState(name=due.name) if broken else read_state(options.store, due.name, warn=warn)
+        job, request = Job(Request(recipe), due, state, since=now, ready=now), Request(recipe)
         ended = not_run(request, due, state, options, devices)
+        reason = unaffordable(job.waiting(devices), room)
+        if ended is None and reason is not None:
+            ended = unrun(job, "left", 0, reason)
         if ended is None:
-            jobs.setdefault(due.name, Job(request, due, state, since=now, ready=now))
+            jobs.setdefault(due.name, job)
         else:
             left.append(ended)
-    room = Room(now, options.slots(len(devices.numbers)), free, options.max_s, options.max_disk)
-    waiting = {name: job.waiting(devices) for name, job in jobs.items()}
+    queue = [job.waiting(devices) for job in jobs.values()]
     begun: dict[str, tuple[int, ...]] = {}
-    while (begin := next_begin([one for one in waiting.values() if one.name not in begun], room)) is not None:
-        name, taken = begin
-        begun[name] = taken
-        room = replace(room, slots=room.slots - 1, free=tuple(set(room.free) - set(taken)))
-    runs = []
-    for one in ordered(waiting.values(), now):
-        job = jobs[one.name]
-        never = unaffordable(one, room)
-        if never is not None:
-            left.append(unrun(job, "left", 0, never))
-            continue
-        runs.append(
-            Foreseen(
-                recipe=one.name,
-                reason=job.due.reason,
-                causes=causes_of(job.due),
-                priority=one.priority,
-                needs=one.devices if options.on is None else devices_needed(job.due),
-                devices=begun.get(one.name),
-                expected_s=job.state.last_duration_s,
-                reruns=tuple(key for key, state in job.due.stages if state == "rerun"),
-            )
-        )
-    return tuple(runs), tuple(left)
+    while (begin := next_begin([one for one in queue if one.name not in begun], room)) is not None:
+        name, begun[begin[0]] = begin
+        room = replace(room, slots=room.slots - 1, free=tuple(set(room.free) - set(begun[name])))
+    return tuple(_foreseen(jobs[one.name], one, begun.get(one.name)) for one in ordered(queue, now)), tuple(left)
+
+
+def _foreseen(job: Job, queued: Waiting, devices: tuple[int, ...] | None) -> Foreseen:
+    return Foreseen(
+        recipe=job.name,
+        reason=job.due.reason,
+        causes=tuple(dict.fromkeys(change.cause for change in job.due.changes)),
+        priority=queued.priority,
+        needs=devices_needed(job.due),
+        devices=devices,
+        expected_s=job.state.last_duration_s,
+        reruns=tuple(key for key, state in job.due.stages if state == "rerun"),
+    )

@@ -1,11 +1,16 @@
-"""What a fleet is asked for, a recipe in a round, and what becomes of it when an attempt has ended."""
+"""What a fleet is asked for, which recipe goes next, and what becomes of it when an attempt has ended.
+
+The queue is by priority, then by name. One that has waited for an hour counts a point more, for each hour: recipes of a
+low priority have their turn where others come without end. One that needs more devices than are free keeps what is free
+for itself: smaller ones that come after it would otherwise take them again and again. What needs no device passes it.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -18,7 +23,6 @@ from pipeline.upkeep.due.state import RecipeState, moment
 from pipeline.upkeep.fleet.attempt import Attempted
 from pipeline.upkeep.fleet.devices import Devices
 from pipeline.upkeep.fleet.events import Ended, State, now_utc
-from pipeline.upkeep.fleet.order import Waiting
 
 if TYPE_CHECKING:
     from pipeline.upkeep.due.due import Due
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 Look = Callable[[Sequence[str]], "tuple[Due, ...]"]
 """Which of these recipes are due: `pipeline.upkeep.due.due.look` with everything but the recipes given."""
 
+_AGING_S: Final = 3600.0
 _LONGEST_WAIT_S: Final = 3600.0
 _FIRST_REST_S: Final = 900.0
 _LONGEST_REST_S: Final = 86400.0
@@ -44,16 +49,14 @@ class Options:
     """How a fleet works.
 
     ``store`` is the store's root. ``jobs`` is how many recipes run at a time at the most (None: one for each device,
-    one where there are none). ``devices`` are numbers as this process's own variables leave them (None: all that are
-    visible). ``retries`` is how often an attempt is repeated after a fault that passes. ``max_hours`` limits a round's
-    wall clock, ``max_disk`` the bytes by which the store and the folders of releases grow in it. ``everything`` also
-    runs what is not due, is held or rests; ``redo`` are stages that run again, which means the same. ``wait`` is
-    whether a recipe that another fleet has is waited for. ``on`` is what `quantmint submit --ray` takes, a cluster that
-    runs the recipes (None: this machine does): Ray places them by what their targets need, no device of this machine is
-    taken, and without ``jobs`` all that are due are submitted at once. ``command`` is the start of a child's command
-    line, which the recipe and the options of `quantmint run` follow, and ``submit_command`` of one with ``on``.
-    ``grace_s`` is the time between SIGTERM and SIGKILL, and ``first_wait_s`` the wait before the first repetition,
-    which doubles from then on.
+    one where there are none; with ``on`` all). ``devices`` are numbers as this process's own variables leave them
+    (None: all that are visible). ``retries`` is how often an attempt is repeated after a fault that passes.
+    ``max_hours`` limits the wall clock of all, ``max_disk`` the bytes by which the store grows. ``everything`` also
+    runs what is not due, is held or rests; so do ``redo``, stages that run again. ``wait`` is whether a recipe that
+    another fleet has is waited for. ``on`` is what `quantmint submit --ray` takes, a cluster that runs the recipes by
+    what their targets need (None: this machine does). ``command`` is the start of a child's command line, and
+    ``submit_command`` of one with ``on``. ``grace_s`` is the time between SIGTERM and SIGKILL, and ``first_wait_s`` the
+    wait before the first repetition, which doubles from then on.
     """
 
     store: Path
@@ -76,7 +79,7 @@ class Options:
 
     @property
     def max_s(self) -> float | None:
-        """Seconds that a round may take."""
+        """Seconds that all may take."""
         return None if self.max_hours is None else self.max_hours * 3600
 
     def slots(self, devices: int) -> int:
@@ -160,9 +163,73 @@ def devices_needed(due: Due) -> int:
     return 0 if hardware(target.hardware).kind == "cpu" else target.gpus
 
 
-def causes_of(due: Due) -> tuple[str, ...]:
-    """The kinds of change that a recipe is due for, each once."""
-    return tuple(dict.fromkeys(change.cause for change in due.changes))
+# Which recipe goes next: pure functions of what waits, what is free and what is left.
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A recipe in the queue; times are seconds of one monotonic clock.
+
+    ``devices`` is how many it takes, ``since`` when it was queued, ``ready`` the soonest that it may begin, and
+    ``expected_s`` how long it took the last time, 0 where nobody knows.
+    """
+
+    name: str
+    priority: int = 0
+    devices: int = 0
+    since: float = 0.0
+    ready: float = 0.0
+    expected_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is for another recipe: ``slots`` of it, ``free`` devices by number, what is left (None: no limit)."""
+
+    now: float
+    slots: int
+    free: tuple[int, ...] = ()
+    left_s: float | None = None
+    left_bytes: int | None = None
+
+
+def ordered(waiting: Iterable[Waiting], now: float) -> list[Waiting]:
+    """The queue, the next one first."""
+
+    def place(one: Waiting) -> tuple[float, str]:
+        return -(one.priority + max(0.0, now - one.since) // _AGING_S), one.name
+
+    return sorted(waiting, key=place)
+
+
+def next_begin(waiting: Iterable[Waiting], room: Room) -> tuple[str, tuple[int, ...]] | None:
+    """The name of the recipe that begins now, and the numbers of its devices; None where none may."""
+    if room.slots < 1:
+        return None
+    free = sorted(room.free)
+    for one in ordered(waiting, room.now):
+        if one.ready > room.now or unaffordable(one, room) is not None:
+            continue
+        if one.devices <= len(free):
+            return one.name, tuple(free[: one.devices])
+        free = []  # kept for this one
+    return None
+
+
+def unaffordable(one: Waiting, room: Room) -> str | None:
+    """Why a recipe is not begun any more in this round, now or later; None where it may be."""
+    if room.left_bytes is not None and room.left_bytes <= 0:
+        return "the round's disk is used up"
+    if room.left_s is None:
+        return None
+    left = room.left_s - max(0.0, one.ready - room.now)
+    if left <= 0:
+        return "the round's time is used up"
+    if one.expected_s > left:
+        from pipeline.base.durations import duration
+
+        return f"it took {duration(one.expected_s)} the last time, and {duration(left)} are left"
+    return None
 
 
 # How a recipe leaves a round.
@@ -200,16 +267,13 @@ def unrun(job: Job, state: State, code: int, reason: str) -> Ended:
 def ran(job: Job, attempted: Attempted, stopped_by: int | None) -> Ended:
     """How a job leaves the round whose last attempt has ended."""
     if attempted.cut_short and job.why == "signal":
-        return unrun(
-            job, "interrupted", 128 + (stopped_by or 0), "it was told to stop; it goes on from there next time"
-        )
+        return unrun(job, "interrupted", 128 + (stopped_by or 0), "told to stop; it goes on from there next time")
     if attempted.cut_short and job.why == "time":
         return unrun(job, "left", 0, "the round's time was used up; it goes on from there next time")
     if not attempted.judged:
         return unrun(job, "failed", attempted.failure, attempted.error)
-    reasons = attempted.answer.get("reasons")
-    said = reasons if isinstance(reasons, list) and attempted.verdict not in (None, "PASS") else ()
-    ended = unrun(job, "ran", attempted.exit_code, "; ".join(map(str, said)))
+    reasons = () if attempted.verdict in (None, "PASS") else attempted.answer.get("reasons") or ()
+    ended = unrun(job, "ran", attempted.exit_code, "; ".join(map(str, reasons)))
     tags = [str(place["tag"]) for place in attempted.places if "tag" in place]
     return replace(ended, verdict=attempted.verdict, tag=tags[0] if tags else None, places=attempted.places)
 
@@ -223,7 +287,7 @@ def _left(request: Request, due: Due, state: State, code: int, reason: str) -> E
         trigger=request.trigger,
         state=state,
         exit_code=code,
-        causes=causes_of(due),
+        causes=tuple(dict.fromkeys(change.cause for change in due.changes)),
         changes=never if due.release is None else what_changed(due.changes),
         reason=reason,
     )
@@ -276,21 +340,10 @@ def rests_until(rounds: int, now: datetime | None = None) -> str:
 
 
 def resting_until(state: RecipeState, inputs: str, now: datetime) -> datetime | None:
-    """Until when a recipe that failed is left alone; None where it may be tried.
-
-    It is tried at once when its inputs are others than those that it failed with; a rest that is longer than any is of
-    a clock that was wrong.
-    """
+    """Until when a recipe that failed is left alone; None where it may be tried, as when its inputs are others now."""
     until = moment(state.not_before)
-    if until is None or until <= now or (inputs and state.inputs != inputs):
-        return None
-    return None if until - now > timedelta(seconds=_LONGEST_REST_S) else until
+    return None if until is None or until <= now or (inputs and state.inputs != inputs) else until
 
 
 def _doubled(number: int, first: float, longest: float) -> float:
     return min(first * 2.0 ** min(number - 1, 60), longest)
-
-
-def other_file(one: Due, other: Due) -> bool:
-    """Whether two recipes of one name are two recipes."""
-    return len({due.loaded.path.resolve() for due in (one, other) if due.loaded is not None}) == 2

@@ -2,11 +2,14 @@
 
 ::
 
-    summary = run([Request("llama8b-ptpc"), Request("qwen-mxfp4")], Options(store=Path("store")), on_event=print)
+    fleet = Fleet(Options(store=Path("store")), on_event=print, warn=print)
+    fleet.add([Request("llama8b-ptpc"), Request("qwen-mxfp4")])
+    fleet.close()
+    summary = fleet.run()
 
-One thread decides: it calls what comes out of a queue, asks `pipeline.upkeep.fleet.order` what begins, and owns every
-lock. What takes long has a thread of its own that puts its result there: looking at what is due, and a child. So
-requests may come while others run, and an order to stop is heard at once.
+One thread decides: it calls what comes out of an inbox, asks `next_begin` what begins, and owns every lock. What takes
+long has a thread of its own that puts its result there: looking at what is due, and a child. So requests may come while
+others run, and an order to stop is heard at once.
 
 A recipe is looked at twice: with all others, for the queue, and once more when its lock is ours. In between another
 fleet may have made it.
@@ -14,7 +17,6 @@ fleet may have made it.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -24,31 +26,30 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pipeline.base.errors import QuantmintError
 from pipeline.base.machine import Machine
-from pipeline.publish.folder import RELEASES
 from pipeline.store.disk import disk_errors
 from pipeline.store.locks import Lock
 from pipeline.upkeep.due.state import RecipeState, folder_of, read_state, write_state
-from pipeline.upkeep.fleet.account import Account
-from pipeline.upkeep.fleet.attempt import Attempted, attempt, child_variables, new_log, quotable
+from pipeline.upkeep.fleet.attempt import Attempted, attempt, new_log, quotable, without_secrets
 from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, give_back, take, try_lock
-from pipeline.upkeep.fleet.events import Ended, Event, State, Summary
+from pipeline.upkeep.fleet.events import Ended, Event, Kind, State, Summary, now_utc
 from pipeline.upkeep.fleet.jobs import (
     Job,
     Look,
     Options,
     Request,
+    Room,
     again_in_s,
+    next_begin,
     not_run,
-    other_file,
     ran,
     state_after,
+    unaffordable,
     unrun,
 )
-from pipeline.upkeep.fleet.order import Room, Waiting, next_begin, unaffordable
 
 if TYPE_CHECKING:
     from pipeline.upkeep.due.due import Due
@@ -58,27 +59,11 @@ _STOPPED: Final = "it was told to stop"
 _T = TypeVar("_T")
 
 
-def run(
-    requests: Iterable[Request],
-    options: Options,
-    *,
-    on_event: Callable[[Event], None],
-    look: Look | None = None,
-    warn: Callable[[str], None] | None = None,
-) -> Summary:
-    """Run what is due of these recipes to its end; see `Fleet`."""
-    fleet = Fleet(options, on_event=on_event, look=look, warn=warn)
-    fleet.add(requests)
-    fleet.close()
-    return fleet.run()
-
-
 class Fleet:
     """The engine. ``add``, ``close`` and ``stop`` are for any thread, and ``stop`` for signal handlers too.
 
-    ``on_event`` is called in the thread of ``run``; so is ``on_round``, with every round that is over: a round goes
-    from the first request to when nothing is left to do. ``look`` is `pipeline.upkeep.due.due.look` where nothing else
-    is given, ``warn`` hears what went wrong and stopped nothing. Raises `UserError` for devices that are not there.
+    ``on_event`` is called in the thread of ``run``, ``warn`` hears what went wrong and stopped nothing, ``look`` is
+    `pipeline.upkeep.due.due.look` where nothing else is given. Raises `UserError` for devices that are not there.
     """
 
     def __init__(
@@ -86,15 +71,13 @@ class Fleet:
         options: Options,
         *,
         on_event: Callable[[Event], None],
+        warn: Callable[[str], None],
         look: Look | None = None,
-        warn: Callable[[str], None] | None = None,
-        on_round: Callable[[Summary], None] | None = None,
     ) -> None:
         self._options = options
         self._on_event = on_event
         self._look = look or options.look()
-        self._warn = warn or logging.getLogger(__name__).warning
-        self._on_round = on_round
+        self._tell_warning = warn
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._one_look = threading.Lock()  # what two looks at once would ask the Hub for is mostly the same
         self._devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
@@ -102,9 +85,13 @@ class Fleet:
         self._looking: list[Request] = []
         self._waiting: dict[str, Job] = {}
         self._running: dict[str, Job] = {}
+        self._ended: list[Ended] = []
+        self._warnings: list[str] = []
         self._closed = False
         self._stopped_by: int | None = None
-        self._round = self._new_round()
+        self._started, self._began = now_utc(), time.monotonic()
+        self._bytes_before = 0 if options.max_disk is None else bytes_below(options.store)
+        self._grown: int | None = None if options.max_disk is None else 0
 
     def add(self, requests: Iterable[Request]) -> None:
         """Ask for recipes. One that is queued or runs already is not queued twice."""
@@ -120,16 +107,19 @@ class Fleet:
 
     def run(self) -> Summary:
         """Work until all is done and `close` was called, or until `stop`. Raises what ``on_event`` raises."""
-        summary = None
         try:
             while True:
                 self._advance()
-                if self._idle():
-                    over = self._closed or self._stopped_by is not None
-                    if self._round.ended or (over and summary is None):
-                        summary = self._end_round()
-                    if over and summary is not None:
-                        return summary
+                over = self._closed or self._stopped_by is not None
+                if over and not (self._looking or self._waiting or self._running):
+                    return Summary(
+                        started=self._started,
+                        finished=now_utc(),
+                        ended=tuple(self._ended),
+                        grown_bytes=self._grown,
+                        stopped_by=self._stopped_by,
+                        warnings=tuple(self._warnings),
+                    )
                 with suppress(Empty):
                     self._inbox.get(timeout=self._wake_in())()
                     while True:
@@ -137,21 +127,18 @@ class Fleet:
         finally:
             self._abandon()
 
-    # What comes out of the queue.
+    # What comes out of the inbox.
 
     def _in_background(self, work: Callable[[], _T], then: Callable[[_T | None, str], None]) -> threading.Thread:
         """Call ``then`` in the deciding thread with what ``work`` returned in another, or None and why it did not."""
 
         def errand() -> None:
             try:
-                result, error = work(), ""
-            except Exception as failure:  # a fault of ours ends its recipe, and must not make the others wait for ever
-                said = (
-                    failure.message if isinstance(failure, QuantmintError) else f"{type(failure).__name__}: {failure}"
-                )
-                self._inbox.put(partial(then, None, quotable(said, os.environ)))
-            else:
-                self._inbox.put(partial(then, result, error))
+                self._inbox.put(partial(then, work(), ""))
+            except QuantmintError as error:
+                self._inbox.put(partial(then, None, quotable(error.message, os.environ)))
+            except Exception as error:  # a fault of ours ends its recipe, and must not make the others wait for ever
+                self._inbox.put(partial(then, None, quotable(f"{type(error).__name__}: {error}", os.environ)))
 
         thread = threading.Thread(target=errand, daemon=True)
         thread.start()
@@ -165,46 +152,39 @@ class Fleet:
         self._closed = True
 
     def _add(self, requests: Sequence[Request]) -> None:
-        if self._stopped_by is not None:
-            self._turn_away(requests, self._stopped_by)
-            return
-        if self._idle() and not self._round.ended:
-            self._round = self._new_round()  # its time begins with its first request
         new = [request for request in requests if request not in self._looking]
-        if new:
+        if self._stopped_by is not None:
+            self._turn_away(new, "interrupted", 128 + self._stopped_by, _STOPPED)
+        elif new:
             self._looking += new
             self._in_background(lambda: self._find([one.recipe for one in new]), partial(self._queue, new))
+
+    def _turn_away(self, requests: Iterable[Request], state: State, code: int, reason: str) -> None:
+        """The end of requests of which not even the name is known."""
+        for one in requests:
+            self._end(Ended(recipe=one.recipe, trigger=one.trigger, state=state, exit_code=code, reason=reason))
 
     def _queue(self, requests: Sequence[Request], found: tuple[Due, ...] | None, error: str) -> None:
         if self._stopped_by is not None:
             return  # they were turned away
         self._looking = [one for one in self._looking if one not in requests]
         if found is None:
-            for request in requests:
-                self._round.end(_unknown(request, "failed", 5, error))
+            self._turn_away(requests, "failed", 5, error)
             return
         for sentence in dict.fromkeys(sentence for due in found for sentence in due.unknown):
-            self._round.warn(sentence)
-        # The folder of a recipe's releases, not the link there: its end moves.
-        publish = [(due.name, due.loaded.recipe.publish.folder) for due in found if due.loaded is not None]
-        self._round.growth.watch(Path(folder) / RELEASES / name for name, folder in publish if folder is not None)
+            self._warn(sentence)
         for request, due in zip(requests, found, strict=True):
-            known = self._waiting.get(due.name) or self._running.get(due.name)
-            if known is not None and other_file(known.due, due):
-                reason = f"another file's recipe has the name {due.name} too, and would publish over it"
-                self._round.end(_unknown(request, "broken", 2, reason))
-                continue
-            if known is not None:
-                self._round.warn(f"{request.recipe}: {due.name} is queued or runs already")
+            if due.name in self._waiting or due.name in self._running:
+                self._warn(f"{request.recipe}: {due.name} is queued or runs already")
                 continue
             state = RecipeState(name=due.name) if due.state == "broken" else self._state_of(due.name)
             ended = not_run(request, due, state, self._options, self._devices)
             if ended is not None:
-                self._round.end(ended)
+                self._end(ended)
                 continue
             now = time.monotonic()
             job = self._waiting[due.name] = Job(request, due, state, since=now, ready=now)
-            self._round.tell("queued", job)
+            self._tell("queued", job)
 
     def _confirm(self, job: Job, found: tuple[Due, ...] | None, error: str) -> None:
         """The recipe is ours, and was looked at again: attempt it if that is still to be done."""
@@ -219,18 +199,16 @@ class Fleet:
             ended = unrun(job, "left", 0, "the round's time is used up")
         if ended is not None:
             self._close_job(job, ended)
-        elif self._as_waiting(job).devices != len(job.devices):  # the recipe was edited in between
-            del self._running[job.name]
-            self._free(job)
-            self._waiting[job.name] = job
         else:
             self._attempt(job)
 
     def _attempt(self, job: Job) -> None:
         job.attempts += 1
-        self._round.tell("started", job)
+        self._tell("started", job)
         options = self._options
-        environment = self._devices.environment(child_variables(os.environ), job.devices)
+        # It fetches, signs and publishes as a person's run does, but tells nobody.
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("QUANTMINT_WEBHOOK")}
+        environment = self._devices.environment(ours, job.devices)
 
         def work() -> Attempted:
             return attempt(
@@ -240,7 +218,7 @@ class Fleet:
                 grace_s=options.grace_s,
                 limit_s=job.limit_s,
                 stop=job.stop,
-                on_stage=lambda stage: self._inbox.put(lambda: self._round.tell("stage", job, stage=stage)),
+                on_stage=lambda stage: self._inbox.put(partial(self._tell, "stage", job, stage=stage)),
                 queues=options.on is not None,
             )
 
@@ -248,7 +226,8 @@ class Fleet:
 
     def _done(self, job: Job, attempted: Attempted | None, error: str) -> None:
         job.thread = None
-        self._round.growth.changed()
+        if self._grown is not None:
+            self._grown = bytes_below(self._options.store) - self._bytes_before
         if attempted is None:
             self._close_job(job, unrun(job, "failed", 5, error), keep=True)
             return
@@ -257,21 +236,15 @@ class Fleet:
         options = self._options
         pause = again_in_s(attempted, failed=job.failed, retries=options.retries, first=options.first_wait_s)
         job.ready = time.monotonic() + (pause or 0.0)
-        if pause is None or job.why is not None or unaffordable(self._as_waiting(job), self._room()) is not None:
+        if pause is None or job.why is not None or unaffordable(job.waiting(self._devices), self._room()) is not None:
             self._close_job(job, ran(job, attempted, self._stopped_by), keep=True)
             return
         del self._running[job.name]
         self._give_back(job, *job.held)
         job.held, job.devices = (), ()
         self._waiting[job.name] = job  # its lock stays ours: nobody else tries in between
-        self._round.tell(
-            "retrying",
-            job,
-            wait_s=round(pause, 1),
-            exit_code=attempted.exit_code,
-            reason=attempted.error,
-            log=str(attempted.log),
-        )
+        told = {"exit_code": attempted.exit_code, "reason": attempted.error, "log": str(attempted.log)}
+        self._tell("retrying", job, wait_s=round(pause, 1), **told)
 
     def _end_all(self, number: int) -> None:
         if self._stopped_by is not None:
@@ -282,19 +255,15 @@ class Fleet:
                 self._close_job(job, unrun(job, "interrupted", 128 + number, _STOPPED))
             else:
                 self._cut(job, "signal")
-        self._turn_away(self._looking, number)
+        self._turn_away(self._looking, "interrupted", 128 + number, _STOPPED)
         self._looking = []
-
-    def _turn_away(self, requests: Iterable[Request], number: int) -> None:
-        for request in requests:
-            self._round.end(_unknown(request, "interrupted", 128 + number, _STOPPED))
 
     # What begins.
 
     def _advance(self) -> None:
         if self._stopped_by is not None:
             return
-        left = self._round.left_s()
+        left = self._left_s()
         if left is not None and left <= 0:
             for job in self._running.values():
                 self._cut(job, "time")
@@ -304,15 +273,13 @@ class Fleet:
     def _begin_next(self) -> bool:
         """Begin a recipe; False where none may begin now."""
         room = self._room()
-        if next_begin(map(self._as_waiting, self._waiting.values()), room) is not None:
-            room = replace(room, left_bytes=self._round.growth.left(measure=True))
         for job in list(self._waiting.values()):
-            reason = unaffordable(self._as_waiting(job), room)
+            reason = unaffordable(job.waiting(self._devices), room)
             if reason is not None and job.last is None:
                 self._close_job(job, unrun(job, "left", 0, reason))
             elif reason is not None and job.last is not None:
                 self._close_job(job, ran(job, job.last, None), keep=True)
-        begin = next_begin(map(self._as_waiting, self._waiting.values()), room)
+        begin = next_begin([job.waiting(self._devices) for job in self._waiting.values()], room)
         if begin is None:
             return False
         name, devices = begin
@@ -355,7 +322,7 @@ class Fleet:
             return
         self._waiting[job.name] = job
         if first:
-            self._round.tell("waiting", job, reason="another process works on it")
+            self._tell("waiting", job, reason="another process works on it")
 
     # What ends.
 
@@ -364,7 +331,7 @@ class Fleet:
         job.stop.set()
 
     def _close_job(self, job: Job, ended: Ended, *, keep: bool = False) -> None:
-        """The end of a job in this round; with ``keep``, its state is written while its lock is ours."""
+        """The end of a job; with ``keep``, its state is written while its lock is ours."""
         self._running.pop(job.name, None)
         self._waiting.pop(job.name, None)
         if keep and job.lock is not None:
@@ -373,9 +340,9 @@ class Fleet:
                     job.lock.check()
                 write_state(self._options.store, state_after(job, ended))
             except QuantmintError as error:
-                self._round.warn(f"{job.name}: how it ended could not be noted: {error.message}")
+                self._warn(f"{job.name}: how it ended could not be noted: {error.message}")
         self._free(job)
-        self._round.end(ended)
+        self._end(ended)
 
     def _free(self, job: Job) -> None:
         self._give_back(job, *job.held, *(() if job.lock is None else (job.lock,)))
@@ -386,7 +353,7 @@ class Fleet:
             with disk_errors(self._options.store):
                 give_back(locks)
         except QuantmintError as error:
-            self._round.warn(f"{job.name}: {error.message}")
+            self._warn(f"{job.name}: {error.message}")
 
     def _abandon(self) -> None:
         """Leave nothing behind, however ``run`` ends: no child, no lock."""
@@ -397,41 +364,47 @@ class Fleet:
             if job.thread is not None:
                 job.thread.join()
             self._free(job)
-        self._running.clear()
-        self._waiting.clear()
 
-    # A round.
+    # What is told.
 
-    def _idle(self) -> bool:
-        return not (self._looking or self._waiting or self._running)
+    def _warn(self, message: str) -> None:
+        message = without_secrets(message, os.environ)  # of a proxy, a bucket or the Hub, in whatever words
+        self._warnings.append(message)
+        self._tell_warning(message)
 
-    def _new_round(self) -> Account:
-        return Account(
-            self._options, on_event=self._on_event, warn=self._warn, waiting=self._waiting, running=self._running
-        )
+    def _tell(self, kind: Kind, job: Job, **facts: Any) -> None:
+        facts = {"reason": job.due.reason, **facts}
+        self._send(kind=kind, recipe=job.name, trigger=job.request.trigger, attempt=job.attempts, **facts)
 
-    def _end_round(self) -> Summary:
-        summary = self._round.summary(self._stopped_by)
-        self._round = self._new_round()
-        if self._on_round is not None:
-            self._on_round(summary)
-        return summary
+    def _end(self, ended: Ended) -> None:
+        """A recipe left."""
+        ended = replace(ended, reason=without_secrets(ended.reason, os.environ))
+        self._ended.append(ended)
+        told = {name: getattr(ended, name) for name in Ended.__slots__ if name not in ("attempts", "changes")}
+        self._send(kind="held" if ended.state == "held" else "finished", attempt=ended.attempts, **told)
+
+    def _send(self, **facts: Any) -> None:
+        self._on_event(Event(at=now_utc(), queued=len(self._waiting), running=len(self._running), **facts))
 
     # What is known now.
 
-    def _as_waiting(self, job: Job) -> Waiting:
-        return job.waiting(self._devices)
+    def _left_s(self) -> float | None:
+        """Seconds that are left, below zero when they are overdrawn; None where there is no limit."""
+        limit = self._options.max_s
+        return None if limit is None else self._began + limit - time.monotonic()
 
     def _room(self) -> Room:
         slots = self._slots - len(self._running)
         taken = {number for job in self._running.values() for number in job.devices}
         ours = [number for number in self._devices.numbers if number not in taken]
         free = free_of(self._options.store, ours, self._devices.uuids) if slots > 0 else ()
-        return Room(time.monotonic(), slots, free, self._round.left_s(), self._round.growth.left())
+        limit = self._options.max_disk
+        bytes_left = None if limit is None else limit - (self._grown or 0)
+        return Room(time.monotonic(), slots, free, self._left_s(), bytes_left)
 
     def _wake_in(self) -> float | None:
-        """Seconds until something may have changed that nothing in the queue tells; None where all is told."""
-        now, left = time.monotonic(), self._round.left_s()
+        """Seconds until something may have changed that nothing in the inbox tells; None where all is told."""
+        now, left = time.monotonic(), self._left_s()
         moments = [job.ready - now for job in self._waiting.values() if job.ready > now]
         if self._waiting:
             moments.append(_ASK_AGAIN_S)  # a device that another fleet has
@@ -441,12 +414,18 @@ class Fleet:
 
     def _state_of(self, name: str) -> RecipeState:
         try:
-            return read_state(self._options.store, name, warn=self._round.warn)
+            return read_state(self._options.store, name, warn=self._warn)
         except QuantmintError as error:
-            self._round.warn(error.message)
+            self._warn(error.message)
             return RecipeState(name=name)
 
 
-def _unknown(request: Request, state: State, code: int, reason: str) -> Ended:
-    """The end of a request of which not even the name is known."""
-    return Ended(recipe=request.recipe, trigger=request.trigger, state=state, exit_code=code, reason=reason)
+def bytes_below(folder: Path) -> int:
+    """Bytes of the files below a folder. Each counts once, whatever its names; one that goes meanwhile does not."""
+    sizes: dict[tuple[int, int], int] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = os.lstat(f"{parent}/{name}")  # a Path for each would be slow
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())

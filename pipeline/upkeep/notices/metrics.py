@@ -7,13 +7,9 @@ what it told last.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
-
-from prometheus_client import CollectorRegistry, write_to_textfile
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from eval.verdict import Verdict
 from pipeline.base.errors import StoreError, UserError
@@ -24,32 +20,8 @@ SUFFIX: Final = ".prom"
 _DONE: Final[frozenset[State]] = frozenset({"ran", "current", "held"})
 _STILL_DUE: Final[frozenset[State]] = frozenset({"resting", "elsewhere", "left"})
 
-# name below quantmint_: (help, a recipe's value in its state, None where there is none)
-_OF_STATE: Final[Mapping[str, tuple[str, Callable[[RecipeState], float | None]]]] = {
-    "last_success_timestamp_seconds": (
-        "When the recipe last ended in PASS.",
-        lambda state: _seconds(state.last_success),
-    ),
-    "last_attempt_timestamp_seconds": (
-        "When the last attempt at the recipe ended.",
-        lambda state: _seconds(state.last_attempt),
-    ),
-    "last_duration_seconds": (
-        "How long the last attempt took that came to its end.",
-        lambda state: state.last_duration_s,
-    ),
-    "release_timestamp_seconds": (
-        "When the newest release that a round knows of was made or first seen.",
-        lambda state: _seconds(state.released),
-    ),
-    "attempts_failed": (
-        "Rounds in which the recipe failed since one in which it did not.",
-        lambda state: state.attempts_failed,
-    ),
-}
 
-
-class Metrics(Collector):
+class Metrics:
     """The metrics of one process, in the file ``path``, which is whole at any time.
 
     ``warn`` hears of a file that cannot be written, and of a state that is damaged, once each. Raises
@@ -69,12 +41,10 @@ class Metrics(Collector):
         self._damaged: dict[str, bool] = {}
         self._next: dict[str, float] = {}
         self._told: set[str] = set()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
         try:
-            write_to_textfile(str(path), self._registry)
+            self._write()
         except OSError as error:
-            raise UserError(f"the metrics file {path} cannot be written: {error.strerror or error}") from None
+            raise UserError(self._unwritten(error)) from None
 
     def hear(self, event: Event) -> None:
         """Take over what an event says of the queue and of its recipe."""
@@ -90,39 +60,51 @@ class Metrics(Collector):
                 self._due[event.recipe] = False
             elif event.kind in ("queued", "started") or event.state in _STILL_DUE:
                 self._due[event.recipe] = True
-            self._write()
+            self._renew()
 
     def plan(self, fires: Mapping[str, float]) -> None:
         """Take over when each recipe is looked at next (seconds since the epoch), in place of all that was known."""
         with self._lock:
             self._next = dict(fires)
-            self._write()
+            self._renew()
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Every metric, for `prometheus_client`."""
+    def _renew(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            self._tell(self._unwritten(error))
+
+    def _write(self) -> None:
+        from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+
+        registry = CollectorRegistry()
         states = self._states()
-        for name, (text, value_of) in _OF_STATE.items():
-            values = {recipe: value_of(state) for recipe, state in states.items()}
-            yield _by_recipe(name, text, {recipe: value for recipe, value in values.items() if value is not None})
-        verdicts = GaugeMetricFamily(
-            "quantmint_last_verdict",
-            "1 for the verdict of the recipe's last run, 0 for others.",
-            labels=["recipe", "verdict"],
-        )
+
+        def by_recipe(name: str, text: str, values: Mapping[str, float | None]) -> None:
+            gauge = Gauge(f"quantmint_{name}", text, ["recipe"], registry=registry)
+            for recipe, value in sorted(values.items()):
+                if value is not None:
+                    gauge.labels(recipe).set(value)
+
+        def of_state(name: str, text: str, value_of: Callable[[RecipeState], float | None]) -> None:
+            by_recipe(name, text, {recipe: value_of(state) for recipe, state in states.items()})
+
+        of_state("last_success_timestamp_seconds", "Last end in PASS.", lambda one: _seconds(one.last_success))
+        of_state("last_attempt_timestamp_seconds", "End of the last attempt.", lambda one: _seconds(one.last_attempt))
+        of_state("last_duration_seconds", "Of the last attempt that came to its end.", lambda one: one.last_duration_s)
+        of_state("release_timestamp_seconds", "Newest release that is known.", lambda one: _seconds(one.released))
+        of_state("attempts_failed", "Rounds that failed since one that did not.", lambda one: one.attempts_failed)
+        verdicts = Gauge("quantmint_last_verdict", "1 for the last verdict.", ["recipe", "verdict"], registry=registry)
         for recipe, state in states.items():
             for verdict in Verdict:
-                verdicts.add_metric([recipe, verdict.value], float(state.last_verdict == verdict.value))
-        yield verdicts
-        yield _by_recipe("due", "1 for a recipe that was due when it was last looked at and is not done.", self._due)
-        yield _by_recipe(
-            "release_damaged",
-            "1 for a recipe whose release could not be read when it was last looked at.",
-            self._damaged,
-        )
+                verdicts.labels(recipe, verdict.value).set(state.last_verdict == verdict.value)
+        by_recipe("due", "1 where it was due when last looked at, and is not done.", self._due)
+        by_recipe("release_damaged", "1 where its release could not be read when last looked at.", self._damaged)
         if self._next:
-            yield _by_recipe("next_fire_timestamp_seconds", "When the recipe's schedule comes next.", self._next)
-        yield GaugeMetricFamily("quantmint_queue_length", "Recipes that wait to be run.", value=self._queued)
-        yield GaugeMetricFamily("quantmint_running", "Recipes that are being run.", value=self._running)
+            by_recipe("next_fire_timestamp_seconds", "When its schedule comes next.", self._next)
+        Gauge("quantmint_queue_length", "Recipes that wait.", registry=registry).set(self._queued)
+        Gauge("quantmint_running", "Recipes that run.", registry=registry).set(self._running)
+        write_to_textfile(str(self._path), registry)
 
     def _states(self) -> Mapping[str, RecipeState]:
         """Those of the recipes that there are."""
@@ -133,23 +115,13 @@ class Metrics(Collector):
             return {}
         return {name: state for name, state in states.items() if not is_gone(state)}
 
-    def _write(self) -> None:
-        try:
-            write_to_textfile(str(self._path), self._registry)
-        except OSError as error:
-            self._tell(f"the metrics file {self._path} cannot be written: {error.strerror or error}")
+    def _unwritten(self, error: OSError) -> str:
+        return f"the metrics file {self._path} cannot be written: {error.strerror or error}"
 
     def _tell(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             self._warn(text)
-
-
-def _by_recipe(name: str, text: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"quantmint_{name}", text, labels=["recipe"])
-    for recipe, value in sorted(values.items()):
-        family.add_metric([recipe], value)
-    return family
 
 
 def _seconds(text: str | None) -> float | None:

@@ -98,7 +98,6 @@ class Stage:
         hear: Callable[[Event], None] = lambda _: None,
         *,
         look: Look | None = None,
-        on_round: Callable[[Summary], None] | None = None,
         **given: Any,
     ) -> Fleet:
         """A fleet whose events are kept, after ``hear`` was told of them; ``given`` are options."""
@@ -107,13 +106,7 @@ class Stage:
             hear(event)
             self.events.append(event)
 
-        return Fleet(
-            self.options(**given),
-            on_event=keep,
-            look=look or self.look,
-            warn=self.warnings.append,
-            on_round=on_round,
-        )
+        return Fleet(self.options(**given), on_event=keep, look=look or self.look, warn=self.warnings.append)
 
     def run(self, *recipes: str, **given: Any) -> Summary:
         fleet = self.fleet(**given)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.upkeep.fleet.attempt import Attempted, _tell_stage, attempt, child_variables, last_line, quotable
+from pipeline.upkeep.fleet.attempt import Attempted, attempt, last_line, quotable
 
 SECRET = "kR7-secret-9"
 OURS = {"HF_TOKEN": SECRET, "TOKENIZERS_PARALLELISM": "false-false", "SHORT_TOKEN": "abc", "PATH": "/usr/local/bin"}
@@ -36,29 +36,6 @@ def test_the_last_line_that_says_something(tmp_path: Path) -> None:
     assert last_line(log, OURS) == "broke: � [secret]"
     log.write_bytes(b"\n")
     assert last_line(log, OURS) == ""
-
-
-def test_a_child_does_not_learn_who_is_told() -> None:
-    ours = {**OURS, "QUANTMINT_WEBHOOK": "https://x", "QUANTMINT_WEBHOOK_SECRET": "y", "QUANTMINT_STORE": "z"}
-    assert child_variables(ours) == {**OURS, "QUANTMINT_STORE": "z"}
-
-
-def test_a_log_without_ends_of_lines_is_not_read_again_and_again(tmp_path: Path) -> None:
-    log, told = tmp_path / "a.log", list[str]()
-    with log.open("wb") as stream:
-        stream.write(b"\r 50%|#####     |" * 100_000 + b"\n[2/3] eval")
-        stream.flush()
-        seen = _tell_stage(log, 0, told.append)
-        stream.write(b"uate: started\n" + b"\r 60%|######    |" * 100_000)
-        stream.flush()
-        seen = _tell_stage(log, seen, told.append)
-        assert log.stat().st_size - seen > 4096, "what follows an end of line is looked at once more"
-        seen = _tell_stage(log, seen, told.append)
-        stream.write(b"\n[3/3] gate: started\n")
-        stream.flush()
-        assert log.stat().st_size - seen < 8192
-        assert _tell_stage(log, seen, told.append) == log.stat().st_size
-    assert told == ["2/3 evaluate", "3/3 gate"]
 
 
 _ENDS = "import sys, time\nprint('[1/2] source: started', file=sys.stderr, flush=True)\ntime.sleep(60)"

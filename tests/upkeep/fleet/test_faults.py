@@ -134,7 +134,7 @@ def test_no_more_is_begun_than_the_time_allows_and_the_rest_is_ended(stage: Stag
     summary = stage.run(jobs=1, max_hours=1.5 / 3600)
     ended = by_name(summary)
     assert {name: one.state for name, one in ended.items()} == dict.fromkeys(("a", "b", "long"), "left")
-    assert ended["long"].reason.startswith("it took 1.0 h the last time")
+    assert ended["long"].reason.startswith("it took 1 h 00 min the last time")
     assert (ended["a"].attempts, ended["b"].attempts) == (1, 0)
     assert stage.state("a").attempts_failed == 0
     assert not any(map(alive, pids(stage, "a")))

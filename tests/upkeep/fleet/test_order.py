@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.upkeep.fleet.order import Room, Waiting, next_begin, ordered, unaffordable
+from pipeline.upkeep.fleet.jobs import Room, Waiting, next_begin, ordered, unaffordable
 
 HOUR = 3600.0
 
@@ -134,7 +134,7 @@ def test_what_waits_for_its_next_attempt_holds_up_nobody() -> None:
 def test_why_something_is_not_begun_any_more() -> None:
     one = Waiting("a", expected_s=2 * HOUR)
     assert unaffordable(one, Room(0.0, 1)) is None
-    assert unaffordable(one, Room(0.0, 1, left_s=HOUR)) == "it took 2.0 h the last time, and 1.0 h are left"
+    assert unaffordable(one, Room(0.0, 1, left_s=HOUR)) == "it took 2 h 00 min the last time, and 1 h 00 min are left"
     assert unaffordable(one, Room(0.0, 1, left_s=0.0)) == "the round's time is used up"
     assert unaffordable(one, Room(0.0, 1, left_bytes=0)) == "the round's disk is used up"
     assert unaffordable(replace(one, ready=2 * HOUR), Room(0.0, 1, left_s=3 * HOUR)) is not None

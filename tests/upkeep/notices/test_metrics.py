@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeline.base.errors import UserError
 from pipeline.upkeep.due.state import RecipeState, state_path, write_state
 from pipeline.upkeep.fleet.events import Event
+from pipeline.upkeep.notices import outlets
 from pipeline.upkeep.notices.metrics import Metrics
-from pipeline.upkeep.notices.outlets import outlets
 
 Make = Callable[..., Event]
 Samples = dict[tuple[str, ...], float]
@@ -77,12 +77,16 @@ def test_what_a_round_tells_while_it_works(store: Path, event: Make) -> None:
         event("finished", "bad", state="failed"),
         event("finished", "recipes/path.yaml", state="failed"),  # nobody could look at it: it has no name yet
         event("finished", "unasked", state="unknown"),
+        event("finished", "away", state="damaged", exit_code=5),
         event("finished", "fresh", state="current", queued=4, running=5),
     ):
         ours.hear(told)
     found = shown(store)
     assert {key[1]: value for key, value in found.items() if key[0] == "due"} == {"good": 0, "bad": 1, "fresh": 0}
+    damaged = {key[1]: value for key, value in found.items() if key[0] == "release_damaged"}
+    assert damaged == {"good": 0, "away": 1, "fresh": 0}
     assert (found["queue_length",], found["running",]) == (4, 5)
+    assert {one.name for one in store.iterdir()} == {"refresh", "quantmint.prom"}  # nothing half written is left
 
 
 def test_the_next_fire_goes_with_its_recipe(store: Path) -> None:
@@ -105,15 +109,6 @@ def test_a_recipe_that_was_deleted_is_shown_no_more(store: Path) -> None:
     assert {key[1] for key in shown(store) if key[0] == "attempts_failed"} == {"good", "bad", "kept", "away"}
 
 
-def test_a_damaged_release_is_shown_until_it_can_be_read(store: Path, event: Make) -> None:
-    ours = metrics(store)
-    seen = []
-    for state in ("damaged", "unknown", "current"):
-        ours.hear(event("finished", "good", state=state, exit_code=5 if state == "damaged" else 0))
-        seen.append(shown(store)["release_damaged", "good"])
-    assert seen == [1, 1, 0]
-
-
 def test_every_metric_is_documented_and_every_alert_uses_what_there_is(store: Path, event: Make) -> None:
     ours = metrics(store)
     ours.hear(event("queued", "bad"))
@@ -127,30 +122,13 @@ def test_every_metric_is_documented_and_every_alert_uses_what_there_is(store: Pa
         assert {word for word in rule["expr"].replace("{", " ").split() if word.startswith("quantmint_")} <= names
 
 
-@pytest.mark.parametrize("damage", ["bad.json", "a folder where a file should be"])
-def test_a_damaged_state_hides_no_other_metric_and_is_told_once(store: Path, event: Make, damage: str) -> None:
+def test_a_damaged_state_hides_no_other_metric_and_is_told_once(store: Path, event: Make) -> None:
     told: list[str] = []
-    if damage == "bad.json":
-        state_path(store, "bad").write_text("{", encoding="utf-8")
-    else:
-        state_path(store, "any").mkdir()
+    state_path(store, "bad").write_text("{", encoding="utf-8")
     ours = metrics(store, told.append)
     ours.hear(event("queued", "good", queued=1))
     assert shown(store)["queue_length",] == 1
     assert len(told) == 1
-
-
-def test_the_file_is_whole_and_the_last_word_is_in_it(store: Path, event: Make) -> None:
-    path, told = store / "quantmint.prom", list[str]()
-    with outlets(store, warn=told.append, metrics_file=path, environ={}) as out:
-        assert shown(store)["running",] == 0  # there from the start: nobody alarms for its absence
-        for number in range(20):
-            out.hear(event("queued", f"r{number}", queued=number + 1))
-    found = shown(store)
-    assert told == []
-    assert found["queue_length",] == 20
-    assert len([key for key in found if key[0] == "due"]) == 20
-    assert {one.name for one in store.iterdir()} == {"refresh", "quantmint.prom"}  # nothing half written is left
 
 
 @pytest.mark.parametrize(

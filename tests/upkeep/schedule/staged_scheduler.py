@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.commands.schedule import Log
 from pipeline.upkeep.fleet.events import Event
-from pipeline.upkeep.notices.outlets import outlets
+from pipeline.upkeep.notices import outlets
 from pipeline.upkeep.schedule.resident import Resident
 from tests.upkeep.fleet.staged import Stage
 
