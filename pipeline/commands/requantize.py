@@ -64,7 +64,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "--max-disk",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GB",
-    help="By how much the store and the folders of releases may grow before nothing more is begun.",
+    help="By how much the store may grow before nothing more is begun.",
 )
 @click.option(
     "--redo", metavar="STAGE", multiple=True, help="Make this stage again, of recipes that are not due too (as --all)."
