@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, Validati
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest
-from pipeline.publish.place import Difference, Listed, Operation, Place, State, named, newest_first
+from pipeline.publish.place import Difference, Listed, Place, State, named, newest_first
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
 from pipeline.store.disk import disk_errors
 from pipeline.store.files import DamagedError, fetch
@@ -77,16 +77,12 @@ class BucketPlace(Place):
         """The URL under which the releases lie."""
         return self._url
 
-    def require_access(self) -> None:
-        """Credentials, bucket, the rights to list, write and remove; and that the pointers are ours."""
+    def preflight(self, release: Release | None) -> None:
+        """Credentials, bucket, the rights to list, write and remove; that the pointers are ours, and so is the tag."""
         self._objects.require_writable()
-        self._look(_CURRENT)
-        self._look(_CANDIDATE)
-
-    def preflight(self, release: Release) -> None:
-        """The same; and whether the tag is another release's."""
-        self.require_access()
-        self._require_own(release, self.state())
+        state = self.state()
+        if release is not None:
+            self._require_own(release, state)
 
     def state(self) -> State:
         """What was published to its end, and what is pointed to: of that only the record can be missing."""
@@ -149,17 +145,12 @@ class BucketPlace(Place):
             self._objects.remove(f"{release.tag}/{name}")
         return release.identity
 
-    def point(self, release: Listed, state: State, why: str) -> None:
-        """Replace ``current.json``."""
-        self._write(_CURRENT, release, state)
-
-    def wait(self, release: Listed, state: State) -> None:
-        """Replace ``candidate.json``."""
-        self._write(_CANDIDATE, release, state)
-
-    def end_wait(self, release: Listed, state: State) -> None:
-        """Remove ``candidate.json``."""
-        if self._ends(release, state):
+    def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
+        """Replace ``current.json`` or ``candidate.json``."""
+        self._write(_CANDIDATE if candidate else _CURRENT, release, state)
+        # A candidate no more is it itself, and one that was promoted and cut off.
+        waits = state.mark.waits
+        if not candidate and waits is not None and waits in (release.tag, state.current and state.current.tag):
             self._objects.remove(_CANDIDATE)
 
     def finish(self, release: Listed) -> None:
@@ -167,17 +158,6 @@ class BucketPlace(Place):
         name = f"{release.tag}{_JSON}"
         if self._objects.read(name) is None:
             self._objects.put_if(name, _encode(release), None)
-
-    def pointing(self, release: Listed, state: State, why: str) -> Sequence[Operation]:
-        """Of objects; nothing where it is current."""
-        if release.current:
-            return ()
-        ended = (Operation("remove", f"{self._url}/{_CANDIDATE}"),) if self._ends(release, state) else ()
-        return (Operation("point", f"{self._url}/{_CURRENT} to {release.tag}"), *ended)
-
-    def waiting(self, release: Listed, state: State) -> Sequence[Operation]:
-        """Of an object."""
-        return (Operation("point", f"{self._url}/{_CANDIDATE} to {release.tag}"),)
 
     def read(self, release: Listed, name: str) -> bytes | None:
         """One object."""
@@ -213,11 +193,6 @@ class BucketPlace(Place):
             folder.parent.mkdir(parents=True, exist_ok=True)
         with Lock(folder.parent / f".{folder.name}.lock"):
             return fetch(folder, sizes, digests, pieces, place=self._url, progress=progress, wanted=wanted)
-
-    def _ends(self, release: Listed, state: State) -> bool:
-        """Whether the candidate is one no more once this is shown: it itself, or one that was promoted and cut off."""
-        waits: str | None = state.mark.waits
-        return waits is not None and waits in (release.tag, state.current and state.current.tag)
 
     def _look(self, name: str) -> tuple[Pointer | None, str | None]:
         """A pointer as it is now, and the mark of its object (None, None: there is none)."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ from typing import Final
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest
-from pipeline.publish.place import Difference, Listed, Operation, Place, State, named, newest_first, said_of
+from pipeline.publish.place import Difference, Listed, Place, State, named, newest_first, said_of
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in
 from pipeline.store.disk import FULL, folders, free_bytes, fsync
 from pipeline.store.files import chunks, copy, digest_of, fetch
@@ -48,15 +48,11 @@ class FolderPlace(Place):
         """The link that readers follow."""
         return str(self._link)
 
-    def require_access(self) -> None:
-        """What is in the way, and whether the folder can be written."""
-        self._writable()
-
-    def preflight(self, release: Release) -> None:
+    def preflight(self, release: Release | None) -> None:
         """What is in the way, whether the folder can be written, and whether the release fits on its disk."""
         there = self._writable()
         free = free_bytes(there) + sum(sum(_sizes(path).values()) for path in self._home.glob(f"*{_PARTIAL}"))
-        if not self._looks_whole(release) and free < release.size:
+        if release is not None and not self._looks_whole(release) and free < release.size:
             raise StageError(
                 f"{self.address}: the release has {release.size:,} bytes, the disk has {free:,} free",
                 hint="Free space (`quantmint prune` removes old releases) and run the same command again.",
@@ -123,17 +119,14 @@ class FolderPlace(Place):
         self._sweep()
         return release.identity
 
-    def point(self, release: Listed, state: State, why: str) -> None:
+    def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
         """One rename of a link."""
+        if candidate:
+            self._set(self._candidate, Path(release.tag))
+            return
         self._set(self._link, Path(RELEASES, self._name, release.tag))
-
-    def wait(self, release: Listed, state: State) -> None:
-        """One rename of another link."""
-        self._set(self._candidate, Path(release.tag))
-
-    def end_wait(self, release: Listed, state: State) -> None:
-        """Remove that link."""
-        if _target(self._candidate) in self._ended(release, state):
+        # A candidate no more is it itself, and one that was promoted and cut off.
+        if _target(self._candidate) in {release.tag, state.current.tag if state.current else release.tag}:
             self._candidate.unlink()
 
     def finish(self, release: Listed) -> None:
@@ -141,22 +134,6 @@ class FolderPlace(Place):
         if _target(self._pending) == release.tag:
             self._pending.unlink()
             fsync(self._home)
-
-    def pointing(self, release: Listed, state: State, why: str) -> Sequence[Operation]:
-        """Of links; nothing where it is current."""
-        if release.current:
-            return ()
-        ends = _target(self._candidate) in self._ended(release, state)
-        ended = (Operation("remove", str(self._candidate)),) if ends else ()
-        return (Operation("point", f"{self._link} to {release.tag}"), *ended)
-
-    def waiting(self, release: Listed, state: State) -> Sequence[Operation]:
-        """Of a link."""
-        return (Operation("point", f"{self._candidate} to {release.tag}"),)
-
-    def sending(self, release: Release, difference: Difference) -> Sequence[Operation]:
-        """Every file is copied, or none."""
-        return tuple(Operation("copy", name, release.files[name].size) for name in difference.missing)
 
     def read(self, release: Listed, name: str) -> bytes | None:
         """From the disk."""
@@ -227,10 +204,6 @@ class FolderPlace(Place):
 
     def _current(self) -> str | None:
         return _target(self._link, (RELEASES, self._name))
-
-    def _ended(self, release: Listed, state: State) -> set[str]:
-        """Tags that are candidates no more once this one is shown: itself, and one that was promoted and cut off."""
-        return {release.tag} | ({state.current.tag} if state.current else set())
 
     def _looks_whole(self, release: Release) -> bool:
         """Whether the release is there by the names and sizes of its files, and by the bytes of its manifest."""

@@ -206,10 +206,9 @@ DAMAGED: Final = "What readers get stays as it is. Publish the release again, or
 
 
 def require_whole(raw: bytes, tag: str, sizes: Mapping[str, int], place: str) -> None:
-    """Raise `DamagedError` where what lies under a tag is not that release.
+    """Raise `DamagedError` where what lies under a tag, by ``sizes`` in bytes, is not the release that it vouches for.
 
-    ``raw`` are the bytes of its manifest, which its tag vouches for; ``sizes`` are those of the files that are there,
-    in bytes.
+    ``raw`` are the bytes of its manifest.
     """
     if not identity(raw).startswith(identity_in(tag)):
         raise DamagedError(f"{place} is damaged: its {MANIFEST} is not that of {tag}", hint=DAMAGED)

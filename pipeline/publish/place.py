@@ -108,12 +108,11 @@ class Place(ABC):
         """What it is called: ``my-org/name``, ``published/name``, ``s3://bucket/prefix/name``."""
 
     @abstractmethod
-    def require_access(self) -> None:
-        """What would stop any release: rights, and what is in the way; asked before hours of work make one."""
+    def preflight(self, release: Release | None) -> None:
+        """Everything that would stop a publication, asked before the first byte: rights, names, room.
 
-    @abstractmethod
-    def preflight(self, release: Release) -> None:
-        """Everything that would stop a publication, asked before the first byte: rights, sizes, names, room."""
+        Without a release what would stop any: asked before hours of work make one.
+        """
 
     @abstractmethod
     def state(self) -> State:
@@ -130,28 +129,15 @@ class Place(ABC):
         """Send what differs and see that it arrived; returns the release's revision there."""
 
     @abstractmethod
-    def point(self, release: Listed, state: State, why: str) -> None:
-        """Make it what readers get, in one step; refused where somebody else did so since the state was looked at."""
+    def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
+        """Make it what readers get, and a candidate no more; or (``candidate``) make it what waits.
 
-    @abstractmethod
-    def wait(self, release: Listed, state: State) -> None:
-        """Make it the candidate."""
-
-    @abstractmethod
-    def end_wait(self, release: Listed, state: State) -> None:
-        """It is a candidate no more."""
+        In one step; refused where somebody else did so since the state was looked at.
+        """
 
     @abstractmethod
     def finish(self, release: Listed) -> None:
         """Note that its publication is over, where that is not noted yet."""
-
-    @abstractmethod
-    def pointing(self, release: Listed, state: State, why: str) -> Sequence[Operation]:
-        """What `point` and `end_wait` would do, in words."""
-
-    @abstractmethod
-    def waiting(self, release: Listed, state: State) -> Sequence[Operation]:
-        """What `wait` would do, in words."""
 
     @abstractmethod
     def read(self, release: Listed, name: str) -> bytes | None:
@@ -179,22 +165,21 @@ class Place(ABC):
         """What a change is made in: alone, where the place knows locks."""
         return nullcontext()
 
-    def sending(self, release: Release, difference: Difference) -> Sequence[Operation]:
-        """What `put` would do, in words."""
-        return (
-            *(Operation("upload", name, release.files[name].size) for name in difference.missing),
-            *(Operation("remove", f"{release.tag}/{name}") for name in difference.strays),
-        )
+    def preparing(self, state: State) -> Sequence[Operation]:
+        """What `put` and `finish` would do to the place itself, in words."""
+        return ()
 
     def operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
         """Exactly what `publish` would do now; asks, but changes nothing."""
         state = self.state()
-        sending = self.sending(release, self.compare(release, state, candidate=candidate, progress=None))
+        difference = self.compare(release, state, candidate=candidate, progress=None)
         listed = described(release, release.identity)
-        if not self._is_due(listed, state, candidate=candidate):
-            return sending
-        pointing = self.waiting(listed, state) if candidate else self.pointing(listed, state, "Publish")
-        return (*sending, *pointing)
+        return (
+            *self.preparing(state),
+            *(Operation("upload", name, release.files[name].size) for name in difference.missing),
+            *(Operation("remove", name) for name in difference.strays),
+            *(self._pointing(listed, candidate) if self._is_due(listed, state, candidate=candidate) else ()),
+        )
 
     def publish(self, release: Release, *, candidate: bool, progress: Progress) -> Published:
         """Make the release the current one, or a candidate. One that is there already is left as it is."""
@@ -211,11 +196,8 @@ class Place(ABC):
                 progress.warn(f"{release.tag} is there with another signature, which stays: a release never changes.")
             shown = state.current.tag if state.current else None
             if self._is_due(listed, state, candidate=candidate):
-                if candidate:
-                    self.wait(listed, state)
-                else:
-                    self._show(listed, state, "Publish")
-                    shown = release.tag
+                self._point(listed, state, "Publish", candidate=candidate)
+                shown = shown if candidate else release.tag
             self.finish(listed)
         again = known is not None and not difference
         return Published(self.address, release.tag, revision, shown == release.tag, again=again)
@@ -249,21 +231,7 @@ class Place(ABC):
             for release in () if dry_run else gone:
                 progress.say(f"removing {release.tag}")
                 self.drop(release)
-            return tuple(self.removal(release) for release in gone)
-
-    def removal(self, release: Listed) -> Operation:
-        """What `drop` does, in words."""
-        return Operation("remove", release.tag, release.size)
-
-    def require_whole(self, release: Listed) -> bytes:
-        """The bytes of a release's manifest; raises `DamagedError` where what lies under its tag is not that release.
-
-        Each file's size is compared, not its digest: going back must not take the time of reading a model, and
-        `quantmint verify` reads everything.
-        """
-        raw = self.manifest_of(release)
-        manifest.require_whole(raw, release.tag, self.sizes(release), f"{self.address}: {release.tag}")
-        return raw
+            return tuple(Operation("remove", release.tag, release.size) for release in gone)
 
     def manifest_of(self, release: Listed) -> bytes:
         """The bytes of a release's manifest, for which its tag vouches; raises `DamagedError` for others."""
@@ -286,22 +254,25 @@ class Place(ABC):
             return False
         return there is None or not (there.current or (candidate and there.candidate))
 
-    def _show(self, release: Listed, state: State, why: str) -> None:
-        """Point readers to a release. What they had is finished first: a publication that was cut off stays so then."""
-        if state.current is not None and state.current.tag in state.unfinished:
+    def _point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
+        """What readers had is finished first: a publication that was cut off stays so then."""
+        if not candidate and state.current is not None and state.current.tag in state.unfinished:
             self.finish(state.current)
-        self.point(release, state, why)
-        self.end_wait(release, state)
+        self.point(release, state, why, candidate=candidate)
+
+    def _pointing(self, release: Listed, candidate: bool) -> tuple[Operation, ...]:
+        return (Operation("point", f"{'candidate' if candidate else 'current'} of {self.address} to {release.tag}"),)
 
     def _switch(self, release: Listed, state: State, why: str, *, dry_run: bool) -> Sequence[Operation]:
+        """Each file's size is compared, not its digest: going back must not take the time of reading a model."""
         if not release.current:
-            self.require_whole(release)
-        done = tuple(self.pointing(release, state, why))
-        if done and not dry_run:
+            raw = self.manifest_of(release)
+            manifest.require_whole(raw, release.tag, self.sizes(release), f"{self.address}: {release.tag}")
+        if not dry_run:
             if release.tag in state.unfinished:
                 self.finish(release)
-            self._show(release, state, why)
-        return done
+            self._point(release, state, why, candidate=False)
+        return () if release.current else self._pointing(release, False)
 
     def _has_signature_of(self, release: Release, listed: Listed) -> bool:
         there = self.read(listed, SIGNATURE)

@@ -127,7 +127,7 @@ def require_admission(setting: Setting) -> None:
     Raise `UserError` where a place of the recipe takes nothing, or the source's licence lets nothing go there.
     """
     for place in places_of(setting.recipe, setting.home):
-        place.require_access()
+        place.preflight(None)
     public = public_names(setting.recipe)
     if not public:
         return

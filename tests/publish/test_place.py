@@ -72,7 +72,7 @@ def contents(release: Release) -> dict[str, bytes]:
 
 def test_what_is_published_is_what_readers_get(place: Place, make_release: MakeRelease, tmp_path: Path) -> None:
     release = make_release("one", signed="by me")
-    place.require_access()
+    place.preflight(None)
     place.preflight(release)
     planned = place.operations(release, candidate=False)
     assert {one.what for one in planned} >= release.files.keys(), "every file is named"

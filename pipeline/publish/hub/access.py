@@ -6,14 +6,12 @@ What closes a repository comes before the first byte, what opens it after the la
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.publish.hub.client import Client, RefusedError, redact
 from pipeline.publish.hub.repository import Repository, content, look, tree
-from pipeline.publish.hub.upload import is_small
 from pipeline.publish.release import CARD, MANIFEST, Release
 from pipeline.recipe.sections import Hub
 from pipeline.store.files import require_safe
@@ -21,14 +19,8 @@ from pipeline.store.files import require_safe
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
-# https://huggingface.co/docs/hub/storage-limits: "500GB is the hard limit for a single file size", at most 10k files in
-# a folder, and fewer than 100k files in a repository.
 LARGEST_FILE: Final = 500 * 10**9
-_MOST_IN_FOLDER: Final = 10_000
-_MOST_FILES: Final = 100_000
-# `HfApi.create_commit`: 25k large files, and 1 GB of what is sent with the commit itself, in base 64.
-_MOST_LARGE: Final = 25_000
-_LARGEST_COMMIT: Final = 10**9
+"""Bytes: "the hard limit for a single file" (https://huggingface.co/docs/hub/storage-limits)."""
 _WRITERS: Final = frozenset({"admin", "write", "contributor"})
 """Roles of an organisation's members that may create repositories (https://huggingface.co/docs/hub/organizations-security);
 a contributor writes to what it created."""
@@ -40,7 +32,6 @@ _SLUG: Final = re.compile(r"[^/\s]+/\S+-[0-9a-f]{24}")
 def preflight(client: Client, release: Release, section: Hub | None) -> Repository | None:
     """The repository; raises `UserError` for the first thing that would stop the release, and the client's errors."""
     require_names(client.repo, release)
-    require_room(client.repo, release)
     card = _card(client, release)
     repository = require_access(client, section)
     if card is not None:
@@ -59,13 +50,13 @@ def require_access(client: Client, section: Hub | None) -> Repository | None:
     changes(repository, section)
     if repository is not None:
         _require_open(client, repository)
-    if section is not None and wants_collection:
-        is_listed(client, section)
+    if section is not None and section.collection is not None and _SLUG.fullmatch(slug := section.collection):
+        client.call(f"read the collection {slug}", lambda: client.api.get_collection(slug))
     return repository
 
 
 def require_names(repo: str, release: Release) -> None:
-    """Raise `UserError` for a name that the Hub, or the client, refuses."""
+    """Raise `UserError` for a name that the Hub, or the client, refuses, and for a file above the Hub's limit."""
     from huggingface_hub import CommitOperationDelete
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -79,10 +70,6 @@ def require_names(repo: str, release: Release) -> None:
         raise UserError(f"{repo}: {error}") from None
     if MANIFEST not in release.files:
         raise UserError(f"{repo}: the release has no {MANIFEST}, by which it would be known again")
-
-
-def require_room(repo: str, release: Release) -> None:
-    """Raise `UserError` for what is above the Hub's limits."""
     for name, file in release.files.items():
         if file.size > LARGEST_FILE:
             raise UserError(
@@ -90,17 +77,6 @@ def require_room(repo: str, release: Release) -> None:
                 "a file",
                 hint="Shards follow the source's: save that in smaller ones (`save_pretrained(max_shard_size=...)`).",
             )
-    small = [file.size for name, file in release.files.items() if is_small(name, file)]
-    folders = Counter(name.rpartition("/")[0] for name in release.files)
-    folder, most = max(folders.items(), key=lambda item: item[1])
-    for found, limit, what in (
-        (len(release.files), _MOST_FILES, "files in a repository"),
-        (most, _MOST_IN_FOLDER, f"files in one folder ({folder or 'the top one'})"),
-        (len(release.files) - len(small), _MOST_LARGE, "large files in a commit"),
-        (sum(small) * 4 // 3, _LARGEST_COMMIT, "bytes of small files in a commit"),
-    ):
-        if found > limit:
-            raise UserError(f"{repo}: found {found:,} {what}, and the Hub takes at most {limit:,}")
 
 
 def _who(client: Client) -> dict[str, Any]:
@@ -240,42 +216,18 @@ def settle(client: Client, repository: Repository, section: Hub | None) -> None:
     _, after = changes(repository, section)
     if after:
         client.call("make it public", lambda: client.api.update_repo_settings(client.repo, private=False))
-    if section.collection is not None:
-        _list_it(client, section)
-
-
-def is_listed(client: Client, section: Hub) -> bool:
-    """Whether the recipe's collection lists the repository. Raises `MissingError` for a slug that there is none of."""
-    slug = _slug(client, str(section.collection), section.repo.split("/")[0])
-    return slug is not None and _lists(client, slug)
-
-
-def _list_it(client: Client, section: Hub) -> None:
-    title, namespace = str(section.collection), section.repo.split("/")[0]
-    slug = _slug(client, title, namespace)
-    if slug is None:
+    if section.collection is None:
+        return
+    slug, namespace = section.collection, section.repo.split("/")[0]
+    if not _SLUG.fullmatch(slug):
         made = client.call(
-            f"create the collection {title!r}",
-            lambda: client.api.create_collection(title, namespace=namespace, private=section.private, exists_ok=True),
+            f"create the collection {slug!r}",
+            lambda: client.api.create_collection(
+                section.collection, namespace=namespace, private=section.private, exists_ok=True
+            ),
         )
         slug = str(made.slug)
-    if not _lists(client, slug):
-        client.call(
-            f"add it to the collection {slug}",
-            lambda: client.api.add_collection_item(slug, item_id=client.repo, item_type="model", exists_ok=True),
-        )
-
-
-def _lists(client: Client, slug: str) -> bool:
-    found = client.call(f"read the collection {slug}", lambda: client.api.get_collection(slug))
-    return any(item.item_id == client.repo and item.item_type == "model" for item in found.items)
-
-
-def _slug(client: Client, wanted: str, namespace: str) -> str | None:
-    """What a collection is called on the Hub; None where none of the namespace has that title."""
-    if _SLUG.fullmatch(wanted):
-        return wanted
-    found = client.call(
-        f"list the collections of {namespace}", lambda: list(client.api.list_collections(owner=namespace))
+    client.call(
+        f"add it to the collection {slug}",
+        lambda: client.api.add_collection_item(slug, item_id=client.repo, item_type="model", exists_ok=True),
     )
-    return next((str(collection.slug) for collection in found if collection.title == wanted), None)

@@ -14,16 +14,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from pipeline.base.durations import duration
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress, reporter_for
-from pipeline.base.transience import is_transient_status
+from pipeline.base.transience import is_transient, is_transient_status
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -37,6 +34,7 @@ _PATIENCE: Final = 600.0  # seconds that a server may ask for: the Hub's windows
 _SAID: Final = 4  # lines of a server's answer
 _QUERY: Final = re.compile(r"(https?://[^\s?\"'<>]+)\?[^\s\"'<>)]*")  # a signed address carries its signature there
 _USER: Final = re.compile(r"//[^/@\s]+@")
+_SECONDS: Final = re.compile(r"\s*(\d+)\s*")
 _RESET: Final = re.compile(r"\bt\s*=\s*(\d+)")  # of the header `ratelimit: "api";r=0;t=55`
 
 
@@ -91,15 +89,11 @@ class Client:
             reraise=True,
         )
         try:
-            with _heard(self._warn):
-                return retrying(action)
-        except (StageError, UserError):
+            return retrying(action)
+        except (StageError, UserError, LookupError, TypeError, AttributeError):
             raise
         except Exception as error:
-            found = self._translate(what, error)
-            if found is None:
-                raise
-            raise found from None  # the library's errors quote requests
+            raise self._translate(what, error) from None  # the library's errors quote requests
 
     def _warn(self, message: str) -> None:
         """On stderr where no progress is shown: who waits for a minute must know for what."""
@@ -111,34 +105,37 @@ class Client:
         reason = _reason(error) if error is not None else "no answer"
         self._warn(f"{self.repo}: {what}: {reason}; try {state.attempt_number + 1} of {self.tries} in {seconds:.0f} s")
 
-    def _translate(self, what: str, error: Exception) -> StageError | UserError | None:
-        from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    def _translate(self, what: str, error: Exception) -> StageError | UserError:
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            LocalTokenNotFoundError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
 
         text = f"{self.repo}: cannot {what}: {redact(_reason(error))}"
         status = status_of(error)
         if isinstance(error, OfflineModeIsEnabled):
             return UserError(f"{self.repo}: cannot {what}: HF_HUB_OFFLINE is set.", hint="Unset it to publish.")
         if isinstance(error, LocalTokenNotFoundError):
-            return no_token(self.repo)
+            return UserError(
+                f"{self.repo}: there is no token of the Hub: HF_TOKEN is not set, and nobody has logged in",
+                hint="Run `hf auth login`, or set HF_TOKEN to a token that may write.",
+            )
         if _is_passing(error) or (status is not None and is_transient_status(status)):
+            where = "" if status else f"Check that {redact(os.environ.get('HF_ENDPOINT') or _HUB)} can be reached. "
             asked = _asked_for(error)
-            later = f" in {asked:.0f} s, as the Hub asks" if asked is not None and asked > _PATIENCE else ""
-            kept = f"What was sent is kept: the same command goes on{later}."
-            if status is None:
-                kept = f"Check the network, and that {redact(os.environ.get('HF_ENDPOINT') or _HUB)} is up. {kept}"
+            later = "" if asked is None else f" The Hub asks to wait {duration(asked)}."
+            kept = f"{where}What was sent is kept: the same command goes on.{later}"
             return UnreachableError(text, hint=kept, transient=True)
         if status == 412:
             return MovedError(text, hint="Nothing was changed. Run the same command again.")
-        if status == 404 or _is_missing(error):
+        if status == 404 or isinstance(error, EntryNotFoundError | RepositoryNotFoundError):
             return MissingError(text, status=404)
-        if status is not None:
+        if status is not None or isinstance(error, ValueError):
             hint = "See https://huggingface.co/settings/tokens for what the token may do." if status == 403 else None
             return RefusedError(text, status=status, hint=hint)
-        if isinstance(error, HFValidationError | ValueError):
-            return RefusedError(text)
-        if isinstance(error, _http_library().HTTPError | OSError):
-            return StageError(text, hint="What was sent is kept: the same command goes on.")
-        return None
+        return StageError(text, hint="What was sent is kept: the same command goes on.")
 
 
 def connect(
@@ -152,21 +149,15 @@ def connect(
     try:
         import tenacity  # noqa: F401
         from huggingface_hub import HfApi
+        from huggingface_hub.utils import get_session
     except ImportError as error:
         raise UserError(
             f"publishing to the Hub needs {error.name}, which is not installed",
             hint="Install it: pip install 'quantmint[publish]'",
         ) from None
+    logging.getLogger(get_session.__module__).addFilter(_redacted)  # once, however often it is added
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="quantmint")
     return Client(repo, api, progress, sleep or time.sleep, tries)
-
-
-def no_token(repo: str) -> UserError:
-    """What is said where there is no token."""
-    return UserError(
-        f"{repo}: there is no token of the Hub: HF_TOKEN is not set, and nobody has logged in",
-        hint="Run `hf auth login`, or set HF_TOKEN to a token that may write.",
-    )
 
 
 def unseen(repo: str) -> MissingError:
@@ -209,37 +200,9 @@ def _response(error: BaseException) -> Any:
 
 def _is_passing(error: BaseException) -> bool:
     """Whether the next try may go better: no answer at all, 5xx or 429."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    if isinstance(error, OfflineModeIsEnabled) or "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return False
-    if (status := status_of(error)) is not None:
-        return is_transient_status(status) and (_asked_for(error) or 0) <= _PATIENCE
-    http = _http_library()
-    no_answer = (
-        http.TimeoutException,
-        http.NetworkError,
-        http.RemoteProtocolError,
-        http.ProxyError,
-        ConnectionError,
-        TimeoutError,
-    )
-    if any(isinstance(cause, no_answer) for cause in _causes(error)):
-        return True
-    return type(error) is RuntimeError and error.__cause__ is None  # how hf_xet tells of a transfer that broke off
-
-
-def _http_library() -> Any:
-    """What the client speaks HTTP with: httpx; from huggingface_hub 2 on httpx2, whose errors have the same names."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
-
-
-def _is_missing(error: Exception) -> bool:
-    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
-
-    return isinstance(error, EntryNotFoundError | RepositoryNotFoundError)
+    if type(error) is RuntimeError and error.__cause__ is None:
+        return True  # how hf_xet tells of a transfer that broke off
+    return is_transient(error) and (_asked_for(error) or 0) <= _PATIENCE
 
 
 def _wait(state: RetryCallState) -> float:
@@ -255,52 +218,20 @@ def _wait(state: RetryCallState) -> float:
 
 
 def _asked_for(error: BaseException) -> float | None:
-    """Seconds of ``Retry-After`` (a number or a date) or of ``ratelimit``."""
+    """Seconds of ``Retry-After`` or of ``ratelimit``."""
     response = _response(error)
     if response is None:
         return None
-    value = response.headers.get("Retry-After")
-    if value is not None:
-        try:
-            return max(0.0, float(value))
-        except ValueError:
-            pass
-        try:
-            return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-        except (TypeError, ValueError):
-            return None
-    reset = _RESET.search(response.headers.get("ratelimit", ""))
-    return float(reset[1]) if response.status_code == 429 and reset else None
+    found = _SECONDS.fullmatch(response.headers.get("Retry-After", "")) or (
+        _RESET.search(response.headers.get("ratelimit", "")) if response.status_code == 429 else None
+    )
+    return float(found[1]) if found else None
 
 
-class _Diversion(logging.Filter):
-    """Keeps warnings out of a log while somebody listens; whoever came last hears them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.listeners: list[Callable[[str], None]] = []
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not self.listeners or record.levelno < logging.WARNING:
-            return True
-        self.listeners[-1](record.getMessage())
-        return False
-
-
-_DIVERSION: Final = _Diversion()
-
-
-@contextmanager
-def _heard(tell: Callable[[str], None]) -> Iterator[None]:
-    """What the library itself tries again, and says in its log, is told in our way: its log quotes signed addresses."""
-    from huggingface_hub.utils import get_session
-
-    logging.getLogger(get_session.__module__).addFilter(_DIVERSION)  # once, however often it is added
-    _DIVERSION.listeners.append(tell)
-    try:
-        yield
-    finally:
-        _DIVERSION.listeners.remove(tell)
+def _redacted(record: logging.LogRecord) -> bool:
+    """What the library itself tries again it says in its log, which quotes signed addresses."""
+    record.msg, record.args = redact(record.getMessage()), ()
+    return True
 
 
 def _reason(error: BaseException) -> str:

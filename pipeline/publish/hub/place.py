@@ -28,19 +28,22 @@ from pipeline.publish.hub.repository import (
     MAIN,
     Repository,
     Tree,
+    commit,
     differences,
     differing,
     download,
     history,
     is_same,
     look,
+    moved,
     read,
     releases,
     require_release,
     some,
+    title_of,
     tree,
+    upload,
 )
-from pipeline.publish.hub.upload import commit, moved, title_of, upload
 from pipeline.publish.place import Difference, Listed, Operation, Place, State, named
 from pipeline.publish.release import MANIFEST, Release
 from pipeline.recipe.sections import Hub
@@ -61,12 +64,11 @@ class HubPlace(Place):
         """organisation/name."""
         return self.repo
 
-    def require_access(self) -> None:
-        """Token, rights and visibility."""
-        access.require_access(self._client(), self.section)
-
-    def preflight(self, release: Release) -> None:
-        """Token, rights, names, sizes, visibility and the card; see `pipeline.publish.hub.access`."""
+    def preflight(self, release: Release | None) -> None:
+        """Token, rights, names, visibility and the card; see `pipeline.publish.hub.access`."""
+        if release is None:
+            access.require_access(self._client(), self.section)
+            return
         repository = access.preflight(self._client(), release, self.section)
         if repository is not None:
             self._require_own(release, repository)
@@ -103,11 +105,8 @@ class HubPlace(Place):
             return Difference()
         there = tree(self._client(), self._base(repository, candidate)[1])
         missing = [name for name, file in sorted(release.files.items()) if not is_same(there.get(name), file)]
-        return (
-            Difference(missing, sorted(there.keys() - release.files.keys()))
-            if differences(there, release)
-            else (Difference())
-        )
+        strays = sorted(there.keys() - release.files.keys())
+        return Difference(missing, strays) if differences(there, release) else Difference()
 
     def put(
         self, release: Release, difference: Difference, state: State, *, candidate: bool, progress: Progress
@@ -141,8 +140,23 @@ class HubPlace(Place):
         require_release(client, made, release, "the commit")
         return made
 
-    def point(self, release: Listed, state: State, why: str) -> None:
-        """Nothing where `main` holds it; else its pull request is merged, or `main` is given its files by a commit."""
+    def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
+        """Nothing where `main` holds it; else its pull request is merged, or `main` is given its files by a commit.
+
+        A candidate waits on the branch or the pull request that it was committed to.
+        """
+        if not candidate:
+            self._give(release, state, why)
+            self._end_wait(release)
+
+    def preparing(self, state: State) -> Sequence[Operation]:
+        """Make it, gate it, open it."""
+        before, after = access.changes(state.mark, self.section)
+        kind = "private" if self.section is None or self.section.private else "public"
+        created = () if state.mark is not None else (Operation("create", f"{kind} repository {self.repo}"),)
+        return (*created, *(Operation("set", change) for change in (*before, *after)))
+
+    def _give(self, release: Listed, state: State, why: str) -> None:
         client = self._client()
         repository: Repository = look(client) or self._create(client)
         wanted = tree(client, release.revision)
@@ -163,10 +177,7 @@ class HubPlace(Place):
                 hint="Somebody may have written there meanwhile; look, then run the same command again.",
             )
 
-    def wait(self, release: Listed, state: State) -> None:
-        """Nothing: the branch or the pull request that it was committed to is what waits."""
-
-    def end_wait(self, release: Listed, state: State) -> None:
+    def _end_wait(self, release: Listed) -> None:
         """Close its pull request, where it was not merged; delete its branch."""
         client = self._client()
         repository = look(client)
@@ -193,74 +204,6 @@ class HubPlace(Place):
         access.restrict(client, repository, self.section)
         access.settle(client, repository, self.section)
 
-    def pointing(self, release: Listed, state: State, why: str) -> Sequence[Operation]:
-        """The commit, file by file, or the merge; and what ends that it waits."""
-        client, repository = self._client(), state.mark
-        number = repository.request_of(release.revision)
-        there, wanted = tree(client, repository.head), tree(client, release.revision)
-        names = differing(there, wanted)
-        steps = []
-        if names and number is not None and self._starts_from(release.revision, repository.head):
-            steps.append(Operation("merge", f"pull request {number} into {MAIN}"))
-            number = None
-        elif names:
-            steps += [
-                *(
-                    Operation("copy", f"{name} from {release.tag}", wanted[name].size)
-                    for name in names
-                    if name in wanted
-                ),
-                *(
-                    Operation("delete", f"{name}, which {release.tag} does not have")
-                    for name in names
-                    if name in there.keys() - wanted.keys()
-                ),
-                Operation("commit", f'"{why} {release.tag}" on {MAIN}, after {repository.head[:8]}'),
-            ]
-        if number is not None:
-            steps.append(Operation("close", f"pull request {number}, whose files {MAIN} has"))
-        if repository.branches.get(CANDIDATE) == release.revision and (steps or not release.current):
-            steps.append(Operation("delete", f"branch {CANDIDATE}, whose files {MAIN} has"))
-        return steps
-
-    def waiting(self, release: Listed, state: State) -> Sequence[Operation]:
-        """Nothing beyond the commit."""
-        return ()
-
-    def operations(self, release: Release, *, candidate: bool) -> Sequence[Operation]:
-        """The steps of `publish` in their order, also where the repository is not there yet."""
-        client, state = self._client(), self.state()
-        repository: Repository | None = state.mark
-        section = self.section
-        difference = self.compare(release, state, candidate=candidate, progress=None)
-        before, after = access.changes(repository, section)
-        steps = []
-        if repository is None:
-            private = section is None or section.private
-            steps.append(Operation("create", f"{'private' if private else 'public'} repository {self.repo}"))
-        steps += [Operation("set", change) for change in before]
-        opened = self._opened(release, repository)
-        asks = self._by_request
-        if difference:
-            if opened is not None:
-                steps.append(Operation("close", f"pull request {opened}, which {MAIN} has left behind"))
-            steps += [Operation("upload", name, release.files[name].size) for name in difference.missing]
-            if candidate and not asks and (repository is None or CANDIDATE not in repository.branches):
-                steps.append(Operation("create", f"branch {CANDIDATE} from {MAIN}"))
-            steps += [Operation("delete", name) for name in difference.strays]
-            where = f"a pull request against {MAIN}" if asks else CANDIDATE if candidate else MAIN
-            steps.append(Operation("commit", f'"{title_of(release)}" on {where}'))
-        if repository is None or release.tag not in repository.tags:
-            if asks and not candidate:
-                number = "the pull request" if difference or opened is None else f"pull request {opened}"
-                steps.append(Operation("merge", f"{number} into {MAIN}"))
-            steps.append(Operation("tag", release.tag))
-        steps += [Operation("set", change) for change in after]
-        listed = section is None or section.collection is None
-        if section is not None and not (listed or (repository is not None and access.is_listed(client, section))):
-            steps.append(Operation("add", f"{self.repo} to the collection {section.collection}"))
-        return tuple(steps)
-
     def read(self, release: Listed, name: str) -> bytes | None:
         """A file at the release's commit."""
         client = self._client()
@@ -276,10 +219,6 @@ class HubPlace(Place):
         client = self._client()
         with suppress(MissingError):
             client.call(f"delete the tag {release.tag}", lambda: client.api.delete_tag(self.repo, tag=release.tag))
-
-    def removal(self, release: Listed) -> Operation:
-        """Of a tag."""
-        return Operation("delete", f"tag {release.tag}; the Hub keeps the files that its history refers to")
 
     def fetch(
         self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None

@@ -1,13 +1,25 @@
-"""A repository of the Hub as it is now: refs, files and history; asked for, nothing changed.
+"""A repository of the Hub: its refs, files and history as they are now, what is sent to it, and what is fetched.
 
 No byte is fetched to know whether files are a release's: the Hub tells the SHA-256 of each large file, and for the
 others the hash that git gives them, which follows from the bytes that are here.
+
+**What resumes.** The Hub keeps objects by what they contain, so the same command sends only what is not there.
+
+- Xet (what huggingface.co speaks, through ``hf_xet``): files are cut into chunks by their content, and a chunk that the
+  store has is not sent: after an interruption a shard goes on in its middle, and a new release of the same model sends
+  what differs. The file is read once, and its SHA-256 is taken from the very bytes that are sent.
+- LFS over HTTP (``HF_HUB_DISABLE_XET=1``, or a server without Xet): an object that is there is not sent again, so an
+  interruption costs at most the shard that was under way. Within one run a part of a large shard that broke off is
+  repeated alone.
+
+Either way the client's SHA-256 is held against the manifest's before a commit: what changed after the gate is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC
@@ -16,7 +28,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeline.base.errors import StageError, UserError
-from pipeline.publish.hub.client import Client, MissingError
+from pipeline.base.progress import reporter_for
+from pipeline.publish.hub.client import Client, MissingError, MovedError
 from pipeline.publish.place import Listed, newest_first
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
 from pipeline.store.files import File, require_digest, require_safe
@@ -26,6 +39,12 @@ MAIN: Final = "main"
 CANDIDATE: Final = "candidate"
 """The branch of a release that waits to be promoted."""
 _ATTRIBUTES: Final = ".gitattributes"  # the Hub's own file: which names are large files
+
+
+_TITLE: Final = 200  # characters that the Hub takes as the title of a pull request (`HfApi.create_discussion`)
+_SMALL: Final = 10 * 1024**2
+"""Bytes: larger files never lie in git itself (https://huggingface.co/docs/hub/repositories-getting-started), and are
+sent each by itself; weights are, however small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,3 +287,103 @@ def read(client: Client, revision: str, name: str, start: int, stop: int) -> byt
     if len(found) != stop - start:
         raise StageError(f"{client.repo}: {name} ends within the bytes {start} to {stop}")
     return found
+
+
+def upload(client: Client, release: Release, branch: str, *, by_request: bool) -> list[Any]:
+    """Send what the Hub stores as large files; returns the operations of the commit, one for each file.
+
+    One file at a time, each tried again by itself; small files together, and those that the Hub keeps in git itself go
+    with the commit. Raises `StageError` for a file that is not what was judged.
+    """
+    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # they would be drawn over ours
+
+    def send(what: str, operations: Sequence[Any]) -> None:
+        client.call(
+            f"upload {what}",
+            lambda: client.api.preupload_lfs_files(
+                client.repo,
+                operations,
+                revision=branch,
+                create_pr=by_request,
+                free_memory=False,
+                gitignore_content="",  # one in the repository would drop files from the commit without a word
+            ),
+        )
+
+    small: list[Any] = []
+    large: list[Any] = []
+    progress = client.progress or reporter_for(json=False)
+    with progress.bar(release.size, "B") as advance:
+        for name, file in sorted(release.files.items()):
+            if file.size <= _SMALL and not name.endswith(".safetensors"):
+                small.append(CommitOperationAdd(name, content(file)))  # the bytes that were hashed
+                continue
+            operation = CommitOperationAdd(name, file.path)
+            send(name, [operation])
+            require_digest(file, operation.upload_info.sha256.hex())
+            large.append(operation)
+            advance(file.size)
+        if small:
+            send(f"{len(small)} small files", small)
+        advance(release.size - sum(release.files[operation.path_in_repo].size for operation in large))
+    return large + small
+
+
+def title_of(release: Release) -> str:
+    """The first line of the commit, and of a pull request; the listing of releases reads the title from it."""
+    return f"{release.tag}: {release.title}"[:_TITLE]
+
+
+def commit(
+    client: Client,
+    operations: Sequence[Any],
+    title: str,
+    branch: str,
+    parent: str,
+    *,
+    found: Callable[[], str | None],
+    by_request: bool = False,
+) -> str:
+    """Make one commit on top of ``parent`` (``by_request``: on a new pull request against the branch); returns its id.
+
+    ``found`` looks for the commit where it may be there already: its answer got lost, or another publisher made it of
+    the same release at the same time. Raises `MovedError` where the branch moved meanwhile: nothing was overwritten.
+    """
+    tries = 0
+
+    def attempt() -> str:
+        nonlocal tries
+        tries += 1
+        if tries > 1 and (earlier := found()) is not None:
+            return earlier
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # remarks on the card's metadata, which preflight has made
+            made = client.api.create_commit(
+                client.repo,
+                list(operations),
+                commit_message=title,
+                revision=branch,
+                parent_commit=parent,
+                create_pr=by_request,
+            )
+        return str(made.oid)
+
+    try:
+        return client.call(f"commit to {branch}", attempt)
+    except MovedError:
+        earlier = found()
+        if earlier is not None:
+            return earlier
+        raise moved(client.repo, branch) from None
+
+
+def moved(repo: str, branch: str) -> MovedError:
+    """What is said where somebody else wrote to the branch."""
+    return MovedError(
+        f"{repo}: {branch} has moved since it was looked at: somebody else wrote to it meanwhile",
+        hint="Nothing was overwritten, and what was sent is kept. Look at what is there, then run the same command "
+        "again: it commits on top.",
+    )

@@ -141,7 +141,6 @@ def test_a_shard_is_sent_again(publisher: Publisher, make_release: MakeRelease, 
     assert publisher.files() == release.files.keys()
     assert len(publisher.hub.sent("PUT", "/storage/")) == 2
     assert publisher.told.bars == [[release.size, release.size]], "what is sent twice counts once"
-    assert publisher.told.lines
     assert not any("signature=" in line for line in publisher.told.lines), "nobody may use the signed address"
 
 

@@ -55,9 +55,7 @@ def test_a_candidate_becomes_current_by_one_commit_that_sends_no_shard(
     assert publisher.files() == second.files.keys()
     assert publisher.history() == [f"Promote {second.tag}", *before]
     assert publisher.sent() == sent
-    verbs = {(verb, what.split()[0]) for verb, what in done}
-    assert verbs >= {("copy", "model.safetensors"), ("delete", "only-one.txt,"), ("delete", "branch")}
-    assert ("copy", "tokenizer.json") not in verbs, "it is the same file"
+    assert done == [("point", f"current of {REPO} to {second.tag}")]
     assert "candidate" not in {ref.name for ref in publisher.api.list_repo_refs(REPO).branches}
 
 
@@ -68,7 +66,7 @@ def test_a_pull_request_from_an_older_main_is_not_mixed_into_it(
     publisher.publish(first)
     publisher.publish(second, candidate=True, **BY_REQUEST)
     publisher.publish(third)
-    assert [verb for verb, _ in promote(publisher, second.tag)][-2:] == ["commit", "close"]
+    promote(publisher, second.tag)
     assert publisher.hub.repo(REPO).discussion(1)["status"] == "closed"
     assert publisher.files() == second.files.keys(), "merged, it would have kept only-three.txt"
     assert flags(publisher) == {third.tag: "", second.tag: "current", first.tag: ""}
@@ -81,7 +79,8 @@ def test_which_of_two_candidates_is_meant(publisher: Publisher, three: tuple[Rel
     publisher.publish(third, candidate=True, **BY_REQUEST)
     with pytest.raises(UserError, match=f"has 2 candidates, expected the tag of one: .*{second.tag}"):
         promote(publisher)
-    assert promote(publisher, third.tag) == [("merge", "pull request 1 into main")]
+    promote(publisher, third.tag)
+    assert publisher.hub.repo(REPO).discussion(1)["status"] == "merged"
     assert flags(publisher) == {third.tag: "current", second.tag: "candidate", first.tag: ""}
 
 
@@ -148,6 +147,5 @@ def test_an_answer_that_got_lost_is_no_failure(publisher: Publisher, three: tupl
     publisher.hub.faults.append(Fault("POST", "/merge", lost=True))
     promote(publisher)
     publisher.hub.faults.append(Fault("DELETE", "/tag/", lost=True))
-    [done] = publisher.target().remove([first.tag], dry_run=False, progress=Told())
-    assert done.what.startswith(f"tag {first.tag}; the Hub keeps the files")
+    publisher.target().remove([first.tag], dry_run=False, progress=Told())
     assert flags(publisher) == {third.tag: "current", second.tag: ""}

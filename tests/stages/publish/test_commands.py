@@ -82,7 +82,7 @@ def test_what_would_be_done_is_in_no_public_log(
     orchestra.run(*(stage for stage in stages() if stage.key not in {"sign", "publish"}))
     orchestra.plan(*stages())
     told = quantmint("publish", "r.yaml", "--dry-run", "--json").json
-    assert [one["verb"] for one in told["places"][0]["operations"]][:2] == ["sign", "copy"]
+    assert [one["verb"] for one in told["places"][0]["operations"]][:2] == ["sign", "upload"]
     assert "sign" not in orchestra.ran
     assert not Path("published").exists()
 
