@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -208,8 +209,9 @@ def _perplexity(answers: Sequence[Answer]) -> float:
 
 def _require_comparable(baseline: CanaryAnswers, candidate: CanaryAnswers) -> None:
     names = [[answer.prompt for answer in side.answers] for side in (baseline, candidate)]
-    if names[0] != names[1]:
-        raise MeasurementError(f"the canaries were asked different prompts: {_first(*names)}")
+    unlike = next((pair for pair in zip_longest(*names) if pair[0] != pair[1]), None)
+    if unlike is not None:
+        raise MeasurementError("the canaries were asked different prompts: {!r} and {!r}".format(*unlike))
     if len(names[0]) < 2:
         raise MeasurementError(f"a canary needs two prompts at least, found {len(names[0])}")
     for one, other in zip(baseline.answers, candidate.answers, strict=True):
@@ -217,11 +219,3 @@ def _require_comparable(baseline: CanaryAnswers, candidate: CanaryAnswers) -> No
             raise MeasurementError(f"prompt {one.prompt!r} has other tokens on the two sides, so nothing is compared")
         if not one.actual:
             raise MeasurementError(f"the baseline has no finite log probabilities for prompt {one.prompt!r}")
-
-
-def _first(names: Sequence[str], others: Sequence[str]) -> str:
-    """The first difference of two lists."""
-    for name, other in zip(names, others, strict=False):
-        if name != other:
-            return f"{name!r} and {other!r}"
-    return f"{len(names)} and {len(others)} of them"

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from eval.errors import DefinitionError, MeasurementError
+from eval.errors import MeasurementError
 from eval.samples import Sample
 from eval.statistics.sequential import plan_looks
 from eval.suites import SuiteTask
@@ -101,37 +101,17 @@ def materialise_tasks(tasks_dir: Path, names: Iterable[str], destination: Path) 
     """Copy our own task files to where lm-eval finds them from any working directory.
 
     `datasets` resolves `data_files` against the working directory, so they become absolute. Names without a file in
-    `tasks_dir` belong to lm-eval itself. Returns the names that were written; `DefinitionError` for a broken file.
+    `tasks_dir` belong to lm-eval itself. Returns the names that were written.
     """
     destination.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name in names:
-        source = tasks_dir / f"{name}.yaml"
-        if not source.is_file():
-            continue
-        try:
-            task: dict[str, Any] = yaml.safe_load(source.read_text(encoding="utf-8"))
-            files = task["dataset_kwargs"]["data_files"]
-            if task["task"] != name:
-                raise DefinitionError(f"{source}: 'task' must be the file's name, {name!r}, found {task['task']!r}")
-            task["dataset_kwargs"]["data_files"] = _absolute(source, files)
-        except (yaml.YAMLError, KeyError, TypeError) as error:
-            raise DefinitionError(f"{source}: not a local lm-eval task with data_files: {error}") from error
+    ours = [name for name in names if (tasks_dir / f"{name}.yaml").is_file()]
+    for name in ours:
+        task: dict[str, Any] = yaml.safe_load((tasks_dir / f"{name}.yaml").read_text(encoding="utf-8"))
+        files = task["dataset_kwargs"]["data_files"]
+        task["dataset_kwargs"]["data_files"] = {split: str((tasks_dir / files[split]).resolve()) for split in files}
         text = yaml.safe_dump(task, sort_keys=False, allow_unicode=True)
-        (destination / source.name).write_text(text, encoding="utf-8")
-        written.append(name)
-    return tuple(written)
-
-
-def _absolute(source: Path, files: Any) -> Any:
-    if isinstance(files, dict):
-        return {split: _absolute(source, name) for split, name in files.items()}
-    if isinstance(files, list):
-        return [_absolute(source, name) for name in files]
-    path = (source.parent / str(files)).resolve()
-    if not path.is_file():
-        raise DefinitionError(f"{source}: data file {path} does not exist")
-    return str(path)
+        (destination / f"{name}.yaml").write_text(text, encoding="utf-8")
+    return tuple(ours)
 
 
 Item = tuple[str, int]

@@ -6,11 +6,8 @@ The options are those of vLLM 0.19 to 0.33.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from eval.errors import MeasurementError
 from eval.measurements import CellResult
@@ -93,40 +90,42 @@ def read(result: Path, cell: Cell, *, gpus: int = 1, log: Path | None = None) ->
         data = json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise MeasurementError(f"{result}: no benchmark result: {error}") from error
-    completed, failed = int(_number(result, data, "completed")), int(data.get("failed") or 0)
+    completed, failed = data.get("completed"), data.get("failed") or 0
     if failed or completed != cell.num_prompts:
         few = "" if failed or cell.file is None else f"; {cell.file.path} has no more that vLLM takes"
         raise MeasurementError(
             f"{result}: cell {cell.name}: {completed} of {cell.num_prompts} requests completed, {failed} failed"
             + (few or _reason(log))
         )
-    tokens = int(_number(result, data, "total_output_tokens"))
+    tokens = data.get("total_output_tokens")
     if cell.output_tokens is not None and tokens != cell.output_tokens:
         raise MeasurementError(f"{result}: cell {cell.name}: {tokens} tokens came back, expected {cell.output_tokens}")
-    latency = {
-        f"{name}_p{percent}": _number(result, data, f"p{percent}_{name}_ms")
-        for name in LATENCIES
-        for percent in (50, 99)
-    }
-    peak = _optional(result, data, "max_concurrent_requests")
-    return CellResult.from_json(
-        {
-            "cell": cell.name,
-            "completed": completed,
-            "failed": failed,
-            "duration": _number(result, data, "duration"),
-            "output_throughput": _number(result, data, "output_throughput"),
-            "total_throughput": _number(result, data, "total_token_throughput"),
-            **latency,
-            "gpus": gpus,
-            "concurrency": cell.concurrency,
-            "request_rate": cell.rate,
-            "requests_per_second": _optional(result, data, "request_throughput"),
-            "goodput": _number(result, data, "request_goodput") if cell.goodput else None,
-            "peak_concurrency": None if peak is None else int(peak),
-            "peak_output_throughput": _optional(result, data, "max_output_tokens_per_s"),
-        }
-    )
+    peak, goodput = data.get("max_concurrent_requests"), data.get("request_goodput") if cell.goodput else None
+    if cell.goodput and goodput is None:
+        raise MeasurementError(f"{result}: no 'request_goodput'")
+    try:
+        return CellResult.from_json(
+            {
+                "cell": cell.name,
+                "completed": completed,
+                "failed": failed,
+                "duration": data["duration"],
+                "output_throughput": data["output_throughput"],
+                "total_throughput": data["total_token_throughput"],
+                **{f"{name}_p{at}": data[f"p{at}_{name}_ms"] for name in LATENCIES for at in (50, 99)},
+                "gpus": gpus,
+                "concurrency": cell.concurrency,
+                "request_rate": cell.rate,
+                "requests_per_second": data.get("request_throughput"),
+                "goodput": goodput,
+                "peak_concurrency": None if peak is None else int(peak),
+                "peak_output_throughput": data.get("max_output_tokens_per_s"),
+            }
+        )
+    except KeyError as error:
+        raise MeasurementError(f"{result}: no {error}") from error
+    except MeasurementError as error:
+        raise MeasurementError(f"{result}: {error}") from error
 
 
 def _reason(log: Path | None) -> str:
@@ -135,14 +134,3 @@ def _reason(log: Path | None) -> str:
     _, found, rest = text.rpartition("\nError 0: ")
     first = re.split(r"\n(?:Error 1: |=====)", rest, maxsplit=1)[0].strip()
     return f": {first.splitlines()[-1].strip()[:300]}" if found and first else ""
-
-
-def _number(path: Path, data: Mapping[str, Any], key: str) -> float:
-    value = data.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise MeasurementError(f"{path}: {key!r} must be a number, found {value!r}")
-    return float(value)
-
-
-def _optional(path: Path, data: Mapping[str, Any], key: str) -> float | None:
-    return None if data.get(key) is None else _number(path, data, key)

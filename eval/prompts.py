@@ -15,23 +15,52 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from eval.errors import DefinitionError
-from eval.records import unknown
+from pydantic import Field
+
+from eval.errors import DefinitionError, MeasurementError
+from eval.records import Part, Record, T, unknown
 
 FOLDER = Path(__file__).parent / "prompts"
 
 
+Words = Annotated[str, Field(pattern=r"\S")]
+
+
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Record):
     """One text, by a name that says what it is."""
 
-    name: str
-    text: str
+    name: Words
+    text: Words
+
+
+@dataclass(frozen=True, slots=True)
+class _Line(Part):
+    """A line of a file of one's own, which may say more than a load asks."""
+
+    prompt: Words
+    output_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+def _read(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
+    """The objects of a file with the numbers of their lines; `DefinitionError` with the line that is none."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield number, kind.from_json(json.loads(line))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DefinitionError(f"{path}: cannot be read: {error}") from error
+    except ValueError as error:
+        raise DefinitionError(f"{path}:{number}: not JSON: {error}") from error
+    except MeasurementError as error:
+        raise DefinitionError(f"{path}:{number}: {error}") from error
 
 
 def names(folder: Path = FOLDER) -> tuple[str, ...]:
@@ -52,32 +81,13 @@ def load(name: str, folder: Path = FOLDER) -> tuple[Prompt, ...]:
 def parse(path: Path) -> tuple[Prompt, ...]:
     """Load a set from any file."""
     prompts: dict[str, Prompt] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DefinitionError(f"{path}: cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        prompt = _prompt(line, f"{path}:{number}")
+    for number, prompt in _read(path, Prompt):
         if prompt.name in prompts:
             raise DefinitionError(f"{path}:{number}: prompt {prompt.name!r} appears twice")
         prompts[prompt.name] = prompt
     if len(prompts) < 2:
         raise DefinitionError(f"{path}: found {len(prompts)} prompts, expected two at least: one has no interval")
     return tuple(prompts.values())
-
-
-def _prompt(line: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DefinitionError(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict) or set(row) != {"name", "text"}:
-        keys = f"the keys {', '.join(map(str, row)) or 'none'}" if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise DefinitionError(f"{where}: found {keys}, expected name and text")
-    for key, value in row.items():
-        if not isinstance(value, str) or not value.strip():
-            raise DefinitionError(f"{where}: {key!r} must be a text that is not empty")
-    return Prompt(row["name"], row["text"])
 
 
 Kind = Literal["sharegpt", "jsonl"]
@@ -128,28 +138,6 @@ def _sha256(path: Path, _: tuple[int, int]) -> str:
 
 @lru_cache(maxsize=32)
 def _lines(path: Path, _: tuple[int, int]) -> Lines:
-    lengths: list[int | None] = []
-    try:
-        with path.open(encoding="utf-8") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    lengths.append(_length(f"{path}:{number}", line))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DefinitionError(f"{path}: cannot be read: {error}") from error
+    lengths = [line.output_tokens for _, line in _read(path, _Line)]
     known = [length for length in lengths if length is not None]
     return Lines(len(lengths), max(known) if known and len(known) == len(lengths) else None)
-
-
-def _length(place: str, line: str) -> int | None:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise DefinitionError(f"{place}: not JSON: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"]:
-        raise DefinitionError(f'{place}: expected an object with "prompt", a text that is not empty')
-    length = row.get("output_tokens")
-    if length is None:
-        return None
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise DefinitionError(f'{place}: "output_tokens" must be a whole number of at least 1, found {length!r}')
-    return length

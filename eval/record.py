@@ -33,18 +33,15 @@ def write(folder: Path, measurements: Measurements, report: GateReport) -> Path:
     nothing but the arguments (a gzip member can hold a time: it is 0).
     """
     (folder / "samples").mkdir(parents=True, exist_ok=True)
-    taken: set[str] = set()
     files = {
         "samples": {
             task: {
-                "baseline": _write_samples(folder, task, "baseline", baseline, taken),
-                "candidate": _write_samples(folder, task, "candidate", candidate, taken),
+                "baseline": _write_samples(folder, task, "baseline", baseline),
+                "candidate": _write_samples(folder, task, "candidate", candidate),
             }
             for task, (baseline, candidate) in measurements.samples.items()
         },
-        "control": {
-            task: _write_samples(folder, task, "again", again, taken) for task, again in measurements.control.items()
-        },
+        "control": {task: _write_samples(folder, task, "again", again) for task, again in measurements.control.items()},
     }
     path = folder / NAME
     content = {"schema": SCHEMA, **report.to_json(), "measurements": {**measurements.to_json(), **files}}
@@ -90,13 +87,12 @@ def _fault(error: Exception) -> str:
     return f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
-def _write_samples(folder: Path, task: str, side: str, samples: SampleSet, taken: set[str]) -> dict[str, str]:
+def _write_samples(folder: Path, task: str, side: str, samples: SampleSet) -> dict[str, str]:
     data = gzip.compress(json.dumps(samples.to_json(), separators=(",", ":")).encode(), mtime=0)
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", task)
+    if plain != task:  # another's name may differ only in what a file name cannot hold
+        plain += f".{hashlib.sha256(task.encode()).hexdigest()[:8]}"
     name = f"samples/{plain}.{side}.json.gz"
-    if name in taken:  # two tasks whose names differ only in what a file name cannot hold
-        name = f"samples/{plain}.{hashlib.sha256(task.encode()).hexdigest()[:8]}.{side}.json.gz"
-    taken.add(name)
     (folder / name).write_bytes(data)
     return {"file": name, "sha256": hashlib.sha256(data).hexdigest()}
 

@@ -50,6 +50,13 @@ class Record:
         return checked(cls, data)
 
 
+class Part(Record):
+    """A record of some fields of what is read: the rest is for others and not looked at."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[ConfigDict] = {**Record.__pydantic_config__, "extra": "ignore"}
+
+
 T = TypeVar("T", bound=Record)
 
 
@@ -149,21 +156,18 @@ def read(path: Path) -> Document:
     Raises `DefinitionError` where the file is missing, is not YAML, is not a mapping, or repeats a key.
     """
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DefinitionError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        node = loader.get_single_node()
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):
             raise DefinitionError(f"{path}:1: expected a mapping")
         lines: dict[Place, int] = {(): node.start_mark.line + 1}
         _lines(path, node, (), lines)
-        return Document(path, loader.construct_document(node), lines)
+        return Document(path, yaml.safe_load(text), lines)
+    except OSError as error:
+        raise DefinitionError(f"{path}: cannot be read: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise DefinitionError(f"{path}:{line}: not valid YAML: {error.problem}") from error
-    finally:
-        loader.dispose()
 
 
 def _lines(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -> None:

@@ -14,14 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from eval import accuracy
 from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
 from eval.gate import GateReport
 from eval.record import read as read_record
-from eval.records import Record
+from eval.records import Part, Record
 from eval.samples import Pairs, SampleSet, pair
 from eval.throughput import Throughput
 from eval.verdict import Verdict
@@ -67,6 +69,30 @@ class Contender:
         return next((r for r in self.gate.accuracy if (r.task, r.metric) == (task, metric)), None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Size(Part):
+    baseline_bytes: Annotated[int, Field(gt=0)]
+    candidate_bytes: Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Digests(Part):
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Part):
+    """What a comparison takes from a report."""
+
+    name: str
+    model: str
+    scheme: str
+    created: str
+    digests: _Digests
+    size: _Size
+    gate: GateReport
+
+
 def read(report: Path, record: Path | None) -> Contender:
     """Read a `report.json`, with the `gate.json` of the same judgement where there is one.
 
@@ -85,30 +111,19 @@ def read(report: Path, record: Path | None) -> Contender:
 
 def from_report(data: Any, origin: Path) -> Contender:
     """Take from a report what a comparison needs; raises `MeasurementError` that names the missing part."""
-
-    def part(mapping: Any, path: str, kind: type | tuple[type, ...]) -> Any:
-        for key in path.split("."):
-            mapping = mapping.get(key) if isinstance(mapping, dict) else None
-        if not isinstance(mapping, kind) or isinstance(mapping, bool):
-            found = "nothing" if mapping is None else type(mapping).__name__
-            raise MeasurementError(f"{origin}: not a report of this version: {found} at {path}")
-        return mapping
-
-    sizes = (part(data, "size.baseline_bytes", int), part(data, "size.candidate_bytes", int))
-    if min(sizes) <= 0:
-        raise MeasurementError(f"{origin}: sizes of {sizes[0]} and {sizes[1]} bytes cannot be compared")
     try:
-        gate = GateReport.from_json(part(data, "gate", dict))
-    except (MeasurementError, KeyError, TypeError, ValueError) as error:
-        raise MeasurementError(f"{origin}: not a report of this version: its gate: {error}") from error
+        told = Report.from_json(data)
+    except MeasurementError as error:
+        raise MeasurementError(f"{origin}: not a report of this version: {error}") from error
+    gate = told.gate
     return Contender(
-        name=part(data, "name", str),
-        model=part(data, "model", str),
-        baseline=part(data, "digests.source", str),
-        scheme=part(data, "scheme", str),
-        created=part(data, "created", str),
+        name=told.name,
+        model=told.model,
+        baseline=told.digests.source,
+        scheme=told.scheme,
+        created=told.created,
         gate=gate,
-        size=sizes,
+        size=(told.size.baseline_bytes, told.size.candidate_bytes),
         paced=frozenset(c.cell for c in gate.throughput if c.promise is None and gate.policy.min_ratio is not None),
         unread="its gate.json is not at hand",
     )

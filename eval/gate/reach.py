@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 from eval.gate.report import Policy
 from eval.power import expected_items
 from eval.records import Record
-from eval.statistics.ranks import fewest_launches
+from eval.statistics.ranks import fewest_launches, rank_sums
 from eval.statistics.sequential import plan_looks
 from eval.suites import Suite, SuiteTask
 
@@ -93,24 +94,13 @@ def detectable_shift(launches: int, confidence: float = 0.95, power: float = 0.8
 def _critical_pairs(launches: int, alpha: float) -> int:
     """The least number of pairs (candidate above baseline) that is significant: Mann and Whitney's U, counted exactly.
 
-    ways[k][u]: in how many ways k of the values seen so far are the candidate's with u pairs (Ann. Math. Statist. 18,
-    50-60, 1947).
+    It is the sum of the candidate's ranks less the least that this can be (Ann. Math. Statist. 18, 50-60, 1947).
     """
-    most = launches * launches
-    ways = [[0] * (most + 1) for _ in range(launches + 1)]
-    ways[0][0] = 1
-    for rank in range(2 * launches):
-        for taken in range(min(rank + 1, launches), 0, -1):
-            below = rank - (taken - 1)
-            if below <= launches:
-                for pairs in range(most, below - 1, -1):
-                    ways[taken][pairs] += ways[taken - 1][pairs - below]
-    total, tail = math.comb(2 * launches, launches), 0
-    for pairs in range(most, -1, -1):
-        tail += ways[launches][pairs]
-        if tail > alpha * total * (1 + 1e-9):
-            return pairs + 1
-    return 0
+    ways = rank_sums(range(2 * launches), launches)
+    sums = sorted(ways, reverse=True)
+    limit = alpha * math.comb(2 * launches, launches) * (1 + 1e-9)
+    tails = zip(sums, accumulate(ways[total] for total in sums), strict=True)
+    return next(total for total, tail in tails if tail > limit) + 1 - sums[-1]
 
 
 def _task(task: SuiteTask, policy: Policy, looks: int) -> TaskReach:

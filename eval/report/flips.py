@@ -19,13 +19,8 @@ Answers = Mapping[Key, Mapping[str, Any]]
 
 
 def by_item(answers: Iterable[Mapping[str, Any]]) -> dict[Key, Mapping[str, Any]]:
-    """Answers by the item that they belong to; one that names none is left out, since it is only there to be seen."""
-    found: dict[Key, Mapping[str, Any]] = {}
-    for answer in answers:
-        task, number, name = answer.get("task"), answer.get("doc_id"), answer.get("filter")
-        if isinstance(task, str) and isinstance(number, int) and isinstance(name, str):
-            found[(task, number, name)] = answer
-    return found
+    """Answers by the item that they belong to."""
+    return {(answer["task"], answer["doc_id"], answer["filter"]): answer for answer in answers}
 
 
 def flips(baseline: SampleSet, candidate: SampleSet, before: Answers, after: Answers) -> TaskFlips:

@@ -19,14 +19,19 @@ def rank_test(higher: Sequence[float], lower: Sequence[float]) -> float:
         raise ValueError(f"{len(higher)} and {len(lower)} values cannot be ranked")
     doubled = _doubled_ranks((*higher, *lower))
     seen = sum(doubled[: len(higher)])
-    # ways[k][s]: in how many ways k of the values so far have a rank sum of s.
-    ways: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in higher)]
-    for rank in doubled:
-        for size in range(len(higher), 0, -1):
+    extreme = sum(count for total, count in rank_sums(doubled, len(higher)).items() if total >= seen)
+    return extreme / math.comb(len(doubled), len(higher))
+
+
+def rank_sums(ranks: Sequence[int], chosen: int) -> Counter[int]:
+    """In how many ways so many of the ranks have each sum."""
+    # ways[k][s]: in how many ways k of the ranks so far have a sum of s.
+    ways: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in range(chosen))]
+    for rank in ranks:
+        for size in range(chosen, 0, -1):
             for total, count in ways[size - 1].items():
                 ways[size][total + rank] += count
-    extreme = sum(count for total, count in ways[-1].items() if total >= seen)
-    return extreme / math.comb(len(doubled), len(higher))
+    return ways[-1]
 
 
 def fewest_launches(confidence: float) -> int:

@@ -126,9 +126,9 @@ def test_what_is_wrong_is_refused_where_it_stands(folder: Path, old: str, new: s
     ("row", "words"),
     [
         ("prompt", "not JSON"),
-        ('["prompt"]', 'expected an object with "prompt"'),
-        ('{"prompt": ""}', "a text that is not empty"),
-        ('{"prompt": "x", "output_tokens": 0}', '"output_tokens" must be a whole number of at least 1, found 0'),
+        ('["prompt"]', "not a _Line"),
+        ('{"prompt": ""}', "prompt: String should match"),
+        ('{"prompt": "x", "output_tokens": 0}', "output_tokens: Input should be greater than or equal to 1, found 0"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(folder: Path, row: str, words: str) -> None:

@@ -28,7 +28,7 @@ def test_both_directions_in_the_order_of_asking() -> None:
 
 
 def test_a_flip_without_its_answer_is_still_a_flip() -> None:
-    found = flips([], [answer(2, response="no"), {"task": "t"}])
+    found = flips([], [answer(2, response="no")])
     assert [flip["doc_id"] for flip in found] == [1, 2, 4]
     assert (found[1]["baseline"], found[1]["candidate"], found[1]["prompt"]) == ("", "no", "")
 
