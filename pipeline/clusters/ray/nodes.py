@@ -13,7 +13,6 @@ import os
 import platform
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,20 +104,6 @@ def ask_for(nodes: Sequence[Node], device: str, *, most_cores: int | None = None
     if not cores:
         raise UserError("the cluster has no node with CPUs to give.", hint="`ray status` shows what it has.")
     return Ask("cpu", min(min(cores), most_cores or min(cores)), 0)
-
-
-def kinds(nodes: Sequence[Node], ask: Ask, processors: Mapping[str, str]) -> Counter[str]:
-    """How many there are of each kind of GPU, or of CPU, that computes; ``processors`` are the CPUs' names by node."""
-    found: Counter[str] = Counter()
-    for node in nodes:
-        if ask.slots(node):
-            found[(node.accelerator or "GPU") if ask.gpus else processors[node.id]] += node.gpus if ask.gpus else 1
-    return found
-
-
-def named(kinds: Mapping[str, int]) -> str:
-    """`kinds` for people."""
-    return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in kinds.items())
 
 
 @dataclass(frozen=True, slots=True)

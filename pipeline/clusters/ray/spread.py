@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from calibration.shares import Order, Share
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.clusters.ray import tasks
-from pipeline.clusters.ray.connection import address_of, connect, disconnect, warning_of
+from pipeline.clusters.ray.connection import address_of, connect, disconnect
 from pipeline.clusters.ray.nodes import (
     CORES_A_SHARD,
     Ask,
@@ -35,8 +35,6 @@ from pipeline.clusters.ray.nodes import (
     Probe,
     ask_for,
     facts_here,
-    kinds,
-    named,
     nodes_of,
     versions_here,
 )
@@ -71,10 +69,7 @@ def spread_over(
             f"--on: found it with quantization.engine: {engine}, which works in one process, expected stream.",
             hint="`quantmint submit` runs a whole recipe on another machine.",
         )
-    address = address_of(on, os.environ)
-    if (warning := warning_of(address, os.environ)) is not None:
-        progress.warn(warning)
-    spread = RaySpread(address, device, progress)
+    spread = RaySpread(address_of(on, os.environ), device, progress)
     try:
         root = store.absolute()
         shared = next(place for place in (root, *root.parents) if place.is_dir())
@@ -102,15 +97,19 @@ class RaySpread:
         self._look()
 
     @property
-    def kinds(self) -> Mapping[str, int]:
-        """How many there are of each kind of what computes."""
-        processors = {number: facts.processor for number, facts in self._facts.items()}
-        return kinds(self.nodes, self._ask(), processors)
+    def kinds(self) -> Counter[str]:
+        """How many there are of each kind of GPU, or of CPU, that computes."""
+        ask, found = self._ask(), Counter[str]()
+        for node in self.nodes:
+            if ask.slots(node):
+                kind = (node.accelerator or "GPU") if ask.gpus else self._facts[node.id].processor
+                found[kind] += node.gpus if ask.gpus else 1
+        return found
 
     @property
     def hardware(self) -> str:
         """What computes, for people."""
-        return named(self.kinds)
+        return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in self.kinds.items())
 
     def require_same(self, folders: Sequence[Path], written: Sequence[Path] = ()) -> None:
         """Raise `UserError` for a node that has other versions, or other files in ``folders``.
@@ -248,11 +247,6 @@ class Places:
 
     def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
         """A task a share, and as many at a time as Ray finds room for."""
-        if shares and order.threads and not self.ask.cpus / 2 <= order.threads <= self.ask.cpus:
-            self.progress.warn(
-                f"each share computes with {order.threads} threads, as this process would, on {self.ask.cpus} cores; "
-                "OMP_NUM_THREADS sets another number"
-            )
         asked = order.activation_bytes
         order = replace(order, activation_bytes=self.states if asked is None else asked // self.together)
         task = _remote(tasks.measure, self.ask)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.clusters.ray.connection import address_of, forget_secrets, warning_of
+from pipeline.clusters.ray.connection import address_of, forget_secrets
 from pipeline.clusters.ray.nodes import (
     Ask,
     Node,
@@ -46,18 +46,6 @@ def test_addresses(on: str, variable: str, expected: str) -> None:
 def test_what_is_no_address(on: str) -> None:
     with pytest.raises(UserError, match=r"--on: found .*, expected ray"):
         address_of(on, {})
-
-
-def test_where_ray_takes_jobs_no_tasks_are_taken() -> None:
-    with pytest.raises(UserError, match="where Ray takes jobs"):
-        address_of("ray", {"RAY_ADDRESS": "http://127.0.0.1:8265"})
-
-
-def test_a_cluster_that_asks_nobody_for_a_token_is_told() -> None:
-    assert "RAY_AUTH_MODE" in str(warning_of("10.0.0.1:6379", {}))
-    assert warning_of("10.0.0.1:6379", {"RAY_AUTH_MODE": "token"}) is None
-    assert warning_of("127.0.0.1:6379", {}) is None
-    assert warning_of("auto", {}) is None
 
 
 def test_a_task_takes_a_gpu_or_the_cores_of_the_smallest_node() -> None:

@@ -10,7 +10,7 @@ import pytest
 from calibration.observers import Observation
 from calibration.shares import Order, Share
 from pipeline.base.errors import StageError, UserError
-from pipeline.clusters.ray import connection, spread, tasks
+from pipeline.clusters.ray import spread, tasks
 from pipeline.clusters.ray.nodes import Ask, Node
 from pipeline.clusters.ray.spread import Places
 from tests.clusters.ray.conftest import Told
@@ -105,18 +105,8 @@ def test_shares_on_one_node_divide_its_memory(
 
     monkeypatch.setattr(spread, "_remote", lambda function, ask: Task())
     monkeypatch.setattr(spread, "results", lambda left, ask, say: iter([(share, None) for share in left.values()]))
-    told, share = Told(), Share(0, (0,), 1)
-    places = Places({}, ASK, told, together=8, states=50)
+    share = Share(0, (0,), 1)
+    places = Places({}, ASK, Told(), together=8, states=50)
     order = Order(tmp_path, tmp_path, Observation(), "layer", asked, False, 2)
     assert list(places.measure(order, [share])) == [share]
     assert [one.activation_bytes for one in given] == [expected]
-    assert "2 threads, as this process would, on 8 cores" in told.lines[0]
-
-
-def test_a_head_that_is_busy_may_serve_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "Initialization failure from server:\nTraceback\nRuntimeError: Proxy failed to Connect to backend!\n"
-    monkeypatch.setattr(connection, "_require_open", lambda address: None)
-    monkeypatch.setattr("ray.init", fails(ConnectionAbortedError(said)))
-    with pytest.raises(UserError, match=r"^ray://head:1 is there, but .*: RuntimeError: Proxy failed to") as caught:
-        connection.connect("ray://head:1")
-    assert caught.value.transient
