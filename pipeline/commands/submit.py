@@ -23,11 +23,6 @@ _FOR = {
     "env": ("kubernetes", "ray"),
 }
 
-_UNKNOWN = (
-    "interrupted while it was submitted: the job may be there. Submitting it again is safe: both would meet at the "
-    "locks of the store, and one of them be for nothing"
-)
-
 
 @click.command(name="submit")
 @click.argument("recipe", required=False)
@@ -104,11 +99,7 @@ def command(context: click.Context, /, **given: Any) -> int:
         return _checked(place, task)
     if given["attached"]:
         return _attached(place, task)
-    _remarks(place_name, given)
-    try:
-        submitted = place.submit(task)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_UNKNOWN) from None
+    submitted = place.submit(task)
     told = {"id": submitted.identifier, "place": place_name, "log": submitted.log}
     if not given["follow"]:
         return _tell(given, told)
@@ -188,22 +179,6 @@ def _task(given: dict[str, Any]) -> Task:
         seconds=None if given["limit"] is None else parse_duration(given["limit"]),
         arguments=given["arguments"],
     )
-
-
-def _remarks(place: str, given: dict[str, Any]) -> None:
-    """What is right to ask for, and may be meant otherwise."""
-    if place != "kubernetes":
-        return
-    from importlib import resources
-
-    from pipeline.clusters.submit.pod import by_digest
-    from pipeline.recipe.load import find
-
-    if not by_digest(given["image"]):
-        click.echo(f"note: {given['image']} is a tag, which can move: no release will say what it was", err=True)
-    path = find(given["recipe"])
-    if not path.resolve().is_relative_to(Path(str(resources.files("recipes"))).resolve()):
-        click.echo(f"note: {path} is read from the claim's folder, not from here", err=True)
 
 
 def _checked(place: Place, task: Task) -> int:

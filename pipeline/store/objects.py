@@ -29,14 +29,10 @@ from pipeline.store.files import Advance, File, judged
 
 PART = 32 << 20
 """Bytes of a part; what fits into one is sent in one piece."""
-SMALL = 1 << 26
-"""Bytes of the largest object that is read whole: a manifest of ten thousand files has two million."""
 FIRST_WAIT = timedelta(seconds=0.5)
 SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
 _S3: Final = ("s3", "s3a")
 _PARALLEL: Final = 8  # parts on the way at a time: 256 MiB of memory
-_MOST_PARTS: Final = 10_000
-_KEY: Final = 1024  # bytes of an object's key
 _SHA256: Final = "sha256"
 _PROBE: Final = "written-and-removed"
 _RIGHTS: Final = (
@@ -78,10 +74,8 @@ class Objects:
     def _store(self) -> Any:
         from obstore.store import from_url
 
-        options: dict[str, Any] = {}
-        if self._local:
-            options = {"mkdir": True}
-        else:
+        options: dict[str, Any] = {"mkdir": True}
+        if not self._local:
             options = {
                 "client_options": {"allow_http": True, "connect_timeout": "10s", "timeout": "600s"},
                 "retry_config": {
@@ -137,37 +131,29 @@ class Objects:
 
     def send(self, name: str, file: File, advance: Advance) -> None:
         """Write a file; other bytes than its digest's do not become an object (`StageError`)."""
-        if len(f"{self.url}/{name}".partition("://")[2].partition("/")[2].encode()) > _KEY:
-            raise UserError(f"{self.url}: {name}: its key has more than the {_KEY:,} bytes that a bucket takes")
 
         def pieces() -> Iterator[bytes]:
             for chunk in judged(file):
                 yield chunk
                 advance(len(chunk))
 
-        part = max(PART, -(-file.size // _MOST_PARTS))
         with self._told(f"write {name}"):
             _obstore().put(
                 self._store,
                 name,
                 b"".join(pieces()) if file.size <= PART else pieces(),
-                chunk_size=part,
+                chunk_size=PART,
                 max_concurrency=_PARALLEL,
                 attributes=None if self._local else {_SHA256: file.sha256},
             )
 
     def read(self, name: str) -> Content | None:
-        """A small object whole; None where there is none. One that is not `SMALL` is a `StageError`, and not read."""
+        """A small object whole; None where there is none."""
         with self._told(f"read {name}"):
             try:
                 found = _obstore().get(self._store, name)
             except FileNotFoundError:
                 return None
-            if found.meta["size"] > SMALL:
-                raise StageError(
-                    f"{self.url}: {name} has {found.meta['size']:,} bytes, expected at most {SMALL:,}",
-                    hint="Look who wrote it.",
-                )
             return Content(bytes(found.bytes()), str(found.meta["e_tag"]))
 
     def put_if(self, name: str, data: bytes, seen: str | None) -> bool:

@@ -66,14 +66,3 @@ def test_two_sites_that_send_at_once_do_not_mix(bucket: Any, tmp_path: Path, mon
     assert brought is not None
     assert brought.file("samples/gsm8k.jsonl").read_text() == "other" * 1000
     assert warnings == []
-
-
-def test_an_object_that_is_too_large_is_not_read(bucket: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.url)
-    monkeypatch.setattr("pipeline.store.objects.SMALL", 100)
-    for url in (f"s3://{bucket.name}/tier", f"file://{tmp_path}/tier"):
-        warnings: list[str] = []
-        open_tier(url, warnings.append, device_here).send(_made(tmp_path / url[:4], "one"), {}, PlainReporter())
-        assert not open_tier(url, warnings.append, device_here).offers("evaluate", DIGEST)
-        (warning,) = warnings
-        assert "bytes, expected at most 100" in warning

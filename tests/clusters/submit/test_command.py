@@ -101,16 +101,3 @@ def test_without_a_cluster_it_says_so(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert ended("--kubernetes", "--status", "job") == 2
     assert "found no way to a cluster" in capsys.readouterr().err
-
-
-def test_interrupted_while_it_is_submitted_it_says_that_the_job_may_be_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def sent(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pipeline.clusters.submit.slurm.Slurm.submit", sent)
-    assert ended("tiny-ptpc-fp8kv", "--slurm", "--json") == 130
-    captured = capsys.readouterr()
-    assert "the job may be there" in json.loads(captured.out)["error"]
-    assert "the job may be there" in captured.err

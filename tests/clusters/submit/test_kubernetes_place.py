@@ -204,18 +204,6 @@ def test_a_job_that_gets_no_pod(api: Api) -> None:
     assert place().state(job).waits == "no pod is made for it yet"
 
 
-def test_a_tag_and_a_recipe_of_ones_own_are_remarked(
-    api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipes = tmp_path / "recipes"
-    recipes.mkdir()
-    (recipes / "mine.yaml").write_text("name: mine\nextends: tiny-ptpc-fp8kv\n", encoding="utf-8")
-    assert ended("mine", "--kubernetes", "--image", "quantmint:latest", "--pvc", "shared") == 0
-    said = capsys.readouterr().err
-    assert "quantmint:latest is a tag" in said
-    assert "mine.yaml is read from the claim's folder" in said
-
-
 def test_how_the_api_fails(api: Api) -> None:
     with pytest.raises(UserError, match=r'404.*"nothing" not found'):
         place().state("nothing")
