@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from pipeline.upkeep.fleet.events import Ended, Summary
     from pipeline.upkeep.fleet.forecast import Foreseen
     from pipeline.upkeep.fleet.jobs import Options
-    from pipeline.upkeep.fleet.rounds import Fleet
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command(name="requantize")
@@ -139,7 +135,7 @@ def command(
 def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> Summary:
     from pipeline.upkeep.fleet.events import Event, line_of
     from pipeline.upkeep.fleet.jobs import Request
-    from pipeline.upkeep.fleet.rounds import Fleet
+    from pipeline.upkeep.fleet.rounds import Fleet, stopping
     from pipeline.upkeep.notices import outlets
 
     def say(line: str) -> None:
@@ -160,19 +156,6 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> S
         fleet.close()
         with stopping(fleet):
             return fleet.run()
-
-
-@contextmanager
-def stopping(fleet: Fleet) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP end the fleet in order; later ones do not disturb that."""
-    before: dict[int, Any] = {
-        number: signal.signal(number, lambda number, _frame: fleet.stop(number)) for number in _SIGNALS
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:

@@ -27,6 +27,7 @@ from pipeline.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from pipeline.clusters.submit.pod import Pod
     from pipeline.upkeep.fleet.events import Event
     from pipeline.upkeep.schedule.export import Export
     from pipeline.upkeep.schedule.recipes import Scheduled
@@ -134,9 +135,9 @@ def run(
     """Stay, and look at RECIPES at the times of their `refresh:` section (default: those of ./recipes that have one).
 
     All are looked at when it starts, but those that say `missed: skip`. Recipes are read again when their files
-    change, and on SIGHUP. SIGTERM and SIGINT end what runs; it goes on from its last commit when a scheduler runs
-    again. Several may run on one store. --json prints a JSON object a line. QUANTMINT_WEBHOOK names an address that is
-    told how it goes; docs/notices.md says what it is sent.
+    change. SIGTERM and SIGINT end what runs; it goes on from its last commit when a scheduler runs again. Several may
+    run on one store. --json prints a JSON object a line. QUANTMINT_WEBHOOK names an address that is told how it goes;
+    docs/notices.md says what it is sent.
     """
     from pipeline.upkeep.fleet.jobs import Options
     from pipeline.upkeep.notices import outlets
@@ -319,34 +320,33 @@ def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[st
     if form == "systemd":
         made = [units(item, how, run_as=given["run_as"]) for item in items]
     elif form == "kubernetes":
-        from pipeline.upkeep.schedule.kubernetes import cron_job
+        from pipeline.upkeep.schedule.export import cron_job
 
-        cluster = _cluster(given)
-        made = [cron_job(item, how, cluster) for item in items]
+        pod = _pod(given)
+        made = [cron_job(item, how, pod, given["namespace"]) for item in items]
     else:
-        from pipeline.upkeep.schedule.github import workflow
+        from pipeline.upkeep.schedule.export import workflow
 
         runner = [label.strip() for label in (given["runner"] or "").split(",") if label.strip()]
         made = [workflow(item, how, runner=runner, secrets=given["secrets"]) for item in items]
     return {name: text for files in made for name, text in files.items()}
 
 
-def _cluster(given: Mapping[str, Any]) -> Any:
+def _pod(given: Mapping[str, Any]) -> Pod:
+    """What a pod gets from its cluster."""
     from pipeline.base.errors import UserError
-    from pipeline.clusters.submit.pod import parse_claim, parse_pairs, parse_reference, read_template
-    from pipeline.upkeep.schedule.kubernetes import Cluster
+    from pipeline.clusters.submit.pod import Pod, parse_claim, parse_pairs, parse_reference, read_template
 
     if given["image"] is None:
         raise UserError("found no image", hint="Name one that has quantmint and vLLM: --image NAME@sha256:...")
-    return Cluster(
+    return Pod(
         image=given["image"],
-        namespace=given["namespace"],
         claims=tuple(map(parse_claim, given["claims"])),
         secrets=tuple(map(parse_reference, given["secrets"])),
         selector=parse_pairs("--node-selector", given["node_selector"]),
         cpus=given["cpus"],
         memory_gb=given["memory"],
-        template=None if given["pod_template"] is None else read_template(given["pod_template"]),
+        given=None if given["pod_template"] is None else read_template(given["pod_template"]),
     )
 
 

@@ -18,10 +18,11 @@ fleet may have made it.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -418,6 +419,20 @@ class Fleet:
         except QuantmintError as error:
             self._warn(error.message)
             return RecipeState(name=name)
+
+
+@contextmanager
+def stopping(fleet: Fleet) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP end the fleet in order; later ones do not disturb that."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before: dict[int, Any] = {
+        number: signal.signal(number, lambda number, _frame: fleet.stop(number)) for number in numbers
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def bytes_below(folder: Path) -> int:

@@ -1,22 +1,36 @@
-"""What every exported schedule has: the command that it runs, where and with what. What a target cannot say is refused.
+"""What every exported schedule has, and schedules as CronJobs of Kubernetes and workflows of GitHub Actions.
 
-A scheduler that leaves out a time, or comes twice, does no harm: a look that finds nothing due changes nothing, and the
-next makes up for a lost one. So clock changes are left to each scheduler's own rules.
+What a target cannot say is refused. A scheduler that leaves out a time, or comes twice, does no harm: a look that finds
+nothing due changes nothing, and the next makes up for a lost one. So clock changes are left to each scheduler's own
+rules. Secrets are named; their values are the cluster's or GitHub's to keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from pipeline.base.cron import classic, is_classic, parsed, weekdays
 from pipeline.base.errors import UserError
+from pipeline.base.hardware import hardware
+from pipeline.clusters.submit.pod import Pod, by_digest, job_spec, require_lasting
 from pipeline.recipe.schema import Recipe
-from pipeline.upkeep.schedule.recipes import Scheduled
+from pipeline.serving.render.invocation import dump
+from pipeline.serving.render.kubernetes import object_name
+from pipeline.upkeep.schedule.recipes import LATE, Scheduled
 
 PREFIX: Final = "quantmint-"
 UTC_NAMES: Final = ("UTC", "Etc/UTC")
+CHECKOUT: Final = "actions/checkout@de0fac2e4500dabe0009e67214ff5f5447ce83dd"
+_CHECKOUT_VERSION: Final = "v6.0.2"
+_LONGEST_MINUTES: Final = 5 * 24 * 60
+"""What GitHub allows a job on a runner of one's own; a job that says nothing ends after six hours."""
+_SECRET: Final = re.compile(r"(?!GITHUB_)[A-Za-z_][A-Za-z0-9_]*")
+_POD_RETRIES: Final = 1
+"""Of a pod that was killed: `requantize` itself repeats what may succeed in a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +56,8 @@ class Export:
 
     def header(self, file: str, *lines: str) -> str:
         """A comment that says what the file is and how it is made again."""
-        return comment(f"{file}: made by `{self.made_by}`; make it again rather than edit it", *lines)
-
-
-def comment(*lines: str) -> str:
-    """Lines that begin with ``#``."""
-    return "".join(f"# {line}\n" for line in lines)
+        made = f"{file}: made by `{self.made_by}`; make it again rather than edit it"
+        return "".join(f"# {line}\n" for line in (made, *lines))
 
 
 def classic_or_refuse(item: Scheduled, scheduler: str, *, either_day: bool = False) -> str:
@@ -86,3 +96,87 @@ def needed_secrets(recipe: Recipe) -> tuple[str, ...]:
 def signs_keyless(recipe: Recipe) -> bool:
     """Whether it is signed by an identity that Sigstore knows."""
     return recipe.publish.sign is not None and recipe.publish.sign.keyless
+
+
+def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = None) -> dict[str, str]:
+    """The text of ``quantmint-NAME.yaml``, a CronJob (batch/v1) of such pods.
+
+    A pod starts in the folder of its volume, where the store, what was published and ./recipes lie. Jobs do not
+    overlap. Since 1.27, which `timeZone` needs, the newest missed time is begun however many were missed, unless a
+    deadline says otherwise. UserError for what a CronJob cannot say.
+    """
+    target = item.recipe.target
+    machine = hardware(target.hardware)
+    gpus = 0 if machine.kind == "cpu" or export.on is not None else target.gpus  # jobs of a Ray cluster hold their own
+    if gpus > machine.gpus_per_node:
+        hint = "Run it on a Ray cluster: --on http://HEAD:8265"
+        raise refusal(item, f"a pod has the GPUs of one node, and {gpus} are of several", hint)
+    pod = replace(pod, name=item.name, command=export.command(item), kind=machine.kind, gpus=gpus)
+    pod = replace(pod, folder=export.directory, variables=export.variables)
+    job = job_spec(pod, retries=_POD_RETRIES)
+    if pod.claims:  # else the store is where the image has it
+        require_lasting(job["template"]["spec"], export.store or "store")
+    within = {"namespace": namespace} if namespace else {}
+    deadline = {"startingDeadlineSeconds": int(LATE.total_seconds())} if item.skips_missed else {}
+    manifest = {
+        "apiVersion": "batch/v1",
+        "kind": "CronJob",
+        "metadata": {"name": object_name(PREFIX, item.name), **within, "labels": pod.labels},
+        "spec": {
+            "schedule": classic_or_refuse(item, "Kubernetes", either_day=True),
+            "timeZone": item.zone,
+            "concurrencyPolicy": "Forbid",
+            **deadline,
+            "successfulJobsHistoryLimit": 3,
+            "failedJobsHistoryLimit": 3,
+            "jobTemplate": {"metadata": {"labels": pod.labels}, "spec": job},
+        },
+    }
+    file = f"{PREFIX}{item.name}.yaml"
+    notes = [] if by_digest(pod.image) else ["the image is named by a tag: that it was moved makes no recipe due"]
+    return {file: export.header(file, item.words, *notes) + dump(manifest)}
+
+
+def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets: Sequence[str] = ()) -> dict[str, str]:
+    """The text of ``quantmint-NAME.yml`` for .github/workflows, with no right but to read, and to sign without a key.
+
+    ``runner`` are the labels of the runner, ``secrets`` names of the repository's secrets that the command gets beside
+    those which the recipe needs. UserError for what GitHub cannot say.
+    """
+    if not runner:
+        raise UserError("found no labels of a runner", hint="Name them: --runner self-hosted,mi300x")
+    for name in secrets:
+        if not _SECRET.fullmatch(name):
+            raise UserError(f"--secret: found {name!r}, expected the name of a secret: letters, digits and _")
+    command = shlex.join(export.command(item))
+    if any("${{" in text for text in (command, export.directory or "", *export.variables.values())):
+        raise UserError("found ${{ in what would run, which GitHub would replace", hint="Rename what holds it.")
+    refuse_missed(item, "GitHub, when it is busy or no runner is there,")
+    time = {"cron": classic_or_refuse(item, "GitHub", either_day=True)}
+    if item.zone not in UTC_NAMES:
+        time["timezone"] = item.zone
+    wanted = dict.fromkeys((*needed_secrets(item.recipe), *secrets))
+    environment = {**export.variables, **{name: f"${{{{ secrets.{name} }}}}" for name in wanted}}
+    step: dict[str, Any] = {"name": f"Make {item.name} again if it is due"}
+    if export.directory is not None:
+        step["working-directory"] = export.directory
+    if environment:
+        step["env"] = environment
+    # Store and published folders in the workspace stay, and no token of the repository is left there.
+    checkout = {"uses": CHECKOUT, "with": {"persist-credentials": False, "clean": False}}
+    document = {
+        "name": f"quantmint: {item.name}",
+        "on": {"schedule": [time], "workflow_dispatch": {}},
+        "permissions": {"contents": "read", **({"id-token": "write"} if signs_keyless(item.recipe) else {})},
+        "concurrency": {"group": f"{PREFIX}{item.name}", "cancel-in-progress": False},
+        "jobs": {
+            "requantize": {
+                "runs-on": list(runner),
+                "timeout-minutes": _LONGEST_MINUTES,
+                "steps": [*([checkout] if export.directory is None else []), {**step, "run": command}],
+            }
+        },
+    }
+    file = f"{PREFIX}{item.name}.yml"
+    head = export.header(file, item.words, "GitHub begins late when it is busy, and only what is on the default branch")
+    return {file: head + dump(document).replace(CHECKOUT, f"{CHECKOUT}  # {_CHECKOUT_VERSION}")}

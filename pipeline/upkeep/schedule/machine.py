@@ -28,7 +28,6 @@ from pipeline.upkeep.schedule.export import (
     UTC_NAMES,
     Export,
     classic_or_refuse,
-    comment,
     refusal,
     refuse_missed,
 )
@@ -92,7 +91,7 @@ def crontab(
             raise refusal(item, what, f"Write the schedule in {machine_zone}, or use --systemd, which knows zones.")
         who = "" if user is None else f"{user} "
         times = classic_or_refuse(item, "cron")
-        text += f"\n{comment(f'{item.name}: {item.words}')}{times} {who}{_cron_command(item, export)}\n"
+        text += f"\n# {item.name}: {item.words}\n{times} {who}{_cron_command(item, export)}\n"
     return {name: text}
 
 

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.upkeep.fleet.events import Event
 from pipeline.upkeep.fleet.jobs import Look, Options, Request
-from pipeline.upkeep.fleet.rounds import Fleet
+from pipeline.upkeep.fleet.rounds import Fleet, stopping
 from pipeline.upkeep.schedule.recipes import EXAMPLE, LATE, Scheduled, here, load_scheduled
 
 _LONGEST_SLEEP_S: Final = 30.0  # a sleeping machine's time does not pass for a wait, and files of recipes change
@@ -115,36 +113,32 @@ class Resident:
         self._schedules = Schedules(recipes, tell)
         self._named = bool(recipes)
         self._fleet = Fleet(options, on_event=hear, look=look, warn=lambda text: tell("warning", text, message=text))
-        self._wake = threading.Event()
-        self._reread = self._closing = False
-        self._stopped_by = 0
+        self._over = threading.Event()
 
     def run(self) -> int:
         """Stay until a signal comes; the exit code: 0 after SIGTERM, which is how services are told to stop.
 
         Raises `UserError` where recipes are named and none of them has a schedule that can be used.
         """
-        with self._signals():
+        with stopping(self._fleet):
             self._ask(self._schedules.start(_now()))
             if self._named and not self._schedules.plans:
                 raise UserError("none of the recipes that were named has a schedule that can be used")
             thread = threading.Thread(target=self._work, name="schedule", daemon=True)
             thread.start()
             try:
-                self._fleet.run()
+                stopped_by = self._fleet.run().stopped_by or 0
             finally:
-                self._closing = True
-                self._wake.set()
+                self._over.set()
                 thread.join()
-        return 0 if self._stopped_by == signal.SIGTERM else 128 + self._stopped_by
+        return 0 if stopped_by == signal.SIGTERM else 128 + stopped_by
 
     def _work(self) -> None:
         self._tell_next()
-        while not self._closing:
+        while not self._over.is_set():
             coming = self._schedules.coming(_now()).values()
             waits = [_LONGEST_SLEEP_S, *((time - _now()).total_seconds() for time in coming)]
-            self._wake.wait(max(0.0, min(waits)))
-            self._wake.clear()
+            self._over.wait(max(0.0, min(waits)))
             try:
                 self._step()
             except Exception as error:  # whatever it is, the next time comes
@@ -153,9 +147,7 @@ class Resident:
     def _step(self) -> None:
         came = self._schedules.came(_now())
         self._ask(came)
-        read = self._reread or self._schedules.changed()
-        if read:
-            self._reread = False
+        if read := self._schedules.changed():
             self._schedules.read()
         if came or read:
             self._tell_next()
@@ -176,24 +168,6 @@ class Resident:
         at = soonest.strftime("%a %Y-%m-%d %H:%M %Z")
         utc = soonest.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         self._tell("next", f"next: {', '.join(names)} at {at}", recipes=names, time=utc)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        def stop(number: int, frame: FrameType | None) -> None:
-            self._stopped_by = number
-            self._fleet.stop(number)
-
-        def reread(number: int, frame: FrameType | None) -> None:
-            self._reread = True
-            self._wake.set()
-
-        handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reread}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _now() -> datetime:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pipeline.commands.requantize import stopping
 from pipeline.upkeep.fleet.events import Event
 from pipeline.upkeep.fleet.jobs import Request
+from pipeline.upkeep.fleet.rounds import stopping
 from tests.upkeep.fleet.staged import Stage
 
 

@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from pipeline.base.errors import UserError
-from pipeline.upkeep.schedule.export import Export
-from pipeline.upkeep.schedule.github import CHECKOUT, workflow
+from pipeline.upkeep.schedule.export import CHECKOUT, Export, workflow
 from tests.upkeep.schedule.conftest import Written
 
 RUNNER = ("self-hosted", "mi300x")

@@ -9,16 +9,13 @@ import pytest
 import yaml
 
 from pipeline.base.errors import UserError
-from pipeline.clusters.submit.pod import Claim, Reference, read_template
-from pipeline.upkeep.schedule.export import Export
-from pipeline.upkeep.schedule.kubernetes import Cluster, cron_job
+from pipeline.clusters.submit.pod import Claim, Pod, Reference, read_template
+from pipeline.upkeep.schedule.export import Export, cron_job
 from tests.clusters.submit.cases import TEMPLATE
 from tests.upkeep.schedule.conftest import Written
 
 DIGEST = "registry.example.com/quantmint@sha256:" + "0a" * 32
-CLUSTER = Cluster(
-    image=DIGEST, namespace="models", claims=(Claim("work"),), secrets=(Reference("HF_TOKEN", "hub", "token"),)
-)
+CLUSTER = Pod(image=DIGEST, claims=(Claim("work"),), secrets=(Reference("HF_TOKEN", "hub", "token"),))
 
 
 def export(**more: Any) -> Export:
@@ -48,7 +45,7 @@ def test_the_api_takes_it(written: Written) -> None:
 
 def test_a_cron_job(written: Written) -> None:
     item = written("0 3 * * sat", "Europe/Berlin", name="llama.8b")
-    ((file, text),) = cron_job(item, export(), CLUSTER).items()
+    ((file, text),) = cron_job(item, export(), CLUSTER, "models").items()
     assert file == "quantmint-llama.8b.yaml"
     made = manifest(text)
     assert made["metadata"] | {"labels": {}} == {"name": "quantmint-llama-8b", "namespace": "models", "labels": {}}
@@ -60,7 +57,7 @@ def test_a_cron_job(written: Written) -> None:
     variables = {entry["name"]: entry for entry in container["env"]}
     assert variables["QUANTMINT_IMAGE"]["value"] == DIGEST
     assert variables["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
-    (tagged,) = cron_job(item, export(), Cluster(image="quantmint:1")).values()
+    (tagged,) = cron_job(item, export(), Pod(image="quantmint:1")).values()
     assert "QUANTMINT_IMAGE" not in tagged
     assert "# the image is named by a tag" in tagged
 
@@ -77,7 +74,7 @@ def test_what_a_pod_asks_for(written: Written) -> None:
         "requests": {"cpu": "32", "memory": "200G", "amd.com/gpu": "2"},
         "limits": {"amd.com/gpu": "2"},
     }
-    (text,) = cron_job(item, export(), replace(CLUSTER, template=read_template(TEMPLATE))).values()
+    (text,) = cron_job(item, export(), replace(CLUSTER, given=read_template(TEMPLATE))).values()
     held_against_the_api(manifest(text), "V1CronJob")
     assert pod_of(text)["priorityClassName"] == "batch"
     assert [container["name"] for container in pod_of(text)["containers"]] == ["quantmint", "watch"]

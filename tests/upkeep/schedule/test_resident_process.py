@@ -98,12 +98,7 @@ def test_what_a_signal_cut_short_goes_on_and_those_who_watch_are_told(stage: Sta
         shown = (stage.folder / "quantmint.prom").read_text()
         assert "quantmint_running 1.0\n" in shown
         assert list(json.loads((stage.folder / "planned.json").read_text())) == ["a"]
-        other = (stage.folder / "recipes/a.yaml").read_text().replace("name: a", "name: b")
-        (stage.folder / "recipes/b.yaml").write_text(other, encoding="utf-8")
-        first.process.send_signal(signal.SIGHUP)
-        first.hears("next", recipes=["a", "b"])
         assert first.ends(signal.SIGTERM) == 0
-    (stage.folder / "recipes/b.yaml").unlink()
     assert not any(alive(pid) for pid in pids(stage, "a"))
     assert stage.locks() == []
     with scheduler(stage, "a") as second:
