@@ -21,7 +21,6 @@ _LARGEST_GRID = 4096
 @click.option("--target", metavar="NAME:GPUS", help="Default: the recipe's, or this machine (auto).")
 @click.option("--knob", "knobs", metavar="NAME=V1,V2", multiple=True, help="Try this instead of the usual knobs.")
 @click.option("--mode", type=click.Choice(["one-at-a-time", "grid"]), default="one-at-a-time", show_default=True)
-@click.option("--keep", is_flag=True, help="One at a time, but keep each knob's best value for the next.")
 @click.option(
     "--budget", metavar="TIME", help="Wall clock of the whole sweep, starts included: 90m, 2h (default: none)."
 )
@@ -46,7 +45,6 @@ def command(
     target: str | None,
     knobs: tuple[str, ...],
     mode: Literal["one-at-a-time", "grid"],
-    keep: bool,
     budget: str | None,
     workload: str | None,
     repeat: int,
@@ -73,13 +71,10 @@ def command(
     from pipeline.serving.tuning.objective import Objective
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
     from pipeline.serving.tuning.sweep import Design, Sweep, grid_size
-    from pipeline.serving.tuning.trials import Budget
-    from pipeline.serving.tuning.tunableop import refuse_unless_rocm
+    from pipeline.serving.tuning.trials import Budget, refuse_unless_rocm
     from pipeline.stages.tuning import open_subject, tune
     from pipeline.store.tree import Store
 
-    if keep and mode == "grid":
-        raise click.UsageError("--keep goes from knob to knob; a grid has all combinations.")
     reporter = reporter_for(json=as_json)
     limit = Budget(None if budget is None else parse_duration(budget))
     given = [parse_knob(text) for text in knobs]
@@ -101,7 +96,7 @@ def command(
     axes = without_base_values(axes, subject.plan(BASE), lambda knob: table()[knob].default)
     if tunableop:
         axes = (Axis(TUNABLEOP, ("1",), source="ROCm FP8 2024: GEMM tuning"), *axes)
-    sweep = Sweep(subject, Design(axes, mode, keep, repeat), Objective(objective, max_ttft, max_itl))
+    sweep = Sweep(subject, Design(axes, mode, repeat), Objective(objective, max_ttft, max_itl))
     if mode == "grid" and grid_size(axes) > _LARGEST_GRID:
         raise UserError(
             f"a grid over {', '.join(axis.knob for axis in axes)} has {grid_size(axes):,} combinations, "
@@ -165,14 +160,14 @@ def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, label
     from pipeline.serving.tuning.subject import serving_with, tuning
     from pipeline.serving.tuning.sweep import planned
-    from pipeline.serving.tuning.tunableop import FOLDER
+    from pipeline.serving.tuning.trials import FOLDER
 
     kernels = (out / FOLDER).absolute()
     rows: list[dict[str, object]] = []
     if any(axis.knob == TUNABLEOP for axis in sweep.design.axes):
         search = tuning(sweep.subject.plan(BASE), kernels)
         rows.append({"label": "TunableOp searches", "run": 0, "env": dict(search.env), "argv": list(search.argv)})
-    for trial in planned(sweep):
+    for trial in planned(sweep.design):
         row: dict[str, object] = {"label": label(trial.point), "run": trial.run}
         try:
             plan = sweep.subject.plan(trial.point)

@@ -28,8 +28,7 @@ from pipeline.serving.tuning.report import Report, report
 from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, Trial, default_axes
 from pipeline.serving.tuning.subject import STAGE, TUNED_FILE, Subject, machine_facts, planner
 from pipeline.serving.tuning.sweep import Sweep, planned, run_sweep
-from pipeline.serving.tuning.trials import Budget, OutOfTimeError, Trials
-from pipeline.serving.tuning.tunableop import FOLDER, first_pass
+from pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, Trials, first_pass
 from pipeline.stages.launching.request import ServedModel, fetched, find_model, target_for
 from pipeline.store.disk import disk_errors
 from pipeline.store.locks import Lock
@@ -65,7 +64,7 @@ def tune(
             _tuned_first(sweep, store, budget, reporter, out, redo=redo)
         trials = Trials(store, sweep.subject)
         # The collector of garbage spares what the newest runs name: these trials too.
-        log = RunLog.start(store.root, f"tune {sweep.subject.name}", sweep.id, _entries(sweep, planned(sweep)))
+        log = RunLog.start(store.root, f"tune {sweep.subject.name}", sweep.id, _entries(sweep, planned(sweep.design)))
         code = 5
         try:
             run_sweep(sweep, trials, budget, reporter, redo=redo)
@@ -80,7 +79,7 @@ def tune(
                 page = write(out, found)
             code = 0 if found["best"] is not None else 1
         finally:
-            everything = dict.fromkeys([*planned(sweep), *sweep.outcomes])
+            everything = dict.fromkeys([*planned(sweep.design), *sweep.outcomes])
             log.run = replace(log.run, plan=tuple(_entries(sweep, everything)))
             log.finish(None, code)
     finally:

@@ -23,15 +23,8 @@ LEAST = 1.01
 Goal: TypeAlias = Literal["throughput", "latency", "balanced"]
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """A point's medians over its sound runs: figure by cell and name."""
-
-    cells: Mapping[str, Mapping[str, float]]
-
-    def worst(self, name: str) -> float:
-        """The highest value of a latency over all cells, ms."""
-        return max(cell[name] for cell in self.cells.values())
+Figures: TypeAlias = Mapping[str, Mapping[str, float]]
+"""A point's medians over its sound runs: figure by cell and name."""
 
 
 def figures(outcomes: Iterable[Outcome]) -> Figures | None:
@@ -39,12 +32,10 @@ def figures(outcomes: Iterable[Outcome]) -> Figures | None:
     sound = [outcome for outcome in outcomes if outcome.status == "ok"]
     if not sound:
         return None
-    return Figures(
-        {
-            cell: {name: median(getattr(outcome.cells[cell], name) for outcome in sound) for name in FIGURES}
-            for cell in sound[0].cells
-        }
-    )
+    return {
+        cell: {name: median(getattr(outcome.cells[cell], name) for outcome in sound) for name in FIGURES}
+        for cell in sound[0].cells
+    }
 
 
 def by_point(outcomes: Mapping[Trial, Outcome]) -> dict[Point, list[Outcome]]:
@@ -66,7 +57,7 @@ class Objective:
     def keeps(self, found: Figures) -> bool:
         """Whether a point stays below the limits."""
         limits = (("ttft_p99", self.max_ttft), ("itl_p99", self.max_itl))
-        return all(limit is None or found.worst(name) <= limit for name, limit in limits)
+        return all(limit is None or cell[name] <= limit for cell in found.values() for name, limit in limits)
 
     def score(self, ratios: Mapping[str, float]) -> float:
         """1 for the base plan, more is better.
@@ -83,9 +74,7 @@ class Objective:
 def ratios(found: Figures, base: Figures) -> dict[str, float]:
     """Each figure relative to the base plan: the geometric mean over the cells."""
     return {
-        name: geometric_mean(
-            [max(cell[name], 1e-9) / max(base.cells[key][name], 1e-9) for key, cell in found.cells.items()]
-        )
+        name: geometric_mean([max(cell[name], 1e-9) / max(base[key][name], 1e-9) for key, cell in found.items()])
         for name in FIGURES
     }
 
@@ -133,13 +122,10 @@ class Judge:
 
     def score(self, point: Point) -> float | None:
         """A point's score; None where it has none or breaks a limit."""
-        found = self.points().get(point)
-        relative = self.ratios(point)
-        return (
-            None
-            if found is None or relative is None or not self.objective.keeps(found)
-            else self.objective.score(relative)
-        )
+        found, relative = self.points().get(point), self.ratios(point)
+        if found is None or relative is None or not self.objective.keeps(found):
+            return None
+        return self.objective.score(relative)
 
     def choose(self, points: Sequence[Point]) -> Point:
         """The best of the points; among those that noise cannot tell from it the one with the fewest changes.
@@ -161,11 +147,6 @@ class Judge:
 
 def _range(values: Sequence[float]) -> float:
     return max(values) / min(values)
-
-
-def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether ``one`` (more is better, less is better) is nowhere worse than ``other`` and somewhere better."""
-    return one[0] >= other[0] and one[1] <= other[1] and one != other
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -163,8 +163,10 @@ def pareto(marks: Sequence[Mark], *, x_title: str, width: int, name: str) -> str
         axis.set_ylabel("output tokens/s")
         plain_ticks(axis, x=width // 90, y=6)
         line = [marks[index] for index in frontier([(mark.y, mark.x) for mark in marks])]
-        stairs = _stairs([(mark.x, mark.y) for mark in line], axis)
-        axis.plot(*zip(*stairs, strict=True), color=colour("candidate"), linewidth=1.6)
+        # From the lower edge, through the points, to the right edge: what lies below the line is beaten.
+        xs = [line[0].x, *(mark.x for mark in line), axis.get_xlim()[1]]
+        ys = [axis.get_ylim()[0], *(mark.y for mark in line), line[-1].y]
+        axis.step(xs, ys, where="post", color=colour("candidate"), linewidth=1.6)
         for mark in sorted(marks, key=lambda mark: (mark.best, mark.number == 0)):
             ink = colour(
                 "pass" if mark.best else "ink" if mark.number == 0 else "candidate" if mark in line else "muted"
@@ -189,11 +191,3 @@ def _limits(axis: Any, marks: Sequence[Mark]) -> None:
         room = max(high - low, 0.04 * high, 1e-6)
         middle = (low + high) / 2
         setter(max(0.0, middle - 0.62 * room), middle + 0.62 * room)
-
-
-def _stairs(steps: Sequence[tuple[float, float]], axis: Any) -> list[tuple[float, float]]:
-    """Corners of the line from the lower edge, through the points, to the right edge: what lies below it is beaten."""
-    corners = [(steps[0][0], axis.get_ylim()[0]), steps[0]]
-    for x, y in steps[1:]:
-        corners += [(x, corners[-1][1]), (x, y)]
-    return [*corners, (axis.get_xlim()[1], corners[-1][1])]

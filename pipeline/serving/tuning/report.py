@@ -5,103 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import geometric_mean, median
-from typing import Any, TypedDict
+from typing import Any, TypeAlias
 
 import yaml
 
 from pipeline.serving.tuning.objective import FIGURES, Figures, Objective, by_point, frontier, ratios
 from pipeline.serving.tuning.space import BASE, TUNABLEOP, Point, Value, change_label, label, value_in
-from pipeline.serving.tuning.subject import device_name
+from pipeline.serving.tuning.subject import Tuned, device_name
 from pipeline.serving.tuning.sweep import Sweep
 from pipeline.serving.tuning.trials import Budget, Outcome
 
 COMPARED = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
 
-class Change(TypedDict):
-    """One knob of a point; `value` as in a recipe. `gated` changes what the model answers."""
+Report: TypeAlias = dict[str, Any]
+"""`tuning.json`. Throughputs are output tokens per second of one server, latencies ms, `noise` factors.
 
-    knob: str
-    value: Value
-    label: str
-    gated: bool
-
-
-class PointReport(TypedDict):
-    """One point: medians over `runs` sound launches, by cell, and their ratios to the base plan.
-
-    `spread` holds the least and the most of each figure over those launches. `number` is its mark in the plots, 0 for
-    the base plan. `score` is None where a limit is broken; `noise` says that
-    the score is within the base plan's own spread. `frontier` names the plots (CELL:FIGURE) on whose frontier it lies.
-    """
-
-    number: int
-    label: str
-    changes: list[Change]
-    runs: int
-    status: str
-    why: str | None
-    fix: str | None
-    cells: dict[str, dict[str, float]]
-    spread: dict[str, dict[str, tuple[float, float]]]
-    ratios: dict[str, float]
-    score: float | None
-    noise: bool
-    frontier: list[str]
-    seconds: float
-    started_seconds: float | None
-    kv_tokens: int | None
-    attention_backend: str | None
-    notes: list[str]
-
-
-class Effect(TypedDict):
-    """What one value of a knob does, everything else the same: ratios over `pairs` comparisons, noise by figure."""
-
-    knob: str
-    value: Value
-    base: Value
-    label: str
-    gated: bool
-    source: str
-    pairs: int
-    ratios: dict[str, float]
-    noise: dict[str, bool]
-
-
-class Report(TypedDict):
-    """`tuning.json`. Throughputs are output tokens per second of one server, latencies ms, `noise` factors."""
-
-    name: str
-    created: str
-    target: str
-    kind: str
-    device: str
-    vllm: str
-    workload: str
-    cells: list[dict[str, Any]]
-    gpus: int
-    replicas: int
-    mode: str
-    keep: bool
-    repeat: int
-    objective: dict[str, Any]
-    budget: dict[str, float | None]
-    sweep: str
-    base: dict[str, Any]
-    noise: dict[str, float] | None
-    score_noise: float
-    points: list[PointReport]
-    effects: list[Effect]
-    best: int | None
-    verdict: str
-    gate_again: list[str]
-    not_tried: list[str]
-    refused: dict[str, str]
-    notes: list[str]
-    tunableop: dict[str, Any] | None
-    serve: dict[str, Any] | None
-    serve_yaml: str | None
+A point has medians and `spread` (least and most) over its `runs` sound launches, by cell, and `ratios` to the base
+plan; `number` is its mark in the plots, 0 for the base plan; `score` is None where a limit is broken; `frontier` names
+the plots (CELL:FIGURE) on whose frontier it lies. An effect is what one value of a knob does, everything else the same,
+over `pairs` comparisons. `gated` changes what the model answers.
+"""
 
 
 def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, Any], tunableop: str | None) -> Report:
@@ -125,7 +49,6 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
         gpus=base.layout.gpus,
         replicas=base.layout.replicas,
         mode=sweep.design.mode,
-        keep=sweep.design.keep,
         repeat=sweep.design.repeat,
         objective=asdict(sweep.objective),
         budget={"seconds": budget.seconds, "spent": round(budget.spent, 1)},
@@ -141,45 +64,46 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
         not_tried=[label(point) for point in sweep.not_tried],
         refused={label(point): why for point, why in sweep.refused.items()},
         notes=_notes(sweep),
-        tunableop=None if subject.tuned is None else _tuned(sweep),
+        tunableop=None if subject.tuned is None else _tuned(subject.tuned),
         serve=serve,
         serve_yaml=None if serve is None else serve_yaml(serve),
     )
 
 
-def _points(sweep: Sweep) -> list[PointReport]:
+def _points(sweep: Sweep) -> list[dict[str, Any]]:
     judge, gated = sweep.judge, {axis.knob for axis in sweep.design.axes if axis.gated}
-    measured = judge.points()
+    measured, noise = judge.points(), judge.score_noise()
     lines = _frontiers(measured)
-    found: list[PointReport] = []
+    found = []
     for number, (point, runs) in enumerate(by_point(sweep.outcomes).items()):
         sound = [run for run in runs if run.status == "ok"]
         odd = next((run for run in runs if run.status != "ok"), None)
         shown = sound[0] if sound else runs[0]
-        medians = measured.get(point)
         score = judge.score(point)
-        noise = judge.score_noise()
         found.append(
-            PointReport(
-                number=number,
-                label=label(point),
-                changes=[Change(knob=k, value=v, label=change_label(k, v), gated=k in gated) for k, v in point],
-                runs=len(sound),
-                status="ok" if sound else runs[0].status,
-                why=None if odd is None else odd.why,
-                fix=None if odd is None else odd.fix,
-                cells={} if medians is None else {cell: dict(row) for cell, row in medians.cells.items()},
-                spread=_spread(sound),
-                ratios=judge.ratios(point) or {},
-                score=score,
-                noise=point != BASE and score is not None and 1 / noise <= score <= noise,
-                frontier=[plot for plot, line in lines.items() if point in line],
-                seconds=sum(run.seconds for run in runs),
-                started_seconds=median(r.started_seconds for r in sound if r.started_seconds) if sound else None,
-                kv_tokens=shown.kv_tokens,
-                attention_backend=shown.attention_backend,
-                notes=list(dict.fromkeys(note for run in runs for note in run.notes)),
-            )
+            {
+                "number": number,
+                "label": label(point),
+                "changes": [
+                    {"knob": knob, "value": value, "label": change_label(knob, value), "gated": knob in gated}
+                    for knob, value in point
+                ],
+                "runs": len(sound),
+                "status": shown.status,
+                "why": None if odd is None else odd.why,
+                "fix": None if odd is None else odd.fix,
+                "cells": {cell: dict(row) for cell, row in measured[point].items()} if sound else {},
+                "spread": _spread(sound),
+                "ratios": judge.ratios(point) or {},
+                "score": score,
+                "noise": point != BASE and score is not None and 1 / noise <= score <= noise,
+                "frontier": [plot for plot, line in lines.items() if point in line],
+                "seconds": sum(run.seconds for run in runs),
+                "started_seconds": median(run.started_seconds or 0.0 for run in sound) if sound else None,
+                "kv_tokens": shown.kv_tokens,
+                "attention_backend": shown.attention_backend,
+                "notes": list(dict.fromkeys(note for run in runs for note in run.notes)),
+            }
         )
     return found
 
@@ -190,19 +114,18 @@ def _spread(runs: Sequence[Outcome]) -> dict[str, dict[str, tuple[float, float]]
     return {cell: {name: (min(row), max(row)) for name, row in rows.items()} for cell, rows in values.items()}
 
 
-def _frontiers(measured: dict[Point, Figures]) -> dict[str, list[Point]]:
-    names = list(measured)
-    cells = list(measured[names[0]].cells) if names else []
+def _frontiers(measured: Mapping[Point, Figures]) -> dict[str, list[Point]]:
+    points = list(measured)
     lines = {}
-    for cell in cells:
+    for cell in measured[points[0]] if points else ():
         for figure in COMPARED[1:]:
-            rows = [measured[point].cells[cell] for point in names]
+            rows = [measured[point][cell] for point in points]
             line = frontier([(row["output_throughput"], row[figure]) for row in rows])
-            lines[f"{cell}:{figure}"] = [names[index] for index in line]
+            lines[f"{cell}:{figure}"] = [points[index] for index in line]
     return lines
 
 
-def _effects(sweep: Sweep) -> list[Effect]:
+def _effects(sweep: Sweep) -> list[dict[str, Any]]:
     """Over all pairs of points that differ in one knob only; one at a time that is one pair, in a grid many."""
     judge, base = sweep.judge, sweep.subject.plan(BASE)
     measured, noise = judge.points(), judge.noise()
@@ -219,38 +142,34 @@ def _effects(sweep: Sweep) -> list[Effect]:
                 continue
             means = {name: geometric_mean([pair[name] for pair in pairs]) for name in FIGURES}
             effects.append(
-                Effect(
-                    knob=axis.knob,
-                    value=value,
-                    base=value_in(base, axis.knob),
-                    label=change_label(axis.knob, value),
-                    gated=axis.gated,
-                    source=axis.source,
-                    pairs=len(pairs),
-                    ratios=means,
-                    noise={n: noise is not None and 1 / noise[n] <= means[n] <= noise[n] for n in FIGURES},
-                )
+                {
+                    "knob": axis.knob,
+                    "value": value,
+                    "base": value_in(base, axis.knob),
+                    "label": change_label(axis.knob, value),
+                    "gated": axis.gated,
+                    "source": axis.source,
+                    "pairs": len(pairs),
+                    "ratios": means,
+                    "noise": {n: noise is not None and 1 / noise[n] <= means[n] <= noise[n] for n in FIGURES},
+                }
             )
     return effects
 
 
 def _verdict(sweep: Sweep, best: Point | None) -> str:
-    judge = sweep.judge
+    judge, limits = sweep.judge, _limits(sweep.objective)
     if best is None:
-        asked = _limits(sweep.objective)
-        return f"No plan that was measured keeps {asked}." if asked else "Nothing could be measured."
+        return f"No plan that was measured keeps {limits}." if limits else "Nothing could be measured."
     if best == BASE:
-        if _limits(sweep.objective) or len(judge.points()) > 1:
-            return "Nothing that was tried beats the base plan by more than the noise: keep it."
-        return "Only the base plan was measured."
-    score = judge.score(best) or 1.0
-    relative = judge.ratios(best) or {}
-    broken = "" if judge.score(BASE) is not None else f"; the base plan does not keep {_limits(sweep.objective)}"
+        return "Nothing that was tried beats the base plan by more than the noise: keep it."
+    score, relative = judge.score(best) or 1.0, judge.ratios(best) or {}
     shown = {
         "throughput": f"{percent(relative['output_throughput'])} output tokens/s",
         "latency": f"{percent(1 / score)} latency (time to first token and between tokens, 99th percentile)",
         "balanced": f"{percent(score)} in tokens/s and latency together",
     }[sweep.objective.goal]
+    broken = "" if judge.score(BASE) is not None else f"; the base plan does not keep {limits}"
     return f"{shown} against the base plan{broken}."
 
 
@@ -269,35 +188,21 @@ def _limits(objective: Objective) -> str:
 
 
 def _notes(sweep: Sweep) -> list[str]:
-    subject = sweep.subject
-    notes = []
-    if subject.kind != "rocm":
-        device = {"cpu": "a CPU", "cuda": "an NVIDIA GPU"}[subject.kind]
+    kind, layout, notes = sweep.subject.kind, sweep.subject.plan(BASE).layout, []
+    if kind != "rocm":
+        device = {"cpu": "a CPU", "cuda": "an NVIDIA GPU"}[kind]
+        notes.append(f"Measured on {device}: what wins here need not win with ROCm's kernels.")
+    if layout.replicas * layout.packed > 1:
         notes.append(
-            f"Measured on {device}: the figures say nothing of ROCm's kernels, and a knob that wins here need not win "
-            "there."
-        )
-    layout = subject.plan(BASE).layout
-    if layout.replicas > 1:
-        notes.append(
-            f"The plan has {layout.replicas} replicas: one was measured, with its share of the requests in flight."
-        )
-    if layout.packed > 1:
-        notes.append(
-            f"{layout.packed} servers will share an accelerator: one was measured alone, and is slower beside others."
+            f"The plan has {layout.replicas * layout.packed} servers: one was measured, with a replica's share of the"
+            " requests in flight."
         )
     if sweep.judge.noise() is None:
         notes.append("The base plan was measured once: its noise is unknown, and small differences mean nothing.")
-    elif sum(len(runs) for runs in sweep.judge.repeats()) < 3:
-        notes.append(
-            "The noise is what two launches of the base plan differ by; --repeat 2 or more estimates it better."
-        )
     return notes
 
 
-def _tuned(sweep: Sweep) -> dict[str, Any]:
-    tuned = sweep.subject.tuned
-    assert tuned is not None  # noqa: S101 - asked by the caller
+def _tuned(tuned: Tuned) -> dict[str, Any]:
     return {
         "digest": tuned.digest,
         "shapes": {str(device): count for device, count in tuned.shapes.items()},

@@ -5,17 +5,15 @@ was, and one with more knobs takes over the trials that are the same.
 
 The guides say: vary one knob at a time. So by default every value is measured against the same base plan, which makes
 effects comparable and independent of the order; then what won is measured together, because effects need not add up,
-and only what was measured is recommended. ``keep`` goes on from the best value of each knob instead (coordinate
-descent): fewer launches in a large space, but effects that depend on the order. A grid finds what only works in
-combination, at the price of a product. Whatever a budget cuts off has the least left to say.
+and only what was measured is recommended. A grid finds what only works in combination, at the price of a product.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from pipeline.base.canonical import fingerprint
@@ -28,8 +26,6 @@ from pipeline.serving.tuning.subject import Subject
 from pipeline.serving.tuning.trials import STARTUP_TIMEOUT_S, Budget, Outcome, OutOfTimeError, Trials
 
 Mode: TypeAlias = Literal["one-at-a-time", "grid"]
-Choose: TypeAlias = Callable[[Sequence[Point]], Point]
-"""Of points in the order of preference, the first that no later one beats by more than noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,41 +34,16 @@ class Design:
 
     axes: tuple[Axis, ...]
     mode: Mode = "one-at-a-time"
-    keep: bool = False
     repeat: int = 1
 
 
-def exploring(design: Design, choose: Choose) -> Iterator[Trial]:
-    """Every trial up to the point where noise must be known; looks at results through ``choose`` only when it must."""
-    if design.mode == "grid":
-        yield from _rounds([BASE, *grid_order(design.axes)], design.repeat)
-    elif not design.keep:
-        yield from _rounds([BASE, *singles(design.axes)], design.repeat)
-    else:
-        # A decision needs the noise, so the base plan is measured twice before the first.
-        yield from _rounds([BASE], max(2, design.repeat))
-        current = BASE
-        for axis in design.axes:
-            points = [(*current, (axis.knob, value)) for value in axis.values]
-            yield from _rounds(points, design.repeat)
-            current = choose([current, *points])
+def planned(design: Design) -> list[Trial]:
+    """Every trial that is known before anything was measured.
 
-
-def closing(design: Design) -> Iterator[Trial]:
-    """The base plan once more at the end: its spread is the noise, drift included."""
-    before = max(2, design.repeat) if design.keep and design.mode == "one-at-a-time" else design.repeat
-    yield Trial(BASE, before)
-
-
-def together(design: Design, choose: Choose) -> Iterator[Trial]:
-    """One at a time only: the winners of all knobs in one launch, where there are at least two."""
-    if design.mode == "grid" or design.keep:
-        return
-    winner = tuple(
-        change for axis in design.axes for change in choose([BASE, *(((axis.knob, v),) for v in axis.values)])
-    )
-    if len(winner) > 1:
-        yield from _rounds([winner], design.repeat)
+    The base plan comes once more at the end: its spread is the noise, drift included.
+    """
+    points = combinations(design.axes) if design.mode == "grid" else singles(design.axes)
+    return [*_rounds([BASE, *points], design.repeat), Trial(BASE, design.repeat)]
 
 
 def singles(axes: Sequence[Axis]) -> list[Point]:
@@ -81,47 +52,20 @@ def singles(axes: Sequence[Axis]) -> list[Point]:
     return [point for row in itertools.zip_longest(*columns) for point in row if point is not None]
 
 
+def combinations(axes: Sequence[Axis]) -> list[Point]:
+    """The cartesian product without the base plan: single changes first, then pairs, and so on."""
+    columns: list[list[Point]] = [[(), *(((axis.knob, value),) for value in axis.values)] for axis in axes]
+    points = (tuple(itertools.chain.from_iterable(row)) for row in itertools.product(*columns))
+    return sorted((point for point in points if point), key=len)
+
+
 def grid_size(axes: Sequence[Axis]) -> int:
     """How many combinations a grid has, the base plan included."""
     return math.prod(len(axis.values) + 1 for axis in axes)
 
 
-def grid_order(axes: Sequence[Axis]) -> list[Point]:
-    """The cartesian product without the base plan, such that any beginning covers the most.
-
-    Greedy: the next point is the one with the most values, then the most pairs of values, that were not met yet (the
-    base plan's own count as values). When every pair was met, the rest follows in the order of the product.
-    """
-    columns: list[list[tuple[str, object]]] = [
-        [(axis.knob, None), *((axis.knob, value) for value in axis.values)] for axis in axes
-    ]
-    left = dict.fromkeys(itertools.product(*columns))
-    base = next(iter(left), ())
-    left.pop(base, None)
-    met = set(base) | set(itertools.combinations(base, 2))
-    ordered = []
-    while left:
-        best, gained = None, (0, 0)
-        for row in left:
-            gain = (len(set(row) - met), sum(pair not in met for pair in itertools.combinations(row, 2)))
-            if gain > gained:
-                best, gained = row, gain
-        if best is None:
-            break
-        met |= set(best) | set(itertools.combinations(best, 2))
-        ordered.append(best)
-        del left[best]
-    return [_point(row) for row in (*ordered, *left)]
-
-
-def _point(row: Sequence[tuple[str, object]]) -> Point:
-    return tuple((knob, value) for knob, value in row if isinstance(value, str | bool))
-
-
 def _rounds(points: Sequence[Point], repeat: int) -> Iterator[Trial]:
-    for run in range(repeat):
-        for point in points:
-            yield Trial(point, run)
+    return (Trial(point, run) for run in range(repeat) for point in points)
 
 
 @dataclass
@@ -149,15 +93,17 @@ class Sweep:
                 "base": self.subject.payload(Trial(BASE)),
                 "knobs": [[axis.knob, list(axis.values)] for axis in self.design.axes],
                 "mode": self.design.mode,
-                "keep": self.design.keep,
                 "repeat": self.design.repeat,
             }
         )
 
-
-def planned(sweep: Sweep) -> list[Trial]:
-    """Every trial that is known before anything was measured: all but what depends on results."""
-    return [*exploring(replace(sweep.design, keep=False), lambda points: points[0]), *closing(sweep.design)]
+    def winners(self) -> Point:
+        """The best value of each knob, where it beats the base plan by more than noise."""
+        choose = self.judge.choose
+        axes = self.design.axes
+        return tuple(
+            change for axis in axes for change in choose([BASE, *(((axis.knob, value),) for value in axis.values)])
+        )
 
 
 def run_sweep(sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, *, redo: bool = False) -> None:
@@ -166,37 +112,30 @@ def run_sweep(sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, 
     Raises ServingError where the base plan itself does not serve: nothing could be compared with it.
     """
     runner = _Runner(sweep, trials, budget, reporter, redo)
-    choose = sweep.judge.choose
-    tried = runner.through(exploring(sweep.design, choose), reserve=1)
-    runner.through(closing(sweep.design), reserve=0)
-    if tried:
-        runner.through(together(sweep.design, choose), reserve=0)
-    measured = {trial.point for trial in sweep.outcomes}
-    wanted = [trial.point for trial in planned(sweep)]
-    if sweep.design.keep and sweep.design.mode == "one-at-a-time":
-        met = {change for point in measured for change in point}
-        wanted = [point for point in wanted if not set(point) <= met]
-    left = dict.fromkeys([*wanted, *runner.cut])
-    sweep.not_tried += [point for point in left if point not in measured and point not in sweep.refused]
+    *wanted, closing = planned(sweep.design)
+    complete = runner.through(wanted, reserve=1)
+    runner.through([closing], reserve=0)
+    points = [trial.point for trial in wanted]
+    if complete and sweep.design.mode == "one-at-a-time" and len(winner := sweep.winners()) > 1:
+        points.append(winner)
+        runner.through(_rounds([winner], sweep.design.repeat), reserve=0)
+    met = {trial.point for trial in sweep.outcomes} | set(sweep.refused)
+    sweep.not_tried += [point for point in dict.fromkeys(points) if point not in met]
 
 
 class _Runner:
     def __init__(self, sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, redo: bool) -> None:
         self.sweep, self.trials, self.budget, self.reporter, self.redo = sweep, trials, budget, reporter, redo
         self.id = sweep.id
-        self.total = len(planned(sweep))
+        self.total = len(planned(sweep.design))
         self.number = 0
-        self.cut: list[Point] = []
 
     def through(self, wanted: Iterable[Trial], *, reserve: int) -> bool:
         """Run trials until one is not affordable with ``reserve`` more after it; whether all were run."""
-        for trial in wanted:
-            if trial in self.sweep.outcomes or trial.point in self.sweep.refused:
-                continue
-            if not self._one(trial, reserve):
-                self.cut.append(trial.point)
-                return False
-        return True
+        return all(
+            trial in self.sweep.outcomes or trial.point in self.sweep.refused or self._one(trial, reserve)
+            for trial in wanted
+        )
 
     def _one(self, trial: Trial, reserve: int) -> bool:
         name = label(trial.point) + (f", run {trial.run + 1}" if trial.run else "")

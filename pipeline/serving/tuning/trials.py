@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import csv
+import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from eval.errors import MeasurementError
 from eval.measurements import CellResult
 from eval.workloads import Cell
 from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import ServingError, StageError
-from pipeline.base.progress import Progress
+from pipeline.base.errors import ServingError, StageError, UserError
+from pipeline.base.progress import Progress, Reporter
 from pipeline.serving.measuring.cell import run_cell
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running.local import LocalLauncher
 from pipeline.serving.running.log import diagnose, scan_log
 from pipeline.serving.running.server import Server
 from pipeline.serving.tuning.space import BASE, Trial
-from pipeline.serving.tuning.subject import STAGE, Subject
+from pipeline.serving.tuning.subject import STAGE, TUNED_FILE, Subject, Tuned, tuning
+from pipeline.store.disk import sha256_of
 from pipeline.store.tree import Store
 
 SERVER_LOG, CLIENT_LOG = "server.log", "bench.log"
@@ -174,8 +178,9 @@ def measure(
         notes=tuple(f"{finding.why}: {finding.line}" for finding in scan.cautions),
     )
     if failure is not None:
-        why, fix = _words(failure, folder)
-        return replace(outcome, status="failed", why=why, fix=fix, cells={})
+        # The folder is renamed when the trial is committed.
+        why = getattr(failure, "message", str(failure)).replace(f"{folder}/", "")
+        return replace(outcome, status="failed", why=why, fix=diagnose(text).fix, cells={})
     if scan.invalid:
         why = "; ".join(f"{finding.why}: {finding.line}" for finding in scan.invalid)
         return replace(outcome, status="void", why=why)
@@ -192,14 +197,6 @@ def _cause(server: Server, cell: Cell, log: Path) -> ServingError | None:
     return None
 
 
-def _words(failure: Exception, folder: Path) -> tuple[str, str | None]:
-    """The cause and the fix; the folder is left out, for it is renamed when the trial is committed."""
-    message = getattr(failure, "message", str(failure)).replace(f"{folder}/", "")
-    hint = getattr(failure, "hint", None)
-    fix = None if hint is None else hint.split("; its log:")[0].replace(f"{folder}/", "")
-    return message, None if fix is None or fix.startswith(("its log", "Its whole log", "log:")) else fix
-
-
 class Trials:
     """The trials of one subject. A damaged record is put into quarantine by the store, which says so."""
 
@@ -212,10 +209,7 @@ class Trials:
         entry = self._store.find(STAGE, self._subject.fingerprint(trial))
         if entry is None:
             return None
-        with suppress(KeyError, TypeError, MeasurementError):
-            return Outcome.from_json(entry.record.result)
-        self._store.retire(entry)  # sound, but of a version that wrote something else
-        return None
+        return Outcome.from_json(entry.record.result)
 
     def forget(self, trial: Trial) -> None:
         """Measure it again next time."""
@@ -258,3 +252,94 @@ class Trials:
 def log_path(store: Store, subject: Subject) -> Path:
     """The log of a subject's servers, one after the other; what is over is in the entry of its trial."""
     return store.root / "logs" / f"tune-{subject.name}.log"
+
+
+FOLDER = "tunableop"
+STOP_GRACE_S = 120.0
+_MUST_SAY = ("PT_VERSION", "ROCM_VERSION", "GCN_ARCH_NAME")
+
+
+def refuse_unless_rocm(kind: str) -> None:
+    """UserError where TunableOp has nothing to choose from."""
+    if kind != "rocm":
+        raise UserError(
+            "--tunableop: TunableOp chooses among the kernels of rocBLAS and hipBLASLt; elsewhere there is nothing to"
+            " tune",
+            hint="leave --tunableop out, or tune on an Instinct machine",
+        )
+
+
+def read_tuned(folder: Path, devices: int) -> Tuned:
+    """Read the files of a pass over ``devices`` devices; StageError for one that PyTorch would not use."""
+    shapes: dict[int, int] = {}
+    operators: Counter[str] = Counter()
+    validators: dict[str, str] = {}
+    digests = {}
+    for device in range(devices):
+        path = folder / (TUNED_FILE % device)
+        if not path.is_file():
+            raise StageError(f"TunableOp wrote no {path.name} for device {device}", hint=f"see the log beside {folder}")
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            rows = [row for row in csv.reader(file) if len(row) >= 3]
+        validators |= {row[1]: ",".join(row[2:]) for row in rows if row[0] == "Validator"}
+        tuned = {(row[0], row[1]) for row in rows if row[0] != "Validator"}
+        missing = [name for name in _MUST_SAY if name not in validators]
+        if missing or not tuned:
+            lack = f"no Validator line for {', '.join(missing)}" if missing else "no tuned shape"
+            raise StageError(f"{path} has {lack}: PyTorch would not use it")
+        shapes[device] = len(tuned)
+        operators.update(operator for operator, _ in tuned)
+        digests[path.name] = sha256_of(path)
+    return Tuned(
+        folder,
+        fingerprint(digests),
+        MappingProxyType(shapes),
+        MappingProxyType(dict(operators)),
+        MappingProxyType(validators),
+    )
+
+
+def first_pass(subject: Subject, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> Tuned:
+    """Tune the matrix products that the workload meets; the files end up in ``out``/tunableop.
+
+    Raises ServingError where the server does not come through, StageError where its files are not usable, and
+    `OutOfTimeError` where the budget ends in the middle: half a search is thrown away.
+    """
+    layout = subject.plan(BASE).layout
+    devices = layout.tensor * layout.pipeline
+    payload = subject.payload_of(tuning(subject.plan(BASE), Path())) | {"stage": FOLDER}
+    entry = store.find(FOLDER, fingerprint(payload))
+    if redo and entry is not None:
+        store.retire(entry)
+    with store.working(FOLDER, fingerprint(payload)) as work:
+        if work.existing is not None:
+            budget.earlier(float(str(work.existing.record.result["seconds"])))
+        else:
+            work.discard()
+            reporter.say("TunableOp searches for the fastest matrix kernels of this workload")
+            started = datetime.now(UTC)
+            outcome = measure(
+                subject,
+                tuning(subject.plan(BASE), work.path),
+                work.path,
+                log=log_path(store, subject),
+                sweep=FOLDER,
+                budget=budget,
+                progress=reporter,
+                stop_grace=STOP_GRACE_S,
+            )
+            if outcome.status == "failed":
+                raise ServingError(f"the TunableOp pass failed: {outcome.why}", hint=outcome.fix)
+            read_tuned(work.path, devices)
+            tools, result = {"vllm": subject.vllm.version}, {"seconds": outcome.seconds}
+            work.commit(payload=payload, result=result, started=started, tools=tools)
+        made = store.entry_path(FOLDER, work.fingerprint)
+    kept = out / FOLDER
+    kept.mkdir(parents=True, exist_ok=True)
+    for old in kept.glob("*.csv"):
+        old.unlink()
+    for file in sorted(made.glob("*.csv")):
+        shutil.copyfile(file, kept / file.name)
+    tuned = read_tuned(kept.resolve(), devices)
+    reporter.say(f"TunableOp: {sum(tuned.shapes.values())} shapes on {devices} devices")
+    return tuned

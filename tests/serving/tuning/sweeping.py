@@ -80,7 +80,7 @@ def sweep_of(folder: Path, axes: dict[str, list[Value]], **options: Any) -> Swee
     """A sweep over axes; ``options`` are those of `Design`, ``objective`` and those of `subject_in`."""
     objective = options.pop("objective", Objective())
     gated = options.pop("gated", ())
-    design = {key: options.pop(key) for key in ("mode", "keep", "repeat") if key in options}
+    design = {key: options.pop(key) for key in ("mode", "repeat") if key in options}
     made = tuple(Axis(knob, tuple(values), knob in gated, "a test") for knob, values in axes.items())
     return Sweep(subject_in(folder, **options), Design(made, **design), objective)
 

@@ -96,7 +96,6 @@ def test_a_dry_run_starts_nothing_and_may_name_another_machine(
         (("model", "--target", "mi300x:8x2"), "a sweep starts its servers on this machine"),
         (("model", "--target", "mi300x:8"), "but this machine has"),
         (("model", "--workload", "tinny"), "did you mean 'tiny'?"),
-        (("model", "--keep", "--mode", "grid"), "--keep goes from knob to knob"),
         (("model", "--target", "mi300x:1", "--workload", "tiny", "--mode", "grid", "--dry-run"), "combinations"),
     ],
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +14,9 @@ from eval.measurements import CellResult
 from pipeline.base.durations import duration, parse_duration
 from pipeline.base.errors import UserError
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.tuning.objective import Judge, Objective, dominates, frontier
-from pipeline.serving.tuning.space import BASE, Axis, Point, Trial, parse_knob, same, value_in, without_base_values
-from pipeline.serving.tuning.sweep import Design, closing, exploring, grid_order, together
+from pipeline.serving.tuning.objective import Judge, Objective, frontier
+from pipeline.serving.tuning.space import BASE, Axis, Trial, parse_knob, same, value_in, without_base_values
+from pipeline.serving.tuning.sweep import Design, Sweep, grid_size, planned
 from pipeline.serving.tuning.trials import Budget, Outcome
 
 FIGURE = st.integers(1, 40).map(float)
@@ -26,12 +26,9 @@ AXES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
 )
 
 
-def first(points: Sequence[Point]) -> Point:
-    return points[0]
-
-
-def last(points: Sequence[Point]) -> Point:
-    return points[-1]
+def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether ``one`` (more is better, less is better) is nowhere worse than ``other`` and somewhere better."""
+    return one[0] >= other[0] and one[1] <= other[1] and one != other
 
 
 @settings(deadline=None)
@@ -46,39 +43,28 @@ def test_the_frontier_is_what_nothing_dominates(points: list[tuple[float, float]
 
 
 @settings(deadline=None)
-@given(AXES)
-def test_a_grid_has_every_combination_once_and_meets_all_values_early(axes: tuple[Axis, ...]) -> None:
-    ordered = grid_order(axes)
-    combinations = 1
-    for axis in axes:
-        combinations *= len(axis.values) + 1
-    assert len(ordered) == len(set(ordered)) == combinations - 1
-    assert BASE not in ordered
-    most = max(len(axis.values) for axis in axes)
-    met = {change for point in ordered[:most] for change in point}
-    assert met == {(axis.knob, value) for axis in axes for value in axis.values}
-
-
-@settings(deadline=None)
-@given(AXES, st.integers(1, 3), st.sampled_from([first, last]))
+@given(AXES, st.integers(1, 3), st.sampled_from(["one-at-a-time", "grid"]))
 def test_every_mode_begins_with_the_base_plan_and_repeats_nothing(
-    axes: tuple[Axis, ...], repeat: int, choose: object
+    axes: tuple[Axis, ...], repeat: int, mode: Literal["one-at-a-time", "grid"]
 ) -> None:
-    for mode, keep in (("one-at-a-time", False), ("one-at-a-time", True), ("grid", False)):
-        design = Design(axes, mode, keep, repeat)  # type: ignore[arg-type]
-        trials = [*exploring(design, choose), *closing(design), *together(design, choose)]  # type: ignore[arg-type]
-        assert trials[0] == Trial(BASE)
-        assert len(set(trials)) == len(trials)
-        assert sum(trial.point == BASE for trial in trials) >= 2
-        values = {change for trial in trials for change in trial.point}
-        assert values == {(axis.knob, value) for axis in axes for value in axis.values}
+    trials = planned(Design(axes, mode, repeat))
+    assert trials[0] == Trial(BASE)
+    assert trials[-1] == Trial(BASE, repeat)
+    assert len(set(trials)) == len(trials)
+    singles = {(axis.knob, value) for axis in axes for value in axis.values}
+    assert {trial.point for trial in trials[1 : len(singles) + 1]} == {(change,) for change in singles}
+    if mode == "grid":
+        assert len(trials) == repeat * grid_size(axes) + 1
 
 
-def test_winners_are_measured_together_only_when_there_are_two() -> None:
+def test_winners_are_the_best_value_of_each_knob_that_beats_noise() -> None:
     axes = (Axis("--a", ("1", "2")), Axis("--b", ("3",)))
-    assert [trial.point for trial in together(Design(axes), last)] == [(("--a", "2"), ("--b", "3"))]
-    assert list(together(Design(axes[:1]), last)) == []
-    assert list(together(Design(axes), first)) == []
+    outcomes = {Trial(BASE): outcome(100, 50), Trial((("--b", "3"),)): outcome(120, 50)}
+    outcomes |= {Trial((("--a", value),)): outcome(speed, 50) for value, speed in (("1", 100.5), ("2", 130))}
+    sweep = Sweep(None, Design(axes), Objective(), outcomes)  # type: ignore[arg-type]
+    assert sweep.winners() == (("--a", "2"), ("--b", "3"))
+    outcomes[Trial((("--a", "2"),))] = outcome(99, 50)
+    assert sweep.winners() == (("--b", "3"),)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +81,7 @@ def test_knobs_of_the_command_line(text: str, values: tuple[object, ...]) -> Non
     assert parse_knob(text) == (text.partition("=")[0], values)
 
 
-@pytest.mark.parametrize("text", ["--max-num-seqs", "--max-num-seqs=", "max_num_seqs=3", "=3", "--A b=1"])
+@pytest.mark.parametrize("text", ["--max-num-seqs", "--max-num-seqs=", "=3"])
 def test_knobs_that_cannot_be_read(text: str) -> None:
     with pytest.raises(UserError, match="--knob"):
         parse_knob(text)
