@@ -3,7 +3,7 @@
     >>> [finding.name for finding in examine(look(Machine())) if finding.status == "fail"]
     ['vllm']
 
-The texts are `checks.yaml`; the functions that look are in `gpus.py` and `system.py`. Nothing is ever changed.
+The texts are `checks.yaml`; the functions that look are in `looks.py`. Nothing is ever changed.
 """
 
 from __future__ import annotations
@@ -18,35 +18,31 @@ from types import MappingProxyType
 import yaml
 
 from pipeline.base.machine import Machine
-from pipeline.serving.host import gpus, system
+from pipeline.serving.host import looks
 from pipeline.serving.host.subject import Finding, Outcome, Subject, Wanted, look, target_of
 from pipeline.serving.plan import LaunchPlan
 
 LOOKS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
     {
-        "accelerators": gpus.accelerators,
-        "partition": gpus.partition,
-        "xgmi": gpus.xgmi,
-        "GPU memory": gpus.memory_in_use,
-        "/dev/kfd": gpus.kfd,
-        "/dev/dri": gpus.dri,
-        "group video": gpus.group_video,
-        "group render": gpus.group_render,
-        "HIP_VISIBLE_DEVICES": gpus.visible_devices,
-        "numa_balancing": system.numa_balancing,
-        "iommu": system.iommu,
-        "/dev/shm": system.shared_memory,  # noqa: S108 - the name of a check
-        "memlock": system.locked_memory,
-        "nofile": system.open_files,
-        "compile cache": system.compile_cache,
-        "ibstat": system.rdma,
-        "port": system.port,
-        "vllm": system.vllm,
-        "vllm build": system.build,
-        "amd-quark": system.quark,
-        "checkpoint": system.checkpoint,
-        "CPU flags": system.flags,
-        "memory": system.memory,
+        "accelerators": looks.accelerators,
+        "partition": looks.partition,
+        "GPU memory": looks.memory_in_use,
+        "/dev/kfd": looks.kfd,
+        "/dev/dri": looks.dri,
+        "group video": looks.group_video,
+        "group render": looks.group_render,
+        "HIP_VISIBLE_DEVICES": looks.visible_devices,
+        "numa_balancing": looks.numa_balancing,
+        "iommu": looks.iommu,
+        "/dev/shm": looks.shared_memory,  # noqa: S108 - the name of a check
+        "ibstat": looks.rdma,
+        "port": looks.port,
+        "vllm": looks.vllm,
+        "vllm build": looks.build,
+        "amd-quark": looks.quark,
+        "checkpoint": looks.checkpoint,
+        "CPU flags": looks.flags,
+        "memory": looks.memory,
     }
 )
 

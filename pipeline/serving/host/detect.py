@@ -30,7 +30,6 @@ from pipeline.serving.planning.target import Target
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 AMD = 0x1002
 _NODES = "sys/class/kfd/kfd/topology/nodes"
-_XGMI = 11  # HSA_IOLINKTYPE_XGMI
 _LOCAL_HEAPS = ("1", "2")  # memory of the GPU, seen by the host or not
 _SMI = ("nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.reserved,memory.used", "--format=csv,noheader,nounits")
 _GPU_NAME = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
@@ -41,18 +40,16 @@ class AmdGpu:
     """A GPU, or a partition of one.
 
     ``arch`` is the compiler's name ("gfx942"). ``memory`` and ``used`` are bytes: of its own banks, and of the whole
-    device that anybody holds (None where amdgpu does not say). ``peers`` are the nodes that XGMI links lead to.
+    device that anybody holds (None where amdgpu does not say).
     ``compute_partition`` and ``memory_partition`` are the device's modes ("SPX", "NPS1"), None where it has none.
     ``render`` numbers /dev/dri/renderD*, None for a driver too old to say. ``device`` is its folder on the bus.
     """
 
-    node: int
     device_id: int
     arch: str
     memory: int
     used: int | None
     uuid: str
-    peers: frozenset[int]
     compute_partition: str | None
     memory_partition: str | None
     render: int | None
@@ -73,13 +70,11 @@ def _gpus(machine: Machine) -> Iterator[AmdGpu]:
         whole = None if device is None else machine.number(device / "mem_info_vram_total")
         minor = int(facts.get("drm_render_minor", "0"))
         yield AmdGpu(
-            node=int(folder.name),
             device_id=int(facts.get("device_id", "0")),
             arch=_arch(int(facts.get("gfx_target_version", "0"))),
             memory=_memory(machine, folder) or whole or 0,
             used=None if device is None else machine.number(device / "mem_info_vram_used"),
             uuid=f"GPU-{int(facts.get('unique_id', '0')):016x}",
-            peers=frozenset(_xgmi(machine, folder)),
             compute_partition=None if device is None else machine.text(device / "current_compute_partition"),
             memory_partition=None if device is None else machine.text(device / "current_memory_partition"),
             render=minor if minor > 0 else None,
@@ -95,13 +90,6 @@ def _arch(version: int) -> str:
 def _memory(machine: Machine, node: Path) -> int:
     banks = (machine.table(bank) for bank in machine.glob(f"{node.relative_to(machine.root)}/mem_banks/*/properties"))
     return sum(int(bank.get("size_in_bytes", "0")) for bank in banks if bank.get("heap_type") in _LOCAL_HEAPS)
-
-
-def _xgmi(machine: Machine, node: Path) -> Iterator[int]:
-    for at in machine.glob(f"{node.relative_to(machine.root)}/io_links/*/properties"):
-        link = machine.table(at)
-        if int(link.get("type", "0")) == _XGMI and "node_to" in link:
-            yield int(link["node_to"])
 
 
 def _device(machine: Machine, facts: dict[str, str]) -> Path | None:
@@ -130,8 +118,7 @@ class Detected:
     """The accelerators that a launch could use here.
 
     ``hardware`` is a name of the table; ``gpus`` counts what ROCm or CUDA numbers, so partitions where GPUs are
-    partitioned; ``hbm_bytes`` is the memory of the smallest, as its driver says, None on a CPU. ``xgmi`` says whether
-    every one of several Instinct GPUs has a link to every other, None where that is no question. ``compute_partition``
+    partitioned; ``hbm_bytes`` is the memory of the smallest, as its driver says, None on a CPU. ``compute_partition``
     and ``memory_partition`` are the modes of Instinct GPUs ("SPX", "NPS1"; "CPX+SPX" where they differ), None where
     the driver has none. ``devices`` are the Instinct GPUs.
     """
@@ -139,7 +126,6 @@ class Detected:
     hardware: str
     gpus: int
     hbm_bytes: int | None
-    xgmi: bool | None = None
     compute_partition: str | None = None
     memory_partition: str | None = None
     memory: tuple[Gpu, ...] = ()
@@ -177,7 +163,6 @@ class Detected:
             "hardware": self.hardware,
             "gpus": self.gpus,
             "hbm_bytes": self.hbm_bytes,
-            "xgmi": self.xgmi,
             "compute_partition": self.compute_partition,
             "memory_partition": self.memory_partition,
         }
@@ -199,12 +184,10 @@ def detect(machine: Machine) -> Detected:
 
 def _instinct(gpus: Sequence[AmdGpu]) -> Detected:
     row = _one_kind([_row(gpu) for gpu in gpus])
-    nodes = {gpu.node for gpu in gpus}
     return Detected(
         hardware=row.name,
         gpus=len(gpus),
         hbm_bytes=min(gpu.memory for gpu in gpus),
-        xgmi=all(nodes - {gpu.node} <= gpu.peers for gpu in gpus) if len(gpus) > 1 else None,
         compute_partition=_mode([gpu.compute_partition for gpu in gpus]),
         memory_partition=_mode([gpu.memory_partition for gpu in gpus]),
         memory=tuple(Gpu(gpu.memory, gpu.used) for gpu in gpus),

@@ -164,9 +164,9 @@ def pareto(marks: Sequence[Mark], *, x_title: str, width: int, name: str) -> str
         plain_ticks(axis, x=width // 90, y=6)
         line = [marks[index] for index in frontier([(mark.y, mark.x) for mark in marks])]
         # From the lower edge, through the points, to the right edge: what lies below the line is beaten.
-        xs = [line[0].x, *(mark.x for mark in line), axis.get_xlim()[1]]
-        ys = [axis.get_ylim()[0], *(mark.y for mark in line), line[-1].y]
-        axis.step(xs, ys, where="post", color=colour("candidate"), linewidth=1.6)
+        across = [line[0].x, *(mark.x for mark in line), axis.get_xlim()[1]]
+        up = [axis.get_ylim()[0], *(mark.y for mark in line), line[-1].y]
+        axis.step(across, up, where="post", color=colour("candidate"), linewidth=1.6)
         for mark in sorted(marks, key=lambda mark: (mark.best, mark.number == 0)):
             ink = colour(
                 "pass" if mark.best else "ink" if mark.number == 0 else "candidate" if mark in line else "muted"

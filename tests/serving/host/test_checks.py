@@ -65,13 +65,11 @@ def test_a_healthy_machine_has_nothing_to_mend(tmp_path: Path, vllm: Path):
 
 
 def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Path):
-    root = trees.instinct(tmp_path, unlinked=[(0, 1)], used={0: 150 * GIB})
+    root = trees.instinct(tmp_path, used={0: 150 * GIB})
     trees.write(root, "proc/sys/kernel/numa_balancing", 1)
     trees.write(root, "proc/cmdline", "ro")
     (root / "sys/kernel/iommu_groups/0").mkdir(parents=True)
     (root / "dev/kfd").unlink()
-    trees.status(root, groups="1000")
-    trees.limits(root, memlock="65536 65536", nofile="1024 4096")
     trees.infiniband(root, [("1: DOWN", "2: Polling")])
     box = machine(
         root,

@@ -20,9 +20,9 @@ H100 = "GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559, 551, 4\nGPU-bbbb-2, NVIDIA H10
 def test_eight_mi300x(tmp_path: Path):
     found = detect(machine(trees.instinct(tmp_path)))
     assert found.target == Target("mi300x", 8, 1, 192 * GIB - KEPT)
-    assert (found.xgmi, found.compute_partition, found.memory_partition) == (True, "SPX", "NPS1")
+    assert (found.compute_partition, found.memory_partition) == ("SPX", "NPS1")
     assert not found.partitioned
-    assert [gpu.node for gpu in found.devices] == list(range(2, 10))
+    assert [gpu.render for gpu in found.devices] == list(range(128, 136))
     assert {gpu.arch for gpu in found.devices} == {"gfx942"}
     assert [gpu.render for gpu in found.devices] == list(range(128, 136))
     assert {gpu.used for gpu in found.devices} == {285 << 20}
@@ -53,7 +53,7 @@ def test_a_virtual_function_without_partitions(tmp_path: Path):
     for name in ("current_compute_partition", "current_memory_partition"):
         (root / "sys/bus/pci/devices/0000:0c:00.0" / name).unlink()
     found = detect(machine(root))
-    assert (found.hardware, found.gpus, found.xgmi, found.compute_partition) == ("mi300x", 1, None, None)
+    assert (found.hardware, found.gpus, found.compute_partition) == ("mi300x", 1, None)
     assert not found.partitioned
 
 

@@ -34,11 +34,6 @@ def test_iommu(tmp_path: Path, finding):
     (root / "sys/kernel/iommu_groups/0").mkdir(parents=True)
     seen = finding("iommu", machine(root))
     assert (seen.status, len(seen.as_root)) == ("warn", 2)
-    for address in ("0c", "14"):
-        trees.write(root, f"sys/bus/pci/devices/0000:{address}:00.0/iommu_group/type", "identity")
-    assert finding("iommu", machine(root)).status == "ok"
-    trees.write(root, "sys/bus/pci/devices/0000:14:00.0/iommu_group/type", "DMA-FQ")
-    assert "DMA-FQ" in finding("iommu", machine(root)).found
 
 
 @pytest.mark.parametrize(
@@ -56,42 +51,6 @@ def test_shared_memory(tmp_path: Path, finding, space: Space | None, status: str
     box = machine(trees.instinct(tmp_path, count=2), space=lambda path: space)
     assert finding("/dev/shm", box).status == status
     assert finding("/dev/shm", box, target="mi300x:1").status == "skipped"
-
-
-def test_locked_memory(tmp_path: Path, finding):
-    root = trees.instinct(tmp_path)
-    assert finding("memlock", machine(root)).status == "skipped"  # one node
-    assert finding("memlock", machine(root), target="mi300x:16").found == "unlimited"
-    trees.limits(root, memlock="8388608 8388608")
-    seen = finding("memlock", machine(root), target="mi300x:16")
-    assert (seen.status, seen.found) == ("fail", "8.0 MiB")
-    trees.limits(root, memlock="8388608 unlimited")
-    assert "ulimit -l unlimited is enough" in finding("memlock", machine(root), target="mi300x:16").found
-    trees.status(root, capabilities="0000000000004000")
-    assert finding("memlock", machine(root), target="mi300x:16").found == "the capability IPC_LOCK"
-
-
-def test_open_files(tmp_path: Path, finding):
-    root = trees.healthy(tmp_path)
-    assert finding("nofile", machine(root)).found == "1048576"
-    trees.limits(root, nofile="1024 4096")
-    seen = finding("nofile", machine(root))
-    assert (seen.status, seen.as_root) == ("warn", ("echo 'ann - nofile 65535' >> /etc/security/limits.conf",))
-    (root / "proc/self/limits").unlink()
-    assert finding("nofile", machine(root)).status == "skipped"
-
-
-def test_compile_cache(tmp_path: Path, finding):
-    def free(count: int):
-        return lambda path: Space(100 * GIB, count)
-
-    root = trees.healthy(tmp_path)
-    assert finding("compile cache", machine(root)).expected == "10 GiB free in /home/ann/.cache/vllm"
-    for count, status in ((5 * GIB, "warn"), (1 << 20, "fail")):
-        assert finding("compile cache", machine(root, space=free(count))).status == status
-    for environ in ({"XDG_CACHE_HOME": "/big"}, {"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "/big/vllm"}):
-        assert finding("compile cache", machine(root, environ)).expected.endswith("/big/vllm")
-    assert finding("compile cache", machine(root, space=lambda path: None)).status == "skipped"
 
 
 def test_a_port_that_is_really_held(finding):
@@ -114,26 +73,10 @@ def test_rdma(tmp_path: Path, finding):
     assert (seen.status, seen.found) == ("ok", "2 of 2 ports active, 400 Gb/sec (4X NDR)")
     trees.infiniband(root, [("4: ACTIVE", "5: LinkUp"), ("1: DOWN", "3: Disabled")])
     seen = finding("ibstat", machine(root), target="mi300x:16")
-    assert (seen.status, seen.found.endswith("down: mlx5_1 port 1")) == ("warn", True)
+    assert (seen.status, seen.found) == ("warn", "1 of 2 ports active, 400 Gb/sec (4X NDR)")
     assert "ibstat" in seen.fix
     trees.infiniband(root, [("4: ACTIVE", "5: LinkUp"), ("4: ACTIVE", "6: LinkErrorRecovery")])
     assert finding("ibstat", machine(root), target="mi300x:16").status == "warn"
-
-
-RAY = """======== Autoscaler status: 2026-01-01 00:00:00.000000 ========
-Node status
----------------------------------------------------------------
-Active:
-{active}Pending:
- (no pending nodes)
-Recent failures:
- (no failures)
-
-Resources
----------------------------------------------------------------
-Total Usage:
- 0.0/16.0 GPU
-"""
 
 
 @pytest.mark.parametrize(

@@ -28,34 +28,13 @@ def write(root: Path, at: str, text: str | int) -> Path:
 
 
 def healthy(root: Path) -> Path:
-    """A well kept Linux without a GPU: limits raised, balancing off, IOMMU passing through."""
+    """A well kept Linux without a GPU: balancing off, IOMMU passing through."""
     write(root, "proc/sys/kernel/numa_balancing", 0)
     write(root, "proc/cmdline", "BOOT_IMAGE=/vmlinuz root=/dev/sda1 ro quiet iommu=pt")
     write(root, "proc/cpuinfo", "processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_bf16")
     write(root, "proc/meminfo", "MemTotal:       65536000 kB\nMemFree: 1024 kB\nMemAvailable:   33554432 kB")
-    status(root)
-    limits(root)
     write(root, "etc/group", "root:x:0:\nvideo:x:44:ann\nrender:x:109:ann\nann:x:1000:")
     return root
-
-
-def status(root: Path, *, uid: int = 1000, groups: str = "44 109 1000", capabilities: str = "0" * 16) -> None:
-    ids = "\t".join([str(uid)] * 4)
-    write(
-        root,
-        "proc/self/status",
-        f"Name:\tpython\nUid:\t{ids}\nGid:\t{ids}\nGroups:\t{groups} \nCapEff:\t{capabilities}",
-    )
-
-
-def limits(root: Path, *, memlock: str = "unlimited unlimited", nofile: str = "1024 1048576") -> None:
-    write(
-        root,
-        "proc/self/limits",
-        "Limit                     Soft Limit           Hard Limit           Units\n"
-        f"Max open files            {nofile}            files\n"
-        f"Max locked memory         {memlock}            bytes",
-    )
 
 
 def instinct(
@@ -68,10 +47,9 @@ def instinct(
     count: int = 8,
     partitions: int = 1,
     modes: tuple[str, str] = ("SPX", "NPS1"),
-    unlinked: Sequence[tuple[int, int]] = (),
     used: Mapping[int, int] | None = None,
 ) -> Path:
-    """``count`` Instinct cards behind two CPUs, each seen as ``partitions`` nodes; ``unlinked`` are pairs of cards."""
+    """``count`` Instinct cards behind two CPUs, each seen as ``partitions`` nodes."""
     healthy(root)
     for cpu in (0, 1):
         write(root, f"{NODES}/{cpu}/properties", "cpu_cores_count 96\nsimd_count 0\nmem_banks_count 1\nvendor_id 0")
@@ -99,7 +77,7 @@ def instinct(
             write(
                 root,
                 f"{NODES}/{node}/properties",
-                f"cpu_cores_count 0\nsimd_count {simds // partitions}\nmem_banks_count 1\nio_links_count {count}\n"
+                f"cpu_cores_count 0\nsimd_count {simds // partitions}\nmem_banks_count 1\n"
                 f"gfx_target_version {gfx}\nvendor_id 4098\ndevice_id {device_id}\n"
                 f"location_id {(0x0C + 8 * card) << 8 | part}\ndomain 0\ndrm_render_minor {minor}\n"
                 f"hive_id 11638818706288400384\nunique_id {0xA1B2C3D400000000 + number}\nnum_xcc {8 // partitions}",
@@ -109,13 +87,6 @@ def instinct(
                 f"{NODES}/{node}/mem_banks/0/properties",
                 f"heap_type 1\nsize_in_bytes {memory // partitions}\nflags 0\nwidth 8192\nmem_clk_max 1300",
             )
-            write(root, f"{NODES}/{node}/io_links/0/properties", f"type 2\nnode_from {node}\nnode_to 0\nweight 20")
-            others = [other for other in range(count * partitions) if other != number]
-            for link, other in enumerate(others, start=1):
-                pair = (card, other // partitions)
-                if pair not in unlinked and pair[::-1] not in unlinked:
-                    text = f"type 11\nnode_from {node}\nnode_to {2 + other}\nweight 15\nmax_bandwidth 64000"
-                    write(root, f"{NODES}/{node}/io_links/{link}/properties", text)
     return root
 
 

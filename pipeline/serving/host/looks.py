@@ -1,26 +1,148 @@
-"""Looks at the operating system, the network, the processor and the serving environment. Each says what it saw."""
+"""Looks at GPUs: how many of what, whole, linked and free; and what lets a process use them. Each says what it saw."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from pipeline.base import hardware as accelerators
+from pipeline.base import hardware
 from pipeline.base.errors import UserError
-from pipeline.base.hardware import local_cpu_flags
 from pipeline.serving.environment import parse_version
-from pipeline.serving.host.gpus import user_of
+from pipeline.serving.host.detect import CUDA, HIP
 from pipeline.serving.host.subject import Outcome, Status, Subject, Wanted
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
 from pipeline.serving.running.deployment import listener
 
-_GIB = 1 << 30
-_SHARED = 16 * _GIB
-_SHARED_LEAST = 1 * _GIB  # Docker's default is 64 MB
-_OPEN_FILES = 65535
-_CACHE = 10 * _GIB
+_DOCKER = "docker run --device /dev/kfd --device /dev/dri --group-add=video"
+_NOISE = 1 << 30  # what a driver and a desktop may hold of an idle GPU
+_TOLERANCE = 0.95  # of the memory that a plan counts with: drivers keep some for themselves
+
+
+def accelerators(subject: Subject) -> Outcome:
+    """As many of the planned accelerators as one node needs."""
+    target, found = subject.target, subject.detected
+    title = target.accelerator.title
+    wanted = title if target.accelerator.kind == "cpu" else f"{target.gpus} x {title}"
+    if found is None:
+        return Outcome("fail", subject.unknown, {"wanted": wanted})
+    row = found.accelerator
+    seen = row.title if row.kind == "cpu" else f"{found.gpus} x {row.title}"
+    if target.accelerator.kind == "cpu":
+        return Outcome("ok", seen, {"wanted": "a processor"})
+    # `cuda` is any GPU of its kind; every other name is one.
+    same = row.kind == "cuda" if target.hardware == "cuda" else row.name == target.hardware
+    return Outcome("ok" if same and found.gpus >= target.gpus else "fail", seen, {"wanted": wanted})
+
+
+def partition(subject: Subject) -> Outcome:
+    """Whole GPUs; or parts, if the plan counts with their memory."""
+    found, counted = subject.detected, subject.target.memory
+    memory = "their memory" if counted is None else _gib(counted)
+    if found is None or found.compute_partition is None:
+        return Outcome("skipped", "the driver says nothing of partitions", {"memory": memory})
+    modes = f"{found.compute_partition} with {found.memory_partition or 'an unknown memory mode'}"
+    size = "" if found.hbm_bytes is None else f", {_gib(found.hbm_bytes)} each"
+    if not found.partitioned and found.memory_partition in (None, "NPS1"):
+        return Outcome("ok", modes + size, {"memory": memory})
+    enough = counted is None or (found.hbm_bytes or 0) >= _TOLERANCE * counted
+    return Outcome("warn" if enough else "fail", modes + size, {"memory": memory})
+
+
+def memory_in_use(subject: Subject) -> Outcome:
+    """GPUs that nobody else fills."""
+    tool = "sudo fuser -v /dev/kfd" if subject.kind == "rocm" else "nvidia-smi"
+    values = {"share": f"{subject.utilization:.0%}", "command": tool}
+    # Of a partition the driver says what the whole device holds: that is nobody's share.
+    found = subject.detected
+    ours = found is not None and found.accelerator.kind == subject.kind and not found.partitioned
+    known = found.memory if found is not None and ours else ()
+    used = [(gpu.used, gpu.memory, index) for index, gpu in enumerate(known) if gpu.used is not None and gpu.memory]
+    if not used:
+        return Outcome("skipped", "the driver does not say how much is in use", values)
+    most, whole, index = max(used, key=lambda entry: entry[0] / entry[1])
+    if most < _NOISE:
+        return Outcome("ok", f"at most {_gib(most)} in use", values)
+    status: Status = "fail" if most > (1 - subject.utilization) * whole else "warn"
+    return Outcome(status, f"{_gib(most)} of {_gib(whole)} in use on GPU {index}", values)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def kfd(subject: Subject) -> Outcome:
+    """ROCm's compute device can be opened."""
+    return _device(subject, [subject.machine.path("dev/kfd")])
+
+
+def dri(subject: Subject) -> Outcome:
+    """So can the render node of each GPU; all that are there where the driver does not say which belongs to which."""
+    machine, found = subject.machine, subject.detected
+    minors = [gpu.render for gpu in found.devices if gpu.render is not None] if found is not None else []
+    nodes = [machine.path(f"dev/dri/renderD{minor}") for minor in minors] or machine.glob("dev/dri/renderD*")
+    return _device(subject, nodes or [machine.path("dev/dri")])
+
+
+def _device(subject: Subject, paths: list[Path]) -> Outcome:
+    def name(path: Path) -> str:
+        return f"/{path.relative_to(subject.machine.root)}"
+
+    absent = [path for path in paths if not path.exists()]
+    if absent:
+        fix = f"load the driver: sudo modprobe amdgpu; in a container: {_DOCKER}"
+        return Outcome("fail", f"{name(absent[0])} is not there", {"fix": fix, "root": "modprobe amdgpu"})
+    for path in paths:
+        reason = subject.machine.opens(path)
+        if reason is not None:
+            user = user_of(subject)
+            fix = f"sudo usermod -a -G video,render {user}, then log in again; in a container: {_DOCKER}"
+            values = {"fix": fix, "root": f"usermod -a -G video,render {user}"}
+            return Outcome("fail", f"{name(path)} cannot be opened: {reason}", values)
+    return Outcome("ok", "open" if len(paths) == 1 else f"{len(paths)} render nodes are open")
+
+
+def group_video(subject: Subject) -> Outcome:
+    """The user is in the group that owns the devices on older systems."""
+    return _member(subject, "video")
+
+
+def group_render(subject: Subject) -> Outcome:
+    """The user is in the group that owns them on current ones."""
+    return _member(subject, "render")
+
+
+def _member(subject: Subject, group: str) -> Outcome:
+    machine, values = subject.machine, {"user": user_of(subject)}
+    devices = [machine.path("dev/kfd"), *machine.glob("dev/dri/renderD*")]
+    lines = (line.split(":") for line in (machine.text("etc/group") or "").splitlines())
+    number = next((int(fields[2]) for fields in lines if len(fields) > 2 and fields[0] == group), None)
+    owned = [path for path in devices if number is not None and machine.owned_by(path) == number]
+    if not owned:
+        return Outcome("skipped", f"a group {group} owns no device here", values)
+    if all(machine.opens(path) is None for path in owned):
+        return Outcome("ok", "its devices are open to this user", values)
+    return Outcome("fail", f"not a member of {group}, which owns {len(owned)} devices", values)
+
+
+def visible_devices(subject: Subject) -> Outcome:
+    """HIP's variable does not contradict CUDA's."""
+    environ = subject.machine.environ
+    hip, cuda = environ.get(HIP) or None, environ.get(CUDA) or None
+    if hip is None:
+        return Outcome("ok", "unset" if cuda is None else f"unset; {CUDA}={cuda}")
+    fix = f"unset {HIP}" if cuda is not None else f"export {CUDA}={hip}; unset {HIP}"
+    if cuda not in {None, hip}:
+        return Outcome("fail", f"{HIP}={hip} and {CUDA}={cuda}", {"fix": fix})
+    return Outcome("warn", f"{HIP}={hip}", {"fix": fix})
+
+
+def user_of(subject: Subject) -> str:
+    """The user's name, for a command that somebody else may run."""
+    return subject.machine.environ.get("USER") or subject.machine.environ.get("LOGNAME") or "root"
+
+
+_SHARED = 16 << 30
+_SHARED_LEAST = 1 << 30  # Docker's default is 64 MB
 _PASSING = ("iommu=pt", "iommu.passthrough=1", "iommu=off", "amd_iommu=off", "intel_iommu=off")
-_IPC_LOCK = 14  # bit of the capability, linux/capability.h
 _LEAST = 4 << 30  # what vLLM's own processes and a small KV cache take
 _FIRST, _LAST = (parse_version(version)[:2] for version in (OLDEST_READ, NEWEST_READ))
 _BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "a CPU"}
@@ -44,16 +166,9 @@ def iommu(subject: Subject) -> Outcome:
     machine = subject.machine
     if not subject.several:
         return Outcome("skipped", "one GPU has nobody to talk to")
-    words = (machine.text("proc/cmdline") or "").split()
-    passing = [word for word in words if word in _PASSING]
+    passing = [word for word in (machine.text("proc/cmdline") or "").split() if word in _PASSING]
     if passing:
         return Outcome("ok", passing[0])
-    devices = [] if subject.detected is None else [gpu.device for gpu in subject.detected.devices]
-    types = {machine.text(device / "iommu_group" / "type") for device in devices if device is not None} - {None}
-    if types == {"identity"}:
-        return Outcome("ok", "the GPUs' groups are passed through")
-    if types:
-        return Outcome("warn", f"the GPUs' groups are of type {', '.join(sorted(str(kind) for kind in types))}")
     if machine.glob("sys/kernel/iommu_groups/*"):
         return Outcome("warn", "an IOMMU is on, and iommu=pt is not on the kernel's command line")
     return Outcome("ok", "no IOMMU is on")
@@ -70,61 +185,6 @@ def shared_memory(subject: Subject) -> Outcome:
     if space.free < _SHARED_LEAST:
         return Outcome("fail", found)
     return Outcome("ok" if space.total >= _SHARED else "warn", found)
-
-
-def locked_memory(subject: Subject) -> Outcome:
-    """RDMA may pin what it moves."""
-    machine = subject.machine
-    if subject.target.nodes == 1:
-        return Outcome("skipped", "one node needs no RDMA")
-    values = {"user": user_of(subject)}
-    capabilities = int(machine.table("proc/self/status").get("CapEff", "0"), 16)
-    if capabilities >> _IPC_LOCK & 1:
-        return Outcome("ok", "the capability IPC_LOCK", values)
-    soft, hard = _limit(subject, "Max locked memory")
-    if soft is None:
-        return Outcome("ok", "unlimited", values)
-    note = " (the hard limit is unlimited: ulimit -l unlimited is enough)" if hard is None else ""
-    return Outcome("fail", f"{soft / 2**20:,.1f} MiB{note}", values)
-
-
-def open_files(subject: Subject) -> Outcome:
-    """As many files and sockets as vLLM will ask for."""
-    values = {"user": user_of(subject)}
-    if not subject.machine.text("proc/self/limits"):
-        return Outcome("skipped", "this system does not say", values)
-    hard = _limit(subject, "Max open files")[1]
-    if hard is None or hard >= _OPEN_FILES:
-        return Outcome("ok", "unlimited" if hard is None else str(hard), values)
-    return Outcome("warn", str(hard), values)
-
-
-def compile_cache(subject: Subject) -> Outcome:
-    """A disk that compiled kernels fit on."""
-    environ = subject.machine.environ
-    home = Path(environ.get("HOME", "/root"))
-    caches = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
-    folder = Path(environ.get("VLLM_CACHE_ROOT") or caches / "vllm")
-    values = {"folder": folder}
-    space = subject.machine.space(subject.machine.path(str(folder)))
-    if space is None:
-        return Outcome("skipped", f"{folder} is on no disk that can be asked", values)
-    status: Status = "ok" if space.free >= _CACHE else "warn" if space.free >= _CACHE // 10 else "fail"
-    return Outcome(status, f"{_gib(space.free)} free", values)
-
-
-def _limit(subject: Subject, name: str) -> tuple[int | None, int | None]:
-    """Soft and hard limit of this process, from /proc/self/limits; None is unlimited."""
-    text = subject.machine.text("proc/self/limits") or ""
-    found = re.search(rf"^{re.escape(name)}\s+(\S+)\s+(\S+)", text, re.MULTILINE)
-    if found is None:
-        return None, None
-    soft, hard = (None if value == "unlimited" else int(value) for value in found.groups())
-    return soft, hard
-
-
-def _gib(count: int) -> str:
-    return f"{count / _GIB:,.1f} GiB"
 
 
 def port(subject: Subject) -> Outcome:
@@ -154,17 +214,14 @@ def rdma(subject: Subject) -> Outcome:
         for place in ports
         if "ACTIVE" in (machine.text(place / "state") or "") and "LinkUp" in (machine.text(place / "phys_state") or "")
     ]
-    down = [f"{place.parent.parent.name} port {place.name}" for place in ports if place not in up]
     rates = sorted({rate for place in up if (rate := machine.text(place / "rate"))})
     found = f"{len(up)} of {len(ports)} ports active" + (f", {', '.join(rates)}" if rates else "")
-    if down:
-        found += f"; down: {', '.join(down[:4])}" + (" ..." if len(down) > 4 else "")
-    return Outcome("ok" if up and not down else "warn", found)
+    return Outcome("ok" if len(up) == len(ports) else "warn", found)
 
 
 def flags(subject: Subject) -> Outcome:
     """Instruction sets that vLLM's kernels use."""
-    known = local_cpu_flags(subject.machine.text("proc/cpuinfo") or "")
+    known = hardware.local_cpu_flags(subject.machine.text("proc/cpuinfo") or "")
     if known is None:
         return Outcome("skipped", "this processor lists no flags")
     has = [name for flag, name in (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("amx_tile", "AMX")) if flag in known]
@@ -223,7 +280,7 @@ def quark(subject: Subject) -> Outcome:
     wanted, there = subject.wanted, subject.installed
     if wanted is None:
         return Outcome("skipped", "needed where vLLM emulates an MX scheme; --model tells", values)
-    needed = accelerators.needs(subject.target.hardware, wanted.scheme, wanted.kv_cache, wanted.checkpoint_format)
+    needed = hardware.needs(subject.target.hardware, wanted.scheme, wanted.kv_cache, wanted.checkpoint_format)
     if not needed:
         title = subject.target.accelerator.title
         return Outcome("skipped", f"{_scheme(wanted)} is not emulated on {title}", values)
@@ -245,13 +302,13 @@ def checkpoint(subject: Subject) -> Outcome:
     }
     if wanted is None:
         return Outcome("skipped", "no --model was given", values)
-    flags = local_cpu_flags(subject.machine.text("proc/cpuinfo") or "") if subject.kind == "cpu" else None
+    flags = hardware.local_cpu_flags(subject.machine.text("proc/cpuinfo") or "") if subject.kind == "cpu" else None
     asked = (target.hardware, wanted.scheme, wanted.kv_cache, wanted.checkpoint_format)
-    reason = accelerators.refusal(*asked, cpu_flags=flags)
+    reason = hardware.refusal(*asked, cpu_flags=flags)
     if reason is not None:
         return Outcome("fail", reason, values)
     found = f"{_scheme(wanted)}, KV cache {wanted.kv_cache}"
-    cautions = accelerators.cautions(*asked, cpu_flags=flags)
+    cautions = hardware.cautions(*asked, cpu_flags=flags)
     if cautions:
         values["fix"] = "it loads all the same; `quantmint schemes` shows what runs as it is stored"
         return Outcome("warn", f"{found}: {'; '.join(cautions)}", values)
