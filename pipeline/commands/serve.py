@@ -49,7 +49,6 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 )
 @click.option("--endpoint", metavar="URL", help="A server that runs already, for --launcher endpoint.")
 @click.option("--api-key-variable", metavar="NAME", help="Variable that holds the endpoint's key.")
-@click.option("--strict", is_flag=True, help="Refuse an endpoint that cannot be shown to serve MODEL.")
 @click.option("--image", help="Container image (default: vLLM's own of the version).")
 @click.option("--volume-claim", metavar="NAME", help="PersistentVolumeClaim with the model, for --kubernetes.")
 @click.option("--host-ip", metavar="A,B,...", help="Addresses of several nodes on their private network, in order.")
@@ -89,7 +88,6 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
         image=given["image"],
         endpoint=given["endpoint"],
         api_key_variable=given["api_key_variable"],
-        strict=given["strict"],
         node_rank=given["node_rank"],
     )
     return serve(request, how)
@@ -184,8 +182,7 @@ def _show(request: Request, form: str, given: dict[str, Any]) -> None:
 
         click.echo(manifests(plan, processes, image=given["image"], claim=given["volume_claim"]), nl=False)
     else:
-        from pipeline.serving.render.explain import explain
-        from pipeline.serving.render.invocation import script
+        from pipeline.serving.render.invocation import explain, script
 
         installed = None if request.environment is None else request.environment.version
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)

@@ -1,13 +1,16 @@
 """What a launch of vLLM is: arguments, variables, how accelerators share it, its memory, what the machine must offer.
 
-Plain results. `planner.py` makes a plan, `processes.py` the processes of its launch, `render` its other forms.
+Plain results. `planner.py` makes a plan, `processes` the processes of its launch, `render` its other forms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
+
+from pipeline.base.errors import UserError
+from pipeline.serving.planning.target import parse_target
 
 
 class Reason(NamedTuple):
@@ -153,3 +156,60 @@ class LaunchPlan:
             "reasons": [reason._asdict() for reason in self.reasons],
             "warnings": list(self.warnings),
         }
+
+
+PORT = 8000
+DATA_PORT = 13345
+"""Where the engines of other nodes find the first one."""
+
+
+def processes(
+    plan: LaunchPlan, *, port: int = PORT, host_ips: Sequence[str] = (), first_gpu: int = 0
+) -> tuple[Process, ...]:
+    """Every process, in the order in which they start.
+
+    Servers get the ports from ``port`` on. ``host_ips`` are the nodes' addresses on a private network, the first that
+    of the head, where one server spans nodes; without them, names in capitals stand in their places. ``first_gpu`` is
+    the first accelerator of each node. UserError for fewer addresses than nodes.
+    """
+    layout = plan.layout
+    if layout.nodes > 1:
+        if host_ips and len(host_ips) < layout.nodes:
+            raise UserError(f"{len(host_ips)} addresses for {layout.nodes} nodes: expected one for each")
+        addresses = tuple(host_ips[: layout.nodes]) or tuple(f"NODE_{node}_IP" for node in range(layout.nodes))
+        return tuple(_spanning(plan, port, addresses, first_gpu))
+    return tuple(_servers(plan, port, first_gpu))
+
+
+def _servers(plan: LaunchPlan, port: int, first_gpu: int) -> Iterator[Process]:
+    """Independent servers, node after node, each on its own accelerators or packed on one."""
+    layout, target = plan.layout, parse_target(plan.target)
+    per_node = max(1, target.gpus // layout.gpus)
+    for number in range(layout.replicas * layout.packed):
+        group = number // layout.packed
+        start = first_gpu + group % per_node * layout.gpus
+        gpus = () if target.accelerator.kind == "cpu" else tuple(range(start, start + layout.gpus))
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+        yield Process(group // per_node, "server", number, gpus, port + number, env, plan.argv)
+
+
+def _spanning(plan: LaunchPlan, port: int, addresses: Sequence[str], first_gpu: int) -> Iterator[Process]:
+    """One server on several nodes: its data parallel engines, or its one engine."""
+    layout = plan.layout
+    here = layout.gpus // layout.nodes
+    gpus = tuple(range(first_gpu, first_gpu + here))
+    local = layout.data // layout.nodes
+    for node, address in enumerate(addresses):
+        if layout.data > 1:
+            own = ["--data-parallel-size-local", str(local), "--data-parallel-address", addresses[0]]
+            own += ["--data-parallel-rpc-port", str(DATA_PORT)]
+            own += ["--data-parallel-start-rank", str(node * local)] if node else []
+        else:
+            # --nnodes needs it, and on ROCm vLLM takes Ray where it finds a cluster (vLLM 0.32 config/parallel.py).
+            own = ["--distributed-executor-backend", "mp", "--nnodes", str(layout.nodes)]
+            own += ["--node-rank", str(node), "--master-addr", addresses[0]]
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "VLLM_HOST_IP": address}
+        if node == 0:
+            yield Process(0, "server", 0, gpus, port, env, (*plan.argv, *own))
+        else:
+            yield Process(node, "headless", 0, gpus, None, env, (*plan.argv, *own, "--headless"))

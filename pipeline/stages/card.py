@@ -23,9 +23,8 @@ from pipeline.publish.release import CARD
 from pipeline.recipe.schema import Recipe
 from pipeline.serving.knobs.table import NEWEST_READ
 from pipeline.serving.model.facts import ModelFacts, model_facts
-from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.planner import layout_words, plan_serving
-from pipeline.serving.planning.processes import processes
 from pipeline.serving.planning.target import Target, parse_target, profile
 from pipeline.serving.render.invocation import command, script, servers
 from pipeline.stages.gate import checkpoint_digest

@@ -35,7 +35,7 @@ from pipeline.recipe.load import LoadedRecipe
 from pipeline.recipe.modules import text_config
 from pipeline.recipe.sections import Evaluation, Gate
 from pipeline.serving.knobs import table as knobs
-from pipeline.serving.knobs.overrides import checked_arguments
+from pipeline.serving.knobs.table import checked_arguments
 
 #: What an engine imports beside PyTorch and transformers, and what that is called when it is installed.
 _PACKAGES: Mapping[str, Mapping[str, str]] = {

@@ -18,7 +18,7 @@ from pipeline.serving.host.detect import device_here
 from pipeline.serving.knobs.table import (
     NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed
 )
-from pipeline.serving.running.local import reference_plan
+from pipeline.serving.running.launchers import reference_plan
 from pipeline.serving.running.log import broken_promises, checkpoint_quantization
 from pipeline.stages.servers import ReferenceServer, keep_log
 from pipeline.stages.source import model_folder

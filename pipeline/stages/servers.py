@@ -15,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.processes import Conversation, conversation
 from pipeline.base.progress import Progress
 from pipeline.quantize.device import give_back_memory
-from pipeline.serving.running.local import reference_command, reference_environment
+from pipeline.serving.running.launchers import reference_command, reference_environment
 from pipeline.serving.running.log import LogScan, scan_log
 from pipeline.serving.running.server import Server
 from pipeline.stages.stage import Setting
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.running.local import LocalLauncher
-    from pipeline.serving.running.ray import ClusterLauncher
+    from pipeline.serving.running.launchers import ClusterLauncher, LocalLauncher
 
 STARTUP_TIMEOUT = 3600.0
 """Seconds that a server may take to load; a 405B model from a network disk takes most of it."""
@@ -94,7 +93,7 @@ class Servers:
             if setting.spread is not None:
                 setting.spread.release()  # its workers hold the GPUs
         else:
-            from pipeline.serving.running.local import LocalLauncher
+            from pipeline.serving.running.launchers import LocalLauncher
 
             launcher, title = LocalLauncher(setting.vllm.executable), f"vLLM {setting.vllm.version}"
         self._progress.say(f"starting {title} with the {side}, log in {log}")
@@ -141,7 +140,7 @@ def started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator
 
 def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> ClusterLauncher:
     """What starts a launch over several nodes: on the cluster that the run is spread over. `UserError` without one."""
-    from pipeline.serving.running.ray import ClusterLauncher
+    from pipeline.serving.running.launchers import ClusterLauncher
 
     if setting.spread is None:
         raise UserError(

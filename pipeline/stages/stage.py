@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.quantize.engines.stream.schedule import WriteShards
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.running.ray import Cluster
+    from pipeline.serving.running.launchers import Cluster
     from pipeline.serving.running.server import Server
     from pipeline.store.remote import RemoteTier
 

@@ -16,7 +16,7 @@ from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
-from pipeline.serving.running.local import LocalLauncher
+from pipeline.serving.running.launchers import LocalLauncher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

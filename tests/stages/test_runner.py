@@ -190,7 +190,7 @@ class FakeLauncher:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     FakeLauncher.running = []
-    monkeypatch.setattr("pipeline.serving.running.local.LocalLauncher", FakeLauncher)
+    monkeypatch.setattr("pipeline.serving.running.launchers.LocalLauncher", FakeLauncher)
     return FakeLauncher.running
 
 

@@ -14,8 +14,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.machine import Device
 from pipeline.base.progress import PlainReporter
 from pipeline.serving.plan import LaunchPlan, Layout
+from pipeline.serving.running.launchers import ClusterLauncher
 from pipeline.serving.running.log import scan_log
-from pipeline.serving.running.ray import ClusterLauncher
 from pipeline.serving.running.server import Server
 from pipeline.stages.planning import build_plan
 from pipeline.stages.serve import ServeStage, launch_plan, runtime_of
@@ -55,7 +55,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         events.append(f"stop {argv[3]} {which}")
 
-    monkeypatch.setattr("pipeline.serving.running.local.LocalLauncher.launch", launch)
+    monkeypatch.setattr("pipeline.serving.running.launchers.LocalLauncher.launch", launch)
     monkeypatch.setattr("pipeline.stages.servers.conversation", talking)
     return events
 

@@ -13,7 +13,6 @@ by this process: one manifest, in which a run without a cluster finds the same.
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from pipeline.clusters.ray.nodes import (
 )
 from pipeline.clusters.ray.tasks import RETRIES, answers, results
 from pipeline.recipe.schema import Recipe
-from pipeline.serving.running.ray import Cluster
+from pipeline.serving.running.launchers import Cluster
 from pipeline.store.disk import disk_errors
 
 if TYPE_CHECKING:
@@ -211,9 +210,7 @@ class RaySpread:
             )
         connect(self._address)
         context = ray.get_runtime_context()
-        return Cluster(
-            str(context.gcs_address), str(ray.util.get_node_ip_address()), ray.__version__, platform.python_version()
-        )
+        return Cluster(str(context.gcs_address), str(ray.util.get_node_ip_address()))
 
     def _look(self) -> None:
         import ray

@@ -24,8 +24,7 @@ from pipeline.base import hardware as accelerators
 from pipeline.base.errors import UserError
 from pipeline.recipe.schema import Speculative
 from pipeline.serving.environment import Version, parse_version
-from pipeline.serving.knobs.overrides import checked_arguments, checked_overrides, layout_said
-from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
+from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, checked_arguments, checked_overrides, layout_said
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import LaunchPlan, Layout, Memory, Reason
 from pipeline.serving.planning.launch_request import (

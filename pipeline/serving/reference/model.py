@@ -7,11 +7,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from calibration.errors import CalibrationError
+from calibration.hooks import stacked_part
+from calibration.replica import owners
+from calibration.weights import Shards, Weights, held, settle_buffers, without_bars
 from pipeline.base.errors import UserError
 from pipeline.base.schemes import ActivationFormat
 from pipeline.base.schemes import scheme as row_of
@@ -20,11 +25,16 @@ from pipeline.quantize.engines.stream.kernels import MX_GROUP
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.known import layout_of
 from pipeline.quantize.formats.layout import Claims
-from pipeline.quantize.inspection.findings import check_structure
+from pipeline.quantize.inspection.findings import check_structure, expected_tensors
+from pipeline.quantize.inspection.numbers import Reader, dequantize
 from pipeline.quantize.model.structure import Structure, meta_model, read_structure
+from pipeline.quantize.model.weights import Place, place_of
 from pipeline.recipe.modules import text_config
-from pipeline.serving.reference.placing import Placing
-from pipeline.serving.reference.rounding import Scales
+from pipeline.serving.reference.rounding import Scales, round_activations
+
+if TYPE_CHECKING:
+    import torch
+
 
 _NAMES = {"e4m3": "FP8", "int8": "INT8", "e2m1": "FP4", "e2m3": "FP6", "e3m2": "FP6"}
 _RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")
@@ -127,3 +137,167 @@ def runtime_words(schemes: Iterable[str], *, fp8_cache: bool) -> str:
 def _kind(activations: ActivationFormat) -> str:
     name = _NAMES[activations.dtype or ""]
     return f"MX{name}" if activations.group == MX_GROUP else name
+
+
+Round = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
+class Placing:
+    """Fills a model that was built on the meta device, in its own dtype, from a checkpoint whose structure is sound."""
+
+    def __init__(self, checkpoint: Checkpoint, structure: Structure, claims: Claims, model: Any, device: str) -> None:
+        self._checkpoint, self._inside, self._model, self._device = checkpoint, structure.modules, model, device
+        self._read, self._kv_names = Reader(checkpoint), {}
+        self._schemes = {module: scheme for module, scheme in claims.schemes.items() if scheme is not None}
+        self._stored = expected_tensors(checkpoint, structure, claims) if self._schemes else {}
+        if claims.kv_cache:
+            form = layout_of(checkpoint.config)
+            self._kv_names = {attention: form.kv_scale_names(attention) for attention in structure.attention}
+        # A stack with one quantized expert is put together here as a whole.
+        stacks = {self._stack(module) for module in self._stored} - {None}
+        self._ours = [module for module in structure.linear if module in self._stored or self._stack(module) in stacks]
+
+    def weights(self) -> None:
+        """Put every weight onto the device; raises `UserError` where one is missing."""
+        with without_bars():
+            settle_buffers(self._model, self._device)
+            placed = {self._fill(module) for module in self._ours}
+            try:
+                shards = Shards(self._checkpoint.folder, only=self._rest())
+                weights = Weights(self._model, shards, owners(self._model, shards.names), self._device)
+                weights.load([name for name in held(self._model) if name not in placed], copied=True)
+            except CalibrationError as error:
+                raise UserError(str(error)) from None
+
+    def activations(self) -> None:
+        """Round what enters each quantized layer as its scheme says."""
+        stacks: dict[str, dict[tuple[str, int], Round]] = {}
+        for module, tensors in self._stored.items():
+            row = row_of(self._schemes[module]).activations
+            if row.kind == "none":
+                continue
+            named = next((stored.name for stored in tensors if stored.role == "input_scale"), None)
+            scale = None if named is None else self._tensor(named).float().reshape(())
+            rounded = partial(round_activations, activations=row, input_scale=scale)
+            stack = self._stack(module)
+            if stack is None:
+                self._model.get_submodule(self._inside[module]).register_forward_pre_hook(_entering(rounded))
+            else:
+                place = self._place(module)
+                stacks.setdefault(stack, {})[place.parameter, place.expert] = rounded
+        for stack, rounds in stacks.items():
+            round_inputs(self._model.get_submodule(stack), rounds)
+
+    def kv_scales(self) -> Scales:
+        """K's and V's scales by layer: [1], or [heads, 1, 1]; empty where the cache is not quantized."""
+        return {
+            self._model.get_submodule(self._inside[attention]).layer_idx: (self._kv_scale(key), self._kv_scale(value))
+            for attention, (key, value) in self._kv_names.items()
+        }
+
+    def _kv_scale(self, name: str) -> torch.Tensor:
+        scale = self._tensor(name).float()
+        return scale.reshape(1) if scale.numel() == 1 else scale.reshape(-1, 1, 1)
+
+    def _rest(self) -> list[str] | None:
+        """Tensors that are loaded as they are; None for all of a model that is not quantized."""
+        if not self._stored:
+            return None
+        taken = {stored.name for tensors in self._stored.values() for stored in tensors}
+        taken |= {f"{module}.weight" for module in self._ours}
+        taken |= {name for names in self._kv_names.values() for name in names}
+        return [name for name in self._checkpoint.tensors if name not in taken]
+
+    def _fill(self, module: str) -> str:
+        """Put a module's weight in its place; returns the name of the parameter."""
+        import torch
+
+        stack, weight = self._stack(module), self._weight(module)
+        if stack is None:
+            inside = self._inside[module]
+            self._model.get_submodule(inside).weight = torch.nn.Parameter(weight, requires_grad=False)
+            return f"{inside}.weight"
+        place, experts = self._place(module), self._model.get_submodule(stack)
+        if getattr(experts, place.parameter).is_meta:
+            empty = torch.empty_like(getattr(experts, place.parameter), device=self._device)
+            setattr(experts, place.parameter, torch.nn.Parameter(empty, requires_grad=False))
+        fill(experts, place, weight)
+        return f"{stack}.{place.parameter}"
+
+    def _weight(self, module: str) -> torch.Tensor:
+        if module not in self._stored:
+            return self._tensor(f"{module}.weight").float()
+        parts = {stored.role: self._tensor(stored.name) for stored in self._stored[module]}
+        return dequantize(self._schemes[module], parts)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self._read(name).to(self._device)
+
+    def _stack(self, module: str) -> str | None:
+        """The module that stacks experts of which this is one; None for a module of its own."""
+        prefix, _, number = self._inside[module].rpartition(".")[0].rpartition(".")
+        if not number.isdigit():
+            return None
+        experts = self._model.get_submodule(prefix)
+        return prefix if any(p.ndim == 3 for p in experts.parameters(recurse=False)) else None
+
+    def _place(self, module: str) -> Place:
+        name, number, projection = self._inside[module].rsplit(".", 2)
+        return place_of(self._model.get_submodule(name), name, int(number), projection)
+
+
+def _entering(rounded: Round) -> Any:
+    def hook(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (rounded(inputs[0]).to(inputs[0].dtype), *inputs[1:])
+
+    return hook
+
+
+def round_inputs(module: Any, rounds: Mapping[tuple[str, int], Round]) -> None:
+    """Round what enters the products of a module that stacks experts, whenever it runs.
+
+    ``rounds`` has an entry for each parameter and number of an expert whose input is rounded.
+    """
+    modes: list[Any] = []
+
+    def before(module: Any, *_: Any) -> None:
+        parameters = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
+        modes.append(_rounding(parameters, rounds))
+        modes[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        modes.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
+
+
+def fill(module: Any, place: Place, weight: torch.Tensor) -> None:
+    """Copy a weight, [O, I], into its part of a stack."""
+    part = getattr(module, place.parameter)[place.expert]
+    part = part.t() if place.transposed else part
+    part[slice(*place.rows)].copy_(weight)
+
+
+def _rounding(parameters: Mapping[str, torch.nn.Parameter], rounds: Mapping[tuple[str, int], Round]) -> Any:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    products = {torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
+    products |= {torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm}
+
+    class Rounding(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in products and len(args) > 1:
+                owner = stacked_part(parameters, args[1])
+                if owner is not None:
+                    args = (self._rounded(args[0], *owner), *args[1:])
+            return func(*args, **(kwargs or {}))
+
+        def _rounded(self, entering: torch.Tensor, key: str, one: int | None) -> torch.Tensor:
+            if one is not None:
+                return rounds[key, one](entering) if (key, one) in rounds else entering
+            each = [rounds[key, e](rows) if (key, e) in rounds else rows for e, rows in enumerate(entering)]
+            return torch.stack(each)
+
+    return Rounding()

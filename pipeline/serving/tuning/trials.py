@@ -21,7 +21,7 @@ from pipeline.base.errors import ServingError, StageError, UserError
 from pipeline.base.progress import Progress, Reporter
 from pipeline.serving.measuring.cell import run_cell
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.running.local import LocalLauncher
+from pipeline.serving.running.launchers import LocalLauncher
 from pipeline.serving.running.log import diagnose, scan_log
 from pipeline.serving.running.server import Server
 from pipeline.serving.tuning.space import BASE, Trial

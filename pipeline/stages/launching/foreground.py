@@ -53,7 +53,6 @@ class How:
     image: str | None = None
     endpoint: str | None = None
     api_key_variable: str | None = None
-    strict: bool = False
     node_rank: int = 0
 
 
@@ -124,14 +123,12 @@ def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
 
 
 def _launcher(request: Request, plan: LaunchPlan, how: How) -> Launcher:
-    from pipeline.serving.running.docker import DockerLauncher
-    from pipeline.serving.running.endpoint import EndpointLauncher
-    from pipeline.serving.running.local import LocalLauncher
+    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
 
     if how.kind == "endpoint":
         if how.endpoint is None:
             raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
-        return EndpointLauncher(how.endpoint, api_key_variable=how.api_key_variable, strict=how.strict)
+        return EndpointLauncher(how.endpoint, api_key_variable=how.api_key_variable)
     nodes = plan.layout.nodes
     if nodes > 1 and len(request.hosts) < nodes:
         raise UserError(f"--host-ip: found {len(request.hosts)} addresses, expected {nodes}, one for each node")

@@ -37,10 +37,9 @@ from pipeline.recipe.schema import Source as SourceSection
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.knobs.table import table
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
-from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.launch_request import KvDtype
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.processes import processes
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
 from pipeline.stages.source import config_folder, fetch, identify
 from pipeline.stages.stage import Setting, SourceIdentity

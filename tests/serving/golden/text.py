@@ -15,9 +15,8 @@ import yaml
 from pipeline.base.errors import UserError
 from pipeline.recipe.schema import Speculative
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
-from pipeline.serving.plan import LaunchPlan, Reason
+from pipeline.serving.plan import LaunchPlan, Reason, processes
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.processes import processes
 from pipeline.serving.planning.target import parse_target, profile
 
 FOLDER = Path(__file__).parent

@@ -13,8 +13,15 @@ import yaml
 from pipeline.base.errors import UserError
 from pipeline.commands.cli import main
 from pipeline.serving.environment import parse_version, within
-from pipeline.serving.knobs.overrides import checked_arguments
-from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, knob, known_in, parse_condition, table
+from pipeline.serving.knobs.table import (
+    NEWEST_READ,
+    OLDEST_READ,
+    checked_arguments,
+    knob,
+    known_in,
+    parse_condition,
+    table,
+)
 from tests.tools.vllm_interface import read_table
 
 ROOT = Path(__file__).parents[3]

@@ -13,10 +13,9 @@ from pipeline.base.errors import UserError
 from pipeline.base.schemes import table as schemes
 from pipeline.serving.knobs.table import table as knobs
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
-from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.plan import LaunchPlan, processes
 from pipeline.serving.planning.layout import split_faults
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.processes import processes
 from pipeline.serving.planning.target import Target, profile, profiles
 from tests.serving.golden.text import CONFIGS, FOLDER, cases, plan_of, text_of
 from tests.tools.vllm_interface import read_table
@@ -25,7 +24,7 @@ INTERFACES = read_table()
 CASES = cases()
 SERVED = [case for case in CASES if not case.get("refused")]
 MODELS = sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
-#: Given by `processes.py` to the processes of a launch, beside what the plan says.
+#: Given by `plan.processes` to the processes of a launch, beside what the plan says.
 OUR_OWN = {"--host", "--port"}
 
 

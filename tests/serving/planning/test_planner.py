@@ -15,10 +15,9 @@ from pipeline.base.hardware import refusal
 from pipeline.base.schemes import table as schemes
 from pipeline.recipe.schema import Speculative
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
-from pipeline.serving.plan import LaunchPlan, Layout
+from pipeline.serving.plan import LaunchPlan, Layout, processes
 from pipeline.serving.planning.launch_request import aiter_mla, opposites, running
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.processes import processes
 from pipeline.serving.planning.target import parse_target, profile
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"

@@ -10,9 +10,8 @@ import pytest
 
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.model.facts import model_facts
-from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.plan import LaunchPlan, processes
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.processes import processes
 from pipeline.serving.planning.target import parse_target, profile, profiles
 from tests.serving.golden.text import cases, plan_of
 from tests.tools.vllm_interface import read_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.explain import explain
+from pipeline.serving.render.invocation import explain
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
 

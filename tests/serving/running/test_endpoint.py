@@ -13,8 +13,7 @@ import pytest
 
 from pipeline.base.errors import ServingError, UserError
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.running import endpoint as endpoint_module
-from pipeline.serving.running.endpoint import EndpointLauncher, endpoint_url
+from pipeline.serving.running.launchers import EndpointLauncher, endpoint_url
 from pipeline.serving.running.server import Server
 from pipeline.stages.servers import keep_log
 
@@ -81,7 +80,7 @@ def take(endpoint: Endpoint, plan: LaunchPlan, folder: Path, **options: Any) -> 
 
 
 def test_the_right_server_is_taken_without_a_word(endpoint: Endpoint, tiny_llama: Path, tmp_path: Path) -> None:
-    said, server = take(endpoint, plan_for(tiny_llama), tmp_path, strict=True)
+    said, server = take(endpoint, plan_for(tiny_llama), tmp_path)
     assert said == []
     assert (server.base_url, server.model_name, server.log_path, server.pid) == (endpoint.url, "m", None, None)
     assert not (tmp_path / "logs").exists()
@@ -110,12 +109,12 @@ def test_a_wrong_server_is_refused(
     ("change", "doubt"),
     [
         ({"card": {"id": "m", "root": "/far/away", "max_model_len": 512}}, "whose files cannot be seen from here"),
-        ({"card": {"id": "m"}}, "does not say which folder"),
+        ({"card": {"id": "m"}}, "a folder that it does not name"),
         ({"version": "0.31.0"}, "it is vLLM 0.31.0, the plan was made for 0.32.0"),
         ({"metrics": {"cache_dtype": "fp8_e4m3"}}, "its KV cache is fp8_e4m3, the plan's auto"),
     ],
 )
-def test_what_cannot_be_proven_is_a_warning_or_in_strict_an_error(
+def test_what_cannot_be_proven_is_a_warning(
     endpoint: Endpoint, tiny_llama: Path, tmp_path: Path, change: dict[str, Any], doubt: str
 ) -> None:
     for name, value in change.items():
@@ -123,8 +122,6 @@ def test_what_cannot_be_proven_is_a_warning_or_in_strict_an_error(
     (said,), _ = take(endpoint, plan_for(tiny_llama), tmp_path)
     assert said.startswith(f"warning: {endpoint.url}: ")
     assert doubt in said
-    with pytest.raises(ServingError, match="cannot be taken"):
-        take(endpoint, plan_for(tiny_llama), tmp_path, strict=True)
 
 
 def test_a_key_goes_into_the_header_and_nowhere_else(
@@ -171,15 +168,6 @@ def test_what_is_no_address(text: str) -> None:
         endpoint_url(text)
     assert "\n" not in caught.value.message
     assert "me:secret" not in str(caught.value)
-
-
-def test_one_that_loads_is_waited_for(
-    endpoint: Endpoint, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoint_module, "_LOADING_S", 0.05)
-    endpoint.health = 503
-    threading.Timer(0.3, lambda: setattr(endpoint, "health", 200)).start()
-    assert take(endpoint, plan_for(tiny_llama), tmp_path)[1].started_seconds >= 0.2
 
 
 def test_a_server_without_a_log_says_so_in_the_record(endpoint: Endpoint, tiny_llama: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from pipeline.base.errors import ServingError, UserError
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.running.deployment import BALANCER
-from pipeline.serving.running.local import LocalLauncher
+from pipeline.serving.running.launchers import LocalLauncher
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,7 +25,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
-from pipeline.serving.running.local import LocalLauncher
+from pipeline.serving.running.launchers import LocalLauncher
 from test_local import launch
 command, model, logs = sys.argv[1:4]
 plan, processes = launch(Path(model), replicas=3)

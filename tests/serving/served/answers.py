@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
-from pipeline.serving.running.local import LocalLauncher
+from pipeline.serving.running.launchers import LocalLauncher
 from pipeline.serving.running.log import LogScan
 from pipeline.serving.running.server import HOST, Server
 from tests.serving.served.cases import MODEL, Case
