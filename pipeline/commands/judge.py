@@ -22,7 +22,7 @@ from pipeline.commands.options import emit, json_option, store_option
 from pipeline.commands.tables import paragraph, table, terminal
 
 if TYPE_CHECKING:
-    from pipeline.publish.verify.check import Check
+    from pipeline.publish.verify.subject import Check
     from pipeline.store.tree import Store
 
 _SHOWN = 8  # details of a check that are printed
@@ -236,10 +236,10 @@ def verify_release(
     from pipeline.base.errors import UserError
     from pipeline.base.progress import reporter_for
     from pipeline.publish.signing import public_fingerprint
-    from pipeline.publish.verify.check import exit_code, fails
+    from pipeline.publish.verify.files import Trust
     from pipeline.publish.verify.place import opened
     from pipeline.publish.verify.run import verify
-    from pipeline.publish.verify.signature import Trust
+    from pipeline.publish.verify.subject import exit_code, fails
     from pipeline.store.files import OtherBytesError
 
     if key is not None and (identity or issuer):
@@ -266,7 +266,7 @@ def verify_release(
 
 def _print_checks(place: str, checks: Sequence[Check]) -> None:
     """A line for each check, what it found below it, and what all of them together say."""
-    from pipeline.publish.verify.check import Outcome, exit_code
+    from pipeline.publish.verify.subject import Outcome, exit_code
 
     marks = {Outcome.OK: ("✓", "green"), Outcome.FAILS: ("✗", "red"), Outcome.NOT_CHECKED: ("?", "yellow")}
     ends = {0: ("VERIFIED", "green"), 1: ("FAILS", "red"), 3: ("NOT ALL CHECKED", "yellow")}

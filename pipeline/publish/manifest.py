@@ -40,6 +40,10 @@ class ManifestError(UserError):
     """A file that is no ``quantmint.json`` of this schema, or not a safe one."""
 
 
+class NewerManifestError(ManifestError):
+    """... but one of a later schema."""
+
+
 @dataclass(frozen=True, slots=True)
 class Digest:
     """Bytes and SHA-256 in hex of a file."""
@@ -174,11 +178,11 @@ def read(path: Path) -> Manifest:
 def decode(raw: bytes, *, what: str = "quantmint.json") -> Manifest:
     """Read a manifest from its bytes; ``what`` is what an error calls it. Raises `ManifestError`."""
     try:
-        data = json.loads(raw, object_pairs_hook=_once, parse_constant=_no_number)
-        if not isinstance(data, dict):
-            raise ValueError("found no JSON object")
-        if data.get("schema") != SCHEMA or isinstance(data["schema"], bool):
-            raise ValueError(f"found schema {data.get('schema')!r}, this version of quantmint reads {SCHEMA}")
+        schema = strict_object(raw).get("schema")
+        if schema != SCHEMA or isinstance(schema, bool):
+            found = f"found schema {schema!r}, this version of quantmint reads {SCHEMA}"
+            later = isinstance(schema, int) and schema > SCHEMA
+            raise NewerManifestError(f"{what}: {found}") if later else ValueError(found)
         manifest = _ADAPTER.validate_json(raw)
         require_safe([*manifest.files, *manifest.base.files])
         listed = [name for name in UNLISTED if name in manifest.files]
@@ -186,7 +190,7 @@ def decode(raw: bytes, *, what: str = "quantmint.json") -> Manifest:
             raise ValueError(f"files lists {listed[0]}, which cannot have a digest in it")
     except ValidationError as error:
         raise ManifestError(f"{what}: {_first(error)}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ManifestError(f"{what}: {error}") from None
     return manifest
 
@@ -276,18 +280,29 @@ def _fingerprint(value: object) -> str | None:
         return None
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object whose keys are all different; the last of two equal ones would win in silence."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"found the key {twice!r} twice in one object")
-    return found
+def strict_object(raw: bytes) -> dict[str, Any]:
+    """One JSON object whose keys are all different; raises `ValueError`.
 
+    Of a key that is there twice readers take different ones.
+    """
 
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"found {text}, which JSON has no number for")
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(f"found the key {max(keys, key=keys.count)!r} twice in one object")
+        return found
+
+    def no_number(text: str) -> NoReturn:
+        raise ValueError(f"found {text}, which JSON has no number for")
+
+    try:
+        data = json.loads(raw, object_pairs_hook=once, parse_constant=no_number)
+    except RecursionError as error:
+        raise ValueError(f"found too deep a nesting: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError("found no JSON object")
+    return data
 
 
 def _first(error: ValidationError) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.publish.place import Place
 
 HUB_SCHEME: Final = "hf://"
-_REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _URL: Final = re.compile(
     r"(?P<base>[a-z][a-z0-9+.-]*://[^\x00-\x1f@?#]*[^/\x00-\x1f@?#])/(?P<name>[^/\x00-\x1f@?#]+)/?"
 )
@@ -40,7 +40,7 @@ def open_place(text: str) -> Place:
     """
     if text.startswith(HUB_SCHEME):
         repo = text.removeprefix(HUB_SCHEME)
-        if not _REPO.fullmatch(repo):
+        if not REPO.fullmatch(repo):
             raise UserError(f"{text}: found {repo!r} after {HUB_SCHEME}, expected org/name")
         return _hub(repo)
     if "://" in text:
@@ -56,11 +56,11 @@ def open_place(text: str) -> Place:
             f"{text} is there and was not published by quantmint: {releases / path.name} is missing",
             hint=f"Name {_EXPECTED}.",
         )
-    if _REPO.fullmatch(text) and not releases.is_dir():
+    if REPO.fullmatch(text) and not releases.is_dir():
         return _hub(text)
     raise UserError(
         f"{text}: nothing was published there{_near(path, text)}; expected {_EXPECTED}",
-        hint=f"{HUB_SCHEME}{text} is the repository of that name." if _REPO.fullmatch(text) else None,
+        hint=f"{HUB_SCHEME}{text} is the repository of that name." if REPO.fullmatch(text) else None,
     )
 
 
@@ -161,7 +161,7 @@ def _hub(repo: str) -> Place:
 
 def _storage(text: str) -> Place:
     if text.startswith(("https://", "http://")):
-        page = re.fullmatch(rf"https?://[^/]+/({_REPO.pattern})/?", text)
+        page = re.fullmatch(rf"https?://[^/]+/({REPO.pattern})/?", text)
         hint = f"A repository goes by its name: {HUB_SCHEME}{page[1]}" if page else None
         raise UserError(f"{text}: found a web address, expected {_EXPECTED}", hint=hint)
     found = _URL.fullmatch(text)

@@ -11,8 +11,7 @@ from pipeline.publish.licences import table, terms
 from pipeline.publish.manifest import Manifest
 from pipeline.publish.provenance import BUILD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE, Lineage, statement
 from pipeline.publish.release import CARD, NOTICE, PROVENANCE, SBOM
-from pipeline.publish.verify.check import Check, fails, judged, not_checked
-from pipeline.publish.verify.subject import Subject
+from pipeline.publish.verify.subject import Check, Subject, fails, judged, not_checked
 from pipeline.recipe.yaml_positions import parse
 from pipeline.store.files import File
 

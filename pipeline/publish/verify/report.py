@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
 from eval.gate import GateReport
 from eval.measurements import Launch, Measurements
@@ -22,8 +21,7 @@ from eval.report.numbers import level
 from pipeline.base.canonical import difference, plain
 from pipeline.publish.allowed import SCORES
 from pipeline.publish.release import CARD, RECIPE
-from pipeline.publish.verify.check import Check, fails, judged
-from pipeline.publish.verify.subject import Subject, UnreadableError
+from pipeline.publish.verify.subject import Check, Subject, fails, judged
 from pipeline.quantize.inspection.contents import layer_errors
 from pipeline.quantize.inspection.findings import INSPECTION
 from pipeline.recipe.yaml_positions import parse
@@ -32,7 +30,6 @@ _SHOWN = 3
 _LARGEST = 1 << 27  # bytes of report.json, which quotes answers, and models that reason write long ones
 _FRONT = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)")
-_SHORT = 1 << 16  # bytes of a file of scores
 
 
 def check_report(subject: Subject) -> Check:
@@ -147,25 +144,16 @@ def _metadata(subject: Subject, text: str) -> Iterator[str]:
 def _scores(subject: Subject, gate: GateReport) -> Iterator[str]:
     """Files of scores that are not the gate's."""
     known = {result.task: result for result in gate.accuracy}
-    for name, size in subject.listing.files.items():
+    for name in subject.listing.files:
         if not name.startswith(f"{SCORES}/"):
             continue
         task = name.removeprefix(f"{SCORES}/").rpartition(".")[0]
-        if size > _SHORT:
-            raise UnreadableError(f"{name} is larger than {_SHORT:,} bytes")
         if task not in known:
             yield f"{name} is about a task that the gate did not judge"
             continue
-        text = subject.text(name)
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise UnreadableError(f"{name} has aliases, by which a short text becomes one without end")
-        entries: Any = yaml.safe_load(text)
-        yield from _entries(name, entries if isinstance(entries, list) else [entries], known[task])
-
-
-def _entries(name: str, entries: list[Any], result: Accuracy) -> Iterator[str]:
-    for entry in entries:
-        value = entry.get("value") if isinstance(entry, dict) else None
-        expected = round(100 * result.candidate, 2)
-        if value != expected:
-            yield f"{name}: the value is {value}, the gate says {expected}"
+        entries: Any = yaml.safe_load(subject.text(name))
+        expected = round(100 * known[task].candidate, 2)
+        for entry in entries if isinstance(entries, list) else [entries]:
+            value = entry.get("value") if isinstance(entry, dict) else None
+            if value != expected:
+                yield f"{name}: the value is {value}, the gate says {expected}"

@@ -11,14 +11,11 @@ from pipeline.base.progress import Progress
 from pipeline.publish import manifest as manifests
 from pipeline.publish.release import MANIFEST
 from pipeline.publish.signing import hashed, public_fingerprint
-from pipeline.publish.verify.check import Check, Outcome, fails, not_checked
-from pipeline.publish.verify.checkpoint import check_recipe, check_structure
-from pipeline.publish.verify.files import check_digests, check_files, check_manifest
-from pipeline.publish.verify.gate import check_gate
+from pipeline.publish.verify.checkpoint import check_gate, check_recipe, check_structure
+from pipeline.publish.verify.files import Trust, check_digests, check_files, check_manifest, check_signature
 from pipeline.publish.verify.provenance import check_licence, check_provenance, check_sbom
 from pipeline.publish.verify.report import check_card, check_report
-from pipeline.publish.verify.signature import Trust, check_signature
-from pipeline.publish.verify.subject import Subject, UnreadableError, listing, read_object
+from pipeline.publish.verify.subject import Check, Outcome, Subject, UnreadableError, fails, listing, not_checked
 
 _ALONE = ("signature", "recipe", "structure", "gate", "report")
 """Checks that can be made where quantmint.json cannot be read."""
@@ -60,7 +57,13 @@ def verify(
             found = {**word, **hashed({name: root / name for name in own}, advance)}
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    manifest, unread = _manifest(root)
+    manifest, unread = None, None
+    try:
+        manifest = manifests.read(root / MANIFEST)
+    except manifests.NewerManifestError as error:
+        unread = not_checked("manifest", error.message.replace(f"{root}/", ""), "install a newer quantmint")
+    except manifests.ManifestError as error:
+        unread = fails("manifest", error.message.replace(f"{root}/", ""))
     subject = Subject(root, there, found, manifest, progress, word, tag)
     steps: dict[str, Callable[[Subject], Check]] = {
         "manifest": check_manifest,
@@ -85,26 +88,6 @@ def verify(
         else:
             checks.append(_made(name, check, subject))
     return tuple(checks)
-
-
-def _manifest(root: Path) -> tuple[manifests.Manifest | None, Check | None]:
-    """The manifest, or the check that says why there is none."""
-    try:
-        return manifests.read(root / MANIFEST), None
-    except manifests.ManifestError as error:
-        schema = _schema(root)
-        if schema is not None and schema > manifests.SCHEMA:
-            reason = f"{MANIFEST} has schema {schema}, this version of quantmint reads {manifests.SCHEMA}"
-            return None, not_checked("manifest", reason, "install a newer quantmint")
-        return None, fails("manifest", error.message.replace(f"{root}/", ""))
-
-
-def _schema(root: Path) -> int | None:
-    try:
-        schema = read_object(root / MANIFEST).get("schema")
-    except UnreadableError:
-        return None
-    return schema if isinstance(schema, int) else None
 
 
 def _made(name: str, check: Callable[[Subject], Check], subject: Subject) -> Check:

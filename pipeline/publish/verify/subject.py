@@ -1,20 +1,15 @@
-"""The release under test, read as what a stranger wrote.
+"""The release under test, read as what a stranger wrote, and the answer to a question about it.
 
-No more bytes than expected, no key twice, nothing that lies elsewhere, no code that is run; and what several checks
-need is worked out once.
+No key twice, nothing that lies elsewhere, no code that is run; and what several checks need is worked out once.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import stat
-import struct
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -22,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from eval import record as gate_record
 from eval.gate import judge
 from pipeline.base.errors import UserError
+from pipeline.publish.manifest import strict_object
 from pipeline.publish.release import CARD, EVIDENCE, UNLISTED
 from pipeline.quantize.digest import NAMED_TEMPLATES, folder_digest
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, open_checkpoint
+from pipeline.quantize.formats.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from eval.gate import GateReport
@@ -35,12 +31,6 @@ if TYPE_CHECKING:
     from pipeline.quantize.model.structure import Structure
 
 
-UNPACKED: Final = 1 << 29
-"""Bytes that all samples together may unpack to; MMLU takes four million a side."""
-_HEADERS = 1 << 27  # bytes of all headers; those of DeepSeek-R1 in FP8 take twelve million
-_COUNTS = ("layers", "experts")
-_MODULES = 10_000  # that a model may have beside eight for each tensor; of a Llama every second one has a weight
-
 LARGEST: Final = 1 << 25
 """Bytes of a text that is read whole. Parsed, they take about twenty times as much memory."""
 _MOST_FILES = 100_000
@@ -48,8 +38,57 @@ _ASIDE = (".git/", ".cache/huggingface/")
 """What the Hub and its clients put beside a release: no part of it, and read by nothing that serves it."""
 
 
+class Outcome(Enum):
+    """How a check ended. What could not be looked at is never OK."""
+
+    OK = "OK"
+    FAILS = "FAILS"
+    NOT_CHECKED = "NOT CHECKED"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: ``reason`` is a sentence, ``details`` are further ones; both may quote what a stranger wrote."""
+
+    name: str
+    outcome: Outcome
+    reason: str
+    details: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping of the fields."""
+        return {**asdict(self), "outcome": self.outcome.value, "details": list(self.details)}
+
+
+def judged(name: str, faults: Sequence[str], holds: str, *, details: Sequence[str] = ()) -> Check:
+    """FAILS with every fault, the first as its reason; OK where there is none, with ``holds`` and ``details``."""
+    if faults:
+        return Check(name, Outcome.FAILS, faults[0], tuple(faults[1:]))
+    return Check(name, Outcome.OK, holds, tuple(details))
+
+
+def fails(name: str, reason: str, *details: str) -> Check:
+    """A check that found a contradiction."""
+    return Check(name, Outcome.FAILS, reason, details)
+
+
+def not_checked(name: str, reason: str, *details: str) -> Check:
+    """A check that could not be made, and why."""
+    return Check(name, Outcome.NOT_CHECKED, reason, details)
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """1 where something fails, 3 where nothing does but something could not be checked, else 0."""
+    outcomes = {check.outcome for check in checks}
+    return 1 if Outcome.FAILS in outcomes else 3 if Outcome.NOT_CHECKED in outcomes else 0
+
+
 class UnreadableError(ValueError):
     """A file is not there, too large, or not what its name says; the message names it."""
+
+
+class UnknownModelError(UserError):
+    """What is installed here cannot build the model: nothing is said of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,50 +147,6 @@ def _unread(error: OSError) -> NoReturn:
     raise UnreadableError(f"{error.filename} cannot be listed: {error.strerror}")
 
 
-def read_bytes(path: Path, *, largest: int = LARGEST) -> bytes:
-    """The bytes of a file; `UnreadableError` where it is not there or larger."""
-    try:
-        with path.open("rb") as stream:
-            raw = stream.read(largest + 1)
-    except OSError as error:
-        raise UnreadableError(f"{path.name} cannot be read: {error.strerror or error}") from None
-    if len(raw) > largest:
-        raise UnreadableError(f"{path.name} is larger than {largest:,} bytes")
-    return raw
-
-
-def read_text(path: Path, *, largest: int = LARGEST) -> str:
-    """A file as UTF-8 text."""
-    try:
-        return read_bytes(path, largest=largest).decode()
-    except UnicodeDecodeError as error:
-        raise UnreadableError(f"{path.name} is not UTF-8 at byte {error.start}") from None
-
-
-def read_object(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
-    """A file as one JSON object: of a key that is there twice, readers take different ones, so it is refused."""
-    try:
-        data = json.loads(read_bytes(path, largest=largest), object_pairs_hook=_once, parse_constant=_no_number)
-    except UnreadableError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise UnreadableError(f"{path.name} holds no JSON object")
-    return data
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
-
-
 @dataclass(frozen=True)
 class Subject:
     """What the checks look at.
@@ -180,26 +175,32 @@ class Subject:
         """Whether a file of that name is there, and really in the folder."""
         return name in self.listing.files
 
-    def bytes(self, name: str) -> bytes:
-        """The bytes of a file; `UnreadableError` where it is not there or too large."""
-        return read_bytes(self._path(name))
-
-    def text(self, name: str) -> str:
-        """A file as text."""
-        return read_text(self._path(name))
+    def text(self, name: str, *, largest: int = LARGEST) -> str:
+        """A file as UTF-8 text; `UnreadableError` where it is none, is not there, or is too large."""
+        try:
+            return self._bytes(name, largest).decode()
+        except UnicodeDecodeError as error:
+            raise UnreadableError(f"{name} is not UTF-8 at byte {error.start}") from None
 
     def object(self, name: str, *, largest: int = LARGEST) -> dict[str, Any]:
-        """A file as one JSON object of at most ``largest`` bytes."""
-        return read_object(self._path(name), largest=largest)
+        """A file as one JSON object."""
+        try:
+            return strict_object(self._bytes(name, largest))
+        except UnreadableError:
+            raise
+        except ValueError as error:
+            raise UnreadableError(f"{name} is not JSON: {error}") from None
 
     def evidence(self, name: str) -> str:
         """The name of a file of the evidence."""
         return f"{EVIDENCE}/{name}"
 
-    def _path(self, name: str) -> Path:
+    def _bytes(self, name: str, largest: int) -> bytes:
         if not self.has(name):
             raise UnreadableError(f"{name} is not there")
-        return self.folder / name
+        if self.listing.files[name] > largest:
+            raise UnreadableError(f"{name} is larger than {largest:,} bytes")
+        return (self.folder / name).read_bytes()
 
     @property
     def artefact(self) -> str:
@@ -220,135 +221,27 @@ class Subject:
 
         Raises `UnreadableError`, or `eval.errors.MeasurementError` for what is no record.
         """
-        return _record(self)
+        self.object(self.evidence(gate_record.NAME))  # no key twice
+        measurements, recorded = gate_record.read(self.folder / EVIDENCE / gate_record.NAME)
+        return measurements, recorded, judge(measurements, recorded.policy)
 
     @cached_property
     def model(self) -> tuple[Checkpoint, Structure]:
-        """The checkpoint by its headers and the modules of its configuration."""
-        return _model(self)
+        """The checkpoint by its headers and the modules of its configuration; code of the repository is never run.
 
+        Raises `UserError` for a checkpoint that contradicts itself, and `UnknownModelError` where the model cannot be
+        built here.
+        """
+        from pipeline.quantize.model.meta import meta_model
+        from pipeline.quantize.model.structure import read_structure
 
-def _record(subject: Subject) -> tuple[Measurements, GateReport, GateReport]:
-    """The measurements, the recorded judgement, and the judgement that the numbers lead to now.
-
-    Raises `UnreadableError`, or `eval.errors.MeasurementError` for what is no record of the gate.
-    """
-    name = subject.evidence(gate_record.NAME)
-    try:
-        named = list(_named(subject.object(name)))  # bounded, and no key twice
-    except (AttributeError, KeyError, TypeError):
-        named = []  # it is no record, which the reader says
-    room = UNPACKED
-    for sample in named:
-        if not subject.has(subject.evidence(sample)):
-            continue  # the reader says of what it reads that it is missing, or lies elsewhere
-        room -= _unpacked(subject.folder / subject.evidence(sample), room)
-    measurements, recorded = gate_record.read(subject.folder / name)
-    return measurements, recorded, judge(measurements, recorded.policy)
-
-
-def _named(data: Mapping[str, Any]) -> Iterator[str]:
-    """Every file of samples as often as it is named, which is as often as it is read."""
-    measured = data["measurements"]
-    sides = (entry for both in measured["samples"].values() for entry in both.values())
-    for entry in (*sides, *measured["control"].values()):
-        yield str(entry["file"])
-
-
-def _unpacked(path: Path, room: int) -> int:
-    """Bytes that a gzip file unpacks to, without keeping any; `UnreadableError` past ``room``."""
-    total = 0
-    try:
-        with gzip.open(path, "rb") as stream:
-            while chunk := stream.read(1 << 20):
-                total += len(chunk)
-                if total > room:
-                    raise UnreadableError(f"the samples unpack to more than {UNPACKED:,} bytes")
-    except (EOFError, OSError, zlib.error) as error:
-        raise UnreadableError(f"{path.name} cannot be unpacked: {error}") from None
-    return total
-
-
-class _EndlessError(Exception):
-    """A configuration asks for more modules than the checkpoint could fill."""
-
-
-class UnknownModelError(UserError):
-    """What is installed here cannot build the model: nothing is said of the checkpoint."""
-
-
-def _model(subject: Subject) -> tuple[Checkpoint, Structure]:
-    """Open the checkpoint and build its model without weights; code of the repository is never run.
-
-    Raises `UserError` for a checkpoint that contradicts itself, and `UnknownModelError` where the model cannot be
-    built here.
-    """
-    from pipeline.quantize.model.meta import meta_model
-    from pipeline.quantize.model.structure import read_structure
-
-    config = subject.object("config.json")
-    _bound(subject, config)
-    checkpoint = open_checkpoint(subject.folder)
-    for name, count in _counts(config):
-        if count > max(len(checkpoint.tensors), 1):
-            raise UserError(
-                f"config.json says {name} {count:,}, the checkpoint has {len(checkpoint.tensors):,} tensors in all"
-            )
-    most = _MODULES + 8 * len(checkpoint.tensors)
-    try:
-        with _at_most(most):
-            return checkpoint, read_structure(subject.folder, checkpoint.tensors)
-    except _EndlessError:
-        raise UserError(
-            f"config.json asks for more than {most:,} modules, the checkpoint has {len(checkpoint.tensors):,} tensors "
-            "in all"
-        ) from None
-    except UserError:
+        self.object("config.json")
+        checkpoint = open_checkpoint(self.folder)
         try:
-            meta_model(subject.folder)
-        except UserError as error:
-            raise UnknownModelError(error.message) from None
-        raise
-
-
-@contextmanager
-def _at_most(most: int) -> Iterator[None]:
-    """Stop building after so many modules: configurations count them by more names than anybody knows."""
-    from torch.nn.modules.module import register_module_module_registration_hook
-
-    made = 0
-
-    def count(*_: object) -> None:
-        nonlocal made
-        made += 1
-        if made > most:
-            raise _EndlessError
-
-    hook = register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _bound(subject: Subject, config: Mapping[str, Any]) -> None:
-    """Refuse what would be read without end before it is parsed."""
-    if subject.listing.files.get(INDEX_NAME, 0) > LARGEST:
-        raise UnreadableError(f"{INDEX_NAME} is larger than {LARGEST:,} bytes")
-    total = 0
-    for name in subject.listing.files:
-        if name.endswith(".safetensors"):
-            with (subject.folder / name).open("rb") as stream:
-                head = stream.read(8)
-            total += struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if total > _HEADERS:
-            raise UnreadableError(f"the headers of the safetensors files take more than {_HEADERS:,} bytes")
-
-
-def _counts(value: object, name: str = "") -> Iterator[tuple[str, int]]:
-    """Numbers of layers and experts anywhere in a configuration: a model is built with as many modules."""
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            yield from _counts(entry, str(key))
-    elif isinstance(value, int) and any(word in name for word in _COUNTS):
-        yield name, value
+            return checkpoint, read_structure(self.folder, checkpoint.tensors)
+        except UserError:
+            try:
+                meta_model(self.folder)
+            except UserError as error:
+                raise UnknownModelError(error.message) from None
+            raise

@@ -13,9 +13,9 @@ from pipeline.base.progress import PlainReporter
 from pipeline.commands.cli import main
 from pipeline.publish.release import SIGNATURE
 from pipeline.publish.signing import sign
-from pipeline.publish.verify.check import Check
+from pipeline.publish.verify.files import Trust
 from pipeline.publish.verify.run import verify
-from pipeline.publish.verify.signature import Trust
+from pipeline.publish.verify.subject import Check
 from tests.conftest import Models, Quantize
 from tests.publish.conftest import bucket, s3_server
 from tests.publish.verify import honest

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from eval import suites
-from pipeline.publish.verify.check import Check, Outcome, exit_code, fails, not_checked
-from pipeline.publish.verify.signature import Trust
+from pipeline.publish.verify.files import Trust
+from pipeline.publish.verify.subject import Check, Outcome, exit_code, fails, not_checked
 from tests.publish.verify.conftest import Quantmint, Verify
 
 NAMES = [

@@ -15,8 +15,8 @@ import pytest
 from pipeline.base.canonical import fingerprint
 from pipeline.publish import manifest as manifests
 from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, RECIPE, SIGNATURE
-from pipeline.publish.verify.check import Check, Outcome
-from pipeline.publish.verify.signature import Trust
+from pipeline.publish.verify.files import Trust
+from pipeline.publish.verify.subject import Check, Outcome
 from tests.conftest import Models, Quantize
 from tests.publish.verify import honest
 from tests.publish.verify.conftest import Verify, signed_by
