@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from tests.bench.machine import describe
+from tests.bench.model import describe
 from tests.hub.standin import HubStandIn
 from tests.upkeep.fleet.world import FLEET, build, environment
 from tests.warm.executable import warm_python

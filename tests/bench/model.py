@@ -1,4 +1,4 @@
-"""A Llama of random weights in the Hugging Face layout, written as fast as the disk takes it.
+"""What is measured with: a Llama of random weights, written as fast as the disk takes it, and this machine.
 
 Values come from one block of normal numbers, which every tensor starts to read at a place of its own: 14 GB of fresh
 random numbers would take longer than everything that is measured.
@@ -7,11 +7,14 @@ random numbers would take longer than everything that is measured.
 from __future__ import annotations
 
 import json
+import os
+import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from typing import Any
 
 _BLOCK = (1 << 23) + 9  # elements; prime to every row length, so that rows of a tensor differ
 VOCABULARY = 32_000
@@ -144,3 +147,29 @@ def _write_shard(path: Path, tensors: dict[str, tuple[int, ...]], block: object)
 
 def _size(tensors: dict[str, tuple[int, ...]]) -> int:
     return sum(2 * prod(shape) for shape in tensors.values())
+
+
+def into_page_cache(folder: Path) -> None:
+    """Read a model, so that who comes first is not the one who waits for the disk."""
+    for path in sorted(folder.iterdir()):
+        with path.open("rb", buffering=0) as stream:
+            while stream.read(1 << 24):
+                pass
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Processor, cores, memory, accelerator and PyTorch of this machine."""
+    import torch
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.processor())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory / 1e9, 1),
+        "load_before": round(os.getloadavg()[0], 1),
+        "torch": torch.__version__,
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "accelerator": None if device == "cpu" else torch.cuda.get_device_name(device),
+    }

@@ -28,8 +28,7 @@ import click
 from pipeline.stages.cost.forecast import Machine, machine_here
 from tests.bench import figures
 from tests.bench.contenders import BATCH, CASES, CONTENDERS, Task, absent, how
-from tests.bench.machine import describe
-from tests.bench.model import SHAPES, write_model
+from tests.bench.model import SHAPES, describe, into_page_cache, write_model
 
 ROOT = Path(__file__).parents[2]
 _WARM_VOCABULARY = 1024
@@ -61,7 +60,7 @@ class Bench:
         order.write_text(json.dumps({**given, "warm": None if contender == "cp" else str(self.warm)}))
         result.unlink(missing_ok=True)
         os.sync()
-        _into_page_cache(source)
+        into_page_cache(source)
         with log.open("w") as stream:
             code = subprocess.run(
                 [sys.executable, "-m", "tests.bench.child", str(order), str(result)],
@@ -132,13 +131,6 @@ def predict(task: Task, source: Path, machine: Machine) -> dict[str, float]:
         "durable": sum(cost.seconds for cost in costs),
         "memory": max(cost.memory for cost in costs),
     }
-
-
-def _into_page_cache(folder: Path) -> None:
-    for path in sorted(folder.iterdir()):
-        with path.open("rb", buffering=0) as stream:
-            while stream.read(1 << 24):
-                pass
 
 
 def _same_tensors(one: Path, other: Path) -> dict[str, Any]:
@@ -240,9 +232,9 @@ def main(
             json_path.parent.mkdir(parents=True, exist_ok=True)
             json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if plot is not None:
-            from tests.bench.plot import draw
+            from tests.bench import plots
 
-            draw(result, plot)
+            plots.quantizing(result, plot)
     finally:
         if keep:
             click.echo(f"kept in {work}", err=True)

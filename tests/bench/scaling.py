@@ -28,8 +28,7 @@ from typing import Any
 
 import click
 
-from tests.bench.machine import describe
-from tests.bench.model import SHAPES, write_model
+from tests.bench.model import SHAPES, describe, into_page_cache, write_model
 from tests.bench.scaling_model import Parts, modelled
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +50,7 @@ def cluster(cores: Sequence[Sequence[int]]) -> Iterator[str]:
     environment = {**os.environ, **_QUIET, "RAY_TMPDIR": folder}
     order = json.dumps([list(each) for each in cores])
     held = subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.scaling_nodes", order],
+        [sys.executable, "-m", "tests.bench.scaling_child", "hold", order],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.PIPE,
@@ -71,28 +70,21 @@ def cluster(cores: Sequence[Sequence[int]]) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def measured(order: dict[str, Any], cores: Sequence[int] | None, environment: dict[str, str]) -> dict[str, Any]:
+def measured(order: dict[str, Any], cores: Sequence[int] | None) -> dict[str, Any]:
     """Run a driver in a process of its own, on these cores alone where they are given."""
-    program = [sys.executable, "-m", "tests.bench.scaling_child", json.dumps(order)]
+    program = [sys.executable, "-m", "tests.bench.scaling_child", "drive", json.dumps(order)]
     bound = [] if cores is None else ["taskset", "-c", ",".join(map(str, sorted(set(cores))))]
     os.sync()
     ended = subprocess.run(
         [*bound, *program],
         cwd=ROOT,
-        env={**os.environ, **_QUIET, **environment},
+        env={**os.environ, **_QUIET},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
-
-
-def _into_page_cache(folder: Path) -> None:
-    for path in sorted(folder.iterdir()):
-        with path.open("rb", buffering=0) as stream:
-            while stream.read(1 << 24):
-                pass
 
 
 def unlike_values(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -162,10 +154,10 @@ def main(
 
         def take(name: str, address: str | None, bound: Sequence[int] | None) -> None:
             for number in range(rounds):
-                _into_page_cache(source)
+                into_page_cache(source)
                 out = work / "out"
                 shutil.rmtree(out, ignore_errors=True)
-                found = measured({**order, "out": str(out), "on": address}, bound, {})
+                found = measured({**order, "out": str(out), "on": address}, bound)
                 digests.add(found["sha256"])
                 values = found.pop("values", {})
                 if unlike := unlike_values(first.setdefault(found["threads"], values), values):
@@ -197,9 +189,9 @@ def main(
             json_path.parent.mkdir(parents=True, exist_ok=True)
             json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if plot is not None:
-            from tests.bench.scaling_plot import draw
+            from tests.bench import plots
 
-            draw(result, plot)
+            plots.scaling(result, plot)
         sys.exit(0 if result["same_bytes"] else 1)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""The driver of one measurement, in a process of its own: ``python -m tests.bench.scaling_child ORDER`` (JSON).
+"""The processes of a measurement: ``python -m tests.bench.scaling_child drive ORDER``, or ``hold CORES`` (JSON).
 
-Prints one JSON object: seconds of each part. What comes before the first byte (imports, planning, the cluster's check)
-is timed apart; a driver of a cluster has asked its nodes by then, so that their processes have PyTorch.
+A driver prints one JSON object: seconds of each part. What comes before the first byte (imports, planning, the
+cluster's check) is timed apart; a driver of a cluster has asked its nodes by then, so that their processes have
+PyTorch. A holder keeps a Ray cluster until its standard input ends.
 """
 
 from __future__ import annotations
@@ -11,27 +12,36 @@ import json
 import os
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 _NO_OPS = 50
 
 
-class Silent:
-    """Tells nobody."""
+def hold(cores: list[list[int]]) -> None:
+    """Each node gets the cores of one list, and its workers inherit them. Prints ``address HOST:PORT`` when all are."""
+    from ray.cluster_utils import Cluster
 
-    def bar(self, total: int, unit: str) -> Any:
-        return nullcontext(lambda count: None)
+    from tests.clusters.ray.lean import lean_nodes
 
-    def say(self, message: str) -> None:
-        """Nothing."""
+    ours = os.sched_getaffinity(0)
+    cluster = Cluster()
+    for mine in cores:
+        os.sched_setaffinity(0, mine)
+        head = {} if cluster.head_node else {"include_dashboard": False}
+        with lean_nodes():
+            cluster.add_node(num_cpus=len(mine), object_store_memory=100 << 20, **head)
+    os.sched_setaffinity(0, ours)
+    try:
+        print(f"address {cluster.address}", flush=True)  # noqa: T201 - what it is read for
+        sys.stdin.read()
+    finally:
+        cluster.shutdown()
 
-    def warn(self, message: str) -> None:
-        print(message, file=sys.stderr)  # noqa: T201
 
-
-def main(order: dict[str, Any]) -> dict[str, Any]:
+def drive(order: dict[str, Any]) -> dict[str, Any]:
+    from pipeline.base.progress import PlainReporter
     from pipeline.quantize.engines.stream.engine import write_checkpoint
     from pipeline.quantize.engines.stream.plan import plan_shards
     from pipeline.quantize.formats.checkpoint import open_checkpoint
@@ -39,6 +49,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
     from pipeline.quantize.model.structure import read_structure
 
     found: dict[str, Any] = {}
+    watcher = PlainReporter(sys.stderr)
 
     @contextmanager
     def clock(name: str) -> Any:
@@ -58,7 +69,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
         from pipeline.clusters.ray.spread import RaySpread
 
         with clock("start"):
-            spread = RaySpread(order["on"], "cpu", Silent())
+            spread = RaySpread(order["on"], "cpu", watcher)
             spread.require_same([checkpoint.folder], [out])
         write = spread.write_shards
         found["task"] = _task_seconds()
@@ -80,7 +91,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
     found["sha256"], digest = digest.hexdigest(), hashlib.sha256()
     if order["samples"]:
         with clock("calibrate"):
-            ranges = _calibrate(checkpoint.folder, order, out, spread)
+            ranges = _calibrate(checkpoint.folder, order, out, spread, watcher)
         tables = {"input": ranges.inputs, "key": ranges.keys, "value": ranges.values}
         found["values"] = {
             f"{kind} {name}": amax.tolist() for kind, own in tables.items() for name, amax in own.items()
@@ -91,7 +102,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
     return {**found, "threads": len(os.sched_getaffinity(0)), "ranges": digest.hexdigest()}
 
 
-def _calibrate(folder: Path, order: dict[str, Any], out: Path, spread: Any) -> Any:
+def _calibrate(folder: Path, order: dict[str, Any], out: Path, spread: Any, watcher: Any) -> Any:
     import torch
 
     from calibration.calibrate import calibrate
@@ -106,7 +117,7 @@ def _calibrate(folder: Path, order: dict[str, Any], out: Path, spread: Any) -> A
         Observation(),
         devices=["cpu"],
         work=out / "shares",
-        watcher=Silent(),
+        watcher=watcher,
         mode="resident",
         elsewhere=places,
     ).ranges
@@ -133,4 +144,8 @@ def _task_seconds() -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))  # noqa: T201 - what it is read for
+    role, given = sys.argv[1], json.loads(sys.argv[2])
+    if role == "hold":
+        hold(given)
+    else:
+        print(json.dumps(drive(given)))  # noqa: T201 - what it is read for

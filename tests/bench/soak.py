@@ -36,7 +36,7 @@ import click
 from pipeline.store.gc import apply, plan_gc
 from pipeline.store.locks import STALE_AFTER_S, is_held
 from pipeline.store.tree import Store
-from tests.bench.machine import describe
+from tests.bench.model import describe
 from tests.hub.standin import HubStandIn
 from tests.upkeep.fleet.world import FLEET, Planned, World, build, environment
 from tests.warm.executable import programs, warm_python

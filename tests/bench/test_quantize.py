@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline.quantize.formats.checkpoint import open_checkpoint
-from tests.bench import figures
+from tests.bench import figures, plots
 from tests.bench.contenders import CASES, CONTENDERS, how
 from tests.bench.model import SHAPES, write_model
-from tests.bench.plot import draw
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,7 +159,7 @@ def test_medians_of_rounds() -> None:
 def test_the_plot_is_the_same_each_time(tmp_path: Path, name: str) -> None:
     found = result({"cp": row(1.0, None), "quantmint": row(1.5), "quark": {"name": "quark", "why_not": "absent"}})
     for folder in ("a", "b"):
-        draw(found, tmp_path / folder / name)
+        plots.quantizing(found, tmp_path / folder / name)
     one, other = ((tmp_path / folder / name).read_bytes() for folder in ("a", "b"))
     assert one == other
     assert len(one) > 1000

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.repeated import Seen
+from tests.bench import plots
 from tests.bench.scaling import share_of_cores, unlike_values
 from tests.bench.scaling_model import Parts, modelled
 
@@ -64,18 +64,6 @@ def test_a_range_that_differs_is_named_with_both_values() -> None:
     }
 
 
-def test_a_measurement_is_held_against_the_first_of_its_sample() -> None:
-    seen = Seen()
-    rows = [["input a", 1.0, "x"], ["input b", 2.0, "y"], ["k a", 3.0, "z"]]
-    assert seen.add({"pid": 1}, {7: rows}) == []
-    (found,) = seen.add({"pid": 2}, {7: [rows[0], ["input b", 2.5, "w"], rows[2]], 8: rows})
-    assert found["sample"] == 7
-    assert (found["summaries"], found["of"]) == (1, 3)
-    assert found["begins"] == [["input b", 2.0, 2.5]]
-    assert (found["first"], found["process"]) == ({"pid": 1}, {"pid": 2})
-    assert (seen.taken, seen.different) == (3, [found])
-
-
 def test_cores_are_dealt_out() -> None:
     every = share_of_cores(1, None)[0]
     assert len(share_of_cores(2, 1)) == 2
@@ -83,15 +71,13 @@ def test_cores_are_dealt_out() -> None:
 
 
 def test_the_picture_says_what_is_modelled(tmp_path: Path) -> None:
-    from tests.bench.scaling_plot import draw
-
     result = {
         "machine": {"cores": 2},
         "disturbed": False,
         "runs": {"one process": {"quantize": 4.0}, "2 nodes": {"quantize": 3.0}},
         "modelled": modelled(IDEAL),
     }
-    draw(result, tmp_path / "scaling.svg")
+    plots.scaling(result, tmp_path / "scaling.svg")
     drawn = (tmp_path / "scaling.svg").read_text()
     assert "modelled from measured parts" in drawn
     assert "measured: 2 cores of one machine" in drawn

@@ -36,8 +36,7 @@ from pipeline.stages.runner import run_plan
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Planned, Setting
 from pipeline.store.tree import Store
-from tests.bench.machine import describe
-from tests.bench.model import SHAPES, write_model
+from tests.bench.model import SHAPES, describe, write_model
 
 CASES: Mapping[str, dict[str, str]] = {
     "ptpc_fp8": {"scheme": "ptpc_fp8"},
@@ -88,9 +87,9 @@ def main(
             json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     click.echo(table(found))
     if plot_file is not None:
-        from tests.bench.throughput_plot import draw
+        from tests.bench import plots
 
-        draw(found, plot_file)
+        plots.serving(found, plot_file)
 
 
 def model_in(work: Path, shape: str) -> Path:

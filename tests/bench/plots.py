@@ -1,0 +1,131 @@
+"""The benchmarks as pictures: an SVG or a PNG by the file's ending, the same for the same figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.bench.contenders import CASES
+from tests.bench.figures import measured
+
+_COLOURS = {"quantmint": "#0b7a75", "llm-compressor": "#c8553d", "quark": "#6a5acd", "cp": "#9aa0a6"}
+_OURS, _OTHER, _THIRD, _GREY = _COLOURS.values()
+
+
+@contextmanager
+def _drawing(path: Path, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure with its axes (options are those of `pyplot.subplots`), written in the end."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    mpl.rcParams["svg.hashsalt"] = "quantmint"  # the same figures give the same file
+    mpl.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot
+
+    drawing, axes = pyplot.subplots(layout="constrained", squeeze=False, **options)
+    yield drawing, axes.flat
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    pyplot.close(drawing)
+
+
+def _title(axis: Any, text: str) -> None:
+    axis.set_title(text, loc="left", fontsize=10, fontweight="bold")
+
+
+def _where(machine: Mapping[str, Any]) -> str:
+    return machine["accelerator"] or f"{machine['cores']} cores of {machine['processor']}"
+
+
+def quantizing(result: Mapping[str, Any], path: Path) -> None:
+    """Seconds of every contender, case by case: bars end where all is written, thin lines where all is durable."""
+    cases = result["cases"]
+    heights = [sum(map(measured, rows.values())) for rows in cases.values()]
+    size = (9, 0.75 * len(cases) + 0.38 * sum(heights) + 0.5)
+    ratios = [max(height, 1) for height in heights]
+    with _drawing(path, nrows=len(cases), figsize=size, height_ratios=ratios) as (drawing, axes):
+        for axis, (case, rows) in zip(axes, cases.items(), strict=True):
+            shown = {contender: row for contender, row in rows.items() if measured(row)}
+            longest = max((row["durable"]["median"] for row in shown.values()), default=1.0)
+            ours = shown.get("quantmint")
+            for place, (contender, row) in enumerate(shown.items()):
+                written, durable = row["written"], row["durable"]["median"]
+                axis.barh(place, written["median"], height=0.62, color=_COLOURS[contender])
+                axis.plot([written["median"], durable], [place, place], color=_COLOURS[contender], linewidth=2)
+                axis.plot([written["min"], written["max"]], [place + 0.38] * 2, color="#444444", linewidth=0.8)
+                words = f"{written['median']:.1f} s"
+                if ours is not None and contender != "quantmint":
+                    words += f", {written['median'] / ours['written']['median']:.1f} x ours"
+                if row["peak_rss"]:
+                    words += f", {row['peak_rss'] / 1e9:.1f} GB resident"
+                axis.annotate(words, (durable + 0.012 * longest, place), va="center", fontsize=9, color="#222222")
+            axis.set_yticks(range(len(shown)), [row["name"] for row in shown.values()], fontsize=9)
+            axis.invert_yaxis()
+            axis.set_xlim(0, 1.38 * longest)
+            _title(axis, f"{case}: {CASES[case]}")
+            axis.tick_params(axis="x", labelsize=8)
+        axis.set_xlabel("seconds after warm-up: bars until written, lines until durable; medians", fontsize=9)
+        title = f"{result['model_gb']:.1f} GB of bf16 on {_where(result['machine'])}"
+        drawing.suptitle(title, fontsize=11, x=0.01, ha="left")
+
+
+def scaling(result: Mapping[str, Any], path: Path) -> None:
+    """Measured here, and modelled for more nodes: what is modelled has open marks and broken lines."""
+    with _drawing(path, ncols=2, figsize=(10, 3.6)) as (_, (here, more)):
+        seconds = {name: run["quantize"] for name, run in result["runs"].items()}
+        here.barh(range(len(seconds)), seconds.values(), height=0.6, color=_OURS)
+        for place, value in enumerate(seconds.values()):
+            here.annotate(f" {value:.1f} s", (value, place), va="center", fontsize=9)
+        here.set_yticks(range(len(seconds)), list(seconds), fontsize=9)
+        here.invert_yaxis()
+        here.set_xlim(0, 1.2 * max(seconds.values()))
+        here.set_xlabel("seconds, quantizing", fontsize=9)
+        beside = ", others at work" if result["disturbed"] else ""
+        _title(here, f"measured: {result['machine']['cores']} cores of one machine{beside}")
+        models: dict[str, list[Mapping[str, Any]]] = {}
+        for row in result["modelled"]["rows"]:
+            models.setdefault(row["model"], []).append(row)
+        for (name, rows), mark in zip(models.items(), "os^", strict=False):
+            nodes = [row["nodes"] for row in rows]
+            for what, style, colour in (("quantize", "--", _OTHER), ("calibrate", ":", _THIRD)):
+                speedups = [row[f"{what}_speedup"] for row in rows]
+                if all(speedups):
+                    more.plot(nodes, speedups, linestyle=style, label=f"{what}, {name}", color=colour, marker=mark,
+                              markerfacecolor="white", linewidth=1.2)  # fmt: skip
+        more.plot(nodes, nodes, color=_GREY, linewidth=0.8, label="one for one")
+        more.set_xticks(nodes)
+        more.set_xlabel("nodes", fontsize=9)
+        more.set_ylabel("times one node", fontsize=9)
+        _title(more, "modelled from measured parts")
+        more.legend(fontsize=7, frameon=False)
+        for axis in (here, more):
+            axis.tick_params(labelsize=8)
+
+
+def serving(found: Mapping[str, Any], path: Path) -> None:
+    """The ratio of output tokens/s with its interval, cell by cell; faint dots are launches over the other's median."""
+    with _drawing(path, figsize=(8, 4.2)) as (_, (axis,)):
+        cells = list(dict.fromkeys(cell["cell"] for result in found["cases"].values() for cell in result["cells"]))
+        for number, (case, result) in enumerate(found["cases"].items()):
+            colour = (_OURS, _OTHER, _THIRD, _GREY)[number % 4]
+            shift = 0.14 * (number - (len(found["cases"]) - 1) / 2)
+            for cell in result["cells"]:
+                x = cells.index(cell["cell"]) + shift
+                axis.plot([x, x], [cell["ratio_low"], cell["ratio_high"]], color=colour, linewidth=2)
+                dots = [value / cell["baseline"] for value in cell["values_candidate"]]
+                axis.plot([x + 0.04] * len(dots), dots, "o", color=colour, alpha=0.35, markersize=4)
+                label = case if cell is result["cells"][0] else None
+                axis.plot([x], [cell["ratio"]], "D", color=colour, markersize=7, label=label)
+                axis.annotate(f"{cell['ratio']:.2f}", (x, cell["ratio"]), (-9, 0), textcoords="offset points",
+                              ha="right", va="center", fontsize=9)  # fmt: skip
+        axis.axhline(1, color="#222222", linewidth=1)
+        axis.axhline(found["promise"], color="#222222", linewidth=1, linestyle=":")
+        axis.set_xticks(range(len(cells)), cells)
+        axis.set_xlim(-0.5, len(cells) - 0.5)
+        axis.set_ylabel("output tokens/s, candidate / bf16")
+        axis.legend(frameon=False)
+        _title(axis, f"{found['shape']}, {_where(found['machine'])}, vLLM {found['vllm']}")
