@@ -116,7 +116,7 @@ def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: bool) -> None:
-    from pipeline.stages.cost.forecast import forecast
+    from pipeline.stages.cost import forecast
     from pipeline.store.disk import free_bytes
 
     recipe = job.setting.recipe

@@ -104,11 +104,11 @@ def site(output: Path, store_path: Path, as_json: bool) -> int:
     """
     from pipeline.base.errors import shown_path
     from pipeline.base.progress import reporter_for
-    from pipeline.stages.site.build import INDEX, build
+    from pipeline.stages.site import INDEX, build
     from pipeline.store.tree import Store
 
     reporter = reporter_for(json=as_json)
-    built = build(output, Store(store_path, on_warning=reporter.warn), on_warning=reporter.warn)
+    built = build(output, Store(store_path, on_warning=reporter.warn))
     page = (output / INDEX).resolve()
     if as_json:
         emit({"page": str(page), "copied": built.copied, "runs": [row.to_json() for row in built.rows]})
@@ -131,8 +131,7 @@ def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: b
     A key is read from MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
     from pipeline.stages.finished import find
-    from pipeline.stages.tracking.content import content_of
-    from pipeline.stages.tracking.mlflow_server import log
+    from pipeline.stages.tracking import content_of, log
     from pipeline.store.tree import Store
 
     content = content_of(find(finished, Store(store_path)))

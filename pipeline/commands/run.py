@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from eval.gate.reach import Reach
-    from pipeline.stages.cost.forecast import Forecast
+    from pipeline.stages.cost import Forecast
     from pipeline.stages.preflight import Prediction
     from pipeline.stages.stage import Planned, Setting
     from pipeline.store.entries import Entry
@@ -72,7 +72,7 @@ def run(
     from pipeline.stages.preflight import require_means
     from pipeline.stages.runner import run_plan
     from pipeline.stages.session import open_setting
-    from pipeline.stages.tracking.mlflow_server import log_run
+    from pipeline.stages.tracking import log_run
     from pipeline.store.remote import open_tier
     from pipeline.store.tree import Store
 
@@ -178,7 +178,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     from eval.gate.reach import reach
     from pipeline.base.hardware import cautions
     from pipeline.stages.checks import as_asked
-    from pipeline.stages.cost.forecast import forecast
+    from pipeline.stages.cost import forecast
     from pipeline.stages.gate import policy_of
     from pipeline.stages.planning import build_plan, foreseen, missing_stages
     from pipeline.stages.preflight import disk_needed, model_for, predict, require_disk
@@ -193,8 +193,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     model = model_for(setting, config_folder or fetched(setting.source))
     prediction = predict(*model, setting.recipe)
     costs = forecast(*model, setting.recipe, setting.device)
-    download, copied = setting.source.folder is None, setting.recipe.publish.folder is not None
-    needed = disk_needed(prediction, missing, download=download, copied=copied)
+    needed = disk_needed(prediction, missing, setting)
     where = store_path.absolute()
     free = free_bytes(where)
     quantization, target = setting.recipe.quantization, setting.recipe.target

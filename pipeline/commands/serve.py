@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.model.facts import ModelFacts
     from pipeline.serving.plan import Process
-    from pipeline.stages.launching.request import Request
+    from pipeline.stages.launch import Request
 
 _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 
@@ -31,7 +31,7 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
     "--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), help="Default: what the checkpoint has scales for."
 )
 @click.option("--set", "settings", metavar="NAME=VALUE", multiple=True, help="Overrule a knob; =false leaves it out.")
-@click.option("--speculative", metavar="METHOD[:MODEL]:TOKENS", help="Speculative decoding; also vLLM's JSON object.")
+@click.option("--speculative", metavar="METHOD[:MODEL]:TOKENS", help="Speculative decoding.")
 @click.option("--pack", type=click.IntRange(1, 8), help="Servers that share one GPU.")
 @click.option("--baseline", is_flag=True, help="The 16-bit model of a recipe.")
 @click.option(
@@ -72,7 +72,7 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
     Servers listen on the loopback interface. To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
     as they are.
     """
-    from pipeline.stages.launching.foreground import How, serve
+    from pipeline.stages.launch import How, serve
 
     forms = [form for form in _FORMS if given[form]]
     if len(forms) > 1:
@@ -96,7 +96,7 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
     """The options as one request; nothing is fetched for a plan but small files."""
     from pipeline.base.progress import reporter_for
-    from pipeline.stages.launching.request import (
+    from pipeline.stages.launch import (
         Request,
         fetched,
         find_model,
@@ -147,7 +147,7 @@ def _serving(text: str | None, launcher: str, *, planning: bool) -> tuple[str, V
     from pipeline.base.errors import QuantmintError, UserError
     from pipeline.serving.environment import find_vllm
     from pipeline.serving.knobs.table import NEWEST_READ
-    from pipeline.stages.launching.request import version_of
+    from pipeline.stages.launch import version_of
 
     version = version_of(text)
     elsewhere = planning or launcher in ("docker", "endpoint")

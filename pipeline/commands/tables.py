@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from pipeline.stages.cost.forecast import Forecast
+    from pipeline.stages.cost import Forecast
 
 
 _WIDE = 140

@@ -9,12 +9,10 @@ lacks, where it may be planned all the same.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from calibration.errors import CalibrationError
@@ -32,7 +30,6 @@ from pipeline.quantize.engines.algorithms import algorithm
 from pipeline.recipe import modules
 from pipeline.recipe.faults import Fault, YamlPath
 from pipeline.recipe.load import LoadedRecipe
-from pipeline.recipe.modules import text_config
 from pipeline.recipe.sections import Evaluation, Gate
 from pipeline.serving.knobs import table as knobs
 from pipeline.serving.knobs.table import checked_arguments
@@ -58,15 +55,10 @@ def check(
     will serve, where the target is one (`pipeline.base.hardware.local_cpu_flags`).
     """
     faults = [*_source(loaded), *_ranges(loaded), *_schemes(loaded, cpu_flags), *_definitions(loaded)]
-    faults += [*_kv_granularity(loaded), *_serve(loaded)]
-    faults += _overlaps(loaded, linear)
+    faults += [*_kv_granularity(loaded), *_serve(loaded), *_overlaps(loaded, linear)]
     names = linear if linear is not None else modules.expected_names(config) if config is not None else ()
     faults += _fused(loaded, names)
-    if config is not None:
-        faults += [*_lengths(loaded, config), *_latent_cache(loaded, config)]
-    if config is not None or linear is not None:
-        faults += _groups(loaded, config or {}, linear)
-    return faults
+    return faults if config is None else [*faults, *_model(loaded, modules.text_config(config))]
 
 
 def check_run(loaded: LoadedRecipe) -> list[Fault]:
@@ -74,15 +66,13 @@ def check_run(loaded: LoadedRecipe) -> list[Fault]:
     quantization = loaded.recipe.quantization
     engine, name = quantization.engine, quantization.algorithm
     support = algorithm(name).engines.get(engine)
-    needs: list[tuple[str, str, str, str]] = [
-        ("engine", engine, module, package) for module, package in _PACKAGES.get(engine, {}).items()
-    ]
+    packages = _PACKAGES.get(engine, {}).items()
+    needs: list[tuple[str, str, str, str]] = [("engine", engine, module, package) for module, package in packages]
     if support is not None and support.package is not None:
         needs.append(("algorithm", name, support.package.replace("-", "_"), support.package))
+    why = "which needs a package that is not here: pip install"
     return [
-        loaded.fault(
-            ("quantization", field), f"found {found}, which needs a package that is not here: pip install '{package}'"
-        )
+        loaded.fault(("quantization", field), f"found {found}, {why} '{package}'")
         for field, found, module, package in needs
         if find_spec(module) is None
     ]
@@ -107,15 +97,8 @@ def _source(loaded: LoadedRecipe) -> Iterator[Fault]:
             "code that is run must not be able to change",
         )
     folder = loaded.source_folder
-    if folder is not None and not _is_folder(folder):
+    if folder is not None and not folder.is_dir():
         yield loaded.fault(("source", "folder"), f"found no folder {folder}, expected one with a model")
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name that is too long for any file
-        return False
 
 
 def _ranges(loaded: LoadedRecipe) -> Iterator[Fault]:
@@ -175,25 +158,15 @@ def _kv_granularity(loaded: LoadedRecipe) -> Iterator[Fault]:
     quantization = loaded.recipe.quantization
     if quantization.kv_cache_granularity == "tensor":
         return
-    path = ("quantization", "kv_cache_granularity")
     if quantization.kv_cache == "auto":
-        yield loaded.fault(path, "found head with a 16-bit cache, expected it with kv_cache: fp8 only")
+        told = "found head with a 16-bit cache, expected it with kv_cache: fp8 only"
     elif quantization.format != "compressed-tensors":
-        found = f"found head in {quantization.format}, which has one scale for K and one for V of a layer"
-        yield loaded.fault(path, f"{found}, expected tensor, or format compressed-tensors")
+        told = f"found head in {quantization.format}, expected tensor, or format compressed-tensors"
     elif quantization.engine != "stream":
-        found = f"found head with engine {quantization.engine}"
-        yield loaded.fault(path, f"{found}, expected tensor, or engine stream, which writes scales by head")
-
-
-def _latent_cache(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
-    rank = modules.text_config(config).get("kv_lora_rank")
-    if loaded.recipe.quantization.kv_cache == "fp8" and rank is not None:
-        yield loaded.fault(
-            ("quantization", "kv_cache"),
-            f"found fp8 for latent attention (kv_lora_rank {rank}), expected auto: its cache holds one latent for all "
-            "heads with one rotated part, and neither layout has scales for these",
-        )
+        told = f"found head with engine {quantization.engine}, expected tensor, or engine stream"
+    else:
+        return
+    yield loaded.fault(("quantization", "kv_cache_granularity"), told)
 
 
 def _serve(loaded: LoadedRecipe) -> Iterator[Fault]:
@@ -201,13 +174,12 @@ def _serve(loaded: LoadedRecipe) -> Iterator[Fault]:
     known = knobs.table() if serve.knobs else {}
     for name in serve.knobs:
         at: YamlPath = ("serve", "knobs", name)
-        knob = known.get(name)
+        knob, message = known.get(name), ""
         if knob is None:
-            hint = did_you_mean(name, known)
-            message = f"found no such knob, expected one of docs/serving-knobs.md{hint}"
-            yield Fault(loaded.place(*at, key=True), at, message)
+            message = f"found no such knob, expected one of docs/serving-knobs.md{did_you_mean(name, known)}"
         elif knob.kind not in ("flag", "env"):
             message = f"found a setting of the {knob.kind}, expected an argument of `vllm serve` or a variable"
+        if message:
             yield Fault(loaded.place(*at, key=True), at, message)
     try:
         checked_arguments(serve.arguments)
@@ -228,22 +200,18 @@ def _definitions(loaded: LoadedRecipe) -> Iterator[Fault]:
     workload: Workload | None = None
     try:
         workload = workloads.load(recipe.target.workload)
-        longest = workload.longest
     except DefinitionError as error:
         yield loaded.fault(("target", "workload"), str(error))
-    else:
-        if longest > recipe.target.max_model_len:
-            yield loaded.fault(
-                ("target", "max_model_len"),
-                f"found {recipe.target.max_model_len}, expected at least {longest}: "
-                f"workload {recipe.target.workload} has requests of that many tokens",
-            )
+    if workload is not None and workload.longest > recipe.target.max_model_len:
+        yield loaded.fault(
+            ("target", "max_model_len"),
+            f"found {recipe.target.max_model_len}, expected at least {workload.longest}: "
+            f"workload {recipe.target.workload} has requests of that many tokens",
+        )
     try:
-        suite = suites.load(recipe.evaluation.suite)
+        yield from accuracy_faults(loaded, suites.load(recipe.evaluation.suite))
     except DefinitionError as error:
         yield loaded.fault(("evaluation", "suite"), str(error))
-    else:
-        yield from accuracy_faults(loaded, suite)
     yield from throughput_faults(loaded, workload)
 
 
@@ -290,62 +258,54 @@ def _fused(loaded: LoadedRecipe, names: Iterable[str]) -> Iterator[Fault]:
         chosen = {name: modules.assigned(quantization, name) or "16 bit" for name in members}
         if len(set(chosen.values())) == 1:
             continue
-        partial = [path for path, pattern in rules.items() if 0 < _count(pattern, members) < len(members)]
-        unusual = [path for path in partial if chosen[_inside(rules[path], members)] != quantization.scheme]
-        for path in unusual or partial[:1]:
-            if path in reported:
+        for path, pattern in rules.items():
+            meant = [name for name in members if modules.matches(pattern, name)]
+            if path in reported or not 0 < len(meant) < len(members):
                 continue
             reported.add(path)
-            inside = _inside(rules[path], members)
-            outside = next(name for name in members if chosen[name] != chosen[inside])
+            outside = next(name for name in members if chosen[name] != chosen[meant[0]])
             yield loaded.fault(
                 path,
-                f"found {chosen[inside]} for {inside} beside {chosen[outside]} for {outside}, "
+                f"found {chosen[meant[0]]} for {meant[0]} beside {chosen[outside]} for {outside}, "
                 f"expected one scheme for {group}, which vLLM loads as one",
             )
 
 
-def _inside(pattern: str, names: list[str]) -> str:
-    return next(name for name in names if modules.matches(pattern, name))
-
-
-def _count(pattern: str, names: list[str]) -> int:
-    return sum(modules.matches(pattern, name) for name in names)
-
-
-def _lengths(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
-    longest = modules.text_config(config).get("max_position_embeddings")
-    if not isinstance(longest, int):
-        return
-    calibration = loaded.recipe.calibration
-    lengths: list[tuple[YamlPath, int]] = [(("target", "max_model_len"), loaded.recipe.target.max_model_len)]
-    if calibration is not None:
-        lengths.append((("calibration", "sequence_length"), calibration.sequence_length))
+def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
+    """What the model's configuration does not allow: lengths, a latent cache in FP8, groups of a scheme."""
+    recipe = loaded.recipe
+    quantization, longest = recipe.quantization, config.get("max_position_embeddings")
+    lengths: list[tuple[YamlPath, int]] = [(("target", "max_model_len"), recipe.target.max_model_len)]
+    if recipe.calibration is not None:
+        lengths.append((("calibration", "sequence_length"), recipe.calibration.sequence_length))
     for path, found in lengths:
-        if found > longest:
+        if isinstance(longest, int) and found > longest:
             yield loaded.fault(path, f"found {found}, expected at most {longest}, the model's max_position_embeddings")
-
-
-def _groups(
-    loaded: LoadedRecipe, config: Mapping[str, Any], linear: Mapping[str, tuple[int, int]] | None
-) -> Iterator[Fault]:
-    """Groups of a scheme that do not divide the inputs of the modules that get it."""
-    quantization, gpus = loaded.recipe.quantization, loaded.recipe.target.gpus
+    rank = config.get("kv_lora_rank")
+    if quantization.kv_cache == "fp8" and rank is not None:
+        yield loaded.fault(
+            ("quantization", "kv_cache"),
+            f"found fp8 for latent attention (kv_lora_rank {rank}), expected auto: its cache holds one latent for all "
+            "heads with one rotated part, and neither layout has scales for these",
+        )
     for path, name in _used(loaded):
-        divisor = scheme(name).input_divisor
-        if divisor == 1:
-            continue
-        if linear is not None:
-            widths = tuple(
-                InputWidth(module, shape[1], split=re.search(r"\.(o_proj|down_proj|w2)$", module) is not None)
-                for module, shape in linear.items()
-                if modules.assigned(quantization, module) == name
-            )
-        else:
-            widths = input_widths(config)
-        found = misfit(widths, divisor, gpus)
-        if found is not None:
-            yield loaded.fault(path, f"found {name} with {found}, expected a multiple of {divisor} on each GPU")
+        divisor, gpus = scheme(name).input_divisor, recipe.target.gpus
+        for width, features, split in _widths(config):
+            over = f" over {gpus} GPUs" if features % divisor == 0 else ""
+            if features % (divisor * gpus if split else divisor):
+                found_width = f"found {name} with {width} {features}{over}"
+                yield loaded.fault(path, f"{found_width}, expected a multiple of {divisor} on each GPU")
+                break
+
+
+def _widths(config: Mapping[str, Any]) -> Iterator[tuple[str, int, bool]]:
+    """in_features that a config.json declares, by name; whether tensor parallelism gives each GPU only a share."""
+    for key in ("hidden_size", "q_lora_rank", "kv_lora_rank", "intermediate_size", "moe_intermediate_size"):
+        if config.get(key):
+            yield key, config[key], "intermediate" in key
+    if heads := config.get("num_attention_heads"):
+        head = config.get("v_head_dim") or config.get("head_dim") or config.get("hidden_size", 0) // heads
+        yield "num_attention_heads x head_dim", heads * head, True
 
 
 def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
@@ -408,46 +368,3 @@ def as_asked(suite: Suite, evaluation: Evaluation, gate: Gate) -> Suite:
         for task in suite.tasks
     )
     return replace(suite, tasks=tasks)
-
-
-@dataclass(frozen=True, slots=True)
-class InputWidth:
-    """in_features of some modules; `split` where tensor parallelism gives each GPU only its share of them."""
-
-    name: str
-    features: int
-    split: bool
-
-
-def input_widths(config: Mapping[str, Any]) -> tuple[InputWidth, ...]:
-    """The distinct widths that a config.json declares; what it does not declare is left out."""
-    return tuple(_widths(text_config(config)))
-
-
-def misfit(widths: tuple[InputWidth, ...], divisor: int, gpus: int) -> str | None:
-    """Why groups of `divisor` do not fit some width on one or on all GPUs, as what was found; None when all fit."""
-    for width in widths:
-        if width.features % divisor:
-            return f"{width.name} {width.features}"
-        if width.split and width.features % (divisor * gpus):
-            return f"{width.name} {width.features} over {gpus} GPUs"
-    return None
-
-
-def _widths(config: Mapping[str, Any]) -> Iterator[InputWidth]:
-    def number(key: str) -> int:
-        value = config.get(key)
-        return value if isinstance(value, int) else 0
-
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    if hidden:
-        yield InputWidth("hidden_size", hidden, split=False)
-    for key in ("q_lora_rank", "kv_lora_rank"):
-        if number(key):
-            yield InputWidth(key, number(key), split=False)
-    for key in ("intermediate_size", "moe_intermediate_size"):
-        if number(key):
-            yield InputWidth(key, number(key), split=True)
-    if heads:
-        head = number("v_head_dim") or number("head_dim") or hidden // heads
-        yield InputWidth("num_attention_heads x head_dim", heads * head, split=True)

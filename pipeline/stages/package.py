@@ -1,27 +1,37 @@
-"""package: everything of a release that is not there yet, made from what the other stages recorded.
+"""package and sign: everything of a release that is not there yet, made from what the other stages recorded.
 
 The card, the scores that the Hub reads, the recipe, the bill of materials, the statement of how it was made, and last
 the manifest with the digest of every file, which is the release's identity. No clock is asked and nothing of the
 machine gets in, so that the same entries give the same release: what was published is found again, not sent again.
+
+A signature is a stage of its own, because two over the same files are different bytes: the one that was made is kept,
+and goes to every place that the release is published to.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from eval import record
+from eval.errors import MeasurementError
 from eval.verdict import Verdict
 from pipeline import __version__
+from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import StageError, StoreError, UserError
 from pipeline.base.progress import Progress
 from pipeline.base.versions import versions
 from pipeline.publish import manifest as manifests
-from pipeline.publish.manifest import Manifest
+from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
 from pipeline.publish.places import public_names
-from pipeline.publish.provenance import Lineage
+from pipeline.publish.provenance import ABSENT, Lineage
 from pipeline.publish.release import (
     CARD,
     EVIDENCE,
@@ -34,13 +44,16 @@ from pipeline.publish.release import (
     Release,
     tag_of,
 )
-from pipeline.stages.gate import checkpoint_digest
-from pipeline.stages.lineage import gather
+from pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
+from pipeline.stages.gate import GATE, checkpoint_digest
 from pipeline.stages.quantize import CHECKPOINT
 from pipeline.stages.report import ReportStage
+from pipeline.stages.source import LOCATION
 from pipeline.stages.stage import Job, Output, Setting, Stage
+from pipeline.store.disk import disk_errors
 from pipeline.store.entries import Entry
 from pipeline.store.files import File
+from pipeline.store.toolchain import recorded_environment
 
 EVIDENT = ("gate", "report", "inspect")
 """Stages whose files go out as evidence."""
@@ -74,14 +87,34 @@ class PackageStage(Stage):
 
     def run(self, job: Job) -> Output:
         """Prove that nothing changed since the judgement, write what is missing, and look through all of it."""
+        from pipeline.publish.provenance import encode, sbom, statement
+
         setting, entries = job.setting, job.inputs
         _require_unchanged(entries, job.progress)
         files = _given(entries["quantize"], {key: entries[key] for key in EVIDENT})
         title = _write_texts(job, files)
-        lineage = gather(entries, setting.loaded.text_proven)
+        lineage = lineage_of(entries, setting.loaded.text_proven)
         made = {name: file for name, file in files.items() if not name.startswith(f"{EVIDENCE}/")}
-        _write_statements(job.path, lineage, made, title, files)
-        identity = manifests.write(job.path / MANIFEST, _manifest(lineage, title, files))
+        _write(job.path, files, SBOM, sbom(lineage, made, title, __version__))
+        _write(job.path, files, PROVENANCE, encode(statement(lineage, files, __version__)))
+        manifest = Manifest(
+            name=lineage.name,
+            title=title,
+            created=lineage.judged,
+            artefact=lineage.artefact,
+            verdict="PASS",
+            base=lineage.base,
+            recipe=lineage.recipe,
+            recipe_fingerprint=fingerprint(lineage.recipe),
+            stages=lineage.stages,
+            datasets=lineage.datasets,
+            tools=lineage.tools,
+            serving=lineage.serving,
+            hardware=lineage.hardware,
+            files=manifests.digests(files),
+            quantmint=__version__,
+        )
+        identity = manifests.write(job.path / MANIFEST, manifest)
         files[MANIFEST] = _file(job.path / MANIFEST)
         _require_clean(files, setting, job.progress)
         tag = tag_of(datetime.fromisoformat(lineage.judged), identity)
@@ -90,6 +123,61 @@ class PackageStage(Stage):
             result={"identity": identity, "tag": tag, "title": title, "size": size},
             summary=f"{tag}, {len(files)} files, {size / 1e6:,.1f} MB",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SignStage(Stage):
+    """Planned only where the recipe asks for a signature; leaves `model.sig` and nothing else."""
+
+    key: str = "sign"
+    family: str = "sign"
+    version: int = 1
+
+    def inputs(self, setting: Setting) -> Mapping[str, str]:
+        """What holds the files of the release."""
+        return {name: name for name in ("package", "quantize", *EVIDENT)}
+
+    def settings(self, setting: Setting) -> Mapping[str, object]:
+        """Who signs: the public key, which lies beside the private one, so that no passphrase is asked for to plan."""
+        key = setting.loaded.signing_key
+        return {"signer": "keyless" if key is None else {"key_sha256": foreseen_fingerprint(key)}}
+
+    def tools(self, setting: Setting) -> Mapping[str, str]:
+        """What gives the signature its form."""
+        return versions("model-signing")
+
+    def run(self, job: Job) -> Output:
+        """Read every file once more, sign what was read, and hold that against what was judged and packaged."""
+        signing = release(**job.inputs)
+        paths = {name: file.path for name, file in signing.files.items()}
+        key, word = job.setting.loaded.signing_key, passphrase()
+        if key is not None:
+            require_private(key, word)
+        signature = job.path / SIGNATURE
+        with disk_errors(job.path), job.progress.bar(signing.size, "B") as advance:
+            signed = sign(signing.name, paths, signature, key=key, passphrase=word, advance=advance)
+        changed = sorted(name for name, file in signing.files.items() if signed.digests.get(name) != file.sha256)
+        if changed:
+            signature.unlink()
+            maker = next(key for key, entry in job.inputs.items() if paths[changed[0]].is_relative_to(entry.path))
+            raise StageError(
+                f"{paths[changed[0]]} changed since it was judged and packaged"
+                f"{f', and {len(changed) - 1} more files' if changed[1:] else ''}: nothing is signed.",
+                hint=f"`quantmint run --redo {maker}` makes it again.",
+            )
+        return Output(
+            result={"signer": signed.signer.to_json(), "identity": signing.identity},
+            summary=f"{len(signed.digests)} files, by {signed.signer}",
+        )
+
+
+def require_signer(setting: Setting) -> None:
+    """Raise `UserError` or `StageError` where a run would end, hours later, at a signature that nobody can give."""
+    key = setting.loaded.signing_key
+    if key is None:
+        require_identity()
+    else:
+        require_private(key, passphrase())
 
 
 def release(
@@ -103,14 +191,15 @@ def release(
     _add(files, _files(package))
     if sign is not None:
         _add(files, {SIGNATURE: _files(sign)[SIGNATURE]})
-    if manifests.read(package.file(MANIFEST)).files != manifests.digests(files):
+    manifest = manifests.read(package.file(MANIFEST))
+    if manifest.files != manifests.digests(files):
         raise StageError(
             f"{package.path / MANIFEST} lists other files than the store has.",
             hint="`quantmint run --redo package` puts the release together again.",
         )
     result = package.record.result
     return Release(
-        name=manifests.read(package.file(MANIFEST)).name,
+        name=manifest.name,
         tag=str(result["tag"]),
         identity=str(result["identity"]),
         title=str(result["title"]),
@@ -125,7 +214,7 @@ def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None
         raise StageError(f"the gate's verdict is {gate.record.result['verdict']}, only a PASS is packaged.")
     if gate.record.result["artefact"] != checkpoint_digest(quantize):
         raise StageError("the gate judged another checkpoint than the one that would be packaged.")
-    sources = {"quantize": quantize, **{key: entries[key] for key in EVIDENT}}
+    sources = {key: entries[key] for key in ("quantize", *EVIDENT)}
     total = sum(fact.size for entry in sources.values() for fact in entry.record.files.values())
     progress.say("reading what was judged once more")
     with progress.bar(total, "B") as advance:
@@ -141,11 +230,9 @@ def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None
 
 def _given(quantize: Entry, evidence: Mapping[str, Entry]) -> dict[str, File]:
     """The files that are there before the package: the checkpoint at the top, the evidence in its folder."""
-    files = {
-        name.removeprefix(f"{CHECKPOINT}/"): file
-        for name, file in _files(quantize).items()
-        if name.startswith(f"{CHECKPOINT}/")
-    }
+    prefix = f"{CHECKPOINT}/"
+    made = _files(quantize).items()
+    files = {name.removeprefix(prefix): file for name, file in made if name.startswith(prefix)}
     for entry in evidence.values():
         _add(files, {f"{EVIDENCE}/{name}": file for name, file in _files(entry).items()})
     return files
@@ -191,46 +278,11 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
             raise UserError(f"{name} must not be published: {refused}")
         if refused is not None:
             job.progress.warn(f"{name} may lie in a folder of yours, but must not be passed on: {refused}")
-    _write(job.path, files, CARD, render(facts).encode())
-    told = notice(facts)
-    if told is not None:
-        _write(job.path, files, NOTICE, told.encode())
-    for name, text in eval_results(facts).items():
-        _write(job.path, files, name, text.encode())
-    _write(job.path, files, RECIPE, job.setting.loaded.text_proven.encode())
+    texts = {CARD: render(facts), NOTICE: notice(facts), **eval_results(facts), RECIPE: job.setting.loaded.text_proven}
+    for name, text in texts.items():
+        if text is not None:
+            _write(job.path, files, name, text.encode())
     return sentence(facts)
-
-
-def _write_statements(
-    folder: Path, lineage: Lineage, made: Mapping[str, File], title: str, files: dict[str, File]
-) -> None:
-    """The bill of materials of the checkpoint ``made``, and the statement over it and all other files."""
-    from pipeline.publish.provenance import encode, sbom, statement
-
-    _write(folder, files, SBOM, sbom(lineage, made, title, __version__))
-    _write(folder, files, PROVENANCE, encode(statement(lineage, files, __version__)))
-
-
-def _manifest(lineage: Lineage, title: str, files: Mapping[str, File]) -> Manifest:
-    from pipeline.base.canonical import fingerprint
-
-    return Manifest(
-        name=lineage.name,
-        title=title,
-        created=lineage.judged,
-        artefact=lineage.artefact,
-        verdict="PASS",
-        base=lineage.base,
-        recipe=lineage.recipe,
-        recipe_fingerprint=fingerprint(lineage.recipe),
-        stages=lineage.stages,
-        datasets=lineage.datasets,
-        tools=lineage.tools,
-        serving=lineage.serving,
-        hardware=lineage.hardware,
-        files=manifests.digests(files),
-        quantmint=__version__,
-    )
 
 
 def _require_clean(files: Mapping[str, File], setting: Setting, progress: Progress) -> None:
@@ -249,3 +301,106 @@ def _require_clean(files: Mapping[str, File], setting: Setting, progress: Progre
         )
     for place in secrets.private_paths(paths):
         progress.warn(f"{place}: it will be published")
+
+
+def lineage_of(entries: Mapping[str, Entry], recipe: str) -> Lineage:
+    """Where a checkpoint comes from, as the records of its stages say: model, data, tools, devices.
+
+    Manifest, statement and bill of materials are three readings of this. ``entries`` are a run's, by the keys of their
+    stages; ``recipe`` is `LoadedRecipe.text_proven`. Raises `StageError` where the gate's record cannot be read.
+    """
+    resolved = yaml.safe_load(recipe)
+    try:
+        server = record.read(entries["gate"].file(GATE))[0].candidate
+    except MeasurementError as error:
+        raise StageError(f"the gate's record cannot be read: {error}") from error
+    environments = {key: recorded_environment(entry) for key, entry in sorted(entries.items())}
+    return Lineage(
+        recipe=resolved,
+        artefact=str(entries["gate"].record.result["artefact"]),
+        base=_base(entries["source"]),
+        stages={key: _made(entry) for key, entry in sorted(entries.items())},
+        datasets=tuple(dict.fromkeys((*_calibrated(entries, resolved), *_evaluated(entries)))),
+        tools=_tools(entries),
+        serving=Serving(engine=server.engine, image=server.image),
+        hardware=Hardware(
+            quantized_on=_text(entries["quantize"].record.result.get("hardware")),
+            measured_on=server.device,
+            target=str(resolved["target"]["hardware"]),
+        ),
+        environments={key: found for key, found in environments.items() if found is not None},
+    )
+
+
+def _made(entry: Entry) -> Made:
+    found = entry.record
+    return Made(
+        fingerprint=entry.fingerprint,
+        version=int(str(found.stage_version)),
+        started=found.started,
+        finished=found.finished,
+        tools=found.tools,
+        payload=found.payload,
+    )
+
+
+def _base(source: Entry) -> Base:
+    """What the stage `source` was given; of where it lies only the files' names and digests are taken."""
+    named = _settings(source)
+    files = json.loads(source.file(LOCATION).read_text(encoding="utf-8"))["files"]
+    return Base(
+        repo=_text(named.get("repo")),
+        commit=_text(named.get("commit")),
+        sha256=_text(named.get("sha256")),
+        files={name: facts["sha256"] for name, facts in sorted(files.items())},
+    )
+
+
+def _settings(entry: Entry) -> Any:
+    return entry.record.payload["settings"]
+
+
+def _calibrated(entries: Mapping[str, Entry], recipe: Mapping[str, Any]) -> Iterator[Dataset]:
+    """The calibration set, of our own calibration or of that of a library, as the fingerprint has it."""
+    ours = entries.get("calibrate")
+    section = _settings(entries["quantize"]).get("calibration") if ours is None else _settings(ours)
+    if not section:
+        return
+    given = section["set"]
+    if given["repo"] is not None:
+        yield Dataset("calibration", given["repo"], given["revision"], None)
+    else:
+        name = str(recipe["calibration"]["set"]).rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
+        yield Dataset("calibration", name, None, given["file"])
+
+
+def _evaluated(entries: Mapping[str, Entry]) -> Iterator[Dataset]:
+    """The tasks' data: of the Hub at the commits that were fetched, or files of ours; and the canary's prompts."""
+    for key in ("evaluate-baseline", "evaluate-candidate"):
+        if key not in entries:
+            continue
+        for task in _settings(entries[key])["tasks"]:
+            if task["files"]:
+                data = {name: digest for name, digest in task["files"].items() if not name.endswith(".yaml")}
+                one = next(iter(data.values())) if len(data) == 1 else fingerprint(task["files"])
+                yield Dataset("evaluation", task["task"], None, one)
+        fetched: Any = entries[key].record.result["datasets"]
+        for _, datasets in sorted(fetched.items()):
+            for found in datasets:
+                yield Dataset("evaluation", found["path"], found["commit"], None)
+    if "canary-baseline" in entries:
+        yield Dataset("evaluation", "canary prompts", None, _settings(entries["canary-baseline"])["prompts"])
+
+
+def _tools(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Versions by tool; those of stages that were made at different times stand side by side."""
+    found: dict[str, set[str]] = {}
+    for entry in entries.values():
+        for name, version in entry.record.tools.items():
+            if version != ABSENT:
+                found.setdefault(name, set()).add(version)
+    return {name: ", ".join(sorted(versions)) for name, versions in sorted(found.items())}
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -18,12 +18,11 @@ from pipeline.stages.canary import CanaryStage
 from pipeline.stages.evaluate import ControlStage, EvaluateStage
 from pipeline.stages.gate import GateStage, asks_twice, has_throughput
 from pipeline.stages.inspect import InspectStage
-from pipeline.stages.package import PackageStage
+from pipeline.stages.package import PackageStage, SignStage
 from pipeline.stages.publish import PublishStage
 from pipeline.stages.quantize import QuantizeStage, needs_ranges
 from pipeline.stages.report import ReportStage
 from pipeline.stages.serve import ServeStage
-from pipeline.stages.sign import SignStage
 from pipeline.stages.source import SourceStage
 from pipeline.stages.stage import Planned, Setting, Stage
 from pipeline.store.entries import Entry

@@ -6,7 +6,7 @@ How large things will be is exact where the layout decides (the checkpoint), an 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +22,11 @@ from pipeline.quantize.model.select import select
 from pipeline.quantize.model.structure import Structure, imagine, read_structure
 from pipeline.recipe.schema import Recipe
 from pipeline.stages.calibrate import pinned_set
+from pipeline.stages.package import require_signer
 from pipeline.stages.planning import foreseen, known_unsound, missing_stages
 from pipeline.stages.publish import require_admission
 from pipeline.stages.serve import launch_plan
 from pipeline.stages.servers import over_nodes
-from pipeline.stages.sign import require_signer
 from pipeline.stages.source import config_folder
 from pipeline.stages.stage import Planned, Setting
 from pipeline.store.disk import free_bytes
@@ -90,18 +90,14 @@ def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Predict
     )
 
 
-def disk_needed(prediction: Prediction, missing: Iterable[str], *, download: bool, copied: bool) -> dict[str, int]:
-    """Bytes that the stages which are not cached will write here, by what they are for.
-
-    ``download``: the source is fetched; ``copied``: a folder is one of the places that are published to.
-    """
-    stages = set(missing)
+def disk_needed(prediction: Prediction, missing: Collection[str], setting: Setting) -> dict[str, int]:
+    """Bytes that the stages which are not cached will write here, by what they are for."""
     needed: dict[str, int] = {}
-    if "source" in stages and download:
+    if "source" in missing and setting.source.folder is None:
         needed["download"] = prediction.source
-    if "quantize" in stages:
+    if "quantize" in missing:
         needed["checkpoint"] = prediction.checkpoint
-    if "publish" in stages and copied:
+    if "publish" in missing and setting.recipe.publish.folder is not None:
         needed["published copy"] = prediction.checkpoint
     return {**needed, "logs and samples": _OVERHEAD} if needed else {}
 
@@ -146,18 +142,12 @@ def require_means(
     if any(key.startswith(_SERVED) for key in missing):
         _require_server(setting)
     if "quantize" in missing:
-        prediction = prediction or predict_for(setting, config_folder(setting.source))
+        prediction = prediction or predict(*model_for(setting, config_folder(setting.source)), setting.recipe)
         where = setting.store.root.absolute()
-        download = setting.source.folder is None
-        copied = setting.recipe.publish.folder is not None
-        needed = disk_needed(prediction, missing, download=download, copied=copied)
-        require_disk(needed, free_bytes(where), str(where))
-        if "calibrate" in missing and setting.spread is None:
-            require_memory(prediction, setting)
-        if setting.spread is not None:
-            return  # it has asked its own machines
-        engine, device = setting.recipe.quantization.engine, resolve_devices(setting.device)[0]
-        if engine != "stream":
+        require_disk(disk_needed(prediction, missing, setting), free_bytes(where), str(where))
+        engine = setting.recipe.quantization.engine
+        if engine != "stream" and setting.spread is None:  # which asks its own machines
+            device = resolve_devices(setting.device)[0]
             require_library_memory(prediction.source, device_memory(device), device, engine)
 
 
@@ -187,23 +177,6 @@ def _require_installed(stage: str, packages: Sequence[str], extra: str) -> None:
             f"the stage {stage} needs {', '.join(absent)}, which is not installed.",
             hint=f"pip install 'quantmint[{extra}]'",
         )
-
-
-def require_memory(prediction: Prediction, setting: Setting) -> None:
-    """Raise `UserError` where the device is too small for a recipe that wants the whole 16-bit model on it."""
-    device = resolve_devices(setting.device)[0]
-    memory, calibration = device_memory(device), setting.recipe.calibration
-    if calibration is not None and calibration.mode == "resident" and prediction.calibration_device > memory:
-        raise UserError(
-            "calibration.mode resident keeps the 16-bit model on one device: "
-            f"{prediction.calibration_device / 1e9:,.1f} GB, {device} has {memory / 1e9:,.1f} GB.",
-            hint="Take `mode: auto`, which runs what does not fit layer by layer.",
-        )
-
-
-def predict_for(setting: Setting, folder: Path) -> Prediction:
-    """Predict from a folder with the weights, or from one that has only a config.json."""
-    return predict(*model_for(setting, folder), setting.recipe)
 
 
 def model_for(setting: Setting, folder: Path) -> tuple[Checkpoint, Structure]:

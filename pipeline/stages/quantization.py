@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.base.canonical import ABSENT, Change, difference, fingerprint
+from pipeline.base.canonical import ABSENT, difference, fingerprint
 from pipeline.base.errors import UserError
 from pipeline.base.progress import Reporter
 from pipeline.quantize.formats.checkpoint import Checkpoint, read_json
@@ -71,6 +71,16 @@ class QuantizationJob:
         return read_json(self.out / _EVIDENCE / _JOB)
 
     @property
+    def begun(self) -> bool:
+        """Whether some of it was made before."""
+        return (self.out / _WORK).is_dir()
+
+    @property
+    def moving(self) -> bool:
+        """Whether all is made, and only the last renames are missing."""
+        return (self.out / _WORK / "final").is_dir()
+
+    @property
     def finished(self) -> bool:
         """Whether the folder holds what this job makes.
 
@@ -79,7 +89,7 @@ class QuantizationJob:
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"OUT: found the file {self.out}, expected a folder.")
         if (self.out / _EVIDENCE / _JOB).is_file() and ((self.out / _LAST).is_file() or self.moving):
-            _require_same(self.out, self.record, self.payload)
+            self._require_same()
             return not self.moving
         foreign = sorted(path.name for path in self.out.glob("*") if not path.name.startswith(_WORK))
         if foreign and not self.begun:
@@ -89,15 +99,28 @@ class QuantizationJob:
             )
         return False
 
-    @property
-    def begun(self) -> bool:
-        """Whether some of it was made before."""
-        return (self.out / _WORK).is_dir()
+    def _require_same(self) -> None:
+        """Refuse a folder that another job filled, or whose files are not those that it wrote."""
+        record, payload = self.record, self.payload
+        if record["fingerprint"] != fingerprint(payload):
+            changes = difference(record["payload"], json.loads(json.dumps(payload)))
+            told = [f"{change.path.removeprefix('$.')}: {_said(change.old)} there, {_said(change.new)} now"
+                    for change in changes]  # fmt: skip
+            raise UserError(
+                f"OUT: found the checkpoint of another job in {self.out}:\n    " + "\n    ".join(told[:6]),
+                hint="Two jobs are never mixed: choose another folder, or remove this one.",
+            )
+        for name, fact in record["files"].items():
+            found = [path for path in (self.out / name, self.out / _WORK / "final" / name) if path.is_file()]
+            if not found or found[0].stat().st_size != fact["size"]:
+                raise UserError(
+                    f"OUT: {self.out / name} is not what this job wrote, which had {fact['size']:,} bytes.",
+                    hint="Remove the folder to make it again.",
+                )
 
-    @property
-    def moving(self) -> bool:
-        """Whether all is made, and only the last renames are missing."""
-        return (self.out / _WORK / "final").is_dir()
+
+def _said(side: object) -> str:
+    return "nothing" if side is ABSENT else json.dumps(side)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +208,9 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, resum
     made, inspected = entries["quantize"], entries.get("inspect")
     proofs = [entry.path / name for entry, name in ((inspected, INSPECTION), (made, ERRORS)) if entry is not None]
     evidence = {path.name: read_json(path) for path in proofs if path.is_file()}
-    files = {
-        name.removeprefix(f"{CHECKPOINT}/"): fact
-        for name, fact in made.record.files.items()
-        if name.startswith(f"{CHECKPOINT}/")
-    }
+    prefix = f"{CHECKPOINT}/"
+    written = made.record.files.items()
+    files = {name.removeprefix(prefix): fact for name, fact in written if name.startswith(prefix)}
     facts = {
         "source_bytes": expected.prediction.source,
         "bytes": sum(fact.size for name, fact in files.items() if name.endswith(".safetensors")),
@@ -231,31 +252,3 @@ def _worst(evidence: Mapping[str, Any]) -> dict[str, Any] | None:
         errors = [(error["sqnr_db"], module) for module, error in evidence.get(ERRORS, {}).items()]
     found = [(sqnr, module) for sqnr, module in errors if sqnr is not None]
     return {"module": min(found)[1], "sqnr_db": min(found)[0]} if found else None
-
-
-def _require_same(out: Path, record: Mapping[str, Any], payload: Mapping[str, Any]) -> None:
-    """Refuse a folder that another job filled, or whose files are not those that it wrote."""
-    if record["fingerprint"] != fingerprint(payload):
-        changes = [_sentence(change) for change in difference(record["payload"], json.loads(json.dumps(payload)))]
-        more = [f"… {len(changes) - 6} more"] if len(changes) > 6 else []
-        raise UserError(
-            f"OUT: found the checkpoint of another job in {out}:\n    " + "\n    ".join([*changes[:6], *more]),
-            hint="Two jobs are never mixed: choose another folder, or remove this one.",
-        )
-    for name, fact in record["files"].items():
-        path = next((path for path in (out / name, out / _WORK / "final" / name) if path.is_file()), out / name)
-        if not path.is_file() or path.stat().st_size != fact["size"]:
-            raise UserError(
-                f"OUT: {path} is not what this job wrote, which had {fact['size']:,} bytes.",
-                hint="Remove the folder to make it again.",
-            )
-
-
-def _sentence(change: Change) -> str:
-    """What differs, as ``quantize.settings.scheme: "fp8" there, "mxfp4" now``; files of the source by their names."""
-    _, is_file, name = change.path.partition("$.source.settings.files")
-    if is_file:
-        what = "is new" if change.old is ABSENT else "is gone" if change.new is ABSENT else "changed since"
-        return f"the source's {name.strip('.[]').strip(chr(34))} {what}"
-    old, new = ("nothing" if side is ABSENT else json.dumps(side) for side in (change.old, change.new))
-    return f"{change.path.removeprefix('$.')}: {old} there, {new} now"

@@ -29,7 +29,7 @@ from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, Trial, default_
 from pipeline.serving.tuning.subject import STAGE, TUNED_FILE, Subject, machine_facts, planner
 from pipeline.serving.tuning.sweep import Sweep, planned, run_sweep
 from pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, Trials, first_pass
-from pipeline.stages.launching.request import ServedModel, fetched, find_model, target_for
+from pipeline.stages.launch import ServedModel, fetched, find_model, target_for
 from pipeline.store.disk import disk_errors
 from pipeline.store.locks import Lock
 from pipeline.store.runs import RunLog

@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from pipeline.stages.cost.forecast import Machine, machine_here
+from pipeline.stages.cost import Machine, machine_here
 from tests.bench import figures
 from tests.bench.contenders import BATCH, CASES, CONTENDERS, Task, absent, how
 from tests.bench.model import SHAPES, describe, into_page_cache, write_model
@@ -114,8 +114,7 @@ def predict(task: Task, source: Path, machine: Machine) -> dict[str, float]:
     from pipeline.quantize.formats.layout import Choice
     from pipeline.quantize.model.structure import read_structure
     from pipeline.recipe.schema import Calibration
-    from pipeline.stages.cost.forecast import calibrate_cost, quantize_cost
-    from pipeline.stages.cost.volume import calibrate_volume, quantize_volume
+    from pipeline.stages.cost import calibrate_cost, calibrate_volume, quantize_cost, quantize_volume
 
     checkpoint = open_checkpoint(source)
     structure = read_structure(source, checkpoint.tensors)

@@ -137,18 +137,18 @@ def change_a_weight(folder: Path) -> str:
     data[-1] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # a clock that was put back
-    return f"the source's {path.name} changed since"
+    return f'files["{path.name}"]: "{status.st_size} bytes'
 
 
 def change_the_configuration(folder: Path) -> str:
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    return "the source's config.json changed since"
+    return 'files["config.json"]: "'
 
 
 def add_a_file(folder: Path) -> str:
     (folder / "extra.txt").write_text("new")
-    return "the source's extra.txt is new"
+    return 'files["extra.txt"]: nothing there'
 
 
 def interrupted(*_: object) -> None:

@@ -17,11 +17,10 @@ from pipeline.publish import manifest as manifests
 from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
 from pipeline.publish.release import MANIFEST, SIGNATURE
 from pipeline.publish.signing import PASSPHRASE, verified
-from pipeline.stages.package import release
+from pipeline.stages.package import SignStage, release
 from pipeline.stages.planning import build_plan
 from pipeline.stages.preflight import require_means
 from pipeline.stages.session import open_setting
-from pipeline.stages.sign import SignStage
 from pipeline.stages.stage import Job, Output, Setting
 from pipeline.store.entries import Entry
 from tests.signing import WORD, rsa_key, write_key

@@ -14,7 +14,7 @@ from pipeline.quantize.formats.checkpoint import Checkpoint
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.model.structure import Structure, imagine
 from pipeline.recipe.schema import Calibration
-from pipeline.stages.cost.volume import CalibrateVolume, QuantizeVolume, calibrate_volume, quantize_volume
+from pipeline.stages.cost import CalibrateVolume, QuantizeVolume, calibrate_volume, quantize_volume
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 MODELS = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.quantize.engines.stream.kernels import KERNELS
-from pipeline.stages.cost.rates import known, rates_for
-from pipeline.stages.cost.volume import CARRIED
+from pipeline.stages.cost import CARRIED, known, rates_for
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.stages.cost.forecast import Machine, calibrate_cost, quantize_cost
-from pipeline.stages.cost.rates import known
-from pipeline.stages.cost.volume import CalibrateVolume, QuantizeVolume
+from pipeline.stages.cost import CalibrateVolume, Machine, QuantizeVolume, calibrate_cost, known, quantize_cost
 
 Quantized = Callable[[str, str], QuantizeVolume]
 Calibrated = Callable[..., CalibrateVolume]

@@ -11,8 +11,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import PlainReporter
 from pipeline.recipe.load import load_recipe
 from pipeline.serving.planning.target import Target, parse_target, profile
-from pipeline.stages.launching import request as module
-from pipeline.stages.launching.request import (
+from pipeline.stages import launch as module
+from pipeline.stages.launch import (
     Request,
     fetched,
     find_model,
@@ -62,7 +62,7 @@ def test_knobs() -> None:
         "VLLM_ROCM_USE_AITER": False,
         "--dtype": "a=b",
     }
-    with pytest.raises(UserError, match="did you mean '--max-num-seqs'"):
+    with pytest.raises(UserError, match='did you mean "--max-num-seqs"'):
         overrides_of(["max-num-seq=1"])
 
 
@@ -70,8 +70,8 @@ def test_speculation() -> None:
     assert speculation_of("ngram:4").model_dump() == {"method": "ngram", "model": None, "tokens": 4}
     assert speculation_of("mtp").tokens == 2
     assert speculation_of("eagle3:C:/odd:1").model == "C:/odd"
-    with pytest.raises(UserError, match="--speculative: dtype"):
-        speculation_of('{"method": "eagle3", "dtype": "float16"}')
+    with pytest.raises(UserError, match="--speculative: found 'eagle3:/draft:many', expected METHOD"):
+        speculation_of("eagle3:/draft:many")
 
 
 def test_versions_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

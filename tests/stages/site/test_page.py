@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.stages.site.build import build
-from pipeline.stages.site.page import _dates
+from pipeline.stages.site import build
 from pipeline.store.tree import Store
 from tests.checkpoints import GOOD, SMALL, run
 from tests.pages import visit
@@ -72,11 +71,6 @@ def test_every_link_leads_to_a_file_or_a_place_on_the_page(browser: Any, site: P
             assert browser.find_element("id", anchor).is_displayed()
         else:
             assert "ERR_" not in browser.page_source
-
-
-def test_runs_of_one_day_are_told_apart_by_the_hour() -> None:
-    started = ["2026-11-20T08:00:00.000Z", "2026-11-21T09:05:00.000Z", "2026-11-21T23:59:59.000Z"]
-    assert _dates(started) == ["2026-11-20", "2026-11-21", "23:59 UTC"]
 
 
 def test_what_runs_and_reports_say_is_escaped(site: Path) -> None:

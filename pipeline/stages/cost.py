@@ -7,21 +7,27 @@ hashing, and the kernels where no GPU computes), the device, the link to it, and
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cache
+from importlib import resources
+from math import prod
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal
+
+import yaml
 
 from calibration.errors import CalibrationError
-from calibration.room import decide
+from calibration.room import Mode, Need, decide, forward_bytes
 from pipeline.quantize.device import device_memory, resolve_devices
-from pipeline.quantize.engines.stream.plan import plan_shards
+from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
 from pipeline.quantize.formats.checkpoint import Checkpoint
 from pipeline.quantize.model.select import select
 from pipeline.quantize.model.structure import Structure
-from pipeline.recipe.schema import Recipe
-from pipeline.stages.cost.rates import Origin, Rates, rates_of
-from pipeline.stages.cost.volume import CalibrateVolume, QuantizeVolume, calibrate_volume, quantize_volume
+from pipeline.recipe.schema import Calibration, Recipe
 from pipeline.stages.quantize import needs_ranges
 
 
@@ -204,3 +210,175 @@ def _mode(volume: CalibrateVolume, machine: Machine) -> str:
         return decide(volume.mode, volume.need, ["it"], {"it": machine.device_memory}, None).mode
     except CalibrationError:  # fits in neither way, which a run says before it starts
         return "layer"
+
+
+Origin = Literal["table", "borrowed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes or operations a second, of all cores together; sizes in bytes.
+
+    ``read``: from the page cache into memory. ``disk``: from the disk. ``write``: into the page cache. ``sync``: from
+    there to the disk. ``hash``: SHA-256 of one thread, because a file's bytes are hashed one after the other. ``load``:
+    from a mapped file to the device, by one thread. ``kernels``: bytes of 16-bit weight, by kernel. ``link``: between
+    memory and device, one way while the other is busy too; None where they are one. ``flops``: operations of bfloat16
+    products on the device. ``scores``: attention weights through a softmax there. ``resident``: memory of an
+    interpreter that has imported what the stages need.
+    """
+
+    machine: str
+    device_kind: str
+    read: float
+    disk: float
+    write: float
+    sync: float
+    hash: float
+    load: float
+    kernels: Mapping[str, float]
+    link: float | None
+    flops: float
+    scores: float
+    resident: int
+
+    def kernel(self, name: str) -> float:
+        """The rate of a kernel; the slowest that is known, for one that nobody has measured."""
+        return self.kernels.get(name) or min(self.kernels.values())
+
+
+def rates_of(device: str) -> tuple[Rates, Origin]:
+    """The rates of this machine with a device of PyTorch ("cpu", "cuda:0"), or of one with a like device."""
+    import torch
+
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
+    return rates_for(name, len(os.sched_getaffinity(0)))
+
+
+def rates_for(device: str, cores: int) -> tuple[Rates, Origin]:
+    """The row of a device by its name ("cpu", "NVIDIA H100 80GB HBM3"), else that of a machine with a like device."""
+    for row in _document().values():
+        when = row["when"]
+        if str(when["device"]) in device and when.get("cores", cores) == cores:
+            return _rates(row), "table"
+    return known("two-cores" if device == "cpu" else "h100"), "borrowed"
+
+
+def known(name: str) -> Rates:
+    """A row of the table."""
+    return _rates(_document()[name])
+
+
+def _rates(row: Mapping[str, Any]) -> Rates:
+    return Rates(machine=row["machine"], **row["rates"])
+
+
+@cache
+def _document() -> Mapping[str, Any]:
+    text = resources.files("pipeline.stages").joinpath("machines.yaml").read_text(encoding="utf-8")
+    return MappingProxyType(yaml.safe_load(text))
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_FILE = 5_000_000_000  # bytes
+CARRIED = "carried"
+"""Stands for a kernel where numbers stay what they are, and only their largest is taken: it must be finite."""
+_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")  # as DeepSeek, Mixtral and Qwen call it
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeVolume:
+    """Bytes read, ``distinct`` without what is read twice, and bytes written; in so many ``files``, the ``largest`` of
+    which has so many bytes.
+
+    ``kernels`` are the bytes of 16-bit weight that each kernel computes; `CARRIED` are those that are only looked at.
+    """
+
+    read: int
+    distinct: int
+    written: int
+    files: int
+    largest: int
+    kernels: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateVolume:
+    """What one pass over the calibration set takes.
+
+    ``need`` are the bytes on a device, ``flops`` the operations of all matrix products, ``scores`` the attention
+    weights that are computed. ``states`` are the bytes of the whole set's hidden states, which layer mode keeps, in
+    ``memory`` bytes of the host's where the recipe says so. ``mode`` is what the recipe asks for.
+    """
+
+    need: Need
+    flops: float
+    scores: float
+    states: int
+    mode: Mode
+    memory: int | None
+
+
+def quantize_volume(plans: Iterable[ShardPlan]) -> QuantizeVolume:
+    """Count the planned files of a checkpoint.
+
+    A weight whose scale needs the largest of the whole is read twice. A model that is only imagined is one file; the
+    Hub's are cut at 5 GB.
+    """
+    plans = tuple(plans)
+    kernels: Counter[str] = Counter()
+    for plan in plans:
+        for step in plan.steps:
+            kernels[step.kernel or CARRIED] += 2 * prod(step.origin.shape)
+    scanned = {origin for plan in plans for step in plan.steps for origin in step.group}
+    written = sum(plan.nbytes for plan in plans)
+    files = max(len(plans), -(-written // _FILE))
+    distinct = sum(plan.read_bytes for plan in plans)
+    return QuantizeVolume(
+        read=distinct + sum(origin.nbytes for origin in scanned),
+        distinct=distinct,
+        written=written,
+        files=files,
+        largest=min(max(plan.nbytes for plan in plans), _FILE) if files > len(plans) else max(p.nbytes for p in plans),
+        kernels=dict(kernels),
+    )
+
+
+def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Calibration) -> CalibrateVolume:
+    """Count a forward over the whole calibration set, without the output head.
+
+    A product of [t, i] and [i, o] takes 2 t i o operations. Eager attention computes all L x L scores of a head, with
+    4 D operations each for a head of D elements, in the product with the keys and that with the values. An expert gets
+    every token once, besides those that the router sends, unless the recipe asks for the router's only.
+    """
+    text: Mapping[str, Any] = source.config.get("text_config") or source.config
+    tokens, length = calibration.samples * calibration.sequence_length, calibration.sequence_length
+    share = routed_share(text) + (1.0 if calibration.experts == "all" else 0.0)
+    products = sum(
+        (share if _EXPERT.search(name) else 1.0) * rows * columns for name, (rows, columns) in structure.linear.items()
+    )
+    heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+    scores = float(tokens * length * heads * len(structure.attention))
+    width = int(text.get("head_dim") or hidden // heads)
+    layers: Counter[str] = Counter()
+    for name, (_, info) in source.tensors.items():
+        if found := _LAYER.search(name):
+            layers[found.group(1)] += info.nbytes
+    body = sum(info.nbytes for name, (_, info) in source.tensors.items() if "lm_head." not in name)
+    batch = min(calibration.batch_size, calibration.samples)
+    forward = forward_bytes(SimpleNamespace(**text), batch, length)
+    return CalibrateVolume(
+        need=Need(weights=body, layer=max(layers.values(), default=body), forward=forward),
+        flops=2.0 * tokens * products + 4.0 * scores * width,
+        scores=scores,
+        states=2 * tokens * hidden,
+        mode=calibration.mode,
+        memory=None if calibration.activation_memory is None else int(calibration.activation_memory * 1e9),
+    )
+
+
+def routed_share(config: Mapping[str, Any]) -> float:
+    """The share of a mixture's experts that a token passes through; 1 for a dense model."""
+    total = next((int(config[key]) for key in _COUNTS if config.get(key)), 0)
+    chosen = int(config.get("num_experts_per_tok") or 0)
+    return chosen / total if total and chosen else 1.0

@@ -1,4 +1,4 @@
-"""What is to be served, where, for which load: everything that a launch plan is a function of, as a person names it.
+"""What is to be served, where, for which load, as a person names it; and servers that run until somebody says stop.
 
     found = find_model("meta-llama/Llama-3.1-8B-Instruct@main", store=Path("store"))
     request = Request(found, target, profile, version="0.33.0")
@@ -9,7 +9,8 @@
     >>> speculation_of("eagle3:/models/draft:2")
     Speculative(method='eagle3', model='/models/draft', tokens=2)
 
-Only small files are read; `fetched` brings the weights of a repository.
+Only small files are read; `fetched` brings the weights of a repository. Ctrl-C, SIGTERM and SIGHUP are one order: what
+`serve` started ends with it, whatever else happens.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+import click
 
 from eval import workloads
 from eval.errors import DefinitionError
-from pipeline.base.errors import UserError, nearest
+from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.progress import Progress
 from pipeline.publish.places import published_folder, serving_name
 from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
@@ -41,14 +46,18 @@ from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.launch_request import KvDtype
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
+from pipeline.serving.running.log import broken_promises, checkpoint_quantization
 from pipeline.stages.source import config_folder, fetch, identify
 from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
 
+if TYPE_CHECKING:
+    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
+    from pipeline.serving.running.server import Server
+
+
 _REPO = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\S+))?")
 _VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?([.+a-z]\S*)?")
-#: vLLM's own words for the fields of a recipe.
-_VLLM_KEYS = {"num_speculative_tokens": "tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +87,19 @@ def find_model(
     ``baseline`` takes the 16-bit model of a recipe. ``config`` is a folder with a config.json that stands in for a
     recipe's source where there is no network.
     """
-    path = Path(text)
-    if path.is_dir():
-        if baseline:
-            raise UserError(f"--baseline: {text} is a folder, expected a recipe")
-        return _folder(path)
-    if text.endswith((".yaml", ".yml")) or text in recipe_names():
+    if text.endswith((".yaml", ".yml")) or (text in recipe_names() and not Path(text).is_dir()):
         return _of_recipe(load_recipe(text), text, store, baseline=baseline, config=config, vllm=vllm)
+    if baseline:
+        raise UserError(f"--baseline: found {text}, expected a recipe")
+    if Path(text).is_dir():
+        return _folder(Path(text))
     found = _REPO.fullmatch(text)
     if found is None:
-        near = nearest(text, recipe_names())
         raise UserError(
             f"MODEL: found {text!r}, expected a folder with a model, org/name[@revision] of the Hub, or a recipe"
-            + (f" (did you mean {near!r}?)" if near else "")
+            f"{did_you_mean(text, recipe_names())}"
         )
-    if baseline:
-        raise UserError(f"--baseline: {text} is a repository, expected a recipe")
-    section = SourceSection(repo=found["repo"], revision=found["revision"] or "main")
-    return _repository(identify(section, None, store))
+    return _repository(identify(SourceSection(repo=found["repo"], revision=found["revision"] or "main"), None, store))
 
 
 def fetched(found: ServedModel, *, with_code: bool, progress: Progress) -> ServedModel:
@@ -244,25 +248,16 @@ def profile_for(
 
     A workload brings its largest concurrency, a recipe also its longest request. Numbers that are given go first.
     """
-    if text is None and recipe is None:
-        return profile("throughput", concurrency=concurrency, max_model_len=max_model_len)
     length = max_model_len if recipe is None else max_model_len or recipe.target.max_model_len
+    if text is None and recipe is None:
+        text = "throughput"
     if text in profiles():
         return profile(str(text), concurrency=concurrency, max_model_len=length)
-    name = text if text is not None else recipe.target.workload if recipe is not None else ""
-    if text is not None and text not in workloads.names() and not workloads.is_path(text):
-        known = dict.fromkeys((*profiles(), *workloads.names()))
-        near = nearest(text, known)
-        raise UserError(
-            f"--workload: found {text!r}, expected one of {', '.join(known)}"
-            + (f" (did you mean {near!r}?)" if near else "")
-        )
     try:
-        load = workloads.load(name)
+        load = workloads.load(text or (recipe.target.workload if recipe is not None else ""))
     except DefinitionError as error:
-        raise UserError(str(error)) from error
-    most = load.in_flight
-    chosen = load.profile
+        raise UserError(f"--workload: {error}") from error
+    most, chosen = load.in_flight, load.profile
     if recipe is not None and text is None:
         chosen = recipe.serve.profile or chosen
         most = max(most, recipe.evaluation.concurrency)
@@ -277,44 +272,23 @@ def overrides_of(texts: Iterable[str]) -> dict[str, str | bool]:
     found: dict[str, str | bool] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        found[knob_name(name, "--set")] = True if not equals or value == "true" else value != "false" and value
+        flag = f"--{name.replace('_', '-')}"
+        knob = next((spelling for spelling in (name, flag) if spelling in table()), None)
+        if knob is None:
+            near = did_you_mean(name, table()) or did_you_mean(flag, table())
+            raise UserError(f"--set: found {name!r}, which is no knob of the table{near}")
+        found[knob] = True if not equals or value == "true" else value != "false" and value
     return found
 
 
-def knob_name(name: str, where: str) -> str:
-    """The table's spelling of a knob. Raises `UserError` for one that it does not have."""
-    for spelling in (name, f"--{name.replace('_', '-')}"):
-        if spelling in table():
-            return spelling
-    near = nearest(name, table()) or nearest(f"--{name}", table())
-    raise UserError(
-        f"{where}: found {name!r}, which is no knob of the table" + (f" (did you mean {near!r}?)" if near else "")
-    )
-
-
 def speculation_of(text: str) -> Speculative:
-    """``METHOD[:MODEL]:TOKENS``, or vLLM's JSON object. Raises `UserError`."""
-    if text.startswith("{"):
-        try:
-            given = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"--speculative: found {text!r}, expected a JSON object ({error})") from None
-        data: Mapping[str, Any] = {_VLLM_KEYS.get(name, name): value for name, value in given.items()}
-    else:
-        method, *model, tokens = text.split(":") if ":" in text else (text, "2")
-        data = {
-            "method": method,
-            "model": ":".join(model) or None,
-            "tokens": int(tokens) if tokens.isdigit() else tokens,
-        }
+    """``METHOD[:MODEL]:TOKENS``. Raises `UserError`."""
+    method, *model, tokens = text.split(":") if ":" in text else (text, "2")
     try:
-        return Speculative.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        return Speculative(method=method, model=":".join(model) or None, tokens=int(tokens))
+    except ValueError:  # ValidationError is one
         raise UserError(
-            f"--speculative: {field}: {first['msg'].lower()}",
-            hint="METHOD[:MODEL]:TOKENS, such as eagle3:/models/draft:2",
+            f"--speculative: found {text!r}, expected METHOD[:MODEL]:TOKENS, such as eagle3:/models/draft:2"
         ) from None
 
 
@@ -323,3 +297,133 @@ def version_of(text: str | None) -> str | None:
     if text is None or Path(text).exists() or not _VERSION.fullmatch(text):
         return None
     return text.removeprefix("v")
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """Who starts the servers: ``kind`` is local, docker or endpoint."""
+
+    kind: str
+    logs: Path
+    startup_timeout: float
+    image: str | None = None
+    endpoint: str | None = None
+    api_key_variable: str | None = None
+    node_rank: int = 0
+
+
+def serve(request: Request, how: How) -> int:
+    """Serve until somebody asks for the end, which is exit code 0; 130 where that was before a server answered.
+
+    Raises `ServingError` where a server does not start or dies, with the cause that its log names.
+    """
+    from rich.console import Console
+
+    from pipeline.base.progress import PlainReporter, RichReporter
+
+    plan, processes = request.plan()
+    terminal = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
+    reporter = PlainReporter() if terminal is None else RichReporter(terminal)
+    launcher = _launcher(request, plan, how)
+    if how.kind != "endpoint":
+        for line in _unready(request, plan):
+            reporter.warn(line)
+    folder = how.logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
+    text = f"starting {plan.served_model_name}: weights, graphs, KV cache"
+    answered = False
+    try:
+        with stoppable(), ExitStack() as stack:
+            with nullcontext() if terminal is None else terminal.status(text):
+                running = stack.enter_context(
+                    launcher.deploy(plan, processes, folder, startup_timeout=how.startup_timeout, say=reporter.say)
+                )
+            answered = True
+            for line in _report(plan, running.servers, folder):
+                click.echo(line)
+            running.watch()
+    except StoppedError:
+        click.echo("stopped" if answered else "stopped before it answered", err=not answered)
+    return 0 if answered else 130
+
+
+def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator[str]:
+    """What there is to know of servers that answer, what became of the plan's promises, and how one is asked.
+
+    A node that only joins has no server; of one that somebody else started there is no log here.
+    """
+    quantization = checkpoint_quantization(Path(plan.model))
+    for server in servers:
+        yield f"serving     {server.model_name} at {server.base_url}, ready after {server.started_seconds:.0f} s"
+        if server.log_path is None:
+            yield f"vllm        {server.version()}"
+            continue
+        scan = server.scan_log()
+        version = scan.vllm_version or server.version()
+        yield f"vllm        {version}" + (f", attention {scan.attention_backend}" if scan.attention_backend else "")
+        if scan.kernels:
+            yield f"kernels     {', '.join(scan.kernels)}"
+        if scan.kv_tokens is not None:
+            many = (
+                f", {scan.concurrency:,.1f} requests of full length at a time" if scan.concurrency is not None else ""
+            )
+            yield f"KV cache    {scan.kv_tokens:,} tokens{many}"
+        for finding in (*scan.findings, *broken_promises(plan, scan, quantization=quantization)):
+            yield f"{'fault' if finding.level == 'invalid' else 'caution':<11} {finding.why}"
+            yield f"{'':<11}   {finding.line}"
+    if servers:
+        body = json.dumps({"model": servers[0].model_name, "prompt": "Hello", "max_tokens": 16})
+        url = f"{servers[0].base_url}/v1/completions"
+        yield f"try         {shlex.join(['curl', '-s', url, '-H', 'Content-Type: application/json', '-d', body])}"
+    else:
+        yield "joined      the head of this launch serves"
+    yield f"stop        Ctrl-C; logs in {logs}"
+
+
+def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
+    """What the machine lacks for the plan, as `quantmint doctor` finds it."""
+    from pipeline.base.machine import Machine
+    from pipeline.serving.host.checks import preflight
+    from pipeline.serving.host.subject import wanted_by
+
+    vllm = None if request.environment is None else request.environment.executable
+    for finding in preflight(plan, Machine(), vllm=vllm, wanted=wanted_by(request.model.facts)):
+        if finding.status in ("warn", "fail"):
+            yield f"{finding.name}: found {finding.found}, expected {finding.expected}; {finding.fix}"
+
+
+def _launcher(request: Request, plan: LaunchPlan, how: How) -> LocalLauncher | DockerLauncher | EndpointLauncher:
+    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
+
+    if how.kind == "endpoint":
+        if how.endpoint is None:
+            raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
+        return EndpointLauncher(how.endpoint, api_key_variable=how.api_key_variable)
+    nodes = plan.layout.nodes
+    if nodes > 1 and len(request.hosts) < nodes:
+        raise UserError(f"--host-ip: found {len(request.hosts)} addresses, expected {nodes}, one for each node")
+    if how.kind == "docker":
+        return DockerLauncher(how.image, node_rank=how.node_rank)
+    assert request.environment is not None  # noqa: S101 - looked for before anything else
+    return LocalLauncher(request.environment.executable, node_rank=how.node_rank)
+
+
+class StoppedError(BaseException):
+    """Somebody asked for the end; no `Exception`, so that nothing on the way takes it for a fault."""
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Raise `StoppedError` at the first Ctrl-C, SIGTERM or SIGHUP; later ones do not disturb the end."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def order(_number: int, _frame: object) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise StoppedError
+
+    before = {number: signal.signal(number, order) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

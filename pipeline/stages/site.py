@@ -1,0 +1,309 @@
+"""A static index of all runs: what each recipe came to, how that moved from run to run, and the reports themselves.
+
+    site/index.html                    the index: it loads nothing and runs no script; its style sheet filters
+    site/index.json                    its rows: what an earlier run came to stays, also when the store forgets it
+    site/reports/<digest>/             each report once, named by the digest of its files
+
+Only what is new is read and copied. Reports come first and the index last, and what neither the site nor the store has
+is not linked: a reader finds the old file or the new one, and a link never leads nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from eval.accuracy import margin_in_units
+from eval.comparison.model import Contender, read
+from eval.errors import MeasurementError
+from eval.records import Record
+from eval.report.numbers import signed, unit_of
+from eval.report.page import environment
+from eval.report.plots import Grid, colour, drawn, inline, panels, plain_ticks, shorten, title
+from eval.verdict import Verdict
+from pipeline.base.errors import UserError
+from pipeline.stages.finished import of_run
+from pipeline.stages.report import DATA, PAGE
+from pipeline.store.disk import disk_errors, write_atomic
+from pipeline.store.locks import Lock
+from pipeline.store.runs import Run, list_runs
+from pipeline.store.tree import Store
+
+NO_VERDICT = "NO VERDICT"
+UNFINISHED = "UNFINISHED"
+BROKEN = "BROKEN"
+PAGE_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Task(Record):
+    """One gated task of a run: the difference with its two-sided interval as in `eval.accuracy`, and its margin."""
+
+    task: str
+    kind: str
+    difference: float
+    low: float
+    high: float
+    margin: float
+    verdict: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Speed(Record):
+    """The cell with the least ratio of output tokens per second, with its interval."""
+
+    cell: str
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Judged(Record):
+    """What a report says of its checkpoint; `page` is the copied report's folder, named by the digest of its files."""
+
+    page: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{PAGE_DIGITS}}}$")]
+    model: str
+    baseline: str
+    scheme: str
+    hardware: str
+    device: str
+    runtime: str
+    size_ratio: float
+    tasks: tuple[Task, ...]
+    speed: Speed | None
+
+    @property
+    def worst(self) -> Task | None:
+        """The task that used up most of its margin."""
+        return min(self.tasks, key=lambda t: t.difference / margin_in_units(t.kind, t.margin), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Record):
+    """A run: `status` is a verdict, NO VERDICT (it was not to go so far), BROKEN or UNFINISHED; `reasons` say why."""
+
+    run: str
+    recipe: str
+    started: str
+    finished: str | None
+    status: str
+    reasons: tuple[str, ...]
+    judged: Judged | None
+
+
+def row_of(run: Run, store: Store) -> tuple[Row, Path | None]:
+    """A run's row, and the folder that its report is copied from (None: it has no report, or it is gone)."""
+    entry = of_run(run, store)
+    judged, status, reasons = None, run.verdict or NO_VERDICT, list(_reasons(run))
+    if run.finished is None:
+        status = UNFINISHED
+    elif "error" in run.facts:
+        status = BROKEN
+    if entry is not None:
+        page = entry.digest[:PAGE_DIGITS]
+        try:
+            found = read(entry.file(DATA), None)
+            judged, reasons = judgement(found, page), list(found.gate.reasons)
+        except MeasurementError as error:
+            reasons.append(f"Its report is of another version: {error}")
+    elif run.verdict is not None:
+        reasons.append("Its report is not in the store any more.")
+    row = Row(run.id, run.recipe, run.started, run.finished, status, tuple(reasons), judged)
+    return row, None if entry is None or judged is None else entry.path
+
+
+def judgement(found: Contender, page: str) -> Judged:
+    """What the index shows of a report."""
+    gate = found.gate
+    tasks = []
+    for result in gate.accuracy:
+        if (margin := gate.policy.margins.get(result.task)) is not None:
+            verdict = gate.verdict_of("accuracy", result.task)
+            ends = (result.interval_low, result.interval_high)
+            word = None if verdict is None else verdict.value
+            tasks.append(Task(result.task, result.kind, result.difference, *ends, margin, word))
+    cells = [cell for cell in gate.throughput if cell.cell not in found.paced]
+    cell = min(cells, key=lambda cell: cell.ratio, default=None)
+    return Judged(
+        page=page,
+        model=found.model,
+        baseline=found.baseline,
+        scheme=found.scheme,
+        hardware=gate.hardware,
+        device=gate.device,
+        runtime=gate.runtime,
+        size_ratio=found.size_ratio,
+        tasks=tuple(tasks),
+        speed=None if cell is None else Speed(cell.cell, cell.ratio, cell.ratio_low, cell.ratio_high),
+    )
+
+
+def _reasons(run: Run) -> list[str]:
+    if run.finished is None:
+        return ["It still runs, or was killed: the same command goes on from its last finished stage."]
+    if "error" in run.facts:
+        return [str(run.facts["error"])]
+    if run.verdict is None:
+        stages = run.facts.get("stages")
+        last = list(stages)[-1] if isinstance(stages, dict) and stages else "its first stage"
+        return [f"It was only to run up to {last}."]
+    return []
+
+
+STATUSES = (*(verdict.value for verdict in Verdict), NO_VERDICT, BROKEN, UNFINISHED)
+WIDE = 1012
+OPEN = 8
+"""Runs of a recipe that are shown at once; older ones can be opened."""
+
+
+def render(rows: Sequence[Row], at_hand: Collection[str]) -> str:
+    """Render the index of runs, which come newest first; `at_hand` are the folders of reports that can be linked."""
+    made = environment(Path(__file__).parent)
+    made.globals |= {"unit_of": unit_of, "OPEN": OPEN}
+    names = list(dict.fromkeys(row.recipe for row in rows))
+    recipes = [_recipe(name, number, [row for row in rows if row.recipe == name]) for number, name in enumerate(names)]
+    newest = [recipe["runs"][0].status for recipe in recipes]
+    counts = {status: newest.count(status) for status in STATUSES if status in newest}
+    return made.get_template("site.html.j2").render(rows=rows, recipes=recipes, at_hand=at_hand, counts=counts)
+
+
+def _recipe(name: str, number: int, runs: Sequence[Row]) -> dict[str, Any]:
+    """The runs of one recipe, newest first; `latest` is the newest that was judged."""
+    judged = [row for row in runs if row.judged is not None]
+    # A run that found everything in the store has the report of the run before: one point, not two.
+    distinct = list({row.judged.page: row for row in judged if row.judged}.values())[::-1]
+    tasks = any(row.judged and row.judged.tasks for row in distinct)
+    plot = drawn(partial(history, distinct), f"r{number}", wide=WIDE) if len(distinct) > 1 and tasks else None
+    latest = judged[0] if judged else None
+    return {"name": name, "anchor": f"recipe-{number}", "runs": runs, "latest": latest, "plot": plot}
+
+
+def history(rows: Sequence[Row], *, width: int, name: str) -> str:
+    """A panel a task: the change from the baseline with its interval by run, the oldest at the left, and the margin.
+
+    `rows` have a report each. Up is better: the axis of a perplexity is turned round.
+    """
+    tasks = [[] if row.judged is None else row.judged.tasks for row in rows]
+    names = list(dict.fromkeys((task.task, task.kind) for found in tasks for task in found))
+    grid = Grid(width, 1, len(names), 96, left=44, top=26, bottom=26)
+    with panels(width, grid.height, grid.rows, 1) as (drawing, axes):
+        for axis, (task, kind) in zip(grid.place(axes), names, strict=True):
+            unit = unit_of(kind)
+            found = [(at, t) for at, mine in enumerate(tasks) for t in mine if (t.task, t.kind) == (task, kind)]
+            for at, result in found:
+                ink = colour((result.verdict or "muted").lower())
+                axis.plot([at] * 2, unit.span(result.low, result.high), color=ink, linewidth=2, alpha=0.6,
+                          solid_capstyle="butt")  # fmt: skip
+                axis.plot([at], [unit.scale(result.difference)], "o", color=ink, markersize=7,
+                          markeredgecolor=colour("paper"), markeredgewidth=1.2)  # fmt: skip
+            axis.step([at for at, _ in found], [unit.margin(result.margin) for _, result in found], where="mid",
+                      color=colour("fail"), linewidth=1.2, linestyle=(0, (3, 2)))  # fmt: skip
+            axis.axhline(0, color=colour("muted"), linewidth=1)
+            axis.set_xlim(-0.5, len(rows) - 0.5)
+            axis.margins(y=0.12)
+            if unit.perplexity:
+                axis.invert_yaxis()
+            plain_ticks(axis, y=3)
+            axis.grid(axis="y")
+            # Evenly spread, as many as there is room for, the newest among them.
+            places = list(range(len(rows) - 1, -1, -max(1, -(-len(rows) // max(1, width // 100)))))[::-1]
+            axis.set_xticks(places, [rows[at].started[5:16].replace("T", " ") for at in places])
+            words = f"{task}, {'perplexity, %' if unit.perplexity else 'points'}"
+            title(axis, shorten(words, width - 20, 13), left=grid.left)
+        said = [
+            f"{row.started[:16].replace('T', ' ')}: "
+            + ", ".join(f"{t.task} {signed(unit_of(t.kind).scale(t.difference))}" for t in found)
+            for row, found in zip(rows, tasks, strict=True)
+        ]
+        return inline(drawing, name=name, label=f"Change from the baseline by run. {'; '.join(said)}")
+
+
+INDEX, ROWS, REPORTS = "index.html", "index.json", "reports"
+SCHEMA = 1
+_PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a site shows, newest run first, and how many reports were copied just now."""
+
+    rows: tuple[Row, ...]
+    copied: int
+
+
+def build(output: Path, store: Store) -> Built:
+    """Bring the site at `output` up to date with a store; several stores may be gathered into one site in turns.
+
+    Raises `UserError` for a folder that holds something else, `StoreError` where the disk refuses.
+    """
+    known = _known(output)
+    with disk_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
+        with Lock(output / ".lock"):
+            rows, copied = dict(known), 0
+            for run in list_runs(store.root):
+                before = known.get(run.id)
+                if before is not None and _stays(before, output):
+                    continue
+                row, folder = row_of(run, store)
+                if folder is not None and row.judged is not None:
+                    copied += _copy(folder, output / REPORTS / row.judged.page)
+                if before is None or before.judged is None or row.judged is not None:
+                    rows[run.id] = row
+            ordered = tuple(sorted(rows.values(), key=lambda row: row.run, reverse=True))
+            data = {"schema": SCHEMA, "runs": [row.to_json() for row in ordered]}
+            _write(output / ROWS, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+            at_hand = frozenset(path.parent.name for path in (output / REPORTS).glob(f"*/{PAGE}"))
+            _write(output / INDEX, render(ordered, at_hand))
+    return Built(ordered, copied)
+
+
+def _known(output: Path) -> Mapping[str, Row]:
+    """The rows that are there. A folder with other files is refused: somebody's index.html is not written over."""
+    path = output / ROWS
+    if not path.is_file():
+        if output.is_dir() and any(found.name not in (".lock", REPORTS) for found in output.iterdir()):
+            raise UserError(
+                f"--output: found a folder with other files, {output}, expected an empty one or a site",
+                hint="name a folder of its own",
+            )
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Row.from_json(row) for row in data["runs"]]
+    except (MeasurementError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}", hint="without it, it is made anew from the store") from None
+    return {row.run: row for row in rows}
+
+
+def _stays(row: Row, output: Path) -> bool:
+    """Whether nothing about the row can be new: the run has ended, and its report, if it has one, is here."""
+    if row.status == UNFINISHED:
+        return False
+    return row.judged is None or (output / REPORTS / row.judged.page / PAGE).is_file()
+
+
+def _copy(source: Path, target: Path) -> int:
+    """Copy a report's page and data; its name is its digest, so what is there is never other bytes."""
+    if target.is_dir():
+        return 0
+    partial = target.with_name(target.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name in (PAGE, DATA):
+        shutil.copyfile(source / name, partial / name)
+    partial.rename(target)
+    return 1
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        write_atomic(path, text.encode(), temporary=path.with_name(path.name + _PARTIAL))

@@ -1,0 +1,269 @@
+"""Figures of a finished run in MLflow, beside the report: logged once for each report.
+
+All is read from `report.json`, so that last month's run logs as one of now does: parameters are the recipe, flattened;
+metrics the gate's figures; tags what one searches by. A recipe holds no secret: what is none has no place in it. A run
+that was begun and not finished, because the server went away, is gone on with: what it holds by then is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from eval.comparison.model import Contender, from_report
+from eval.errors import MeasurementError
+from eval.gate import GateReport
+from pipeline.base.errors import QuantmintError, UserError, first_line
+from pipeline.stages.finished import Finished, of_entry
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+    from pipeline.stages.stage import Setting
+    from pipeline.store.entries import Entry
+
+FINGERPRINT = "quantmint.fingerprint"
+"""Tag that tells whether a run is there already: the SHA-256 of its report.json, wherever that lies."""
+LONGEST_PARAM, LONGEST_TAG, LONGEST_KEY = 6000, 5000, 250  # characters that every MLflow of the last years takes
+
+_LATENCIES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99")
+_QUIET: Mapping[str, str] = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # seven, which is the default, keep a finished run waiting for minutes
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # standard output is ours: one JSON object, or what we say
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+_BATCH = 100  # parameters or tags in one request
+
+
+class TrackingError(UserError):
+    """The figures were not logged; the run that they are of is not affected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One run of a tracker. `artifacts` are files, logged under their names."""
+
+    name: str
+    fingerprint: str
+    params: Mapping[str, str]
+    metrics: Mapping[str, float]
+    tags: Mapping[str, str]
+    artifacts: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """Where a run was logged; `new` is false where it had been before."""
+
+    run_id: str
+    experiment: str
+    new: bool
+
+
+def content_of(finished: Finished) -> Content:
+    """Read what is to be logged; raises `UserError` where the report is none of this version."""
+    try:
+        raw = finished.report.read_bytes()
+        report = json.loads(raw)
+        found = from_report(report, finished.report)
+        recipe = yaml.safe_load(report["recipe"])
+        if not isinstance(recipe, dict):
+            raise MeasurementError(f"{finished.report}: its recipe is no mapping")
+    except (OSError, MeasurementError, KeyError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"cannot be logged: {error}") from None
+    fingerprint = hashlib.sha256(raw).hexdigest()
+    files = (finished.page, finished.report, finished.gate, finished.junit)
+    return Content(
+        name=found.name,
+        fingerprint=fingerprint,
+        params=params(recipe),
+        metrics=metrics(found),
+        tags={FINGERPRINT: fingerprint, **tags(found)},
+        artifacts=tuple(path for path in files if path is not None),
+    )
+
+
+def params(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """The recipe with dotted keys; where it is logged is left out."""
+    kept = {name: value for name, value in recipe.items() if name != "tracking"}
+    return {_key(name): _short(value, LONGEST_PARAM) for name, value in _flat(kept, "")}
+
+
+def metrics(found: Contender) -> dict[str, float]:
+    """Every figure of the gate, by task, cell and kind; what is no finite number is left out."""
+    figures = _metrics(found, found.gate)
+    return {_key(name): float(value) for name, value in figures if value is not None and math.isfinite(value)}
+
+
+def tags(found: Contender) -> dict[str, str]:
+    """What one searches by, and a note with the verdict's reasons."""
+    gate = found.gate
+    named = {
+        "verdict": gate.verdict.value,
+        "recipe": found.name,
+        "model": found.model,
+        "baseline": found.baseline,
+        "scheme": found.scheme,
+        "hardware": gate.hardware,
+        "device": gate.device,
+        "runtime": gate.runtime,
+        "artefact": gate.artefact,
+        "created": found.created,
+    }
+    note = "\n".join([f"**{gate.verdict.value}**", "", *(f"- {reason}" for reason in gate.reasons)])
+    kept = {f"quantmint.{name}": _short(value, LONGEST_TAG) for name, value in named.items()}
+    return {**kept, "mlflow.note.content": _short(note, LONGEST_TAG)}
+
+
+def _metrics(found: Contender, gate: GateReport) -> Iterator[tuple[str, float | None]]:
+    yield "size/bytes", found.size[1]
+    yield "size/ratio", found.size_ratio
+    for result in gate.accuracy:
+        at = f"accuracy/{result.task}"
+        for field in (
+            "baseline", "candidate", "difference", "lower", "upper", "interval_low", "interval_high",
+            "recovery", "recovery_low", "recovery_high", "flip_rate", "items",
+        ):  # fmt: skip
+            yield f"{at}/{field}", getattr(result, field)
+        yield f"{at}/margin", gate.policy.margins.get(result.task)
+    for cell in gate.throughput:
+        at = f"throughput/{cell.cell}"
+        for field in ("ratio", "baseline", "candidate"):
+            yield f"{at}/{field}", getattr(cell, field)
+        for field in ("ratio_low", "ratio_high", "p_faster"):  # of one launch there is no interval, and no test
+            yield f"{at}/{field}", getattr(cell, field) if cell.repeated else None
+        for field in _LATENCIES:
+            before, after = cell.latency.get(field, (None, None))
+            yield f"{at}/{field}_ms", after
+            yield f"{at}/{field}_ms_baseline", before
+    if gate.canary is not None:
+        for field in ("agreement", "agreement_low", "agreement_high", "kl", "kl_low", "kl_high"):
+            yield f"canary/{field}", getattr(gate.canary, field)
+    for task, control in gate.control.items():
+        yield f"control/{task}/flip_rate", control.rate
+    for headline in gate.headlines:
+        yield f"headline/{headline.name}", headline.measured
+
+
+def _flat(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{at}.{name}" if at else str(name))
+    else:
+        yield at, value
+
+
+def _key(name: str) -> str:
+    """A name in the letters that MLflow allows."""
+    return re.sub(r"[^\w\-. :/]", "_", name)[:LONGEST_KEY]
+
+
+def _short(value: Any, longest: int) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= longest else text[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def log(content: Content, uri: str, experiment: str) -> Logged:
+    """Log a finished run, unless this very report is there already.
+
+    Keys are MLflow's own affair: it reads MLFLOW_TRACKING_TOKEN, or ..._USERNAME and ..._PASSWORD. Raises
+    `TrackingError` in one sentence, which never holds a key.
+    """
+    parts = urlsplit(uri)
+    if "@" in parts.netloc:  # it would stand in recipes, histories and messages
+        raise TrackingError(
+            f"found a user or a password in the address of MLflow ({parts.hostname}), expected none",
+            hint="MLflow reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+        )
+    if "://" not in uri and not uri.startswith("databricks"):  # MLflow would take it for a folder
+        raise TrackingError(
+            f"found {uri}, expected the address of an MLflow server", hint=f"with its scheme: http://{uri}"
+        )
+    try:
+        client = _client(uri)
+        found = client.get_experiment_by_name(experiment)
+        where = client.create_experiment(experiment) if found is None else found.experiment_id
+        run = _begun(client, where, content.fingerprint)
+        if run is not None and run.info.status == "FINISHED":
+            return Logged(run.info.run_id, experiment, new=False)
+        if run is None:
+            run = client.create_run(where, run_name=content.name, tags={FINGERPRINT: content.fingerprint})
+        _fill(client, run.info.run_id, content)
+        client.set_terminated(run.info.run_id)
+    except ModuleNotFoundError as error:
+        raise TrackingError(
+            f"logging to MLflow needs {error.name}, which is not installed", hint="pip install 'quantmint[mlflow]'"
+        ) from None
+    except Exception as error:  # whatever a client, a network or a server raises
+        said = first_line(error)
+        for name in ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
+            if secret := os.environ.get(name):
+                said = said.replace(secret, "(hidden)")
+        raise TrackingError(
+            f"nothing, or not all, was logged to MLflow at {uri}: {said[:300]}",
+            hint="the same command goes on, and logs nothing twice",
+        ) from error
+    return Logged(run.info.run_id, experiment, new=True)
+
+
+def log_run(setting: Setting, report: Entry, warn: Callable[[str], None]) -> str | None:
+    """Log a report where the recipe asks for it; returns MLflow's name of the run, None where it was not logged.
+
+    What goes wrong is a warning: the run itself is made and proven.
+    """
+    tracking = setting.recipe.tracking
+    if tracking.mlflow is None:
+        return None
+    try:
+        return log(content_of(of_entry(report, setting.store)), tracking.mlflow, tracking.experiment).run_id
+    except QuantmintError as error:
+        later = f"quantmint track {setting.recipe.name} --mlflow {tracking.mlflow}"
+        warn(f"{error.message}; the run is not affected. To log it later: {later}")
+        return None
+
+
+def _client(uri: str) -> MlflowClient:
+    """MLflow's client, quiet, with our settings where the user has none of their own."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+
+    for name in ("mlflow", "urllib3"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return MlflowClient(tracking_uri=uri)
+
+
+def _begun(client: MlflowClient, experiment: str, fingerprint: str) -> Run | None:
+    runs = client.search_runs([experiment], filter_string=f"tags.`{FINGERPRINT}` = '{fingerprint}'")
+    finished = [run for run in runs if run.info.status == "FINISHED"]
+    return next(iter(finished or runs), None)
+
+
+def _fill(client: MlflowClient, run_id: str, content: Content) -> None:
+    from mlflow.entities import Metric, Param, RunTag
+
+    now = int(time.time() * 1000)
+    listed: list[tuple[str, list[Any]]] = [
+        ("params", [Param(name, value) for name, value in content.params.items()]),
+        ("tags", [RunTag(name, value) for name, value in content.tags.items()]),
+        ("metrics", [Metric(name, value, now, 0) for name, value in content.metrics.items()]),
+    ]
+    for kind, entities in listed:
+        for start in range(0, len(entities), _BATCH):
+            client.log_batch(run_id, **{kind: entities[start : start + _BATCH]})
+    for path in content.artifacts:
+        client.log_artifact(run_id, str(path))

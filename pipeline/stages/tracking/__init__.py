@@ -1,1 +1,0 @@
-"""Figures of a finished run in an experiment tracker, beside the report."""
