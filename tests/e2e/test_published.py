@@ -19,7 +19,8 @@ from tests.publish.conftest import MakeRelease
 from tests.serving.served.cases import PUBLISHED
 from tests.serving.served.proof import prove
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("kernels")]
+# The one real vLLM of the fast tests.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.usefixtures("kernels")]
 
 make_release = publishing.make_release
 REPO = "my-org/tiny-ptpc-fp8kv"

@@ -117,7 +117,7 @@ def test_what_is_multiplied_as_it_is_stored():
 
 
 def test_rules_name_facts_that_exist():
-    document = yaml.safe_load(resources.files("pipeline.serving").joinpath("hardware.yaml").read_text())
+    document = yaml.safe_load(resources.files("pipeline.base").joinpath("hardware.yaml").read_text())
     for rule in document["refusals"] + document["cautions"] + document["native"]:
         assert set(rule["when"]) <= {"hardware", "kind", "arch", "scheme", "kv_cache", "format"}
         assert set(rule["when"].get("arch", [])) <= {"gfx942", "gfx950"}

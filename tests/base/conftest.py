@@ -1,0 +1,7 @@
+"""The project of the stages' tests, for what is told in it."""
+
+from __future__ import annotations
+
+from tests.stages.conftest import orchestra, project, quantmint, setting, with_vllm, write_model
+
+__all__ = ["orchestra", "project", "quantmint", "setting", "with_vllm", "write_model"]
