@@ -29,7 +29,7 @@ SCORES: Final = ".eval_results"
 ATTRIBUTES: Final = ".gitattributes"
 """What the Hub itself adds to a repository: it says which files it keeps outside git."""
 
-# The first that fits any part of a name gives the reason.
+# The first that fits any part of a name gives the reason; what fits none must still be of a kind that is allowed.
 _REASONS: Final = tuple(
     (re.compile(pattern), reason)
     for pattern, reason in (
@@ -37,18 +37,11 @@ _REASONS: Final = tuple(
             r".*\.(bin|pt|pth|ckpt|pkl|pickle|joblib|dill|npy|npz|h5|hdf5|keras|msgpack|mar|nemo|tar|zip)",
             "a pickle, or may hold one, which runs code when it is loaded",
         ),
-        (r".*\.(py[cod]|so(\.\d+)*|dll|dylib|exe|sh|bat|ps1)|__pycache__", "a program"),
         (r".*\.py", "code that readers would have to trust; the recipe does not say `trust_remote_code`"),
-        (r".*\.(log|out|err)(\.\w+)?|nohup\..*|events\.out\.tfevents.*|wandb|mlruns", "a log"),
         (
             r"\.env.*|\.netrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519).*|.*\.(pem|key|p12|pfx|jks|kdbx?|gpg|asc|token)"
             r"|(client_)?(credentials?|secrets?|passwords?|token|service[-_]account)(\.\w+)?|kubeconfig.*",
             "may hold a key, a token or a password",
-        ),
-        (
-            r".*(~|\.(swp|swo|bak|orig|rej|tmp|temp|partial|part|old|incomplete|lock))|#.*#|thumbs\.db|desktop\.ini"
-            r"|\.ds_store",
-            "what an editor or a copy left behind",
         ),
         (r"\..*", "a hidden file"),
     )
@@ -110,24 +103,18 @@ def _reason(name: str, listed: Collection[str] | None, with_code: bool) -> str |
     return None
 
 
-def misnamed(files: Mapping[str, Path], *, root: Path | None = None) -> tuple[str, ...]:
-    """A line for each file that is not what its name says.
+def misnamed(files: Mapping[str, Path]) -> tuple[str, ...]:
+    """A line for each file that is not what its name says; ``files`` are paths by their names in the release.
 
-    ``files`` are paths by their names in the release. ``root`` is a folder that symbolic links may lead to, as those of
-    the Hub's cache do; None refuses every link. Weights are read as far as their header, JSON and text whole.
+    Weights are read as far as their header, JSON and text whole. A symbolic link is none of them.
     """
-    found = ((name, _disguise(name, path, root)) for name, path in files.items())
+    found = ((name, _disguise(name, path)) for name, path in files.items())
     return tuple(f"{name}: {fault}" for name, fault in found if fault is not None)
 
 
-def _disguise(name: str, path: Path, root: Path | None) -> str | None:
+def _disguise(name: str, path: Path) -> str | None:
     try:
-        if path.is_symlink():
-            if root is None:
-                return "a symbolic link"
-            if not path.resolve().is_relative_to(root.resolve()):
-                return "a symbolic link that leads outside its folder"
-        if not stat.S_ISREG(path.stat().st_mode):
+        if path.is_symlink() or not stat.S_ISREG(path.stat().st_mode):
             return "not a file"
         return _content(name, path)
     except (OSError, EOFError, zlib.error) as error:

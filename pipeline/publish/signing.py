@@ -4,17 +4,10 @@
     signed = verified(folder / "model.sig", key=Path("signing.pub"))
 
 Anybody can check one without us: ``python -m model_signing verify key FOLDER --signature FOLDER/model.sig
---public_key signing.pub``. The library makes and proves signatures. The files are hashed here, several at once and
-with their progress; and only once, as whoever verifies a release has read 140 GB of it already. The file is a Sigstore
-bundle around an in-toto statement in a DSSE envelope.
-
-Keys are elliptic curves in PEM, the private one with a passphrase:
-
-    openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -aes-256-cbc -out signing.pem
-    openssl pkey -in signing.pem -pubout -out signing.pub
-
-A public key is known by the SHA-256 of its PEM text, which is what a signature holds as its hint and what
-``sha256sum signing.pub`` prints. It lies beside the private key, so that a run can be planned where nobody can sign."""
+--public_key signing.pub``. The library makes and proves signatures; the files are hashed here, several at once, and
+only once. A public key is known by the SHA-256 of its PEM text, which is what a signature holds as its hint and what
+``sha256sum signing.pub`` prints. It lies beside the private key, so that a run can be planned where nobody can sign.
+"""
 
 from __future__ import annotations
 
@@ -37,27 +30,16 @@ from pipeline.base.transience import is_transient
 from pipeline.publish.release import SIGNATURE
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
     from model_signing.signing import Config as Signing
 
 
 _PREDICATE: Final = "https://model_signing/signature/v1.0"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_LARGEST = 64 << 20  # bytes; a name and a digest for each of half a million files
-# Object identifiers of the issuer in a certificate of Fulcio: the one in use, and the one before it.
-_ISSUER, _OLD_ISSUER = "1.3.6.1.4.1.57264.1.8", "1.3.6.1.4.1.57264.1.1"
+_ISSUER: Final = "1.3.6.1.4.1.57264.1.8"  # object identifier of the issuer in a certificate of Fulcio
 
 
 class SignatureError(UserError):
     """A signature that vouches for nothing here."""
-
-
-class BrokenSignatureError(SignatureError):
-    """... because it is none, or was changed after it was made."""
-
-
-class OtherSignerError(SignatureError):
-    """... because somebody else signed than was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +77,20 @@ class Signed:
 
 
 def read_signature(path: Path) -> Signed:
-    """Read who signed what. Raises `BrokenSignatureError` for a file that is no signature of files by SHA-256."""
+    """Read who signed what. Raises `SignatureError` for a file that is no signature of files by SHA-256."""
     try:
-        if path.stat().st_size > _LARGEST:
-            raise BrokenSignatureError(f"{path}: no signature: it has {path.stat().st_size:,} bytes.")
-        bundle = json.loads(path.read_bytes())
+        return _signed(json.loads(path.read_bytes()))
     except OSError as error:
-        raise BrokenSignatureError(f"{path}: the signature cannot be read: {error.strerror or error}.") from None
-    except (ValueError, RecursionError) as error:
-        raise BrokenSignatureError(f"{path}: not a signature: {error}.") from None
-    try:
-        return _signed(bundle)
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise SignatureError(f"{path}: the signature cannot be read: {error.strerror or error}.") from None
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         fault = f"nothing at {error}" if isinstance(error, KeyError) else str(error)
-        raise BrokenSignatureError(f"{path}: not a signature over a model's files: {fault}.") from None
+        raise SignatureError(f"{path}: not a signature over a model's files: {fault}.") from None
 
 
 def _signed(bundle: Mapping[str, Any]) -> Signed:
     envelope = bundle["dsseEnvelope"]
     if len(envelope["signatures"]) != 1:
-        raise ValueError(f"found {len(envelope['signatures'])} signatures, expected one")
+        raise ValueError("found several signatures, expected one")
     statement = json.loads(base64.b64decode(envelope["payload"], validate=True))
     if statement["predicateType"] != _PREDICATE:
         raise ValueError(f"found a statement of the kind {statement['predicateType']!r}, expected {_PREDICATE}")
@@ -146,21 +122,17 @@ def _identity(der: bytes) -> Signer:
     found = x509.load_der_x509_certificate(der).extensions
     names = found.get_extension_for_class(x509.SubjectAlternativeName).value
     plain = [str(name.value) for name in names if isinstance(name, x509.RFC822Name | x509.UniformResourceIdentifier)]
-    issuers = {
-        extension.oid.dotted_string: extension.value.value
-        for extension in found
-        if isinstance(extension.value, x509.UnrecognizedExtension)
-    }
-    # A DER string: its tag, its length in one byte, its text.
-    issuer = issuers[_ISSUER][2:] if _ISSUER in issuers else issuers.get(_OLD_ISSUER, b"")
     if not plain:
         raise ValueError("its certificate names nobody")
-    return Signer(identity=plain[0], issuer=issuer.decode())
+    values = [one.value for one in found if one.oid.dotted_string == _ISSUER]
+    # A DER string: its tag, its length in one byte, its text.
+    issuers = [value.value[2:].decode() for value in values if isinstance(value, x509.UnrecognizedExtension)]
+    return Signer(identity=plain[0], issuer=issuers[0] if issuers else "")
 
 
 PASSPHRASE: Final = "QUANTMINT_SIGNING_PASSPHRASE"  # noqa: S105 - the name of the variable
-CURVES: Final = {"secp256r1": "P-256", "secp384r1": "P-384", "secp521r1": "P-521"}
-"""Curves that OpenSSF's model signatures allow, by their names in OpenSSL and NIST's."""
+CURVES: Final = ("secp256r1", "secp384r1", "secp521r1")
+"""Curves that OpenSSF's model signatures allow, by their names in OpenSSL."""
 _HOW_TO = "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -aes-256-cbc -out signing.pem"
 
 
@@ -202,7 +174,6 @@ def require_private(private: Path, word: str | None) -> str:
 
 def private_fingerprint(private: Path, word: str | None) -> str:
     """SHA-256 of the public key that belongs to a private one. Raises `UserError` that never has the passphrase."""
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     data = _read(private, "private")
@@ -215,33 +186,22 @@ def private_fingerprint(private: Path, word: str | None) -> str:
     except (ValueError, TypeError):
         if encrypted:
             raise UserError(f"{private}: the passphrase in {PASSPHRASE} is wrong, or the file is damaged.") from None
-        raise UserError(
-            f"{private}: expected a private key as PEM, found something else.", hint=f"Make one: {_HOW_TO}"
-        ) from None
+        raise _no_key(private, "private", "something else") from None
     except Exception as error:  # an algorithm that the library does not know, of whichever class it says so
-        raise UserError(f"{private}: a private key of a kind that cannot sign: {type(error).__name__}.") from None
-    if not isinstance(key, EllipticCurvePrivateKey):
-        raise _wrong_kind(private, type(key).__name__)
-    return _fingerprint(private, key.public_key())
+        raise _no_key(private, "private", type(error).__name__) from None
+    return _fingerprint(private, "private", key.public_key())
 
 
 def public_fingerprint(public: Path) -> str:
     """SHA-256 of a public key's PEM text. Raises `UserError` for what is no public key on a curve that is allowed."""
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     data = _read(public, "public")
     try:
         key = load_pem_public_key(data)
     except Exception:  # as above
-        private = b"PRIVATE KEY" in data
-        raise UserError(
-            f"{public}: expected a public key as PEM, found {'a private one' if private else 'something else'}.",
-            hint=f"openssl pkey -in {public.name} -pubout" if private else None,
-        ) from None
-    if not isinstance(key, EllipticCurvePublicKey):
-        raise _wrong_kind(public, type(key).__name__)
-    return _fingerprint(public, key)
+        raise _no_key(public, "public", "a private one" if b"PRIVATE KEY" in data else "something else") from None
+    return _fingerprint(public, "public", key)
 
 
 def is_encrypted(pem: bytes) -> bool:
@@ -256,21 +216,20 @@ def _read(path: Path, kind: str) -> bytes:
         raise UserError(f"{path}: the {kind} key cannot be read: {error.strerror or error}.") from None
 
 
-def _fingerprint(path: Path, key: EllipticCurvePublicKey) -> str:
+def _fingerprint(path: Path, kind: str, key: Any) -> str:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+    if not isinstance(key, EllipticCurvePublicKey):
+        raise _no_key(path, kind, type(key).__name__.lstrip("_").removesuffix("PublicKey"))
     if key.curve.name not in CURVES:
-        raise UserError(
-            f"{path}: found a key on the curve {key.curve.name}, expected one on {', '.join(CURVES.values())}.",
-            hint=f"Make one: {_HOW_TO}",
-        )
+        raise _no_key(path, kind, f"one on the curve {key.curve.name}")
     return hashlib.sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
-def _wrong_kind(path: Path, found: str) -> UserError:
-    name = found.lstrip("_").removesuffix("PrivateKey").removesuffix("PublicKey")
+def _no_key(path: Path, kind: str, found: str) -> UserError:
     return UserError(
-        f"{path}: found a key of the kind {name}, expected one on an elliptic curve ({', '.join(CURVES.values())}).",
+        f"{path}: expected a {kind} key as PEM on one of the curves {', '.join(CURVES)}, found {found}.",
         hint=f"Make one: {_HOW_TO}",
     )
 
@@ -321,7 +280,7 @@ def verified(
     """Prove who signed, by ``key``, a public key as PEM, or by ``identity`` and ``issuer``; returns what was signed.
 
     No file but the signature is read: whether they are those that were signed is for the caller to compare. Raises
-    `BrokenSignatureError` and `OtherSignerError`, `SignatureError` for a signature that leaves out more than it may,
+    `SignatureError` and `SignatureError`, `SignatureError` for a signature that leaves out more than it may,
     `UserError` for a key that is none, `StageError` where Sigstore's roots cannot be fetched.
     """
     from cryptography.exceptions import InvalidSignature
@@ -334,11 +293,11 @@ def verified(
     if key is not None:
         found = public_fingerprint(key)
         if signed.signer.key_sha256 != found:
-            raise OtherSignerError(f"{signature} is signed by {signed.signer}, expected the key {found[:16]} ({key}).")
+            raise SignatureError(f"{signature} is signed by {signed.signer}, expected the key {found[:16]} ({key}).")
         config.use_elliptic_key_verifier(public_key=key)
     elif identity is not None and issuer is not None:
         if (signed.signer.identity, signed.signer.issuer) != (identity, issuer):
-            raise OtherSignerError(f"{signature} is signed by {signed.signer}, expected {identity} ({issuer}).")
+            raise SignatureError(f"{signature} is signed by {signed.signer}, expected {identity} ({issuer}).")
         with _sigstore():
             config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer)
     else:
@@ -347,7 +306,7 @@ def verified(
         config.verify(Path(signed.name), signature)
     except (ValueError, KeyError, TypeError, InvalidSignature, Error) as error:
         reason = f": {error}" if isinstance(error, Error) else ""
-        raise BrokenSignatureError(f"{signature} was changed, or is not by {signed.signer}{reason}.") from None
+        raise SignatureError(f"{signature} was changed, or is not by {signed.signer}{reason}.") from None
     uncovered = set(signed.ignored) - set(IGNORED)
     if uncovered:
         raise SignatureError(f"{signature} leaves out {', '.join(sorted(uncovered))}, expected all files.")

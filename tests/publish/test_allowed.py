@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import pickle
 import struct
@@ -66,29 +65,17 @@ def test_all_that_a_release_has() -> None:
     ("name", "reason"),
     [
         *((f"pytorch_model{end}", "pickle") for end in (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".joblib", ".npz")),
-        ("tf_model.h5", "pickle"),
-        ("flax_model.msgpack", "pickle"),
         ("quantmint/gate.PKL", "pickle"),
         ("LICENSE.pkl", "pickle"),
         ("model.safetensors.bin", "pickle"),
-        ("kernels.so", "a program"),
-        ("__pycache__/modeling.json", "a program"),
         ("modeling_llama.py", "trust_remote_code"),
-        ("quantmint/run.log", "a log"),
-        ("server.log.1", "a log"),
-        ("nohup.out", "a log"),
-        ("events.out.tfevents.17", "a log"),
+        ("server.log.1", "not a kind of file"),
         (".env", "a key, a token or a password"),
-        ("quantmint/.env.local", "a key, a token or a password"),
         ("signing.pem", "a key, a token or a password"),
         ("token.json", "a key, a token or a password"),
-        ("client_secret.json", "a key, a token or a password"),
         ("credentials.txt", "a key, a token or a password"),
-        ("config.json~", "left behind"),
-        (".config.json.swp", "left behind"),
-        ("config.json.bak", "left behind"),
-        ("model.safetensors.partial", "left behind"),
-        (".DS_Store", "left behind"),
+        ("config.json~", "not a kind of file"),
+        (".DS_Store", "hidden"),
         (".git/config", "hidden"),
         (".eval_results/.hidden.yaml", "hidden"),
         ("quantmint/.cache/x.json", "hidden"),
@@ -181,16 +168,9 @@ def test_a_header_whose_length_looks_like_a_pickle(tmp_path: Path) -> None:
 
 
 def test_links_and_what_is_no_file(tmp_path: Path) -> None:
-    root, outside = tmp_path / "cache", tmp_path / "outside.json"
-    (root / "blobs").mkdir(parents=True)
-    for path in (root / "blobs" / "ab", outside):
-        path.write_text(json.dumps({}))
-    (root / "config.json").symlink_to("blobs/ab")
-    (root / "params.json").symlink_to(outside)
-    (root / "lost.json").symlink_to("nowhere")
-    os.mkfifo(root / "pipe.json")
-    files = {name: root / name for name in ("config.json", "params.json", "lost.json", "pipe.json")}
-    told = misnamed(files, root=root)
-    assert [line.split(": ")[0] for line in told] == ["params.json", "lost.json", "pipe.json"]
-    assert told[0] == "params.json: a symbolic link that leads outside its folder"
-    assert misnamed(files)[0] == "config.json: a symbolic link"
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "config.json").symlink_to("a.json")
+    (tmp_path / "lost.json").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.json")
+    names = ("config.json", "lost.json", "pipe.json")
+    assert misnamed({name: tmp_path / name for name in names}) == tuple(f"{name}: not a file" for name in names)

@@ -17,8 +17,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pipeline.base.errors import UserError
 from pipeline.publish.signing import (
     PASSPHRASE,
-    BrokenSignatureError,
-    OtherSignerError,
     SignatureError,
     foreseen_fingerprint,
     hashed,
@@ -132,23 +130,23 @@ def test_a_statement_that_was_edited(model: Path, keys: tuple[Path, Path], chang
     private, public = keys
     signature = signed_by(model, private)
     edited(signature, change)
-    with pytest.raises(BrokenSignatureError, match="was changed, or is not by the key"):
+    with pytest.raises(SignatureError, match="was changed, or is not by the key"):
         verified(signature, key=public)
 
 
 def test_another_signer(model: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
     signature = signed_by(model, keys[0])
     other = write_key(tmp_path / "other.pem")[1]
-    with pytest.raises(OtherSignerError, match=public_fingerprint(other)[:16]):
+    with pytest.raises(SignatureError, match=public_fingerprint(other)[:16]):
         verified(signature, key=other)
-    with pytest.raises(OtherSignerError, match=r"expected me@example\.org"):
+    with pytest.raises(SignatureError, match=r"expected me@example\.org"):
         verified(signature, identity="me@example.org", issuer="https://accounts.example.org")
 
     def claims(statement: Any, bundle: Any) -> None:
         bundle["verificationMaterial"]["publicKey"]["hint"] = public_fingerprint(other)
 
     edited(signature, claims)
-    with pytest.raises(BrokenSignatureError):
+    with pytest.raises(SignatureError):
         verified(signature, key=other)
     with pytest.raises(UserError, match="against a public key, or"):
         verified(signature)
@@ -170,7 +168,7 @@ def test_a_signature_that_leaves_out_the_weights(model: Path, tmp_path: Path) ->
 def test_what_is_no_signature(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.sig"
     path.write_text(text)
-    with pytest.raises(BrokenSignatureError, match="not a signature"):
+    with pytest.raises(SignatureError, match="not a signature"):
         read_signature(path)
 
 
@@ -179,10 +177,10 @@ def test_keys_that_cannot_sign(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         require_private(private, None)
     write_key(private, rsa_key())
-    with pytest.raises(UserError, match="of the kind RSA, expected one on an elliptic curve"):
+    with pytest.raises(UserError, match=r"expected a private key as PEM on one of the curves .*, found RSA"):
         require_private(private, WORD)
     write_key(private, curve_key(ec.SECP256K1()))
-    with pytest.raises(UserError, match="on the curve secp256k1, expected one on P-256, P-384, P-521"):
+    with pytest.raises(UserError, match=r"secp256r1, .*, found one on the curve secp256k1"):
         require_private(private, WORD)
     private.write_text("-----BEGIN NOTHING-----")
     with pytest.raises(UserError, match="expected a private key as PEM"):

@@ -208,7 +208,7 @@ def public_key_of_another(patch: pytest.MonkeyPatch) -> None:
         (wrong_passphrase, "is wrong, or the file is damaged"),
         (no_passphrase, f"{PASSPHRASE} is not set"),
         (no_key, "the private key cannot be read"),
-        (key_of_another_kind, "of the kind RSA"),
+        (key_of_another_kind, "found RSA"),
         (public_key_of_another, "is not the public key of"),
     ],
 )

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 LARGEST: Final = 1 << 25
 """Bytes of a text that is read whole. Parsed, they take about twenty times as much memory."""
-_MOST_FILES = 100_000
 _ASIDE = (".git/", ".cache/huggingface/")
 """What the Hub and its clients put beside a release: no part of it, and read by nothing that serves it."""
 
@@ -133,12 +132,8 @@ def listing(folder: Path) -> Listing:
 
 def _walk(root: Path) -> Iterator[Path]:
     """Everything below a folder but the folders themselves; links to folders are not followed."""
-    seen = 0
     for at, folders, names in os.walk(root, followlinks=False, onerror=_unread):
         for name in (*names, *(name for name in folders if (Path(at) / name).is_symlink())):
-            seen += 1
-            if seen > _MOST_FILES:
-                raise UnreadableError(f"more than {_MOST_FILES:,} files, which no release has")
             yield Path(at) / name
 
 
