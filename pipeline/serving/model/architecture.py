@@ -125,44 +125,44 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     text = {**defaults, **{key: value for key, value in found.items() if value is not None}}
     if isinstance(config.get("tie_word_embeddings"), bool):  # the outer model's, which may differ from its text part's
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
-    hidden = _number(text, "hidden_size", "n_embd")
-    layers = _number(text, "num_hidden_layers", "n_layer") or len(_blocks(text))
+    hidden = integer(text, "hidden_size", "n_embd")
+    layers = integer(text, "num_hidden_layers", "n_layer") or len(_blocks(text))
     if layers < 1 or hidden < 1:
         raise UserError(
             f"config.json of a {model_type or 'nameless'} model: found num_hidden_layers {layers} and hidden_size "
             f"{hidden}, expected both above zero."
         )
-    heads = _number(text, "num_attention_heads", "n_head")
-    experts, moe_size = _number(text, *_EXPERTS), _number(text, "moe_intermediate_size", "intermediate_size")
+    heads = integer(text, "num_attention_heads", "n_head")
+    experts, moe_size = integer(text, *_EXPERTS), integer(text, "moe_intermediate_size", "intermediate_size")
     shared_experts, shared = _shared(text, model_type, moe_size, experts)
     kinds = _kinds(text, model_type, layers)
     return Shape(
         model_type=model_type,
         hidden=hidden,
         heads=heads,
-        kv_heads=_number(text, "num_key_value_heads") or heads,
-        head_dim=_number(text, "head_dim", "attention_head_dim") or (hidden // heads if heads else 0),
-        vocabulary=_number(text, "vocab_size"),
+        kv_heads=integer(text, "num_key_value_heads") or heads,
+        head_dim=integer(text, "head_dim", "attention_head_dim") or (hidden // heads if heads else 0),
+        vocabulary=integer(text, "vocab_size"),
         kinds=kinds,
         feeds=_feeds(text, model_type, layers, experts),
-        window=_number(text, "sliding_window") or None if "sliding" in kinds else None,
-        chunk=_number(text, "attention_chunk_size") or None if "chunked" in kinds else None,
-        intermediate=_number(text, "intermediate_size_mlp", "intermediate_size", "n_inner") or 4 * hidden,
+        window=integer(text, "sliding_window") or None if "sliding" in kinds else None,
+        chunk=integer(text, "attention_chunk_size") or None if "chunked" in kinds else None,
+        intermediate=integer(text, "intermediate_size_mlp", "intermediate_size", "n_inner") or 4 * hidden,
         experts=experts,
-        experts_per_token=_number(text, *_TOP_K) if experts else 0,
+        experts_per_token=integer(text, *_TOP_K) if experts else 0,
         expert_intermediate=moe_size if experts else 0,
         shared_intermediate=shared,
         shared_experts=shared_experts,
         latent=_latent(text),
-        indexer=(_number(text, "index_n_heads"), _number(text, "index_head_dim")) if text.get("index_topk") else None,
+        indexer=(integer(text, "index_n_heads"), integer(text, "index_head_dim")) if text.get("index_topk") else None,
         recurrent=_recurrent(text, hidden) if {"delta", "mamba1", "mamba2"} & set(kinds) else None,
-        mtp_layers=_number(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
+        mtp_layers=integer(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
         tied=bool(text.get("tie_word_embeddings", False)),
         fields=text,
     )
 
 
-def _number(text: Mapping[str, Any], *names: str) -> int:
+def integer(text: Mapping[str, Any], *names: str) -> int:
     """The first of these fields that is a number; where each layer has its own, the first layer's."""
     for name in names:
         value = text.get(name)
@@ -176,39 +176,39 @@ def _shared(text: Mapping[str, Any], model_type: str, moe_size: int, experts: in
     """Shared experts that a token always visits, and their width together."""
     if model_type.startswith("llama4"):
         return (1, moe_size) if experts else (0, 0)
-    width = _number(text, "shared_expert_intermediate_size", "shared_intermediate_size")
-    width = width or _number(text, "moe_shared_expert_intermediate_size")
-    count = _number(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    width = integer(text, "shared_expert_intermediate_size", "shared_intermediate_size")
+    width = width or integer(text, "moe_shared_expert_intermediate_size")
+    count = integer(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     return (count or int(width > 0), width or count * moe_size)
 
 
 def _latent(text: Mapping[str, Any]) -> Latent | None:
-    rank = _number(text, "kv_lora_rank")
+    rank = integer(text, "kv_lora_rank")
     if not rank:
         return None
-    sizes = [_number(text, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
-    return Latent(_number(text, "q_lora_rank") or None, rank, *sizes)
+    sizes = [integer(text, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
+    return Latent(integer(text, "q_lora_rank") or None, rank, *sizes)
 
 
 def _recurrent(text: Mapping[str, Any], hidden: int) -> Delta:
     if "linear_num_value_heads" in text:
         return Delta(
-            heads=_number(text, "linear_num_value_heads"),
-            head_dim=_number(text, "linear_value_head_dim"),
-            groups=_number(text, "linear_num_key_heads"),
-            state=_number(text, "linear_key_head_dim"),
-            kernel=_number(text, "linear_conv_kernel_dim"),
+            heads=integer(text, "linear_num_value_heads"),
+            head_dim=integer(text, "linear_value_head_dim"),
+            groups=integer(text, "linear_num_key_heads"),
+            state=integer(text, "linear_key_head_dim"),
+            kernel=integer(text, "linear_conv_kernel_dim"),
         )
     inner = int(hidden * float(text.get("mamba_expand") or text.get("expand") or 2))
-    heads = _number(text, "mamba_n_heads", "mamba_num_heads", "num_heads")
-    head_dim = _number(text, "mamba_d_head", "mamba_head_dim") or (inner // heads if heads else 1)
-    rank = _number(text, "mamba_dt_rank", "time_step_rank") or -(-hidden // 16)
+    heads = integer(text, "mamba_n_heads", "mamba_num_heads", "num_heads")
+    head_dim = integer(text, "mamba_d_head", "mamba_head_dim") or (inner // heads if heads else 1)
+    rank = integer(text, "mamba_dt_rank", "time_step_rank") or -(-hidden // 16)
     return Delta(
         heads=heads or inner,
         head_dim=head_dim,
-        groups=_number(text, "mamba_n_groups", "n_groups") or 1,
-        state=_number(text, "mamba_d_state", "ssm_state_size", "state_size") or 16,
-        kernel=_number(text, "mamba_d_conv", "conv_kernel") or 4,
+        groups=integer(text, "mamba_n_groups", "n_groups") or 1,
+        state=integer(text, "mamba_d_state", "ssm_state_size", "state_size") or 16,
+        kernel=integer(text, "mamba_d_conv", "conv_kernel") or 4,
         time_rank=0 if heads else rank,
     )
 
@@ -220,10 +220,10 @@ def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind,
     if isinstance(named, list):
         return _translate(named, _ATTENTION_KINDS, "full")[:layers]
     numbers = range(layers)
-    if every := _number(text, "full_attention_interval"):
+    if every := integer(text, "full_attention_interval"):
         return _alternate("delta", "full", every, layers)
-    if period := _number(text, "attn_layer_period"):  # Jamba
-        offset = _number(text, "attn_layer_offset")
+    if period := integer(text, "attn_layer_period"):  # Jamba
+        offset = integer(text, "attn_layer_offset")
         return _translate(("*" if number % period == offset else "J" for number in numbers), _MARKS, "none")
     if model_type.startswith("llama4"):
         # A layer without rotary embedding (0) attends to everything; every fourth where nothing is listed.
@@ -234,7 +234,7 @@ def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind,
         return _alternate("full", "full", 1, layers)
     if model_type == "gpt_oss":
         return _alternate("sliding", "full", 2, layers)
-    if every := _number(text, "sliding_window_pattern", "_sliding_window_pattern"):
+    if every := integer(text, "sliding_window_pattern", "_sliding_window_pattern"):
         return _alternate("sliding", "full", every, layers)
     return _alternate("sliding", "sliding", 1, layers)
 
@@ -273,17 +273,17 @@ def _routed(text: Mapping[str, Any], model_type: str, number: int) -> bool:
     """Whether a layer of a mixture has experts."""
     if model_type.startswith("llama4"):
         listed = text.get("moe_layers")
-        step = _number(text, "interleave_moe_layer_step") or 1
+        step = integer(text, "interleave_moe_layer_step") or 1
         return number in listed if isinstance(listed, list) else (number + 1) % step == 0
     if number in (text.get("mlp_only_layers") or ()):
         return False
-    if period := _number(text, "expert_layer_period"):  # Jamba
-        return number % period == _number(text, "expert_layer_offset")
-    if number < _number(text, "first_k_dense_replace", "moe_layer_start_index"):
+    if period := integer(text, "expert_layer_period"):  # Jamba
+        return number % period == integer(text, "expert_layer_offset")
+    if number < integer(text, "first_k_dense_replace", "moe_layer_start_index"):
         return False
     frequency = text.get("moe_layer_freq")
     if isinstance(frequency, list):
         return bool(frequency[number])
     if isinstance(frequency, int):
         return number % max(1, frequency) == 0
-    return (number + 1) % (_number(text, "decoder_sparse_step") or 1) == 0
+    return (number + 1) % (integer(text, "decoder_sparse_step") or 1) == 0

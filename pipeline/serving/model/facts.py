@@ -271,10 +271,8 @@ def _declared(quantization: Mapping[str, Any] | None, modules: Sequence[str]) ->
     method = str(quantization.get("quant_method") or "unknown")
     if method in _OURS:
         claims = layout_of_method(method).claims(quantization, modules)
-        schemes = {
-            module: _guess(claims.unknown[module]) if module in claims.unknown else scheme
-            for module, scheme in claims.schemes.items()
-        }
+        # The bytes of a spec that no table has are measured where there are shards.
+        schemes = {module: "fp8" if module in claims.unknown else scheme for module, scheme in claims.schemes.items()}
         cached = claims.kv_cache or bool(quantization.get("kv_cache_quant_config"))
     else:
         kept = [str(pattern) for key in _KEPT for pattern in quantization.get(key) or ()]
@@ -300,17 +298,6 @@ def _scheme(method: str, quantization: Mapping[str, Any]) -> str:
     if method.startswith("modelopt"):
         return "nvfp4" if "FP4" in str(quantization.get("quant_algo")).upper() else "fp8"
     return {"awq_marlin": "awq", "gptq_marlin": "gptq"}.get(method, method)
-
-
-def _guess(description: str) -> str:
-    """The nearest scheme by width of a spec that is in no table; "fp8" where the width cannot be told."""
-    if re.search(r"int4|num_bits=4, type=int", description):
-        return "w4a16"
-    if re.search(r"fp4|num_bits=4", description):
-        return "nvfp4" if "group_size=16" in description else "mxfp4"
-    if re.search(r"fp6", description):
-        return "mxfp6_e3m2"
-    return "int8_w8a8" if re.search(r"int8|type=int", description) else "fp8"
 
 
 def _group(scheme: str, quantization: Mapping[str, Any]) -> int | None:

@@ -147,90 +147,51 @@ def _room(case: _Case) -> str | None:
     whole = case.comfortable if case.target.gpus > 1 else case.has_room
     if whole(alone):
         return "gpu"
-    within = [*_tensor(case, expert=False), *_tensor(case, expert=True), *_data(case, expert=True), *_pipeline(case)]
-    if any(case.has_room(layout) for layout in within):
-        return "node"
-    if case.target.nodes > 1:
-        across = [*_stages(case, expert=False), *_stages(case, expert=True), *_spread(case, expert=True)]
-        if any(case.has_room(layout) for layout in across):
-            return "nodes"
+    within = [("tensor", False), ("tensor", True), ("data", True), ("pipeline", False)]
+    across = [("stages", False), ("stages", True), ("spread", True)] if case.target.nodes > 1 else []
+    for room, forms in (("node", within), ("nodes", across)):
+        if any(case.has_room(layout) for form, expert in forms for layout in _layouts(case, form, expert=expert)):
+            return room
     return None
 
 
 def _first(case: _Case, row: Row) -> Layout | None:
-    forms: dict[str, Callable[..., Iterator[Layout]]] = {
-        "single": _tensor,
-        "tensor": _tensor,
-        "replicas": _replicas,
-        "data": _data,
-        "spread": _spread,
-        "stages": _stages,
-    }
     # Where slices of an expert break the groups of its scales, whole experts are the way out, and the other way round
     # where there are fewer experts than accelerators.
     for expert in (row.expert, not row.expert) if case.facts.experts else (False,):
-        fitting = [layout for layout in forms[row.form](case, expert=expert) if case.has_room(layout)]
+        fitting = [layout for layout in _layouts(case, row.form, expert=expert) if case.has_room(layout)]
         if fitting:
             enough = next((layout for layout in fitting if case.comfortable(layout)), None)
             return enough or max(fitting, key=case.tokens)
     return None
 
 
-def _valid(case: _Case, layout: Layout) -> bool:
-    return not split_faults(case.facts, layout)
+def _layouts(case: _Case, form: str, *, expert: bool = False) -> list[Layout]:
+    """The layouts of a form that the model can be cut up for, in the order in which they are tried.
 
-
-def _tensor(case: _Case, *, expert: bool) -> Iterator[Layout]:
-    for tensor in range(case.target.gpus, 0, -1):
-        servers = case.target.gpus // tensor * case.target.nodes
-        layout = Layout(tensor, expert=expert and tensor > 1, replicas=servers)
-        if _valid(case, layout):
-            yield layout
-
-
-def _replicas(case: _Case, *, expert: bool) -> Iterator[Layout]:
-    yield from sorted(_tensor(case, expert=expert), key=lambda layout: layout.tensor)
-
-
-def _data(case: _Case, *, expert: bool) -> Iterator[Layout]:
-    for tensor in range(1, case.target.gpus + 1):
-        if case.target.gpus % tensor == 0:
-            data = case.target.gpus // tensor
-            layout = Layout(tensor, data=data, expert=expert and case.target.gpus > 1, replicas=case.target.nodes)
-            if _valid(case, layout):
-                yield layout
-
-
-def _spread(case: _Case, *, expert: bool) -> Iterator[Layout]:
-    nodes = case.target.nodes
-    for tensor in range(1, case.target.gpus + 1):
-        if case.target.gpus % tensor == 0:
-            layout = Layout(tensor, data=case.target.gpus // tensor * nodes, expert=expert, nodes=nodes)
-            if _valid(case, layout):
-                yield layout
-
-
-def _pipeline(case: _Case, *, expert: bool = False) -> Iterator[Layout]:
-    """Stages within a node."""
-    for tensor in range(case.target.gpus, 0, -1):
-        stages = case.target.gpus // tensor
-        layout = Layout(tensor, stages, expert=expert and tensor > 1, replicas=case.target.nodes)
-        if stages > 1 and _valid(case, layout):
-            yield layout
-
-
-def _stages(case: _Case, *, expert: bool) -> Iterator[Layout]:
-    nodes = case.target.nodes
-    for tensor in range(case.target.gpus, 0, -1):
-        stages = case.target.gpus // tensor * nodes
-        layout = Layout(tensor, stages, expert=expert and tensor > 1, nodes=nodes)
-        if _valid(case, layout):
-            yield layout
+    ``pipeline`` has its stages within a node; ``spread`` and ``stages`` are servers over all nodes.
+    """
+    gpus, nodes = case.target.gpus, case.target.nodes
+    found = []
+    for tensor in range(1, gpus + 1):
+        share, whole, experts = gpus // tensor, gpus % tensor == 0, expert and tensor > 1
+        if form in {"single", "tensor", "replicas"}:
+            found.append(Layout(tensor, expert=experts, replicas=share * nodes))
+        elif form == "data" and whole:
+            found.append(Layout(tensor, data=share, expert=expert and gpus > 1, replicas=nodes))
+        elif form == "spread" and whole:
+            found.append(Layout(tensor, data=share * nodes, expert=expert, nodes=nodes))
+        elif form == "pipeline" and share > 1:
+            found.append(Layout(tensor, share, expert=experts, replicas=nodes))
+        elif form == "stages":
+            found.append(Layout(tensor, share * nodes, expert=experts, nodes=nodes))
+    valid = [layout for layout in found if not split_faults(case.facts, layout)]
+    return valid if form in {"replicas", "data", "spread"} else valid[::-1]
 
 
 def _uneven(case: _Case) -> Choice | None:
     """What the table's forms leave: a model that no size of tensor parallelism alone can hold."""
-    layout = next((layout for layout in _pipeline(case) if case.has_room(layout)), None)
+    layout = next((layout for layout in _layouts(case, "pipeline") if case.has_room(layout)), None)
     if layout is None:
         return None
     why = (

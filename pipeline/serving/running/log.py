@@ -17,7 +17,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,11 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from pipeline.serving.knobs.table import table
 from pipeline.serving.plan import LaunchPlan
-
-_ENGINE = "Initializing a V1 LLM engine"
-"""What each engine says once."""
 
 
 class Finding(NamedTuple):
@@ -46,8 +41,7 @@ class LogScan:
 
     `kv_tokens` is the capacity of the KV cache in tokens, `concurrency` how many requests of full length fit it: both
     of the smallest engine, where the server has several. `attention_backend` is the first of `attention_backends`, all
-    that layers run on, by the names of --attention-backend. The sizes are those that the engine says it has, not those
-    it was asked for.
+    that layers run on, by the names of --attention-backend.
     """
 
     vllm_version: str | None
@@ -59,11 +53,6 @@ class LogScan:
     concurrency: float | None
     findings: tuple[Finding, ...]
     attention_backends: tuple[str, ...] = ()
-    tensor_parallel: int | None = None
-    pipeline_parallel: int | None = None
-    data_parallel: int | None = None
-    expert_parallel: bool = False
-    max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     cudagraph_mode: str | None = None
 
@@ -82,7 +71,7 @@ def scan_log(log: str) -> LogScan:
     """Read the log of a server. A line that repeats (one a worker) is one finding."""
     tokens = [int(value.replace(",", "")) for value in _every(log, "kv_tokens")]
     concurrency = [float(value) for value in _every(log, "concurrency")]
-    backends, data = _every(log, "attention_backend"), _number(log, "data_parallel")
+    backends, batched = _every(log, "attention_backend"), _first(log, "max_num_batched_tokens")
     return LogScan(
         vllm_version=_first(log, "vllm_version"),
         attention_backend=next(iter(backends), None),
@@ -93,12 +82,7 @@ def scan_log(log: str) -> LogScan:
         concurrency=min(concurrency, default=None),
         findings=_findings(log),
         attention_backends=backends,
-        tensor_parallel=_number(log, "tensor_parallel"),
-        pipeline_parallel=_number(log, "pipeline_parallel"),
-        data_parallel=None if data is None else max(data, log.count(_ENGINE)),
-        expert_parallel=_first(log, "expert_parallel") is not None,
-        max_model_len=_number(log, "max_model_len"),
-        max_num_batched_tokens=_number(log, "max_num_batched_tokens"),
+        max_num_batched_tokens=None if batched is None else int(batched),
         cudagraph_mode=_first(log, "cudagraph_mode"),
     )
 
@@ -126,11 +110,6 @@ def _every(log: str, fact: str) -> tuple[str, ...]:
         for line in _compiled(pattern).finditer(log)
     }
     return tuple(found)
-
-
-def _number(log: str, fact: str) -> int | None:
-    value = _first(log, fact)
-    return None if value is None else int(value)
 
 
 def _first(log: str, fact: str) -> str | None:
@@ -161,30 +140,14 @@ class Diagnosis(NamedTuple):
     fix: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    name: str
-    pattern: re.Pattern[str]
-    message: str
-    fix: str
-
-
 def diagnose(log: str) -> Diagnosis:
     """Explain the log of a server that ended before it answered."""
-    for failure in _failures():
-        found = failure.pattern.search(log)
+    for row in _table("failures.yaml"):
+        found = _compiled(row["pattern"]).search(log)
         if found is not None:
             groups = {name: value or "" for name, value in found.groupdict().items()}
-            return Diagnosis(failure.name, failure.message.format_map(groups) + _nearest(groups), failure.fix)
+            return Diagnosis(row["name"], row["message"].format_map(groups), row["fix"])
     return Diagnosis("unknown", _last_words(log), None)
-
-
-def _nearest(groups: dict[str, str]) -> str:
-    """A known spelling for the first argument that vLLM did not recognize."""
-    unknown = groups.get("arguments", "").split()
-    known = [knob.name for knob in table().values() if knob.kind == "flag"]
-    close = get_close_matches(unknown[0], [name for name in known if name != unknown[0]], n=1) if unknown else []
-    return f" (near: {close[0]})" if close else ""
 
 
 def _last_words(log: str) -> str:
@@ -196,13 +159,6 @@ def _last_words(log: str) -> str:
         return "its engine was gone without a word, as when the kernel kills a process for its memory"
     lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
     return " | ".join([line for line in lines if line][-3:]) or "it wrote nothing"
-
-
-@cache
-def _failures() -> tuple[_Failure, ...]:
-    return tuple(
-        _Failure(row["name"], re.compile(row["pattern"]), row["message"], row["fix"]) for row in _table("failures.yaml")
-    )
 
 
 _TOLERANCE = 0.10
@@ -218,7 +174,7 @@ def broken_promises(plan: LaunchPlan, scan: LogScan, *, quantization: str | None
     """
     return tuple(
         finding
-        for check in (_formats(plan, scan, quantization), _kernels(plan, scan), _sizes(plan, scan), _memory(plan, scan))
+        for check in (_formats(plan, scan, quantization), _kernels(plan, scan), _memory(plan, scan))
         for finding in check
     )
 
@@ -249,61 +205,34 @@ def _formats(plan: LaunchPlan, scan: LogScan, quantization: str | None) -> Itera
 def _kernels(plan: LaunchPlan, scan: LogScan) -> Iterator[Finding]:
     backend = plan.attention_backend
     seen = scan.attention_backends
-    logged = bool(seen) or scan.tensor_parallel is not None  # else there is no log, and nothing to miss in it
+    logged = bool(seen) or scan.vllm_version is not None  # else there is no log, and nothing to miss in it
     if backend is not None and backend not in seen and logged:
         told = ", ".join(seen) or "none that the log names"
         yield Finding("caution", "the attention backend of the plan is not the one that runs", _both(backend, told))
     named = [*scan.attention_backends, *scan.kernels]
     if plan.env.get("VLLM_ROCM_USE_AITER") == "1" and named and not any("aiter" in name.lower() for name in named):
         yield Finding("caution", "AITER is on in the plan, but no kernel is AITER's", f"seen: {', '.join(named)}")
-    graphs = _cudagraph_mode(plan)
+    batched = plan.option("--max-num-batched-tokens")
+    if batched is not None and scan.max_num_batched_tokens not in {None, int(batched)}:
+        values = _both(batched, scan.max_num_batched_tokens)
+        yield Finding("caution", "vLLM changed how many tokens a step takes", values)
+    graphs = json.loads(plan.option("--compilation-config") or "{}").get("cudagraph_mode")
     if graphs is not None and scan.cudagraph_mode not in {None, graphs}:
         values = _both(graphs, scan.cudagraph_mode)
         yield Finding("caution", "the graph mode of the plan is not the one that runs", values)
-
-
-def _sizes(plan: LaunchPlan, scan: LogScan) -> Iterator[Finding]:
-    engines = scan.data_parallel if plan.layout.nodes == 1 else None  # a log has the engines of one machine
-    for flag, default, seen, why in (
-        ("--tensor-parallel-size", 1, scan.tensor_parallel, "tensor parallelism is not the plan's"),
-        ("--pipeline-parallel-size", 1, scan.pipeline_parallel, "pipeline parallelism is not the plan's"),
-        ("--data-parallel-size", 1, engines, "data parallelism is not the plan's"),
-        ("--max-model-len", None, scan.max_model_len, "requests may have another length than planned"),
-        ("--max-num-batched-tokens", None, scan.max_num_batched_tokens, "vLLM changed how many tokens a step takes"),
-    ):
-        value = plan.option(flag)
-        promised = int(value) if value is not None and value.isdigit() else default
-        if promised is not None and seen not in {None, promised}:
-            yield Finding("caution", why, _both(promised, seen))
-    spread = plan.option("--enable-expert-parallel") is not None
-    if spread and not scan.expert_parallel and scan.tensor_parallel is not None:
-        values = _both("expert parallelism", "none in the log")
-        yield Finding("caution", "experts are not spread as planned", values)
 
 
 def _memory(plan: LaunchPlan, scan: LogScan) -> Iterator[Finding]:
     memory = plan.memory
     if memory is None:
         return
-    if scan.kv_tokens is not None and _off(scan.kv_tokens, memory.kv_tokens):
-        change = scan.kv_tokens / memory.kv_tokens - 1
+    change = scan.kv_tokens / memory.kv_tokens - 1 if scan.kv_tokens is not None and memory.kv_tokens else 0.0
+    if scan.kv_tokens is not None and abs(change) > _TOLERANCE:
         values = _both(f"{memory.kv_tokens:,} tokens", f"{scan.kv_tokens:,} ({change:+.0%})")
         yield Finding("caution", "the KV cache has not the size that was predicted", values)
     elif scan.concurrency is not None and scan.concurrency < memory.concurrency * (1 - _TOLERANCE):
         values = _both(f"{memory.concurrency:.1f} of full length", f"{scan.concurrency:.1f}")
         yield Finding("caution", "fewer requests fit than was predicted", values)
-
-
-def _off(seen: int, promised: int) -> bool:
-    return promised > 0 and abs(seen - promised) > _TOLERANCE * promised
-
-
-def _cudagraph_mode(plan: LaunchPlan) -> str | None:
-    try:
-        mode = json.loads(plan.option("--compilation-config") or "{}").get("cudagraph_mode")
-    except (ValueError, AttributeError):
-        return None
-    return mode if isinstance(mode, str) else None
 
 
 def _both(promised: object, seen: object) -> str:

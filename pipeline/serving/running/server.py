@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.base.errors import RefusalError, ServingError
@@ -21,16 +21,8 @@ from pipeline.serving.running.log import Finding, LogScan, scan_log
 
 HOST = "127.0.0.1"
 _SHOWN = 300  # characters of a refusal that an error quotes
-_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-
-
-class Sample(NamedTuple):
-    """One line of a Prometheus page."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +57,13 @@ class Server:
         """vLLM's version as the server tells it."""
         return str(json.loads(self.get("/version"))["version"])
 
-    def metrics(self) -> tuple[Sample, ...]:
-        """Every sample of /metrics, in its order."""
-        return parse_metrics(self.get("/metrics"))
-
     def cache_config(self) -> Mapping[str, str]:
         """Labels of ``vllm:cache_config_info``: block_size, num_gpu_blocks, ...
 
         Its cache_dtype may say "auto" where the cache is FP8: ask the log for that.
         """
-        for sample in self.metrics():
-            if sample.name == "vllm:cache_config_info":
-                return sample.labels
-        return {}
+        found = _CACHE.search(self.get("/metrics"))
+        return {} if found is None else dict(_LABEL.findall(found[1]))
 
     def scan_log(self) -> LogScan:
         """What the log says up to now: KV tokens, backend, kernels, and what makes a measurement void.
@@ -143,13 +129,3 @@ def served_models(body: str) -> dict[str, str | None]:
     """Name and root (the checkpoint's folder) of each model in an answer of /v1/models."""
     answer: dict[str, Any] = json.loads(body)
     return {model["id"]: model.get("root") for model in answer["data"]}
-
-
-def parse_metrics(text: str) -> tuple[Sample, ...]:
-    """Parse the Prometheus text format; comments are skipped."""
-    found = (_SAMPLE.match(line) for line in text.splitlines() if not line.startswith("#"))
-    return tuple(
-        Sample(sample["name"], dict(_LABEL.findall(sample["labels"] or "")), float(sample["value"]))
-        for sample in found
-        if sample is not None
-    )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.report.numbers import duration, figure
 from eval.report.page import environment
-from eval.report.plots import WIDE, colour, drawn, inline, plain_ticks
-from eval.report.plots import figure as drawing_of
+from eval.report.plots import WIDE, colour, drawn, figure, inline, plain_ticks
+from pipeline.serving.plan import Process
+from pipeline.serving.render.invocation import command
 from pipeline.serving.tuning.objective import frontier
 from pipeline.serving.tuning.report import COMPARED, Report, percent
 from pipeline.store.disk import write_atomic
@@ -62,8 +61,8 @@ def write(folder: Path, report: Report) -> Path:
 def render(report: Report) -> str:
     """Render the page."""
     made = environment(Path(__file__).parent)
-    made.filters |= {"change": percent, "soft": _soft}
-    points = report["points"]
+    made.filters["change"] = percent
+    points, base_plan = report["points"], report["base"]
     return made.get_template("page.html.j2").render(
         report=report,
         base=points[0] if points else None,
@@ -72,9 +71,8 @@ def render(report: Report) -> str:
         bad=[point for point in points if point["status"] != "ok"],
         compared=COMPARED,
         short=SHORT,
-        tiles=_tiles(report),
         tone=_tone,
-        command=_command(report["base"]["env"], report["base"]["argv"]),
+        command=command(Process(0, "server", 0, (), None, base_plan["env"], tuple(base_plan["argv"]))),
     )
 
 
@@ -101,59 +99,16 @@ def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
     return found
 
 
-def _tiles(report: Report) -> list[tuple[str, str, str]]:
-    """The first screen: caption, the best point's ratio to the base plan, and its range over the cells."""
-    best = None if report["best"] is None else report["points"][report["best"]]
-    if best is None or not best["cells"]:
-        return []
-    base = report["points"][0]
-    found = []
-    for name in ("output_throughput", "ttft_p99", "itl_p99"):
-        change = best["ratios"][name]
-        cell = max(best["cells"], key=lambda key: best["cells"][key]["output_throughput"])
-        before, after = base["cells"][cell][name], best["cells"][cell][name]
-        unit = "tok/s" if name == "output_throughput" else "ms"
-        caption = SHORT[name].replace("tokens/s", "Output tokens/s")
-        if best["number"]:
-            found.append(
-                (caption, percent(change), f"{figure(before)} \N{RIGHTWARDS ARROW} {figure(after)} {unit}, {cell}")
-            )
-        else:
-            found.append((caption, figure(after), f"{unit}, {cell}"))
-    launches = sum(point["runs"] for point in report["points"])
-    found.append(
-        ("Launches", str(launches), f"of {len(report['points'])} plans in {duration(report['budget']['spent'] or 0)}")
-    )
-    return found
-
-
 def _tone(name: str, change: float, noise: bool) -> str:
     if noise:
         return "shown"
     return "pass" if (change > 1) == (name == "output_throughput") else "fail"
 
 
-def _soft(text: str) -> str:
-    """A knob's name that may be broken where its words end."""
-    from markupsafe import Markup, escape
-
-    return escape(text).replace("_", Markup("_<wbr>"))
-
-
-def _command(env: dict[str, str], argv: list[str]) -> str:
-    lines = [f"{key}={shlex.quote(value)}" for key, value in sorted(env.items())] + [" ".join(argv[:3])]
-    for token in argv[3:]:
-        if token.startswith("--"):
-            lines.append(token)
-        else:
-            lines[-1] += f" {shlex.quote(token)}"
-    return " \\\n  ".join(lines)
-
-
 def pareto(marks: Sequence[Mark], *, x_title: str, width: int, name: str) -> str:
     """Throughput against a latency, one numbered mark a point, with the frontier that nothing beats: an inline SVG."""
     left, right, top, bottom, height = 58, 14, 14, 46, 320
-    with drawing_of(width, height) as (drawing, axis):
+    with figure(width, height) as (drawing, axis):
         drawing.subplots_adjust(
             left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height
         )

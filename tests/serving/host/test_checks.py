@@ -78,8 +78,7 @@ def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Pa
         owned_by=lambda path: 109,
         binds=lambda port: "Address already in use",
         space=lambda path: None if path.name == "shm" else trees.Space(GIB, 1),
-        installed={"vllm": "0.10.0", "torch": "2.10.0"},
-        torch={"cuda": "13.0"},
+        installed={"vllm": "0.10.0"},
     )
     found = examine(look(box, target=parse_target("mi355x:16"), vllm=vllm, port=8000))
     bad = {finding.name for finding in found if finding.status in ("warn", "fail")}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipeline.base.machine import Machine
-from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.host.subject import Wanted, installed
+from pipeline.base.machine import run_command
+from pipeline.serving.host.subject import Wanted, look
 from tests.serving.host import trees
 from tests.serving.host.trees import machine
 
@@ -23,7 +24,6 @@ MX = Wanted("mxfp4", "fp8", "quark")
         ("0.23.1.dev3+gabc", "ok"),
         ("0.34.0", "warn"),
         ("0.18.2", "fail"),
-        ("main", "warn"),
         (None, "fail"),
     ],
 )
@@ -37,23 +37,6 @@ def test_versions(tmp_path: Path, finding, version: str | None, status: str):
 def test_no_environment(tmp_path: Path, finding):
     absent = finding("vllm", machine(trees.healthy(tmp_path)), vllm=tmp_path / "none")
     assert (absent.status, "QUANTMINT_VLLM" in absent.fix) == ("fail", True)
-    assert finding("vllm build", machine(tmp_path), vllm=tmp_path / "none").status == "skipped"
-
-
-@pytest.mark.parametrize(
-    ("torch", "status", "found"),
-    [
-        ({"hip": "7.0.51831", "cuda": None}, "ok", "built for ROCm (torch 2.10.0+git1234567)"),
-        ({"rocm": "7.2.0", "hip": None}, "ok", "built for ROCm (torch 2.10.0+git1234567)"),
-        ({"hip": None, "cuda": "13.0"}, "fail", "built for CUDA (torch 2.10.0+git1234567)"),
-        ({"hip": None, "cuda": None, "debug": False}, "fail", "built for a CPU (torch 2.10.0+git1234567)"),
-        ({}, "fail", "{python} has no torch"),
-    ],
-)
-def test_builds(tmp_path: Path, finding, vllm: Path, torch: dict[str, str | None], status: str, found: str):
-    seen = finding("vllm build", machine(trees.instinct(tmp_path), torch=torch))
-    assert (seen.status, seen.found) == (status, found.format(python=vllm.parent / "python"))
-    assert seen.expected == "built for ROCm"
 
 
 def test_quark_where_mx_is_emulated(tmp_path: Path, finding, vllm: Path):
@@ -81,24 +64,19 @@ def test_what_does_not_load(tmp_path: Path, finding):
     assert (seen.status, "may clip" in seen.found) == ("warn", True)
 
 
-def test_a_real_interpreter_is_asked_without_imports(tmp_path: Path):
-    """A folder with a torch that must not be imported, and metadata of two distributions."""
-    import sys
-
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("raise SystemExit('imported')\n")
-    (tmp_path / "torch/version.py").write_text(
-        "from typing import Optional\n__version__ = '2.10.0'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n"
-    )
+def test_a_real_interpreter_is_asked(tmp_path: Path):
     for name, version in (("vllm", "0.32.0+rocm700"), ("amd_quark", "0.13")):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     binaries = tmp_path / "bin"
     binaries.mkdir()
-    (binaries / "vllm").write_text("")
     (binaries / "python").write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n')
-    (binaries / "python").chmod(0o755)
-    found = installed(VllmEnvironment(binaries / "vllm", "the test"), Machine())
+    (binaries / "vllm").write_text("#!/bin/sh\n")
+    for name in ("python", "vllm"):
+        (binaries / name).chmod(0o755)
+    found = look(
+        replace(trees.machine(trees.healthy(tmp_path / "root")), run=run_command), vllm=binaries / "vllm"
+    ).installed
     assert found is not None
-    assert (found.vllm, found.build, found.versions.get("amd-quark")) == ("0.32.0+rocm700", "rocm", "0.13")
+    assert (found.vllm, found.versions.get("amd-quark")) == ("0.32.0+rocm700", "0.13")

@@ -110,15 +110,9 @@ def infiniband(root: Path, states: Sequence[tuple[str, str]]) -> None:
 def machine(root: Path, environ: Mapping[str, str] | None = None, **changes: Any) -> Machine:
     """A machine below ``root`` on which every question to the kernel is answered well, but for the ``changes``.
 
-    ``installed`` (distribution: version) and ``torch`` (what its version.py assigns) are the serving environment's,
-    ``smi`` what nvidia-smi prints (None: no such command).
+    ``installed`` (distribution: version) is the serving environment's, ``smi`` what nvidia-smi prints.
     """
-    answer = json.dumps(
-        {
-            "versions": changes.pop("installed", {"vllm": "0.32.0+rocm700", "torch": "2.10.0+git1234567"}),
-            "torch": changes.pop("torch", {"hip": "7.0.51831", "cuda": None}),
-        }
-    )
+    answer = json.dumps(changes.pop("installed", {"vllm": "0.32.0+rocm700"}))
     smi = changes.pop("smi", None)
 
     def run(argv: Sequence[str]) -> str | None:

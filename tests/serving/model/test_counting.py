@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 FOREIGN = {"Kimi-K2-Instruct": 1_026_408_232_448}
 TINY = (
     "llama", "qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-text", "phi3", "llama4-text", "gpt-oss",
-    "gemma3", "llama4", "qwen3-vl-moe", "qwen2-moe",
+    "llama4", "qwen3-vl-moe", "qwen2-moe",
 )  # fmt: skip
 RECURRENT = {
     "granitemoehybrid": ("GraniteMoeHybridConfig", {

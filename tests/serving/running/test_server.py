@@ -64,7 +64,6 @@ def test_a_server_answers_then_every_process_is_gone(fake_vllm: Path, fake_model
         assert server.base_url == f"http://127.0.0.1:{server.port}"
         assert server.version() == "0.32.0+fake"
         assert server.cache_config() == {"block_size": "128", "num_gpu_blocks": "7"}
-        assert {sample.name: sample.value for sample in server.metrics()}["up"] == 20.0
         assert server.started_seconds >= 0.5
         assert alive(server.pid)
     assert survivors(model, within=0) == []
