@@ -23,10 +23,20 @@ A message is one paragraph: what was found, what was expected. ``hint`` is what 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pipeline.base.transience import is_transient_status
+
+SECRET = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_?KEY|CONNECTION_?STRING"
+    r"|WEBHOOK",  # who knows such an address may write to it
+    re.IGNORECASE,
+)
+"""Names of variables that hold what nobody else may know."""
+_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{12,}")
+_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@|(?<=\w)\?[^\s\"'<>)]*=[^\s\"'<>)]*")  # a user; a query, which may sign it
 
 
 class QuantmintError(Exception):
@@ -103,6 +113,14 @@ def last_line(error: BaseException) -> str:
 
 def _said(error: BaseException) -> list[str]:
     return (str(error).strip() or type(error).__name__).splitlines()
+
+
+def redact(text: str, environment: Mapping[str, str], *secrets: str | None) -> str:
+    """A text that may be logged: without secrets of the environment and those named, tokens, and keys in addresses."""
+    values = [value for name, value in environment.items() if SECRET.search(name) and len(value) >= 6]
+    for value in sorted({*values, *filter(None, secrets)}, key=len, reverse=True):
+        text = text.replace(value, "[secret]")
+    return _IN_ADDRESS.sub("", _TOKEN.sub("[secret]", text))
 
 
 def shown_path(path: Path) -> str:

@@ -11,7 +11,7 @@ The table is `hardware.yaml`; it is read before hours of quantization are spent 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -25,27 +25,14 @@ from pipeline.base.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator; what is None, empty or 0 depends on the machine at hand.
-
-    ``compute_units`` are streaming multiprocessors on CUDA. ``memory_tb_s`` is in 10^12 bytes a second; ``tflops`` the
-    dense peak by the type of both operands ("bf16", "fp8", "mxfp4"). ``links`` go to the other accelerators of a node
-    (XGMI, NVLink), each with ``link_gb_s`` 10^9 bytes a second, both directions together. ``pci`` are device ids
-    ("0x74a1"), ``names`` what a driver calls it besides ``title``.
-    """
+    """One accelerator; ``pci`` are device ids ("0x74a1"), ``names`` what a driver calls it besides ``title``."""
 
     name: str
     title: str
     kind: Literal["rocm", "cuda", "cpu"]
     arch: str | None
     hbm_gib: int | None
-    fp8: Literal["fn", "fnuz"]
-    native_mx: bool
     gpus_per_node: int
-    compute_units: int | None = None
-    memory_tb_s: float | None = None
-    tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}), hash=False)
-    links: int = 0
-    link_gb_s: float | None = None
     pci: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
@@ -53,16 +40,6 @@ class Hardware:
     def hbm_bytes(self) -> int | None:
         """Bytes of one accelerator's memory; None where it depends on the machine."""
         return None if self.hbm_gib is None else self.hbm_gib << 30
-
-    @property
-    def fp8_max(self) -> float:
-        """Largest finite E4M3 value that the matrix units multiply."""
-        return {"fn": 448.0, "fnuz": 240.0}[self.fp8]
-
-    @property
-    def links_gb_s(self) -> float | None:
-        """10^9 bytes a second between an accelerator and all others of its node, both directions; None if unknown."""
-        return None if self.link_gb_s is None else self.links * self.link_gb_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +158,7 @@ def _holding(section: str, name: str, scheme: str, kv_cache: str, checkpoint_for
 
 
 def _row(name: str, row: dict[str, Any]) -> Hardware:
-    frozen = {"tflops": MappingProxyType(row.get("tflops", {})), **{k: tuple(row.get(k, ())) for k in ("pci", "names")}}
+    frozen = {key: tuple(row.get(key, ())) for key in ("pci", "names")}
     return Hardware(name=name, **(row | frozen))
 
 

@@ -16,6 +16,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,3 +147,18 @@ def cpu_name(machine: Machine) -> str:
 def _natural(path: Path) -> list[tuple[int, str]]:
     digits = "".join(c if c.isdigit() else " " for c in path.as_posix()).split()
     return [*((int(number), "") for number in digits), (0, path.as_posix())]
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Installed versions by distribution, "absent" for one that is not there; nothing is imported."""
+    return {name: _version(name) for name in distributions}
+
+
+@cache  # plans ask for a dozen each, many recipes are planned at once, and metadata is slow to parse
+def _version(distribution: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "absent"

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base import supervisor
-from pipeline.base.errors import InvalidMeasurementError, StageError
+from pipeline.base.errors import SECRET, InvalidMeasurementError, StageError
 
 #: Who and where we are; libraries; which devices are ours; where compiled kernels are kept; which network to use.
 _PASSED = re.compile(
@@ -44,12 +44,6 @@ _PASSED = re.compile(
 )
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 """What keeps a server from looking at the network, and from telling others."""
-SECRET = re.compile(
-    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_?KEY|CONNECTION_?STRING"
-    r"|WEBHOOK",  # who knows such an address may write to it
-    re.IGNORECASE,
-)
-"""Names of variables that hold what nobody else may know."""
 _GRACE_S = 5.0
 _WATCH_S = 0.5
 _POLL_S = 0.2

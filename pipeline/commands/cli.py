@@ -21,18 +21,22 @@ _COMMANDS = {
     "inspect": ("quantize", "Prove", "Prove a quantized checkpoint's structure, anybody's."),
     "gate": ("judge", "Prove", "Judge again from a record, or from what was published."),
     "report": ("report", "Prove", "Print where a recipe's report is."),
-    "compare": ("compare", "Prove", "Put checkpoints side by side: accuracy, size, throughput."),
+    "compare": ("report", "Prove", "Put checkpoints side by side: accuracy, size, throughput."),
     "verify": ("judge", "Prove", "Check all that a release says, with nothing but what was published."),
     "serve": ("serve", "Serve", "Serve a model with the knobs that its hardware calls for, or print the launch."),
     "tune": ("tune", "Serve", "Measure which knobs serve a model best, and print them for its recipe."),
-    "doctor": ("doctor", "Serve", "Check whether this machine is ready to serve."),
-    "knobs": ("knobs", "Serve", "List what a launch of vLLM can set, and why."),
+    "doctor": ("serve", "Serve", "Check whether this machine is ready to serve."),
+    "knobs": ("tune", "Serve", "List what a launch of vLLM can set, and why."),
     "publish": ("publish", "Publish", "Publish what a finished run left, to other places too, or as a candidate."),
     "releases": ("publish", "Publish", "List what a place holds, and which of it readers get."),
     "promote": ("publish", "Publish", "Make a candidate what readers get."),
     "rollback": ("publish", "Publish", "Make an earlier release what readers get again."),
     "prune": ("publish", "Publish", "Remove old releases from a place."),
-    "due": ("due", "Keep fresh", "Say which recipes would come out otherwise than when they were last published."),
+    "due": (
+        "requantize",
+        "Keep fresh",
+        "Say which recipes would come out otherwise than when last published.",
+    ),
     "requantize": ("requantize", "Keep fresh", "Run the recipes that are due, beside each other."),
     "schedule": ("schedule", "Keep fresh", "Look at recipes on their schedules, or write units and manifests that do."),
     "recipes": ("recipes", "Look", "List the recipes, or print one resolved."),
@@ -117,10 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code: Any = cli.main(given, prog_name="quantmint", standalone_mode=False)
     except QuantmintError as error:
         _fail(str(error), given, error.exit_code, transient=error.transient)
-    except (click.exceptions.Abort, KeyboardInterrupt) as error:
-        # Click puts an Abort in the place of a KeyboardInterrupt, which may say what it left.
-        said = error if isinstance(error, KeyboardInterrupt) else error.__cause__
-        _fail(str(said or "") or "interrupted; the same command goes on from the last commit", given, 130)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        _fail("interrupted; the same command goes on from the last commit", given, 130)
     except click.ClickException as error:
         _emit_error(error.format_message(), given, 2)
         error.show()
@@ -131,11 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if missing in _EXTRAS:
-            _fail(
-                f"this needs {missing}, which is not installed.\n  pip install 'quantmint[{_EXTRAS[missing]}]'",
-                given,
-                2,
-            )
+            install = f"pip install 'quantmint[{_EXTRAS[missing]}]'"
+            _fail(f"this needs {missing}, which is not installed.\n  {install}", given, 2)
         # A fault of ours; what was committed stays all the same.
         _fail(f"unexpected {type(error).__name__}: {error}\n  --debug shows where; please report it.", given, 5)
     sys.exit(code if isinstance(code, int) else 0)

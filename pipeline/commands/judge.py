@@ -14,12 +14,13 @@ from rich.markup import escape
 from eval import record
 from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
-from eval.gate import GateReport, Headline, Policy, changes, judge
+from eval.gate import GateReport, Headline, changes, judge
+from eval.report.numbers import figure, level, percent, ratio, unit_of
 from eval.report.summary import worst_first
 from eval.throughput import Throughput
 from eval.verdict import Verdict
 from pipeline.commands.options import emit, json_option, store_option
-from pipeline.commands.tables import paragraph, table, terminal
+from pipeline.commands.tables import paragraph, printable, table, terminal
 
 if TYPE_CHECKING:
     from pipeline.publish.verify.subject import Check
@@ -69,7 +70,13 @@ def gate(
     except MeasurementError as error:
         hint = "A record is a gate.json with the samples/ that were written beside it."
         raise UserError(str(error), hint=hint) from None
-    policy = _own(recorded.policy, margin, confidence, min_ratio)
+    policy = recorded.policy
+    if margin is not None:
+        policy = replace(policy, margins=dict.fromkeys(policy.margins, margin))
+    if confidence is not None:
+        policy = replace(policy, confidence=confidence, throughput_confidence=confidence)
+    if min_ratio is not None:
+        policy = replace(policy, min_ratio=min_ratio)
     own = policy != recorded.policy
     report = judge(measurements, policy)
     differences = () if own else changes(recorded, report)
@@ -110,14 +117,6 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     return found
 
 
-def _own(policy: Policy, margin: float | None, confidence: float | None, min_ratio: float | None) -> Policy:
-    if margin is not None:
-        policy = replace(policy, margins=dict.fromkeys(policy.margins, margin))
-    if confidence is not None:
-        policy = replace(policy, confidence=confidence, throughput_confidence=confidence)
-    return policy if min_ratio is None else replace(policy, min_ratio=min_ratio)
-
-
 _COLOURS = {
     Verdict.PASS: "green",
     Verdict.INCONCLUSIVE: "yellow",
@@ -155,49 +154,49 @@ def print_judgement(
 
 
 def _print_accuracy(console: Console, results: Sequence[Accuracy]) -> None:
-    interval = f"{results[0].confidence:.0%} interval"
-    numbers = ("items", "baseline", "candidate", "change", interval, "recovery")
-    rows = table("task", *numbers, right=numbers)
-    for result in results:
-        level = "{:.4g}" if result.kind == "perplexity" else "{:.2%}"
-        rows.add_row(
+    rows = [
+        (
             escape(result.task),
             f"{result.items:,}",
-            level.format(result.baseline),
-            level.format(result.candidate),
-            f"{100 * result.difference:+.2f}",
-            f"{100 * result.interval_low:+.2f}…{100 * result.interval_high:+.2f}",
-            "-" if result.recovery is None else f"{result.recovery:.1%}",
+            level(result, result.baseline),
+            level(result, result.candidate),
+            unit_of(result.kind).words(result.difference),
+            unit_of(result.kind).interval(result.interval_low, result.interval_high),
+            "-" if result.recovery is None else percent(result.recovery),
         )
-    console.print(rows)
+        for result in results
+    ]
+    numbers = ("items", "baseline", "candidate", "change", f"{results[0].confidence:.0%} interval", "recovery")
+    console.print(table("task", *numbers, right=numbers, rows=rows))
 
 
 def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
-    numbers = ("launches", "baseline tok/s", "candidate", "ratio", "interval")
-    rows = table("cell", *numbers, right=numbers)
-    for cell in cells:
-        before, after = cell.launches
-        rows.add_row(
+    rows = [
+        (
             escape(cell.cell),
-            f"{before}" if before == after else f"{before}, {after}",
-            f"{cell.baseline:,.0f}",
-            f"{cell.candidate:,.0f}",
-            f"{cell.ratio:.3f}",
-            f"{cell.ratio_low:.3f}…{cell.ratio_high:.3f}" if cell.repeated else "-",
+            ", ".join(map(str, dict.fromkeys(cell.launches))),
+            figure(cell.baseline),
+            figure(cell.candidate),
+            ratio(cell.ratio),
+            f"{ratio(cell.ratio_low)} … {ratio(cell.ratio_high)}" if cell.repeated else "-",
         )
-    console.print(rows)
+        for cell in cells
+    ]
+    numbers = ("launches", "baseline tok/s", "candidate", "ratio", "interval")
+    console.print(table("cell", *numbers, right=numbers, rows=rows))
 
 
 def _print_headlines(console: Console, headlines: Sequence[Headline]) -> None:
-    rows = table("the guides say", "factor", "here", "source", right=("factor", "here"))
-    for headline in headlines:
-        rows.add_row(
-            escape(headline.title),
-            f"{'up to ' if headline.upto else ''}{headline.promised:g}",
-            "not measured" if headline.measured is None else f"{headline.measured:.2f}",
-            escape(headline.source),
+    rows = [
+        (
+            escape(one.title),
+            f"{'up to ' if one.upto else ''}{one.promised:g}",
+            "not measured" if one.measured is None else f"{one.measured:.2f}",
+            escape(one.source),
         )
-    console.print(rows)
+        for one in headlines
+    ]
+    console.print(table("the guides say", "factor", "here", "source", right=("factor", "here"), rows=rows))
 
 
 @click.command(name="verify")
@@ -272,21 +271,16 @@ def _print_checks(place: str, checks: Sequence[Check]) -> None:
     ends = {0: ("VERIFIED", "green"), 1: ("FAILS", "red"), 3: ("NOT ALL CHECKED", "yellow")}
     console = terminal()
     word, colour = ends[exit_code(checks)]
-    click.echo(f"{click.style(word, fg=colour, bold=True)}  {_plain(place)}")
+    click.echo(f"{click.style(word, fg=colour, bold=True)}  {printable(place)}")
     click.echo()
     width = max(len(check.name) for check in checks)
     for check in checks:
         mark, colour = marks[check.outcome]
         said = "" if check.outcome is Outcome.OK else f"{check.outcome.value}: "
         # The escape sequences of a colour take no room: the mark is coloured after the lines were broken.
-        text = paragraph(console, f"  {mark} {check.name:<{width}}  ", said + _plain(check.reason))
+        text = paragraph(console, f"  {mark} {check.name:<{width}}  ", said + printable(check.reason))
         click.echo(text.replace(mark, click.style(mark, fg=colour), 1))
         for detail in check.details[:_SHOWN]:
-            click.echo(paragraph(console, " " * (width + 6), _plain(detail)))
+            click.echo(paragraph(console, " " * (width + 6), printable(detail)))
         if len(check.details) > _SHOWN:
             click.echo(f"{' ' * (width + 6)}{len(check.details) - _SHOWN} more; --json has all")
-
-
-def _plain(text: str) -> str:
-    """What a stranger wrote, on one line and without what would move a cursor or turn letters around."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)

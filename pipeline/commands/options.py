@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from pipeline.base.progress import Reporter
+    from pipeline.stages.stage import Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -116,6 +122,33 @@ def _numbers(context: click.Context, parameter: click.Parameter, given: str) -> 
     if min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise click.BadParameter(f"found {given!r}, expected numbers such as 0,1,2,3, each once, or auto")
     return numbers
+
+
+def refuse_foreign(context: click.Context, chosen: str, belongs: Mapping[str, Sequence[str]]) -> None:
+    """A usage error for an option that was typed and belongs to other places than the chosen one."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        places = belongs.get(str(parameter.name), (chosen,))
+        if chosen not in places and source is click.core.ParameterSource.COMMANDLINE:
+            others = " and ".join(place.replace("_", "-") for place in places)
+            raise click.UsageError(f"{parameter.opts[0]} is for {others}, not for {chosen.replace('_', '-')}")
+
+
+@contextmanager
+def spread(on: str | None, setting: Setting, reporter: Reporter) -> Iterator[Setting]:
+    """The setting of a run whose calibration and quantization are spread over the machines that ``--on`` names."""
+    from pipeline.clusters.ray.spread import spread_over
+
+    machines = spread_over(
+        on,
+        setting.recipe,
+        device=setting.device,
+        source=setting.source.folder,
+        store=setting.store.root,
+        progress=reporter,
+    )
+    with machines as found:
+        yield replace(setting, spread=found)
 
 
 def emit(value: object) -> None:

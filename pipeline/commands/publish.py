@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -29,7 +29,7 @@ _dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what wo
 @click.option("--hub", metavar="ORG/NAME", help="This repository, instead of the recipe's places.")
 @click.option("--folder", metavar="FOLDER", help="FOLDER/NAME, instead of the recipe's places.")
 @click.option("--storage", metavar="URL", help="URL/NAME, instead of the recipe's places.")
-@click.option("--dry-run", is_flag=True, help="Print what would be done to each place.")
+@_dry_run_option
 @vllm_option
 @store_option
 @json_option
@@ -49,6 +49,7 @@ def publish(
     To the places of the recipe, or to those that are named here; several may be named. A release that is there is left
     as it is, so that the same command finishes what was interrupted; `quantmint rollback` gives readers an earlier one.
     """
+    from pipeline.base.errors import UserError
     from pipeline.base.progress import reporter_for
     from pipeline.publish.places import elsewhere
     from pipeline.stages.planning import build_plan, foreseen, missing_stages
@@ -62,7 +63,12 @@ def publish(
     changed = setting.recipe.model_copy(update={"publish": section})
     setting = replace(setting, loaded=replace(setting.loaded, recipe=changed))
     plan = foreseen(build_plan(setting), setting)
-    _refuse_unfinished(recipe, [key for key in missing_stages(plan, setting) if key not in _MAY_RUN])
+    missing = [key for key in missing_stages(plan, setting) if key not in _MAY_RUN]
+    if missing:
+        raise UserError(
+            f"{recipe} has no finished run of its current state: {', '.join(missing)} would have to run",
+            hint=f"`quantmint run {recipe}` runs them, `quantmint explain {recipe}` says why.",
+        )
     require_means(plan, setting)
     do = _foresee if dry_run else _publish
     return do(plan, setting, reporter, as_json=as_json)
@@ -88,18 +94,20 @@ def releases(place: str, as_json: bool) -> int:
         return 0
     from rich.markup import escape
 
-    from pipeline.commands.tables import size, table, terminal
+    from eval.report.numbers import size
+    from pipeline.commands.tables import printable, table, terminal
 
-    made = table("tag", "date", "", "size", "title", right=("size",))
-    for release in found:
-        made.add_row(
+    rows = [
+        (
             release.tag,
             f"{release.created[:16].replace('T', ' ')} UTC",
             "current" if release.current else "candidate" if release.candidate else "",
             "-" if release.size is None else size(release.size),
-            escape("".join(letter for letter in release.title if letter.isprintable())),
+            escape(printable(release.title)),
         )
-    terminal().print(made)
+        for release in found
+    ]
+    terminal().print(table("tag", "date", "", "size", "title", right=("size",), rows=rows))
     return 0
 
 
@@ -113,21 +121,7 @@ def promote(place: str, tag: str | None, dry_run: bool, as_json: bool) -> int:
 
     Its files were sent when it was published: none is sent again. `quantmint rollback` undoes it.
     """
-    from pipeline.base.progress import reporter_for
-    from pipeline.publish.places import open_place
-
-    there = open_place(place)
-    done = there.promote(tag, dry_run=dry_run, progress=reporter_for(json=as_json))
-    if as_json:
-        emit({"place": there.address, "dry_run": dry_run, "operations": _as_json(done)})
-        return 0
-    _show(done)
-    if not done:
-        click.echo(f"{tag} is the current release of {_shown(there.address)} already")
-    elif not dry_run:
-        current = next((release.tag for release in there.releases() if release.current), None)
-        click.echo(f"current  {current or '-'} of {_shown(there.address)}")
-    return 0
+    return _change("promote", place, tag, dry_run=dry_run, as_json=as_json)
 
 
 @click.command(name="rollback")
@@ -140,19 +134,26 @@ def rollback(place: str, tag: str, dry_run: bool, as_json: bool) -> int:
 
     Nothing is removed: the release that it replaces can be rolled back to in the same way.
     """
+    return _change("rollback", place, tag, dry_run=dry_run, as_json=as_json)
+
+
+def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *, dry_run: bool, as_json: bool) -> int:
+    """Make a candidate or an earlier release the current one, and say so."""
     from pipeline.base.progress import reporter_for
     from pipeline.publish.places import open_place
 
     there = open_place(place)
-    done = there.rollback(tag, dry_run=dry_run, progress=reporter_for(json=as_json))
+    done = getattr(there, way)(tag, dry_run=dry_run, progress=reporter_for(json=as_json))
     if as_json:
-        emit({"place": there.address, "tag": tag, "dry_run": dry_run, "operations": _as_json(done)})
+        named = {"tag": tag} if way == "rollback" else {}
+        emit({"place": there.address, **named, "dry_run": dry_run, "operations": _as_json(done)})
         return 0
     _show(done)
     if not done:
         click.echo(f"{tag} is the current release of {_shown(there.address)} already")
     elif not dry_run:
-        click.echo(f"current  {tag} of {_shown(there.address)}")
+        current = next((release.tag for release in there.releases() if release.current), None)
+        click.echo(f"current  {current or '-'} of {_shown(there.address)}")
     return 0
 
 
@@ -160,7 +161,7 @@ def rollback(place: str, tag: str, dry_run: bool, as_json: bool) -> int:
 @click.argument("place")
 @click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="The newest N releases stay.")
 @click.option("--older-than", type=click.IntRange(min=0), metavar="DAYS", help="Only those made longer ago than that.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@_dry_run_option
 @json_option
 def prune(place: str, keep: int, older_than: int | None, dry_run: bool, as_json: bool) -> int:
     """Remove old releases from PLACE, never the current one or a candidate."""
@@ -175,8 +176,7 @@ def prune(place: str, keep: int, older_than: int | None, dry_run: bool, as_json:
     tags = outdated(there.releases(), keep=keep, older_than=age, now=datetime.now(UTC))
     done = there.remove(tags, dry_run=dry_run, progress=reporter_for(json=as_json)) if tags else ()
     if as_json:
-        told = {"place": there.address, "removed": list(tags), "dry_run": dry_run}
-        emit({**told, "operations": _as_json(done)})
+        emit({"place": there.address, "removed": list(tags), "dry_run": dry_run, "operations": _as_json(done)})
         return 0
     _show(done)
     if not tags:
@@ -217,16 +217,6 @@ def show_published(published: Sequence[Published], setting: Setting) -> None:
         click.echo(f"checkpoint  {place}  {one.tag}{there}{waiting}")
 
 
-def _refuse_unfinished(recipe: str, missing: Sequence[str]) -> None:
-    from pipeline.base.errors import UserError
-
-    if missing:
-        raise UserError(
-            f"{recipe} has no finished run of its current state: {', '.join(missing)} would have to run",
-            hint=f"`quantmint run {recipe}` runs them, `quantmint explain {recipe}` says why.",
-        )
-
-
 def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
     """Ask every place, also where the store says that it was published there."""
     from pipeline.stages.runner import run_plan
@@ -248,7 +238,7 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
 
     A signature without a key is not made for that: Sigstore writes it into a public log, for ever.
     """
-    from pipeline.commands.tables import size
+    from eval.report.numbers import size
     from pipeline.publish.place import Operation
     from pipeline.publish.places import places_of
     from pipeline.stages.planning import missing_stages
@@ -306,7 +296,7 @@ def _shown(place: str) -> str:
 
 def _show(operations: Sequence[Operation], *, indent: str = "") -> None:
     """A line for each."""
-    from pipeline.commands.tables import size
+    from eval.report.numbers import size
 
     for one in operations:
         line = f"{indent}{one.verb:<9}{one.what}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import device_option, emit, json_option, on_option
+from pipeline.commands.options import device_option, emit, json_option, on_option, spread
 
 if TYPE_CHECKING:
     from pipeline.stages.quantization import Outlook, QuantizationJob
@@ -61,7 +61,6 @@ def quantize(
     from dataclasses import replace
 
     from pipeline.base.progress import reporter_for
-    from pipeline.clusters.ray.spread import spread_over
     from pipeline.recipe.load import recipe_of
     from pipeline.stages.quantization import look_ahead, make, open_job, source_section
 
@@ -72,16 +71,8 @@ def quantize(
         _show_plan(job, look_ahead(job), state, as_json=as_json)
         return 0
     reporter = reporter_for(json=as_json)
-    spread_to = spread_over(
-        on,
-        job.setting.recipe,
-        device=job.setting.device,
-        source=job.setting.source.folder,
-        store=job.setting.store.root,
-        progress=reporter,
-    )
-    with spread_to as spread:
-        made = make(replace(job, setting=replace(job.setting, spread=spread)), reporter)
+    with spread(on, job.setting, reporter) as setting:
+        made = make(replace(job, setting=setting), reporter)
     _show_result(job, job.record, made=made, as_json=as_json)
     return 0
 
@@ -119,45 +110,40 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
     from pipeline.stages.cost import forecast
     from pipeline.store.disk import free_bytes
 
-    recipe = job.setting.recipe
-    costs = forecast(expected.source, expected.structure, recipe, job.setting.device)
-    prediction, free = expected.prediction, free_bytes(job.out)
+    recipe, source = job.setting.recipe, job.setting.source
+    prediction = expected.prediction
+    told: dict[str, Any] = {
+        "source": source.to_json() if source.repo else str(source.folder),
+        "out": str(job.out),
+        "state": state,
+        "schemes": dict(expected.schemes),
+        "kept": len(expected.choice.kept),
+        "predicted": prediction.to_json(),
+        "costs": forecast(expected.source, expected.structure, recipe, job.setting.device).to_json(),
+        "disk": {"needed": prediction.checkpoint, "free": free_bytes(job.out)},
+    }
     if as_json:
-        emit(
-            {
-                "source": job.setting.source.to_json() if job.setting.source.repo else str(job.setting.source.folder),
-                "out": str(job.out),
-                "state": state,
-                "schemes": dict(expected.schemes),
-                "kept": len(expected.choice.kept),
-                "predicted": prediction.to_json(),
-                "costs": costs.to_json(),
-                "disk": {"needed": prediction.checkpoint, "free": free},
-            }
-        )
+        emit(told)
         return
-    from rich.console import Console
     from rich.markup import escape
 
-    from pipeline.commands.tables import print_costs, size, table
+    from eval.report.numbers import size
+    from pipeline.commands.tables import print_costs, table, terminal
 
-    quantization = recipe.quantization
-    console = Console(highlight=False)
-    source = str(job.setting.source.repo or job.setting.source.folder)
-    console.print(f"{escape(source)} -> {escape(str(job.out))} ({state})")
+    quantization, console = recipe.quantization, terminal()
+    console.print(f"{escape(str(source.repo or source.folder))} -> {escape(str(job.out))} ({state})")
     console.print(f"{quantization.format}, KV cache {quantization.kv_cache}, engine {quantization.engine}")
-    modules = table("scheme", "modules", right=("modules",))
-    for scheme, count in (*expected.schemes.items(), ("16 bit", len(expected.choice.kept))):
-        modules.add_row(scheme, f"{count:,}")
-    console.print(modules)
-    sizes = table("what", "size", right=("size",))
-    sizes.add_row("16-bit model", size(prediction.source))
-    sizes.add_row(
-        f"checkpoint ({prediction.source / prediction.checkpoint:.2f} x smaller)", size(prediction.checkpoint)
-    )
-    sizes.add_row("disk: free", size(free))
-    console.print(sizes)
-    print_costs(console, costs)
+    schemes = (*expected.schemes.items(), ("16 bit", len(expected.choice.kept)))
+    rows = [(scheme, f"{count:,}") for scheme, count in schemes]
+    console.print(table("scheme", "modules", right=("modules",), rows=rows))
+    sizes = {
+        "16-bit model": prediction.source,
+        f"checkpoint ({prediction.source / prediction.checkpoint:.2f} x smaller)": prediction.checkpoint,
+        "disk: free": told["disk"]["free"],
+    }
+    rows = [(what, size(count)) for what, count in sizes.items()]
+    console.print(table("what", "size", right=("size",), rows=rows))
+    print_costs(console, told["costs"])
 
 
 def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as_json: bool) -> None:
@@ -169,21 +155,25 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
     if as_json:
         emit({"checkpoint": str(out.absolute()), "made": made, **facts, "serve": serve})
         return
-    from pipeline.commands.tables import size
+    from eval.report.numbers import size
 
     if not made:
         click.echo("finished before, with the same source and options: nothing to do")
     schemes = ", ".join(f"{count:,} modules in {scheme}" for scheme, count in record["schemes"].items())
-    click.echo(f"checkpoint  {out}")
-    click.echo(f"size        {size(record['bytes'])} from {size(record['source_bytes'])}")
-    click.echo(f"modules     {schemes}, {record['kept']:,} kept in 16 bit")
-    click.echo(f"time        {_times(record)}")
     worst = record["worst"]
-    if worst is not None:
-        click.echo(f"error       least SQNR {worst['sqnr_db']:.1f} dB, of {worst['module']}")
     later = f"none; `quantmint inspect {shlex.quote(str(out))} --source SRC` makes up for it"
-    click.echo(f"inspection  {record['inspection'] or later}")
-    click.echo(f"serve       {serve}")
+    lines = {
+        "checkpoint": str(out),
+        "size": f"{size(record['bytes'])} from {size(record['source_bytes'])}",
+        "modules": f"{schemes}, {record['kept']:,} kept in 16 bit",
+        "time": _times(record),
+        "error": None if worst is None else f"least SQNR {worst['sqnr_db']:.1f} dB, of {worst['module']}",
+        "inspection": record["inspection"] or later,
+        "serve": serve,
+    }
+    for name, text in lines.items():
+        if text is not None:
+            click.echo(f"{name:<12}{text}")
 
 
 def _times(record: dict[str, Any]) -> str:

@@ -1,13 +1,20 @@
-"""quantmint report, site, track: what runs came to, as files, as an index of all, and in an experiment tracker."""
+"""quantmint report, compare, site, track: what runs came to, alone, side by side, all of them, and in a tracker."""
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.options import emit, json_option, store_option, vllm_option
+from pipeline.commands.options import emit, json_option, store_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from eval.comparison.model import Comparison, Contender, Group
+    from pipeline.store.tree import Store
 
 FORMATS = ("html", "markdown", "junit", "json")
 
@@ -19,20 +26,21 @@ FORMATS = ("html", "markdown", "junit", "json")
     help="The page, the section of a model card, test results for a CI system, or the data.",
 )  # fmt: skip
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Copy it there.")
-@vllm_option
 @store_option
 @json_option
-def report(subject: str, form: str, output: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> int:
-    """Show the report of a recipe, of a published folder or of an entry of the store.
-
-    Of a recipe it is that of its current state; where that has none, of its last run, which is then said.
+def report(subject: str, form: str, output: Path | None, store_path: Path, as_json: bool) -> int:
+    """Show the report of a recipe's last run, of a published folder or of an entry of the store.
 
     The page is told by its path; the other forms are printed, unless --output says where they go.
     """
     from pipeline.base.errors import UserError, shown_path
+    from pipeline.recipe.load import load_recipe
+    from pipeline.stages.finished import find
     from pipeline.stages.report import FILES
+    from pipeline.store.tree import Store
 
-    folder = _folder(subject, vllm, store_path)
+    name = load_recipe(subject).recipe.name if subject.endswith((".yaml", ".yml")) else subject
+    folder = find(name, Store(store_path)).report.parent
     file = (folder / FILES[form]).absolute()  # as it was named: a link to the newest release stays one
     if not file.is_file():
         raise UserError(
@@ -40,10 +48,7 @@ def report(subject: str, form: str, output: Path | None, vllm: str | None, store
             hint="Make it again: quantmint run RECIPE --redo report",
         )
     if output is not None:
-        try:
-            shutil.copyfile(file, output)
-        except OSError as error:
-            raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from None
+        _write(output, file.read_bytes())
         file = output.absolute()
     if as_json:
         data = (folder / FILES["json"]).absolute()
@@ -55,36 +60,181 @@ def report(subject: str, form: str, output: Path | None, vllm: str | None, store
     return 0
 
 
-def _folder(subject: str, vllm: str | None, store_path: Path) -> Path:
-    """Where the files of the report lie: beside the data that a path names, or in the entry of a recipe's report."""
+def _write(output: Path, content: bytes) -> None:
     from pipeline.base.errors import UserError
-    from pipeline.stages import finished
-    from pipeline.stages.planning import build_plan, find_entry, foreseen
-    from pipeline.stages.session import open_setting
+    from pipeline.store.disk import write_atomic
+
+    try:
+        write_atomic(output, content, temporary=output.with_name(f".{output.name}.partial"))
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from None
+
+
+@click.command(name="compare")
+@click.argument("finished", nargs=-1, required=True, metavar="A B ...")
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.html", help="Write the page there."
+)
+@store_option
+@json_option
+def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as_json: bool) -> int:
+    """Put checkpoints side by side: accuracy against size against throughput.
+
+    A, B, ... are published folders, report.json files, reports in the store, or names of recipes that were run.
+    """
+    from eval.comparison.model import side_by_side, to_json
+    from eval.comparison.page import render
+    from pipeline.base.errors import UserError
     from pipeline.store.tree import Store
 
-    path = Path(subject)
-    if path.is_dir() or path.suffix == ".json":
-        return finished.find(subject, Store(store_path)).report.parent
-    store = Store(store_path)
+    if len(finished) < 2:
+        raise UserError(f"found one checkpoint, {finished[0]}, expected at least two to compare")
+    comparison = side_by_side(_contenders(finished, Store(store_path)))
+    if output is not None:
+        _write(output, render(comparison).encode())
+    if as_json:
+        emit({**to_json(comparison), "page": None if output is None else str(output.resolve())})
+        return 0
+    _show(comparison)
+    if output is not None:
+        from pipeline.base.errors import shown_path
+
+        click.echo(f"page  {shown_path(output.resolve())}")
+    return 0
+
+
+def _contenders(given: Sequence[str], store: Store) -> list[Contender]:
+    from eval.comparison.model import read
+    from eval.errors import MeasurementError
+    from pipeline.base.errors import UserError
+    from pipeline.stages.finished import find
+
+    found = [find(name, store) for name in given]
     try:
-        setting = open_setting(subject, store=store, vllm=vllm)
-    except UserError:
-        made = finished.last(subject, store)  # its recipe is elsewhere: what it left is here
-        if made is None:
-            raise
-        return made[1].path
-    planned = next(planned for planned in foreseen(build_plan(setting), setting) if planned.key == "report")
-    entry = find_entry(planned, setting)
-    if entry is not None:
-        return entry.path
-    made = finished.last(setting.recipe.name, store)
-    if made is None:
-        raise UserError(f"{setting.recipe.name} has no report yet.", hint=f"Make it: quantmint run {subject}")
-    run, entry = made
-    since = f"`quantmint explain {subject}` says what changed since"
-    click.echo(f"this is the report of the run of {run.started}; {since}", err=True)
-    return entry.path
+        return [read(one.report, one.gate) for one in found]
+    except MeasurementError as error:
+        raise UserError(str(error), hint="`quantmint run` makes a report of this version") from None
+
+
+def _show(comparison: Comparison) -> None:
+    from pipeline.commands.tables import terminal
+
+    console = terminal()
+    for warning in comparison.warnings:
+        console.print(f"[yellow]note:[/] {_plain(warning)}")
+    for group in comparison.groups:
+        console.print(f"\n[bold]{_plain(group.model)}[/]  16 bit: {_plain(group.baseline[:12])}")
+        _print_marks(console, group)
+        _print_tasks(console, group)
+        _print_speeds(console, group)
+        _print_direct(console, group)
+        for note in group.notes:
+            console.print(f"[yellow]note:[/] {_plain(note)}")
+
+
+def _print_marks(console: Console, group: Group) -> None:
+    from eval.report.numbers import count, percent, ratio, size
+    from pipeline.commands.tables import table
+
+    who = table("", "checkpoint", "verdict", "measured on")
+    figures = ("size", "of 16 bit", "recovery", "flips", "speed", "KV tokens", "canary")
+    made = table("", *figures, right=figures)
+    for mark in group.marks:
+        found = mark.contender
+        canary = found.gate.canary
+        letter = f"{mark.letter}{'*' if mark.on_front else ''}"
+        place = f"{found.gate.hardware}, {found.gate.runtime}"
+        who.add_row(letter, _plain(found.name), found.gate.verdict.value, _plain(place))
+        made.add_row(
+            letter,
+            size(found.size[1]),
+            ratio(found.size_ratio),
+            "-" if mark.worst is None else percent(mark.worst.recovery),
+            "-" if mark.worst is None else percent(mark.worst.flip_rate),
+            "-" if mark.slowest is None else ratio(mark.slowest.ratio),
+            "-" if found.kv_tokens is None else count(found.kv_tokens[1]),
+            "-" if canary is None else percent(canary.agreement),
+        )
+    console.print(who)
+    console.print(made)
+    console.print("recovery and flips in the worst shared task, speed in the load of the least gain")
+    if any(mark.on_front for mark in group.marks):
+        console.print("* nothing here beats it in recovery of the worst shared task, size and speed together")
+
+
+def _print_tasks(console: Console, group: Group) -> None:
+    from eval.report.numbers import unit_of
+    from pipeline.commands.tables import table
+
+    if not group.tasks:
+        return
+    numbers = ("change", "interval", "items")
+    made = table("task", "", "verdict", *numbers, right=numbers)
+    for row in group.tasks:
+        for number, (mark, result) in enumerate(zip(group.marks, row.results, strict=True)):
+            name = _plain(f"{row.task}, {row.metric}") if number == 0 else ""
+            if result is None:
+                made.add_row(name, mark.letter, "not asked")
+                continue
+            verdict, unit = row.verdicts[number], unit_of(result.kind)
+            made.add_row(
+                name,
+                mark.letter,
+                "shown only" if verdict is None else verdict.value,
+                unit.words(result.difference),
+                unit.interval(result.interval_low, result.interval_high),
+                f"{result.items:,}",
+            )
+    console.print(made)
+
+
+def _print_speeds(console: Console, group: Group) -> None:
+    from eval.comparison.model import where
+    from eval.report.numbers import figure, ratio
+    from pipeline.commands.tables import table
+
+    numbers = ("16 bit", "here", "ratio", "interval")
+    for speeds in group.speeds:
+        console.print(f"output tokens/s on {_plain(where(speeds.place))}")
+        made = table("load", "", *numbers, right=numbers)
+        for row in speeds.cells:
+            for mark, cell in zip(group.marks, row.results, strict=True):
+                if cell is not None:
+                    interval = f"{ratio(cell.ratio_low)} … {ratio(cell.ratio_high)}" if cell.repeated else "one launch"
+                    figures = (figure(cell.baseline), figure(cell.candidate), ratio(cell.ratio), interval)
+                    made.add_row(_plain(row.cell), mark.letter, *figures)
+        console.print(made)
+
+
+def _print_direct(console: Console, group: Group) -> None:
+    from eval.comparison.model import better
+    from eval.report.numbers import unit_of
+    from pipeline.commands.tables import table
+
+    if not group.direct:
+        return
+    console.print("the same items, answered by both")
+    numbers = ("difference", "interval", "items")
+    made = table("", "task", *numbers, "", right=numbers)
+    for direct in group.direct:
+        pair = f"{group.marks[direct.second].letter} vs {group.marks[direct.first].letter}"
+        for result in direct.results:
+            unit = unit_of(result.kind)
+            interval = unit.interval(result.interval_low, result.interval_high)
+            change = unit.words(result.difference)
+            made.add_row(pair, _plain(result.task), change, interval, f"{result.items:,}", better(result))
+        for reason in direct.unknown:
+            made.add_row(pair, "", "", "", "", _plain(reason))
+    console.print(made)
+
+
+def _plain(text: str) -> str:
+    """Text of a report that anybody may have written: no markup of ours, nothing that moves a cursor."""
+    from rich.markup import escape
+
+    from pipeline.commands.tables import printable
+
+    return escape(printable(text))
 
 
 @click.command(name="site")

@@ -1,11 +1,11 @@
-"""quantmint requantize [RECIPES...]"""
+"""quantmint due, requantize: which recipes would come out otherwise today, and making them so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -22,9 +22,99 @@ from pipeline.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.upkeep.fleet.events import Ended, Summary
+    from pipeline.upkeep.due.due import Due
+    from pipeline.upkeep.fleet.events import Ended, Event, Summary
     from pipeline.upkeep.fleet.forecast import Foreseen
     from pipeline.upkeep.fleet.jobs import Options
+
+SOMETHING_DUE: Final = 10
+"""Exit code where at least one recipe is due: 1 to 5 are verdicts and errors."""
+_SHOWN: Final = 3  # phrases of a line
+_folder_option = click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder whose recipes are meant where none is named (default: ./recipes).",
+)
+
+
+@click.command(name="due")
+@click.argument("recipes", nargs=-1)
+@_folder_option
+@click.option("--explain", is_flag=True, help="List every change, and which stages a run would make.")
+@device_option
+@vllm_option
+@store_option
+@json_option
+def due(
+    recipes: tuple[str, ...],
+    folder: Path | None,
+    explain: bool,
+    device: str,
+    vllm: str | None,
+    store_path: Path,
+    as_json: bool,
+) -> int:
+    """Say which RECIPES (names or YAML files) would come out otherwise than when they were last published, and why.
+
+    Held against the newest release are the model's commit, the data sets', the recipe, the tools and what serves.
+    Nothing is run and nothing large is fetched; what cannot be asked is told, and makes nothing due. Without RECIPES
+    all of ./recipes are looked at. Ends with 10 where something is due, else 5 where a release cannot be read, else 2
+    where a recipe is broken, else 0.
+    """
+    from pipeline.base.progress import reporter_for
+    from pipeline.serving.environment import serving_image
+    from pipeline.store.tree import Store
+    from pipeline.upkeep.due.due import all_recipes, look
+
+    serving_image()  # a wrong one is one error, and not one of each recipe
+    reporter = reporter_for(json=as_json)
+    store = Store(store_path, on_warning=reporter.warn)
+    named = recipes or all_recipes(folder)
+    found = look(tuple(dict.fromkeys(named)), store=store, vllm=vllm, device=device, tell=reporter.say)
+    for sentence in dict.fromkeys(sentence for one in found for sentence in one.unknown):
+        reporter.warn(sentence)
+    if as_json:
+        emit({"due": sum(one.state == "due" for one in found), "recipes": [one.to_json() for one in found]})
+    else:
+        _print_due(found, explain)
+    codes = {"due": SOMETHING_DUE, "damaged": 5, "broken": 2}
+    return max((codes.get(one.state, 0) for one in found), default=0)
+
+
+def _print_due(found: Sequence[Due], explain: bool) -> None:
+    """A line a recipe with the first few phrases of the reason; ``--explain`` has them all below it."""
+    width = max((len(one.name) for one in found), default=0)
+    for one in found:
+        phrases = (one.reason.splitlines() or [""])[0].split("; ")
+        more = "; ..." if len(phrases) > _SHOWN or "\n" in one.reason else ""
+        tag = "-" if one.release is None else one.release.tag
+        click.echo(f"{one.name:<{width}}  {one.state:<7}  {tag}  {'; '.join(phrases[:_SHOWN])}{more}")
+        for line in _explained(one) if explain else ():
+            click.echo(f"  {line}")
+        if one.stages and (explain or one.state == "due"):
+            click.echo(f"  reruns: {_reruns(one)}")
+
+
+def _reruns(one: Due) -> str:
+    """The stages that a run would make, both sides of a stage as one."""
+    keys = [key for key, state in one.stages if state == "rerun"]
+    if keys and len(keys) == len(one.stages):
+        return "all stages"
+    families = [key.removesuffix("-baseline").removesuffix("-candidate") for key in keys]
+    return ", ".join(dict.fromkeys(families)) or "-"
+
+
+def _explained(one: Due) -> Iterator[str]:
+    from pipeline.upkeep.due.causes import phrase
+
+    if one.release is not None:
+        readers = one.release.shown
+        other = "" if readers in (None, one.release.tag) else f", readers get {readers}"
+        created = one.release.created[:16].replace("T", " ")
+        yield f"released: {one.release.tag} of {created} UTC in {one.release.place}{other}"
+    yield from one.reason.splitlines()[1:]
+    for change in one.changes:
+        yield f"{change.cause}: {phrase(change)}  [{change.stage} {change.path}]"
 
 
 @click.command(name="requantize")
@@ -36,11 +126,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Only what is due; or all, what was judged before and what failed lately too.",
 )
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder whose recipes are meant where none is named (default: ./recipes).",
-)
+@_folder_option
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
@@ -77,25 +163,18 @@ if TYPE_CHECKING:
 @store_option
 @remote_option
 @json_option
-def command(
+def requantize(
     recipes: tuple[str, ...],
     only_due: bool,
     folder: Path | None,
-    jobs: int | None,
     devices: tuple[int, ...] | None,
     on: str | None,
-    retries: int,
-    max_hours: float | None,
     max_disk: float | None,
-    redo: tuple[str, ...],
-    wait: bool,
     dry_run: bool,
     metrics_file: Path | None,
-    device: str,
-    vllm: str | None,
     store_path: Path,
-    remote: str | None,
     as_json: bool,
+    **given: Any,
 ) -> int:
     """Make, prove and publish RECIPES (names or YAML files) that are due, beside each other; all of ./recipes if none.
 
@@ -109,18 +188,11 @@ def command(
     named = tuple(dict.fromkeys(recipes)) or all_recipes(folder)
     options = Options(
         store=store_path,
-        jobs=jobs,
         devices=devices,
-        retries=retries,
-        max_hours=max_hours,
         max_disk=None if max_disk is None else int(max_disk * 1e9),
         everything=not only_due,
         on=jobs_address(on, devices),
-        redo=redo,
-        wait=wait,
-        vllm=vllm,
-        remote=remote,
-        device=device,
+        **given,
     )
     if dry_run:
         return _foresee(named, options, as_json)
@@ -133,7 +205,7 @@ def command(
 
 
 def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> Summary:
-    from pipeline.upkeep.fleet.events import Event, line_of
+    from pipeline.upkeep.fleet.events import line_of
     from pipeline.upkeep.fleet.jobs import Request
     from pipeline.upkeep.fleet.rounds import Fleet, stopping
     from pipeline.upkeep.notices import outlets
@@ -176,7 +248,7 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
 def _print_forecast(runs: Sequence[Foreseen], left: Sequence[Ended]) -> None:
     from rich.markup import escape
 
-    from pipeline.base.durations import duration
+    from eval.report.numbers import duration
     from pipeline.commands.tables import table, terminal
 
     made = table("", "recipe", "priority", "devices", "last took", "why", right=("", "priority", "last took"))
@@ -198,18 +270,23 @@ def _print_forecast(runs: Sequence[Foreseen], left: Sequence[Ended]) -> None:
 def _print(summary: Summary) -> None:
     from rich.markup import escape
 
-    from pipeline.base.durations import duration
-    from pipeline.commands.tables import size, table, terminal
+    from eval.report.numbers import duration, size
+    from pipeline.commands.tables import table, terminal
 
-    console = terminal()
-    if summary.ended:
-        made = table("recipe", "verdict", "exit", "time", "release", "what had changed", right=("exit", "time"))
-        for ended in summary.ended:
-            took = duration(ended.duration_s) if ended.attempts else "-"
-            word = ended.verdict if ended.state == "ran" and ended.verdict else ended.state
-            changed = "; ".join(ended.changes) or "-"
-            made.add_row(ended.recipe, word, str(ended.exit_code), took, ended.tag or "-", escape(changed))
-        console.print(made)
+    rows = [
+        (
+            ended.recipe,
+            ended.verdict if ended.state == "ran" and ended.verdict else ended.state,
+            str(ended.exit_code),
+            duration(ended.duration_s) if ended.attempts else "-",
+            ended.tag or "-",
+            escape("; ".join(ended.changes) or "-"),
+        )
+        for ended in summary.ended
+    ]
+    columns = ("recipe", "verdict", "exit", "time", "release", "what had changed")
+    if rows:
+        terminal().print(table(*columns, right=("exit", "time"), rows=rows))
     for ended in summary.ended:
         if ended.reason and ended.state not in {"current", "held"}:
             click.echo(f"{ended.recipe}: {ended.reason}" + (f"\n  log: {ended.log}" if ended.log else ""))

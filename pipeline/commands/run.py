@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,19 +19,14 @@ from pipeline.commands.options import (
     json_option,
     on_option,
     remote_option,
+    spread,
     store_option,
     vllm_option,
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from eval.gate.reach import Reach
-    from pipeline.stages.cost import Forecast
-    from pipeline.stages.preflight import Prediction
-    from pipeline.stages.stage import Planned, Setting
+    from pipeline.recipe.schema import Recipe
     from pipeline.store.entries import Entry
-    from pipeline.store.runs import Run
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -64,7 +58,6 @@ def run(
     """
     from pipeline.base.errors import shown_path
     from pipeline.base.progress import reporter_for
-    from pipeline.clusters.ray.spread import spread_over
     from pipeline.commands.publish import published_by, report_page, show_published
     from pipeline.publish.places import published_folder
     from pipeline.serving.host.detect import device_here
@@ -88,16 +81,7 @@ def run(
     plan = build_plan(setting, until)
     for name in redo:
         cut(plan, name)
-    spread_to = spread_over(
-        on,
-        setting.recipe,
-        device=setting.device,
-        source=setting.source.folder,
-        store=setting.store.root,
-        progress=reporter,
-    )
-    with spread_to as spread:
-        setting = replace(setting, spread=spread)
+    with spread(on, setting, reporter) as setting:
         require_means(plan, setting, redo)
         outcome = run_plan(plan, setting, reporter, redo=redo)
     report, places = outcome.entry("report"), published_by(outcome)
@@ -192,112 +176,82 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     missing = missing_stages(plan, setting)
     model = model_for(setting, config_folder or fetched(setting.source))
     prediction = predict(*model, setting.recipe)
-    costs = forecast(*model, setting.recipe, setting.device)
     needed = disk_needed(prediction, missing, setting)
     where = store_path.absolute()
     free = free_bytes(where)
-    quantization, target = setting.recipe.quantization, setting.recipe.target
-    notes = cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)
-    evaluation = setting.recipe.evaluation
-    told = reach(as_asked(setting.suite, evaluation, setting.recipe.gate), policy_of(setting), evaluation.looks)
+    quantization, target, evaluation = setting.recipe.quantization, setting.recipe.target, setting.recipe.evaluation
+    questions = as_asked(setting.suite, evaluation, setting.recipe.gate)
+    told = {
+        "recipe": setting.recipe.name,
+        "source": setting.source.to_json(),
+        "stages": [{"stage": p.key, "fingerprint": p.fingerprint, "cached": p.key not in missing} for p in plan],
+        "predicted": prediction.to_json(),
+        "costs": forecast(*model, setting.recipe, setting.device).to_json(),
+        "disk": {"needed": needed, "free": free, "where": str(where)},
+        "gate": reach(questions, policy_of(setting), evaluation.looks).to_json(),
+        "cautions": list(cautions(target.hardware, quantization.scheme, quantization.kv_cache, quantization.format)),
+    }
     if as_json:
         require_disk(needed, free, str(where))  # standard output holds one object: the plan, or why there is none
-        emit(
-            {
-                "recipe": setting.recipe.name,
-                "source": setting.source.to_json(),
-                "stages": [
-                    {"stage": p.key, "fingerprint": p.fingerprint, "cached": p.key not in missing} for p in plan
-                ],
-                "predicted": prediction.to_json(),
-                "costs": costs.to_json(),
-                "disk": {"needed": needed, "free": free, "where": str(where)},
-                "gate": told.to_json(),
-                "cautions": list(notes),
-            }
-        )
+        emit(told)
     else:
-        _print_plan(setting, plan, missing, prediction, costs, needed, free, told, notes)
+        _print_plan(setting.recipe, told)
     require_disk(needed, free, str(where))
     return 0
 
 
-def _print_plan(
-    setting: Setting,
-    plan: Sequence[Planned],
-    missing: Collection[str],
-    prediction: Prediction,
-    costs: Forecast,
-    needed: Mapping[str, int],
-    free: int,
-    told: Reach,
-    notes: Sequence[str],
-) -> None:
+def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
     """The plan as tables."""
     from rich.markup import escape
 
-    from pipeline.commands.tables import print_costs, size, table, terminal
+    from eval.report.numbers import size
+    from pipeline.commands.tables import print_costs, table, terminal
 
     console = terminal()
-    recipe = setting.recipe
     source = recipe.source.repo or recipe.source.folder
     console.print(f"[bold]{recipe.name}[/]  {escape(recipe.description)}")
     console.print(
         f"{escape(str(source))} -> {recipe.quantization.scheme}, KV cache {recipe.quantization.kv_cache}, "
         f"{recipe.quantization.format}, for {recipe.target.gpus} x {recipe.target.hardware}"
     )
-    stages = table("stage", "state", "fingerprint")
-    for planned in plan:
-        state = "to do" if planned.key in missing else "cached"
-        stages.add_row(planned.key, state, planned.fingerprint[:12])
-    console.print(stages)
-    ratio = prediction.source / prediction.checkpoint
-    sizes = table("what", "size", right=("size",))
-    sizes.add_row("16-bit model", size(prediction.source))
-    sizes.add_row(
-        f"checkpoint ({prediction.quantized} modules quantized, {prediction.kept} kept, {ratio:.2f} x smaller)",
-        size(prediction.checkpoint),
-    )
-    sizes.add_row("weights on each GPU", size(prediction.weights_per_gpu))
-    if prediction.kv_bytes_per_token is not None:
-        sizes.add_row("KV cache for one token, all layers", size(prediction.kv_bytes_per_token))
-    for name, count in needed.items():
-        sizes.add_row(f"disk: {name}", size(count))
-    sizes.add_row("disk: free", size(free))
-    console.print(sizes)
-    print_costs(console, costs)
-    _print_reach(console, told)
-    for note in notes:
-        console.print(f"[yellow]caution:[/] {escape(note)}")
-
-
-def _print_reach(console: Console, told: Reach) -> None:
-    """What the gate can tell: a loss by task, after which items, and a change of speed."""
-    from pipeline.commands.tables import table
-
-    numbers = ("items", "margin", "detectable", "looks", "asked, about")
-    tests = table("task", *numbers, right=numbers)
-    for name, task in told.tasks.items():
-        tests.add_row(
+    states = [(one["stage"], "cached" if one["cached"] else "to do", one["fingerprint"][:12]) for one in told["stages"]]
+    console.print(table("stage", "state", "fingerprint", rows=states))
+    predicted, disk = told["predicted"], told["disk"]
+    modules = f"{predicted['quantized']} modules quantized, {predicted['kept']} kept"
+    ratio = predicted["source"] / predicted["checkpoint"]
+    sizes = {
+        "16-bit model": predicted["source"],
+        f"checkpoint ({modules}, {ratio:.2f} x smaller)": predicted["checkpoint"],
+        "weights on each GPU": predicted["weights_per_gpu"],
+        "KV cache for one token, all layers": predicted["kv_bytes_per_token"],
+        **{f"disk: {name}": count for name, count in disk["needed"].items()},
+        "disk: free": disk["free"],
+    }
+    rows = [(what, size(count)) for what, count in sizes.items() if count is not None]
+    console.print(table("what", "size", right=("size",), rows=rows))
+    print_costs(console, told["costs"])
+    tasks = [
+        (
             name,
-            f"{task.items:,}",
-            "shown only" if task.margin is None else f"{task.margin:.2%}",
-            f"{task.detectable:.2%}",
-            f"{len(task.looks)}",
-            "-" if task.expected is None else f"{task.expected:,}",
+            f"{task['items']:,}",
+            "shown only" if task["margin"] is None else f"{task['margin']:.2%}",
+            f"{task['detectable']:.2%}",
+            f"{len(task['looks'])}",
+            "-" if task["expected"] is None else f"{task['expected']:,}",
         )
-    console.print(tests)
-    console.print(
-        "detectable: the least margin that so many items can test; asked: how many of them a lossless candidate "
-        "is asked on average, because clear cases stop early"
-    )
-    speed = told.speed
-    if speed is not None and speed.detectable_spreads is not None:
-        promise = f"throughput of at least {speed.min_ratio:g} x the baseline's"
-        launches = f"{speed.launches} launches a side ({speed.fewest} at the fewest)"
+        for name, task in told["gate"]["tasks"].items()
+    ]
+    numbers = ("items", "margin", "detectable", "looks", "asked, about")
+    console.print(table("task", *numbers, right=numbers, rows=tasks))
+    console.print("detectable: the least margin that so many items can test; asked: items for a lossless candidate")
+    speed = told["gate"]["speed"]
+    if speed is not None and speed["detectable_spreads"] is not None:
         console.print(
-            f"{promise}: {launches} show a change of {speed.detectable_spreads:.1f} standard deviations of a launch"
+            f"throughput of at least {speed['min_ratio']:g} x the baseline's: {speed['launches']} launches a side show "
+            f"a change of {speed['detectable_spreads']:.1f} standard deviations of a launch"
         )
+    for caution in told["cautions"]:
+        console.print(f"[yellow]caution:[/] {escape(caution)}")
 
 
 @click.command(name="explain")
@@ -319,22 +273,12 @@ def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bo
     for entry in explained:
         click.echo(f"{entry.key:<20} {entry.state}")
         for change in entry.changes:
-            for line in _lines(change):
-                click.echo(f"{'':<20}   {line}")
+            click.echo(f"{'':<20}   {change.path.removeprefix('$.')}: {_short(change.old)} -> {_short(change.new)}")
     return 0
 
 
-def _lines(change: Change) -> list[str]:
-    """A change for people: of a text of several lines only those that differ, of a fingerprint what tells it apart."""
-    place = change.path.removeprefix("$.")
-    old, new = change.old, change.new
-    if isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
-        made = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
-        return [f"{place}:", *(f"  {line}" for line in made if not line.startswith(("---", "+++", "@@")))]
-    return [f"{place}: {_short(old)} -> {_short(new)}"]
-
-
 def _short(side: object) -> str:
+    """Of a fingerprint what tells it apart."""
     return side[:12] + "…" if isinstance(side, str) and _DIGEST.fullmatch(side) else repr(side)
 
 
@@ -350,41 +294,26 @@ def _change(change: Change) -> dict[str, object]:
 @json_option
 def runs(recipe: str | None, store_path: Path, as_json: bool) -> int:
     """List past runs, the newest first, with how each ended."""
+    from eval.report.numbers import duration
     from pipeline.store.runs import list_runs
 
     found = [run for run in list_runs(store_path) if recipe in (None, run.recipe)]
     if as_json:
-        emit(
-            [
-                {
-                    "recipe": run.recipe,
-                    "started": run.started,
-                    "finished": run.finished,
-                    "verdict": run.verdict,
-                    "exit_code": run.exit_code,
-                    "facts": run.facts,
-                }
-                for run in found
-            ]
-        )
+        names = ("recipe", "started", "finished", "verdict", "exit_code", "facts")
+        emit([{name: getattr(run, name) for name in names} for run in found])
         return 0
     width = max((len(run.recipe) for run in found), default=0)
     for run in found:
-        ended = run.verdict or ("unfinished" if run.finished is None else f"exit {run.exit_code}")
-        began = run.started[:16].replace("T", " ")
-        click.echo(f"{began} UTC  {run.recipe:<{width}}  {ended:<12}  {_took(run)}".rstrip())
+        ended, took = run.verdict or f"exit {run.exit_code}", ""
+        if run.finished is None:
+            ended = "unfinished"
+        else:
+            began, end = (datetime.fromisoformat(moment) for moment in (run.started, run.finished))
+            took = duration((end - began).total_seconds())
+        click.echo(f"{run.started[:16].replace('T', ' ')} UTC  {run.recipe:<{width}}  {ended:<12}  {took}".rstrip())
     if not found:
         click.echo(f"no runs in {store_path}", err=True)
     return 0
-
-
-def _took(run: Run) -> str:
-    """From start to end, for people; nothing for a run that has no end."""
-    from eval.report.numbers import duration
-
-    if run.finished is None:
-        return ""
-    return duration((datetime.fromisoformat(run.finished) - datetime.fromisoformat(run.started)).total_seconds())
 
 
 @click.command(name="gc")
@@ -394,7 +323,7 @@ def _took(run: Run) -> str:
 @json_option
 def gc(keep: int, dry_run: bool, store_path: Path, as_json: bool) -> int:
     """Remove what none of the newest runs of any recipe uses. What was published is not touched."""
-    from pipeline.commands.tables import size
+    from eval.report.numbers import size
     from pipeline.store.gc import apply, plan_gc
     from pipeline.store.tree import Store
 

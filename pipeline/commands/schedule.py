@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from pipeline.commands.options import (
     device_option,
@@ -21,6 +18,7 @@ from pipeline.commands.options import (
     jobs_address,
     jobs_option,
     json_option,
+    refuse_foreign,
     remote_option,
     store_option,
     vllm_option,
@@ -34,8 +32,15 @@ if TYPE_CHECKING:
 
 _SHOWN = 3
 _MISSED = {"run": "run once, later", "skip": "left out"}
-_FORMS = ("systemd", "cron", "kubernetes", "github_actions")
 _HERE = ("systemd", "cron")
+# form: what is left to do by hand
+_FORMS = {
+    "systemd": "copy to ~/.config/systemd/user (with --run-as: /etc/systemd/system), then systemctl enable --now each "
+    "timer; docs/scheduling.md",
+    "cron": "`crontab FILE` replaces what the user's crontab had; with --run-as copy it to /etc/cron.d",
+    "kubernetes": "kubectl apply -f FILE; ./recipes and the store are those of the volume",
+    "github_actions": "copy to .github/workflows of the default branch; make the secrets that it names",
+}
 # option: the forms that it belongs to, where that is not all
 _BELONGS = {
     "on": ("systemd", "cron", "kubernetes"),
@@ -68,6 +73,7 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
     from pipeline.upkeep.schedule.recipes import EXAMPLE, scheduled
 
     found, now = scheduled(recipes), datetime.now(UTC)
+    times = {item.name: item.next_times(now, _SHOWN) for item in found}
     if as_json:
         emit(
             [
@@ -79,7 +85,7 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
                     "missed": item.recipe.refresh.missed,
                     "next": [
                         {"local": time.isoformat(), "utc": time.astimezone(UTC).isoformat()}
-                        for time in item.next_times(now, _SHOWN)
+                        for time in times[item.name]
                     ],
                 }
                 for item in found
@@ -89,17 +95,17 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
     if not found:
         click.echo(f"no recipe of ./recipes has a schedule: {EXAMPLE}")
         return 0
-    rows = table("recipe", "next", "UTC", "missed times", "schedule")
-    for item in found:
-        times = item.next_times(now, _SHOWN)
-        rows.add_row(
+    rows = [
+        (
             item.name,
-            "\n".join(time.strftime("%a %Y-%m-%d %H:%M %Z") for time in times) or "never",
-            "\n".join(time.astimezone(UTC).strftime("%a %Y-%m-%d %H:%M") for time in times) or "never",
+            "\n".join(time.strftime("%a %Y-%m-%d %H:%M %Z") for time in times[item.name]) or "never",
+            "\n".join(time.astimezone(UTC).strftime("%a %Y-%m-%d %H:%M") for time in times[item.name]) or "never",
             _MISSED[item.recipe.refresh.missed],
             f"{item.words}\n{item.expression}",
         )
-    terminal().print(rows)
+        for item in found
+    ]
+    terminal().print(table("recipe", "next", "UTC", "missed times", "schedule", rows=rows))
     return 0
 
 
@@ -121,16 +127,12 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
 @json_option
 def run(
     recipes: tuple[str, ...],
-    jobs: int | None,
     devices: tuple[int, ...] | None,
     on: str | None,
-    retries: int,
     metrics_file: Path | None,
-    device: str,
-    vllm: str | None,
     store_path: Path,
-    remote: str | None,
     as_json: bool,
+    **given: Any,
 ) -> int:
     """Stay, and look at RECIPES at the times of their `refresh:` section (default: those of ./recipes that have one).
 
@@ -143,16 +145,7 @@ def run(
     from pipeline.upkeep.notices import outlets
     from pipeline.upkeep.schedule.resident import Resident
 
-    options = Options(
-        store=store_path,
-        jobs=jobs,
-        devices=devices,
-        retries=retries,
-        on=jobs_address(on, devices),
-        vllm=vllm,
-        remote=remote,
-        device=device,
-    )
+    options = Options(store=store_path, devices=devices, on=jobs_address(on, devices), **given)
     log = Log(as_json)
     with outlets(store_path, warn=log.warn, metrics_file=metrics_file) as told:
 
@@ -244,45 +237,48 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
     refused with the reason; docs/scheduling.md compares them.
     """
     from pipeline.base.errors import UserError
+    from pipeline.upkeep.schedule.export import needed_secrets
     from pipeline.upkeep.schedule.recipes import EXAMPLE, scheduled
 
     forms = [form for form in _FORMS if given[form]]
     if len(forms) != 1:
-        found = " and ".join(_option(form) for form in forms) or "none"
-        raise click.UsageError(f"found {found}, expected one of {', '.join(map(_option, _FORMS))}")
+        options = [f"--{form.replace('_', '-')}" for form in (*forms, *_FORMS)]
+        found = " and ".join(options[: len(forms)]) or "none"
+        raise click.UsageError(f"found {found}, expected one of {', '.join(options[len(forms) :])}")
     (form,) = forms
-    for name, belongs in _BELONGS.items():
-        if form not in belongs and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{_flag(ctx, name)} belongs to {' and '.join(map(_option, belongs))}")
-    items = scheduled([_there(name, form) for name in recipes])
+    refuse_foreign(ctx, form, _BELONGS)
+    items = scheduled([_named_there(name, form) for name in recipes])
     if not items:
         raise UserError("no recipe of ./recipes has a schedule", hint=f"Give one to a recipe: {EXAMPLE}")
     files = _files(form, items, _export(ctx, form, given), given)
     if output is None:
-        joint = "---\n" if form in ("kubernetes", "github_actions") else "\n"
+        joint = "\n" if form in _HERE else "---\n"
         click.echo(joint.join(files.values()), nl=False)
     else:
         output.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (output / name).write_text(text, encoding="utf-8")
             click.echo(output / name)
-    for note in _notes(form, items, given):
-        click.echo(f"note: {note}", err=True)
+    click.echo(f"note: {_FORMS[form]}", err=True)
+    wanted = sorted({name for item in items for name in needed_secrets(item.recipe)})
+    if form in _HERE and wanted and given["environment_file"] is None:
+        click.echo(f"note: {' and '.join(wanted)} come from --environment-file PATH", err=True)
     return 0
 
 
 def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     """What all forms have in common, checked."""
-    from pipeline.base.errors import UserError
-    from pipeline.base.processes import SECRET
+    from pipeline.base.errors import SECRET, UserError
     from pipeline.clusters.ray.connection import jobs_address_of
+    from pipeline.clusters.submit.place import program_here
     from pipeline.clusters.submit.pod import parse_pairs
     from pipeline.upkeep.schedule.export import Export
 
+    flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
     for name, value in given.items():
         texts = value if isinstance(value, tuple) else (value,)
         if any(isinstance(text, str) and not text.isprintable() for text in texts):
-            raise UserError(f"{_flag(ctx, name)}: found a line break or control character, expected plain text")
+            raise UserError(f"{flags[name]}: found a line break or control character, expected plain text")
     variables = parse_pairs("--env", given["variables"])
     for name in variables:
         if not name.isidentifier() or not name.isascii():
@@ -294,14 +290,15 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
             )
     for name in ("directory", "store", "environment_file"):
         if form in _HERE and given[name] and not Path(given[name]).is_absolute():
-            raise UserError(f"{_flag(ctx, name)}: found {given[name]!r}, expected an absolute path")
+            raise UserError(f"{flags[name]}: found {given[name]!r}, expected an absolute path")
     if given["on"] is not None:
         jobs_address_of(given["on"], variables if form == "kubernetes" else {})  # a fault is told now, not at night
         if form == "kubernetes" and given["on"] == "ray" and "RAY_ADDRESS" not in variables:
             raise UserError("--on: found ray, and a pod is no node of a Ray cluster", hint="--on http://HEAD:8265")
+    here = program_here(None) if form in _HERE else ("quantmint",)
     return Export(
-        program=tuple(shlex.split(given["program"])) if given["program"] else _program(form),
-        made_by=f"quantmint schedule export {_option(form)}",
+        program=tuple(shlex.split(given["program"])) if given["program"] else here,
+        made_by=f"quantmint schedule export --{form.replace('_', '-')}",
         directory=given["directory"] or (str(Path.cwd()) if form in _HERE else None),
         store=given["store"],
         on=given["on"],
@@ -350,56 +347,7 @@ def _pod(given: Mapping[str, Any]) -> Pod:
     )
 
 
-def _notes(form: str, items: Sequence[Scheduled], given: Mapping[str, Any]) -> list[str]:
-    """What is left to do by hand, for standard error."""
-    from pipeline.upkeep.schedule.export import needed_secrets, signs_keyless
-
-    timers = " ".join(f"quantmint-{item.name}.timer" for item in items)
-    system = given["run_as"] is not None
-    user, folder, linger = (
-        ("", "/etc/systemd/system", "")
-        if system
-        else (" --user", "~/.config/systemd/user", " && loginctl enable-linger")
-    )
-    install = {
-        "systemd": f"copy to {folder}, systemctl{user} daemon-reload && systemctl{user} enable --now {timers}{linger}",
-        "cron": "copy to /etc/cron.d" if system else "crontab FILE replaces what the user's crontab had",
-        "kubernetes": "kubectl apply -f FILE; ./recipes and the store are those of the volume",
-        "github_actions": "copy to .github/workflows of the default branch; make the secrets that it names",
-    }
-    notes = [install[form]]
-    wanted = sorted({name for item in items for name in needed_secrets(item.recipe)})
-    if form in _HERE and wanted and given["environment_file"] is None:
-        notes.append(f"{' and '.join(wanted)} come from --environment-file PATH; a login of the Hub's client does too")
-    named = {text.partition("=")[0] for text in given["secrets"]}
-    in_file = given["pod_template"] is not None  # where a variable may come from in many ways
-    if form == "kubernetes" and not in_file and (missing := [name for name in wanted if name not in named]):
-        notes.append(f"no Secret gives {' and '.join(missing)}: --secret {missing[0]}=SECRET:KEY")
-    here = os.environ.get("QUANTMINT_VLLM")
-    if form in _HERE and here and not any(text.startswith("QUANTMINT_VLLM=") for text in given["variables"]):
-        notes.append(f"QUANTMINT_VLLM is known here, and not there: --env QUANTMINT_VLLM={shlex.quote(here)}")
-    if form != "github_actions" and any(signs_keyless(item.recipe) for item in items):
-        notes.append("signing without a key needs an identity that Sigstore knows, which nobody gives there")
-    return notes
-
-
-def _program(form: str) -> tuple[str, ...]:
-    """This quantmint where it runs on this machine, else the one that is on PATH there."""
-    if form not in _HERE:
-        return ("quantmint",)
-    script = Path(sys.executable).with_name("quantmint")
-    return (str(script),) if script.is_file() else (sys.executable, "-m", "pipeline")
-
-
-def _there(name: str, form: str) -> str:
+def _named_there(name: str, form: str) -> str:
     """A recipe as the scheduled command names it: a path holds from everywhere on this machine."""
     is_path = name.endswith((".yaml", ".yml")) or "/" in name
     return str(Path(name).absolute()) if is_path and form in _HERE else name
-
-
-def _option(form: str) -> str:
-    return f"--{form.replace('_', '-')}"
-
-
-def _flag(ctx: click.Context, name: str) -> str:
-    return next(parameter.opts[0] for parameter in ctx.command.params if parameter.name == name)

@@ -1,22 +1,26 @@
-"""quantmint serve MODEL_OR_RECIPE"""
+"""quantmint serve, doctor: a model with the knobs that its hardware calls for, and whether this machine is ready."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import emit, store_option
+from pipeline.commands.options import emit, json_option, store_option, vllm_option
 
 if TYPE_CHECKING:
     from pipeline.serving.environment import VllmEnvironment
+    from pipeline.serving.host.subject import Finding
     from pipeline.serving.model.facts import ModelFacts
     from pipeline.serving.plan import Process
+    from pipeline.serving.planning.target import Target
     from pipeline.stages.launch import Request
 
+_MARKS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
 _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 
 
@@ -65,14 +69,15 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option("--compose", is_flag=True, help="... as a docker compose file.")
 @click.option("--kubernetes", is_flag=True, help="... as manifests.")
 @store_option
-def command(model: str, port: int, startup_timeout: float, dry_run: bool, **given: Any) -> int:
+def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given: Any) -> int:
     """Serve MODEL with vLLM, with the knobs that its hardware and load call for, until Ctrl-C.
 
     MODEL is a folder, organisation/name[@revision] of the Hub, or a recipe: what it has made, or its --baseline.
     Servers listen on the loopback interface. To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
     as they are.
     """
-    from pipeline.stages.launch import How, serve
+    from pipeline.stages.launch import How
+    from pipeline.stages.launch import serve as serve_until_stopped
 
     forms = [form for form in _FORMS if given[form]]
     if len(forms) > 1:
@@ -90,7 +95,7 @@ def command(model: str, port: int, startup_timeout: float, dry_run: bool, **give
         api_key_variable=given["api_key_variable"],
         node_rank=given["node_rank"],
     )
-    return serve(request, how)
+    return serve_until_stopped(request, how)
 
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
@@ -204,3 +209,84 @@ def _plain(process: Process) -> dict[str, Any]:
     return {field.name: getattr(process, field.name) for field in dataclasses.fields(process)} | {
         "env": dict(process.env)
     }
+
+
+@click.command(name="doctor")
+@click.option(
+    "--target", help="NAME:GPUS, as in mi300x:8, or auto for what this machine is (default: the recipe's, else auto)."
+)
+@click.option("--port", type=click.IntRange(1, 65535), help="Port that a server is to listen on.")
+@click.option("--model", help="Checkpoint's folder, or a recipe: what its scheme needs is checked too.")
+@click.option("--nodes", type=click.IntRange(1), help="Machines like this one that serve together.")
+@vllm_option
+@json_option
+@click.option("--fix-script", is_flag=True, help="Print a bash script of the fixes that need root; nothing is run.")
+def doctor(
+    target: str | None,
+    port: int | None,
+    model: str | None,
+    nodes: int | None,
+    vllm: str | None,
+    as_json: bool,
+    fix_script: bool,
+) -> int:
+    """Check whether this machine is ready to serve: each finding comes with its fix, and nothing is changed.
+
+    Ends with 0 when nothing fails, warnings allowed, with 1 when something does.
+    """
+    from dataclasses import replace
+
+    from pipeline.base.machine import Machine
+    from pipeline.serving.host.checks import examine
+    from pipeline.serving.host.subject import look, script, wanted_of
+    from pipeline.serving.planning.target import checked, parse_target
+
+    if as_json and fix_script:
+        raise click.UsageError("--json and --fix-script both print on standard output: give one of them")
+    wanted, meant = (None, None) if model is None else wanted_of(model)
+    asked = meant if target is None else None if target == "auto" else parse_target(target)
+    if asked is not None and nodes is not None:
+        asked = checked(replace(asked, nodes=nodes))
+    subject = look(Machine(), target=asked, vllm=vllm, port=port, wanted=wanted, nodes=nodes or 1)
+    findings = examine(subject)
+    failed = any(finding.status == "fail" for finding in findings)
+    if as_json:
+        emit(
+            {
+                "target": str(subject.target),
+                "detected": None if subject.detected is None else subject.detected.to_json(),
+                "ready": not failed,
+                "findings": [finding.to_json() for finding in findings],
+            }
+        )
+    elif fix_script:
+        click.echo(script(findings), nl=False)
+    else:
+        _print_findings(subject.target, findings)
+    return 1 if failed else 0
+
+
+def _print_findings(target: Target, findings: Sequence[Finding]) -> None:
+    """What was seen, then for all that is not well why it matters and what to do."""
+    from rich.markup import escape
+
+    from pipeline.commands.tables import table, terminal
+
+    console = terminal()
+    what = target.hardware if target.accelerator.kind == "cpu" else str(target)
+    console.print(f"[bold]{escape(what)}[/]  {escape(target.accelerator.title)}")
+    rows = [
+        (one.name, f"[{_MARKS[one.status]}]{one.status}[/]", escape(one.found), escape(one.expected))
+        for one in findings
+    ]
+    shown = table("check", "status", "found", "expected", rows=rows)
+    shown.columns[2].no_wrap = False
+    console.print(shown)
+    for finding in findings:
+        if finding.fix:
+            console.print(f"[{_MARKS[finding.status]}]{finding.name}[/]: {escape(finding.why)}")
+            # Commands are copied: no line is broken.
+            console.print(f"  {escape(finding.fix)}", soft_wrap=True)
+            console.print(f"  [dim]source: {escape(finding.source)}[/]", soft_wrap=True)
+    counts = {status: sum(finding.status == status for finding in findings) for status in _MARKS}
+    console.print(", ".join(f"{count} {status}" for status, count in counts.items() if count))

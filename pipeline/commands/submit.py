@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import emit, json_option, store_option
+from pipeline.commands.options import emit, json_option, refuse_foreign, store_option
 
 if TYPE_CHECKING:
     from pipeline.clusters.submit.place import Place, State, Task
@@ -84,13 +84,20 @@ def command(context: click.Context, /, **given: Any) -> int:
     What follows two dashes goes to `quantmint run`, such as `-- --until inspect`. A job that Slurm preempted or
     Kubernetes evicted is run again and goes on where it stopped; on Slurm also one that reached its time limit.
     """
-    place_name = _place_name(context, given)
-    place = _place(place_name, given)
-    if given["cancel"] is not None:
-        place.cancel(given["cancel"])
-        return _tell(given, {"id": given["cancel"], "place": place_name, "state": "cancelled"})
-    if given["status"] is not None:
-        return _status(place, place_name, given["status"], given)
+    if (given["place_name"] is None) == (given["ray_address"] is None):
+        raise click.UsageError("expected one place: --slurm, --kubernetes or --ray ADDRESS")
+    name = given["place_name"] or "ray"
+    refuse_foreign(context, name, _FOR)
+    place = _place(name, given)
+    as_json, status, cancel = given["as_json"], given["status"], given["cancel"]
+    if cancel is not None:
+        place.cancel(cancel)
+        return _tell({"id": cancel, "place": name, "state": "cancelled"}, as_json)
+    if status is not None:
+        if given["follow"]:
+            return _follow(place, {"id": status, "place": name}, as_json)
+        state = place.state(status)
+        return _tell({"id": status, "place": name, **_plain(state)}, as_json)
     if given["recipe"] is None:
         raise click.UsageError("missing RECIPE")
     task = _task(given)
@@ -100,24 +107,11 @@ def command(context: click.Context, /, **given: Any) -> int:
     if given["attached"]:
         return _attached(place, task)
     submitted = place.submit(task)
-    told = {"id": submitted.identifier, "place": place_name, "log": submitted.log}
+    told = {"id": submitted.identifier, "place": name, "log": submitted.log}
     if not given["follow"]:
-        return _tell(given, told)
+        return _tell(told, as_json)
     click.echo(f"{submitted.identifier}  {submitted.log}", err=True)
-    return _follow(place, submitted.identifier, told, given)
-
-
-def _place_name(context: click.Context, given: dict[str, Any]) -> str:
-    if (given["place_name"] is None) == (given["ray_address"] is None):
-        raise click.UsageError("expected one place: --slurm, --kubernetes or --ray ADDRESS")
-    chosen = str(given["place_name"] or "ray")
-    for name, places in _FOR.items():
-        source = context.get_parameter_source(name)
-        if chosen not in places and given[name] and source is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} is for {' and '.join(places)}, not for {chosen}")
-    if given["status"] is not None and given["cancel"] is not None:
-        raise click.UsageError("expected --status or --cancel, not both")
-    return chosen
+    return _follow(place, told, as_json)
 
 
 def _place(name: str, given: dict[str, Any]) -> Place:
@@ -158,7 +152,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
 
 def _task(given: dict[str, Any]) -> Task:
     """Refuses here what the run would refuse there, after hours in a queue."""
-    from pipeline.base.durations import parse_duration
+    from pipeline.base.times import parse_duration
     from pipeline.clusters.submit.place import task_for
     from pipeline.commands import run
     from pipeline.recipe.faults import refuse
@@ -190,18 +184,7 @@ def _checked(place: Place, task: Task) -> int:
     return 0
 
 
-def _status(place: Place, name: str, identifier: str, given: dict[str, Any]) -> int:
-    told = {"id": identifier, "place": name}
-    if given["follow"]:
-        return _follow(place, identifier, told, given)
-    state = place.state(identifier)
-    code = _tell(given, {**told, **_plain(state)})
-    if state.waits is not None and not given["as_json"]:
-        click.echo(f"waits: {state.waits}")
-    return code
-
-
-def _follow(place: Place, identifier: str, told: dict[str, Any], given: dict[str, Any]) -> int:
+def _follow(place: Place, told: dict[str, Any], as_json: bool) -> int:
     """The log on standard output (with --json on standard error), then the run's own exit code."""
     from pipeline.clusters.submit.place import follow
 
@@ -213,21 +196,21 @@ def _follow(place: Place, identifier: str, told: dict[str, Any], given: dict[str
             click.echo(f"waits: {state.waits}", err=True)
 
     try:
-        state = follow(place, identifier, lambda piece: click.echo(piece, nl=False, err=given["as_json"]), look)
+        state = follow(place, told["id"], lambda piece: click.echo(piece, nl=False, err=as_json), look)
     except KeyboardInterrupt:
-        click.echo(f"\nno longer followed; the job goes on. --status {identifier} --follow looks again.", err=True)
+        click.echo(f"\nno longer followed; the job goes on. --status {told['id']} --follow looks again.", err=True)
         return 130
-    if given["as_json"]:
+    if as_json:
         emit({**told, **_plain(state)})
     else:
-        click.echo(f"{identifier}  {state.word}", err=True)
+        click.echo(f"{told['id']}  {state.word}", err=True)
     return state.exit_code or 0
 
 
 def _attached(place: Place, task: Task) -> int:
     from pipeline.clusters.submit.ray import RayJobs, run_attached
 
-    assert isinstance(place, RayJobs)  # noqa: S101 - `_place_name` refuses --attached elsewhere
+    assert isinstance(place, RayJobs)  # noqa: S101 - the option is refused elsewhere
     code, printed = run_attached(place, task, lambda piece: click.echo(piece, nl=False, err=True))
     click.echo(printed, nl=False)
     return code
@@ -237,11 +220,12 @@ def _plain(state: State) -> dict[str, Any]:
     return {"state": state.word, "exit_code": state.exit_code, "waits": state.waits}
 
 
-def _tell(given: dict[str, Any], told: dict[str, Any]) -> int:
-    if given["as_json"]:
+def _tell(told: dict[str, Any], as_json: bool) -> int:
+    if as_json:
         emit(told)
-    else:
-        click.echo(
-            "  ".join(str(value) for key, value in told.items() if key not in ("place", "waits") and value is not None)
-        )
+        return 0
+    hidden = ("place", "waits")
+    click.echo("  ".join(str(value) for key, value in told.items() if key not in hidden and value is not None))
+    if told.get("waits") is not None:
+        click.echo(f"waits: {told['waits']}")
     return 0

@@ -1,4 +1,4 @@
-"""quantmint tune RECIPE_OR_MODEL"""
+"""quantmint knobs, tune: what a launch of vLLM can set, and which values serve a model best."""
 
 from __future__ import annotations
 
@@ -14,6 +14,57 @@ if TYPE_CHECKING:
     from pipeline.serving.tuning.sweep import Sweep
 
 _LARGEST_GRID = 4096
+
+
+@click.command(name="knobs")
+@click.argument("name", required=False)
+@click.option("--vllm", "version", help="Only what this version of vLLM has; with NAME, whether it has it.")
+@click.option("--markdown", is_flag=True, help="Print the documentation's page of knobs.")
+@json_option
+def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) -> int:
+    """List what a launch of vLLM can set, or say of one NAME when it gets which value, and why."""
+    from pipeline.serving.environment import parse_version
+    from pipeline.serving.knobs.page import conditions, entry, existence, page, versions
+    from pipeline.serving.knobs.table import Knob, knob, table
+
+    number = None if version is None else parse_version(version)
+
+    def plain(item: Knob) -> dict[str, object]:
+        names = "name kind topic about default replaces sweep guides disagreement never"
+        rules = [
+            {
+                **{field: getattr(rule, field) for field in ("value", "why", "source")},
+                "when": conditions(rule),
+                "versions": versions(rule.first, rule.end),
+            }
+            for rule in item.rules
+        ]
+        known = {} if number is None else {"known": item.known(number)}
+        told = {field: getattr(item, field) for field in names.split()}
+        return {**told, "versions": existence(item), "rules": rules, **known}
+
+    if markdown:
+        click.echo(page(), nl=False)
+        return 0
+    if name is not None:
+        found = knob(name)
+        if as_json:
+            emit(plain(found))
+            return 0
+        click.echo(entry(found))
+        if number is not None and not found.known(number):
+            click.echo(f"\nvLLM {version} does not have it.")
+        return 0
+    shown = [item for item in table().values() if number is None or item.known(number)]
+    if as_json:
+        emit([plain(item) for item in shown])
+        return 0
+    from pipeline.commands.tables import table as make
+    from pipeline.commands.tables import terminal
+
+    rows = [(item.name, item.kind, existence(item), item.about) for item in shown]
+    terminal().print(make("knob", "kind", "vLLM", "what it does", rows=rows))
+    return 0
 
 
 @click.command(name="tune")
@@ -40,7 +91,7 @@ _LARGEST_GRID = 4096
 @vllm_option
 @store_option
 @json_option
-def command(
+def tune(
     recipe_or_model: str,
     target: str | None,
     knobs: tuple[str, ...],
@@ -64,15 +115,16 @@ def command(
     Every trial is a fresh server. Finished trials are kept: the same command goes on after an interruption, also with
     other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
     """
-    from pipeline.base.durations import parse_duration
     from pipeline.base.errors import UserError
     from pipeline.base.progress import reporter_for
+    from pipeline.base.times import parse_duration
     from pipeline.serving.knobs.table import table
     from pipeline.serving.tuning.objective import Objective
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
     from pipeline.serving.tuning.sweep import Design, Sweep, grid_size
     from pipeline.serving.tuning.trials import Budget, refuse_unless_rocm
-    from pipeline.stages.tuning import open_subject, tune
+    from pipeline.stages.tuning import open_subject
+    from pipeline.stages.tuning import tune as measure
     from pipeline.store.tree import Store
 
     reporter = reporter_for(json=as_json)
@@ -106,7 +158,7 @@ def command(
     folder = out or Path("tuning") / subject.name
     if dry_run:
         return _show(sweep, folder, as_json=as_json)
-    found, page = tune(
+    found, page = measure(
         sweep, store, limit, reporter, folder, existing=dict(opened.existing), tunableop=tunableop, redo=redo
     )
     if as_json:
@@ -128,7 +180,7 @@ def _print(report: Report) -> None:
     from pipeline.serving.tuning.page import SHORT
     from pipeline.serving.tuning.report import COMPARED, percent
 
-    console, noise = terminal(), report["noise"]
+    noise = report["noise"]
     rows = table("plan", *(SHORT[name] for name in COMPARED), "launches", right=(*SHORT.values(), "launches"))
     for point in report["points"]:
         figures = [point["status"], *["-"] * (len(COMPARED) - 1)]
@@ -140,11 +192,7 @@ def _print(report: Report) -> None:
             figures = [f"{cell[name]:,.4g}" + ("" if name == "output_throughput" else " ms") for name in COMPARED]
         best = ", the best" if point["number"] == report["best"] else ""
         rows.add_row(f"{point['label']}{best}", *figures, str(point["runs"]))
-    console.print(rows)
-    if noise is not None:
-        click.echo(
-            f"~ noise: launches of one plan differ by up to {percent(noise['output_throughput'])[1:]} in tokens/s"
-        )
+    terminal().print(rows)
     for point in report["points"]:
         if point["why"]:
             click.echo(f"{point['label']}: {point['status']}: {point['why']}")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cyclonedx.model.license import License
 
 
-ABSENT: Final = "absent"  # what `pipeline.base.versions.versions` says of a distribution that is not there
+ABSENT: Final = "absent"  # what `pipeline.base.machine.versions` says of a distribution that is not there
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,7 +323,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 def _cron(expression: str) -> str:
-    from pipeline.base.cron import fault_of
+    from pipeline.base.times import fault_of
 
     fault = fault_of(expression)
     if fault is not None:

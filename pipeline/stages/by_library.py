@@ -18,10 +18,10 @@ from typing import Any
 
 from calibration.errors import CalibrationError
 from pipeline.base.errors import StageError, UserError
+from pipeline.base.machine import versions
 from pipeline.base.processes import run_logged
 from pipeline.base.schemes import scheme
 from pipeline.base.transience import is_transient
-from pipeline.base.versions import versions
 from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.digest import COMPANION_FILES
 from pipeline.quantize.engines.algorithms import algorithm

@@ -13,8 +13,8 @@ from calibration.errors import CalibrationError
 from calibration.sets import DEFAULTS, CalibrationSet, load_set
 from calibration.texts import at_commit
 from pipeline.base.errors import QuantmintError, StageError, UserError
+from pipeline.base.machine import versions
 from pipeline.base.transience import is_transient
-from pipeline.base.versions import versions
 from pipeline.quantize.device import resolve_devices
 from pipeline.recipe.commits import Commits
 from pipeline.recipe.schema import Calibration

@@ -20,7 +20,7 @@ from eval.errors import DefinitionError, MeasurementError
 from eval.prompts import Prompt
 from eval.verdict import Verdict
 from pipeline.base.errors import InvalidMeasurementError, RecipeError, RefusalError, ServingError, StageError
-from pipeline.base.versions import versions
+from pipeline.base.machine import versions
 from pipeline.serving.running.server import Server
 from pipeline.stages.serve import Side, launch_plan, model_key, runtime_tools
 from pipeline.stages.servers import ReferenceServer

@@ -24,7 +24,7 @@ from eval.samples import SampleSet, pair
 from eval.statistics import sequential
 from eval.suites import SuiteTask
 from pipeline.base.errors import InvalidMeasurementError
-from pipeline.base.versions import versions
+from pipeline.base.machine import versions
 from pipeline.stages.asking import (
     SAMPLES,
     Asker,

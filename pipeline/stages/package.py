@@ -26,8 +26,8 @@ from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import StageError, StoreError, UserError
+from pipeline.base.machine import versions
 from pipeline.base.progress import Progress
-from pipeline.base.versions import versions
 from pipeline.publish import manifest as manifests
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
 from pipeline.publish.places import public_names

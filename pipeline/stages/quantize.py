@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.base.errors import StageError
-from pipeline.base.versions import versions
+from pipeline.base.machine import versions
 from pipeline.quantize.device import device_title, resolve_devices
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
 from pipeline.quantize.engines.stream.plan import plan_shards

@@ -21,7 +21,7 @@ from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.base import hardware
 from pipeline.base.errors import StageError
-from pipeline.base.versions import versions
+from pipeline.base.machine import versions
 from pipeline.publish.places import serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.inspection.contents import kv_scales, layer_errors, sizes

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.base.machine import Device
-from pipeline.base.versions import versions
+from pipeline.base.machine import Device, versions
 from pipeline.quantize.digest import template_digest, tokenizer_digest
 from pipeline.serving.host.detect import device_here
 from pipeline.serving.knobs.table import (

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pty
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -93,20 +90,3 @@ def test_a_terminal_gets_bars(unit: str, amount: str) -> None:
     assert "━" in seen
     assert "\x1b[" in seen
     assert amount in seen
-
-
-def test_json_keeps_standard_output_clean(orchestra: Any, quantmint: Callable[..., Any]) -> None:
-    def work(job: Any) -> None:
-        job.progress.warn("careful")
-        with job.progress.bar(10, "samples") as advance:
-            advance(10)
-
-    orchestra.plan(orchestra.stage("only", work=work))
-    ended = quantmint("run", "r.yaml", "--json")
-    assert (ended.code, json.loads(ended.out)["stages"][0]["stage"]) == (0, "only")
-    assert ended.err.splitlines() == [
-        "[1/1] only: started",
-        "    warning: careful",
-        "    100 % of 10 samples",
-        ended.err.splitlines()[-1],
-    ]

@@ -81,7 +81,7 @@ def test_every_command_has_help(quantmint: Quantmint, command: str) -> None:
         (["run", "r.yaml", "--until", "quantise"], 'did you mean "quantize"'),
         (["plan", "bad.yaml"], "bad.yaml:3:24: quantization.scheme: "),
         (["plan", "torn.yaml"], "torn.yaml:3:1: not valid YAML"),
-        (["report", "r.yaml"], "r has no report yet"),
+        (["report", "r.yaml"], "r: there is no such file or folder, and no run of such a recipe"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -283,3 +283,20 @@ def test_a_package_of_an_extra_that_is_not_there_is_named_with_the_extra(
     assert capsys.readouterr().err == (
         f"quantmint: this needs {name}, which is not installed.\n  pip install 'quantmint[{extra}]'\n"
     )
+
+
+def test_json_keeps_standard_output_clean(orchestra: Any, quantmint: Quantmint) -> None:
+    def work(job: Any) -> None:
+        job.progress.warn("careful")
+        with job.progress.bar(10, "samples") as advance:
+            advance(10)
+
+    orchestra.plan(orchestra.stage("only", work=work))
+    ended = quantmint("run", "r.yaml", "--json")
+    assert (ended.code, json.loads(ended.out)["stages"][0]["stage"]) == (0, "only")
+    assert ended.err.splitlines() == [
+        "[1/1] only: started",
+        "    warning: careful",
+        "    100 % of 10 samples",
+        ended.err.splitlines()[-1],
+    ]

@@ -1,4 +1,4 @@
-"""The commands that only look: recipes, schemes, schema, runs, gc, explain, inspect, report."""
+"""The commands that only look: recipes, schemes, schema, knobs, runs, gc, explain, inspect, report."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import pytest
 
 import recipes
 from pipeline.base.schemes import table
-from pipeline.commands.recipes import REFRESH, refreshed
 from pipeline.recipe.load import load_recipe, recipe_names
+from pipeline.serving.knobs.page import REFRESH
+from pipeline.serving.knobs.table import table as knobs
 from pipeline.store.gc import plan_gc
 from pipeline.store.runs import RunLog
 
@@ -53,19 +54,27 @@ def test_schemes(quantmint: Quantmint) -> None:
     assert told["fp8_block"]["formats"] == ["compressed-tensors"]
 
 
-def test_the_page_has_the_table_of_schemes_as_it_is(quantmint: Quantmint, tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "schemes.md").read_text()
-    assert refreshed(text) == text, f"run `{REFRESH}`"
-    copy = tmp_path / "schemes.md"
-    copy.write_text(text.replace("| `mxfp4` |", "| `mxfp5` |"))
-    assert quantmint("schemes", "--markdown", copy).out == f"{copy}: written\n"
-    assert copy.read_text() == text
-    assert quantmint("schemes", "--markdown", copy).out == f"{copy}: up to date\n"
-    assert quantmint("schemes", "--markdown", "-").out in text + "\n"
-    copy.write_text("no table here")
-    ended = quantmint("schemes", "--markdown", copy)
-    assert (ended.code, copy.read_text()) == (2, "no table here")
-    assert "expected the lines <!-- made by" in ended.err
+def test_the_page_has_the_table_of_schemes_as_it_is(quantmint: Quantmint) -> None:
+    page = Path(__file__).parents[2] / "docs" / "schemes.md"
+    assert quantmint("schemes", "--markdown").out in page.read_text()
+
+
+def test_the_page_of_knobs_is_their_table(quantmint: Quantmint) -> None:
+    page = Path(__file__).parents[2] / "docs" / "serving-knobs.md"
+    assert quantmint("knobs", "--markdown").out == page.read_text(), f"run `{REFRESH}`"
+
+
+def test_knobs(quantmint: Quantmint) -> None:
+    assert {row["name"] for row in quantmint("knobs", "--json").json} == knobs().keys()
+    old = {row["name"] for row in quantmint("knobs", "--vllm", "0.19.0", "--json").json}
+    assert "--attention-backend" in old
+    assert "--numa-bind" not in old
+    unknown = ("knobs", "VLLM_CPU_ATTN_SPLIT_KV", "--vllm", "0.19.0")
+    assert "vLLM 0.19.0 does not have it." in quantmint(*unknown).out
+    assert quantmint(*unknown, "--json").json["known"] is False
+    assert "--attention-backend does its work there" in quantmint("knobs", "VLLM_ATTENTION_BACKEND").err
+    assert "did you mean 'NCCL_MIN_NCHANNELS'" in quantmint("knobs", "NCCL_MIN_CHANNELS").err
+    assert "--kv-cache-dtype" in quantmint("knobs").out
 
 
 def test_the_schema_is_the_one_beside_the_recipes(quantmint: Quantmint) -> None:
@@ -236,17 +245,17 @@ def test_report(orchestra: Any, quantmint: Quantmint, tmp_path: Path) -> None:
     assert (ended.code, "unexpected" in ended.err) == (2, False)
 
 
-def test_the_report_of_the_last_run_where_the_recipe_has_none_yet(orchestra: Any, quantmint: Quantmint) -> None:
+def test_the_report_of_the_last_run(orchestra: Any, quantmint: Quantmint) -> None:
     def stage(option: int) -> Any:
-        return orchestra.stage("report", option=option, work=lambda job: (job.path / "report.html").write_text("page"))
+        def work(job: Any) -> None:
+            for name in ("report.html", "report.json"):
+                (job.path / name).write_text("page")
+
+        return orchestra.stage("report", option=option, work=work)
 
     orchestra.run(stage(1))
-    assert quantmint("report", "r.yaml").err == ""
-    orchestra.plan(stage(2))
     ended = quantmint("report", "r.yaml")
-    assert ended.code == 0
-    assert Path(ended.out.strip()).read_text() == "page"
-    assert ended.err.startswith("this is the report of the run of 2")
-    assert "quantmint explain r.yaml" in ended.err
+    assert (ended.code, Path(ended.out.strip()).read_text()) == (0, "page")
+    orchestra.plan(stage(2))
     Path("r.yaml").unlink()
     assert quantmint("report", "r").out == ended.out, "by its name, wherever its recipe is"

@@ -75,7 +75,7 @@ def test_markup_of_a_report_is_not_ours(quantmint: Quantmint, made: Path, tmp_pa
     (tmp_path / "r.json").write_text(json.dumps(report))
     ended = quantmint("compare", tmp_path / "r.json", "small", "--store", made / "store")
     assert ended.code == 0
-    assert "[red]x[/nope][2J" in ended.out
+    assert "[red]x[/nope]\N{REPLACEMENT CHARACTER}[2J" in ended.out
     assert "\x1b" not in ended.out
 
 

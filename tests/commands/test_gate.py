@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from eval.report.numbers import percent, unit_of
 from pipeline.commands.tables import paragraph
 from tests.checkpoints import GOOD, run
 
 Quantmint = Callable[..., Any]
 WriteGate = Callable[..., Path]
 
+POINTS = unit_of("graded").words(-0.1)
 VERDICTS = [("PASS", 0), ("FAIL", 1), ("INCONCLUSIVE", 3), ("INVALID", 4)]
 
 
@@ -65,8 +67,8 @@ def test_the_first_screen(quantmint: Quantmint, write_gate: WriteGate, tmp_path:
     assert lines[1] == "measured with vllm on mi300x (unknown)"
     findings = [line.split(maxsplit=2) for line in lines[lines.index("") + 1 :] if line.startswith("  ")]
     assert [(word, kind) for word, kind, _ in findings[:2]] == [("FAIL", "accuracy:"), ("PASS", "canary:")]
-    row = next(line.split() for line in lines if line.split()[:2] == ["t", "2,000"])
-    assert row[2:5] == ["100.00%", "90.00%", "-10.00"]
+    row = next(line for line in lines if line.split()[:2] == ["t", "2,000"])
+    assert [cell.strip() for cell in row.split("  ") if cell.strip()][2:5] == [percent(1.0, 2), percent(0.9, 2), POINTS]
 
 
 def test_the_numbers_are_believed_and_not_the_word(quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.base.errors import UserError
-from pipeline.base.versions import versions
+from pipeline.base.machine import versions
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
 
 CORES_A_SHARD = 8

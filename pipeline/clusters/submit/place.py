@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal, Protocol
 
-from pipeline.base.errors import StageError, UserError
+from pipeline.base.errors import SECRET, StageError, UserError
 from pipeline.base.hardware import hardware
-from pipeline.base.processes import SECRET
 from pipeline.recipe.schema import Recipe
 from pipeline.serving.planning.target import parse_target
 

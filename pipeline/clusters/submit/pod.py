@@ -22,8 +22,7 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath
 from typing import Any
 
-from pipeline.base.errors import RecipeError, UserError, shown_path
-from pipeline.base.processes import SECRET
+from pipeline.base.errors import SECRET, RecipeError, UserError, shown_path
 from pipeline.clusters.submit.place import Kind, Task, require_no_secret
 from pipeline.recipe.yaml_positions import parse, text_of
 from pipeline.serving.environment import IMAGE_VARIABLE

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from pipeline.base.durations import duration
+from eval.report.numbers import duration
+from pipeline.base import errors
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress, reporter_for
 from pipeline.base.transience import is_transient, is_transient_status
@@ -32,8 +33,6 @@ _HUB: Final = "https://huggingface.co"
 _LONGEST_WAIT: Final = 60.0  # seconds, where the server does not say
 _PATIENCE: Final = 600.0  # seconds that a server may ask for: the Hub's windows of rate limits are 300
 _SAID: Final = 4  # lines of a server's answer
-_QUERY: Final = re.compile(r"(https?://[^\s?\"'<>]+)\?[^\s\"'<>)]*")  # a signed address carries its signature there
-_USER: Final = re.compile(r"//[^/@\s]+@")
 _SECONDS: Final = re.compile(r"\s*(\d+)\s*")
 _RESET: Final = re.compile(r"\bt\s*=\s*(\d+)")  # of the header `ratelimit: "api";r=0;t=55`
 
@@ -179,10 +178,7 @@ def redact(text: str) -> str:
     """Without the token, without the signatures of addresses, without passwords in them."""
     from huggingface_hub import get_token
 
-    token = get_token()
-    if token:
-        text = text.replace(token, "[token]")
-    return _USER.sub("//", _QUERY.sub(r"\1", text))
+    return errors.redact(text, os.environ, get_token())
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pipeline.serving.environment import Version
 from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ, Knob, Rule, table
 
-REFRESH = "quantmint knobs --markdown docs/serving-knobs.md"
+REFRESH = "quantmint knobs --markdown > docs/serving-knobs.md"
 """The command that brings the page up to date."""
 _KINDS = {"flag": "argument", "env": "variable", "host": "of the machine", "docker": "of the container"}
 _INTRODUCTION = f"""# Serving knobs

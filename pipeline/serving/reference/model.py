@@ -18,9 +18,9 @@ from calibration.hooks import stacked_part
 from calibration.replica import owners
 from calibration.weights import Shards, Weights, held, settle_buffers, without_bars
 from pipeline.base.errors import UserError
+from pipeline.base.machine import versions
 from pipeline.base.schemes import ActivationFormat
 from pipeline.base.schemes import scheme as row_of
-from pipeline.base.versions import versions
 from pipeline.quantize.engines.stream.kernels import MX_GROUP
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.known import layout_of

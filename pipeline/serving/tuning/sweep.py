@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from eval.report.numbers import duration
 from pipeline.base.canonical import fingerprint
-from pipeline.base.durations import duration
 from pipeline.base.errors import UserError
 from pipeline.base.progress import Reporter
 from pipeline.serving.tuning.objective import Judge, Objective

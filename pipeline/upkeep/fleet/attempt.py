@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.base.processes import SECRET, Child
+from pipeline.base.errors import redact
+from pipeline.base.processes import Child
 from pipeline.store.disk import disk_errors
 from pipeline.upkeep.due.state import folder_of
 
@@ -20,8 +21,6 @@ _KEPT: Final = 5
 _POLL_S: Final = 0.1
 _LINE: Final = 4096  # bytes
 _STAGE: Final = re.compile(rb"\[(\d+/\d+)\] ([^\s:]+): started")
-_TOKEN: Final = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{12,}")
-_IN_ADDRESS: Final = re.compile(r"(?<=://)[^/@\s]+@|(?<=[a-z0-9])\?[^\s\"'<>)]*(?:[Ss]ignature|[Tt]oken)=[^\s\"'<>)]*")
 _CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LONGEST: Final = 2000
 _TAIL: Final = 65536
@@ -135,15 +134,7 @@ def new_log(root: Path, name: str) -> Path:
 
 def quotable(text: str, environment: Mapping[str, str]) -> str:
     """A message as one paragraph without control characters and secrets."""
-    return without_secrets(" ".join(_CONTROL.sub("", text).split()), environment)[:_LONGEST]
-
-
-def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """A text without the values of variables that are named as secrets, and without what looks like a token."""
-    values = {value for name, value in environment.items() if SECRET.search(name) and len(value) >= 6}
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, "[secret]")
-    return _IN_ADDRESS.sub("", _TOKEN.sub("[secret]", text))
+    return redact(" ".join(_CONTROL.sub("", text).split()), environment)[:_LONGEST]
 
 
 def last_line(log: Path, environment: Mapping[str, str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-from pipeline.base.durations import duration
+from eval.report.numbers import duration
 
 Kind = Literal["queued", "waiting", "started", "stage", "retrying", "finished", "held"]
 """queued: it is due and in the queue. waiting: another process has its lock. started: an attempt began. stage: that

@@ -226,7 +226,7 @@ def unaffordable(one: Waiting, room: Room) -> str | None:
     if left <= 0:
         return "the round's time is used up"
     if one.expected_s > left:
-        from pipeline.base.durations import duration
+        from eval.report.numbers import duration
 
         return f"it took {duration(one.expected_s)} the last time, and {duration(left)} are left"
     return None

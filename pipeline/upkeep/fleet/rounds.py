@@ -29,12 +29,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from pipeline.base.errors import QuantmintError
+from pipeline.base.errors import QuantmintError, redact
 from pipeline.base.machine import Machine
 from pipeline.store.disk import disk_errors
 from pipeline.store.locks import Lock
 from pipeline.upkeep.due.state import RecipeState, folder_of, read_state, write_state
-from pipeline.upkeep.fleet.attempt import Attempted, attempt, new_log, quotable, without_secrets
+from pipeline.upkeep.fleet.attempt import Attempted, attempt, new_log, quotable
 from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, give_back, take, try_lock
 from pipeline.upkeep.fleet.events import Ended, Event, Kind, State, Summary, now_utc
 from pipeline.upkeep.fleet.jobs import (
@@ -369,7 +369,7 @@ class Fleet:
     # What is told.
 
     def _warn(self, message: str) -> None:
-        message = without_secrets(message, os.environ)  # of a proxy, a bucket or the Hub, in whatever words
+        message = redact(message, os.environ)  # of a proxy, a bucket or the Hub, in whatever words
         self._warnings.append(message)
         self._tell_warning(message)
 
@@ -379,7 +379,7 @@ class Fleet:
 
     def _end(self, ended: Ended) -> None:
         """A recipe left."""
-        ended = replace(ended, reason=without_secrets(ended.reason, os.environ))
+        ended = replace(ended, reason=redact(ended.reason, os.environ))
         self._ended.append(ended)
         told = {name: getattr(ended, name) for name in Ended.__slots__ if name not in ("attempts", "changes")}
         self._send(kind="held" if ended.state == "held" else "finished", attempt=ended.attempts, **told)

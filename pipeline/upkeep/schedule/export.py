@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from pipeline.base.cron import classic, is_classic, parsed, weekdays
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
+from pipeline.base.times import classic, is_classic, parsed, weekdays
 from pipeline.clusters.submit.pod import Pod, by_digest, job_spec, require_lasting
 from pipeline.recipe.schema import Recipe
 from pipeline.serving.render.invocation import dump

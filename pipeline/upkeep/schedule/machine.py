@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Final
 from zoneinfo import available_timezones
 
-from pipeline.base.cron import parsed, ranges, weekdays
 from pipeline.base.errors import UserError
+from pipeline.base.times import parsed, ranges, weekdays
 from pipeline.upkeep.schedule.export import (
     PREFIX,
     UTC_NAMES,

@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from pipeline.base.cron import next_times, words
 from pipeline.base.errors import UserError
+from pipeline.base.times import next_times, words
 from pipeline.recipe.load import find, load_recipe, recipe_names
 from pipeline.recipe.schema import Recipe
 

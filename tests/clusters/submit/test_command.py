@@ -43,7 +43,6 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, capsys: pytest.Capt
         (("tiny-ptpc-fp8kv",), "expected one place"),
         (("tiny-ptpc-fp8kv", "--slurm", "--ray", "head"), "expected one place"),
         (("--slurm",), "missing RECIPE"),
-        (("--slurm", "--status", "1", "--cancel", "1"), "--status or --cancel"),
         (("tiny-ptpc-fp8kv", "--slurm", "--pvc", "x"), "--pvc is for kubernetes, not for slurm"),
         (("tiny-ptpc-fp8kv", "--ray", "x", "--mount", "/a"), "--mount is for slurm, not for ray"),
         (("tiny-ptpc-fp8kv", "--slurm", "--attached"), "--attached is for ray, not for slurm"),

@@ -174,10 +174,10 @@ def test_what_is_refused_is_asked_once(publisher: Publisher, make_release: MakeR
 
 def test_secrets_are_cut_out_of_messages(publisher: Publisher) -> None:
     text = f"Bearer {publisher.hub.token} at https://me:word@s3.example/a/b?X-Amz-Signature=abc&x=1 failed"
-    assert redact(text) == "Bearer [token] at https://s3.example/a/b failed"
+    assert redact(text) == "Bearer [secret] at https://s3.example/a/b failed"
     with pytest.raises(RefusedError) as raised:
         connect(REPO).call("try", lambda: (_ for _ in ()).throw(ValueError(text)))
-    assert str(raised.value) == f"{REPO}: cannot try: Bearer [token] at https://s3.example/a/b failed"
+    assert str(raised.value) == f"{REPO}: cannot try: Bearer [secret] at https://s3.example/a/b failed"
     assert raised.value.__cause__ is None
     assert raised.value.__suppress_context__
 

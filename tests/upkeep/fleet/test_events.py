@@ -39,11 +39,11 @@ def test_lines_for_a_log() -> None:
         "qwen-mxfp4: queued: never released",
         "llama8b-ptpc: started",
         "llama8b-ptpc: [3/12 quantize]",
-        "llama8b-ptpc: failed, tried again in 60 s: the Hub answers [503]",
+        "llama8b-ptpc: failed, tried again in 1 min 00 s: the Hub answers [503]",
         "llama8b-ptpc: started, attempt 2",
-        "llama8b-ptpc: PASS in 12 min, released v20261121-00000001",
+        "llama8b-ptpc: PASS in 11 min 40 s, released v20261121-00000001",
     ]
-    assert str(line_of(EVENTS[-1])).startswith("qwen-mxfp4: failed with exit code 5 in 1 h 07 min: no such flag")
+    assert str(line_of(EVENTS[-1])).startswith("qwen-mxfp4: failed with exit code 5 in 1 h 06 min: no such flag")
     assert str(line_of(EVENTS[-1])).endswith("(log: store/refresh/logs/a.log)")
     held = event("held", state="held", verdict="FAIL", exit_code=1, reason="judged before")
     assert line_of(held) == "llama8b-ptpc: held: judged before"

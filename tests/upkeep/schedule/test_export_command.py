@@ -75,9 +75,9 @@ def test_no_secret_goes_into_a_file(written: Written, schedule: Callable[..., An
     [
         ("", "expected one of --systemd, --cron, --kubernetes, --github-actions"),
         ("--systemd --cron", "found --systemd and --cron"),
-        ("--cron --image x", "--image belongs to --kubernetes"),
+        ("--cron --image x", "--image is for kubernetes, not for cron"),
         ("--kubernetes --on ray --image x", "a pod is no node of a Ray cluster"),
-        ("--github-actions --on ray --runner x", "--on belongs to --systemd and --cron and --kubernetes"),
+        ("--github-actions --on ray --runner x", "--on is for systemd and cron and kubernetes"),
         ("--systemd --on head:8265", "expected ray (RAY_ADDRESS's cluster"),
         ("--kubernetes", "--image NAME@sha256"),
         ("--systemd --directory here", "expected an absolute path"),

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.cron import next_times
 from pipeline.base.errors import UserError
+from pipeline.base.times import next_times
 from pipeline.upkeep.schedule.export import Export
 from pipeline.upkeep.schedule.machine import crontab, on_calendar, units, zone_of_machine
 from tests.upkeep.schedule.conftest import Written

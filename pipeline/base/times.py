@@ -1,4 +1,5 @@
-"""Cron expressions of five fields, with the meaning that Debian's cron gives them, also where clocks change.
+"""Times that people type: durations, and cron expressions with the meaning that Debian's cron gives them.
+
 
     >>> from datetime import datetime, UTC
     >>> [time.isoformat() for time in next_times("30 3 * * 6", "Europe/Berlin", datetime(2027, 3, 25, tzinfo=UTC), 2)]
@@ -15,16 +16,29 @@ cronsim also takes the last day of a month (L), its last working day (LW), the l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 from zoneinfo import ZoneInfo
+
+from pipeline.base.errors import UserError
 
 if TYPE_CHECKING:
     from cronsim import CronSim
 
 _LONGEST_JUMP: Final = timedelta(hours=3)
 """No zone's summer time is further from its winter time; Antarctica/Troll's is two hours."""
+_PART: Final = r"(\d+(?:\.\d+)?)\s*([smhd])"
+_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``90m``, ``2h``, ``1h30m``; UserError for anything else."""
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, text.lower()))
+    if seconds <= 0 or re.sub(_PART, "", text.lower()).strip():
+        raise UserError(f"found the duration {text!r}, expected one like 90m, 2h or 1h30m")
+    return seconds
 
 
 def fault_of(expression: str) -> str | None:

@@ -25,9 +25,7 @@ GPUS = [row for row in table().values() if row.arch]
 
 @pytest.mark.parametrize("row", GPUS, ids=lambda row: row.name)
 def test_a_gpu_has_its_figures(row):
-    assert all((row.hbm_gib, row.memory_tb_s, row.compute_units, row.links, row.links_gb_s))
-    assert set(row.tflops) == {"bf16", "fp8"} | ({"mxfp4"} if row.native_mx else set())
-    assert row.tflops["fp8"] == pytest.approx(2 * row.tflops["bf16"], rel=1e-4)
+    assert row.hbm_gib
     assert row.kind != "rocm" or row.pci
     assert hash(row) == hash(hardware(row.name))
 
@@ -70,8 +68,6 @@ def test_emulation_needs_quark(name, scheme, expected):
 def test_hardware_facts():
     assert set(table()) == {"mi300x", "mi325x", "mi350x", "mi355x", "cpu", "cuda", "h100", "h200"}
     assert hardware("mi300x").hbm_bytes == 192 << 30
-    assert (hardware("mi325x").fp8_max, hardware("mi355x").fp8_max) == (240.0, 448.0)
-    assert hardware("mi350x").native_mx
     assert hardware("cpu").hbm_bytes is None
     with pytest.raises(UserError, match="expected one of mi300x"):
         hardware("mi299x")
@@ -112,7 +108,7 @@ def test_what_loads_with_a_catch_is_cautioned():
 
 def test_what_is_multiplied_as_it_is_stored():
     assert native_on("ptpc_fp8") == ("mi300x", "mi325x", "mi350x", "mi355x", "cuda")
-    assert native_on("mxfp4") == ("mi350x", "mi355x") == tuple(name for name, row in table().items() if row.native_mx)
+    assert native_on("mxfp4") == ("mi350x", "mi355x")
     assert native_on("w4a16") == ()
 
 
