@@ -35,13 +35,6 @@ def age(path: Path, hours: float) -> None:
         os.utime(part, (then, then))
 
 
-def test_an_empty_store(store: Store) -> None:
-    plan = plan_gc(store, keep=1)
-    assert (plan.remove, plan.freed_bytes) == ((), 0)
-    assert apply(plan) == 0
-    assert not store.root.exists()
-
-
 def test_what_recent_runs_refer_to_is_kept(store: Store, make: Make) -> None:
     old, shared, new, lonely = (make(store, number) for number in range(4))
     first = run(store, "a", old, shared)
@@ -240,11 +233,3 @@ def test_a_dead_fleets_lock_goes_and_a_living_ones_stays(store: Store, name: str
         assert path.exists()
         assert plan_gc(store, keep=0).remove == ()
     assert not path.exists()
-
-
-def test_what_a_living_fleets_child_writes_stays(store: Store) -> None:
-    folder = store.root / "refresh"
-    printed = old(folder / "logs" / "a" / "1.out", 7200)
-    with Lock(folder / "a.lock"):
-        assert plan_gc(store, keep=0).remove == ()
-    assert [item.path for item in plan_gc(store, keep=0).remove] == [printed]

@@ -92,11 +92,6 @@ def test_the_file_exists_only_while_the_lock_is_held(path: Path) -> None:
     assert not is_held(path, stale_after=60, now=time.time())
 
 
-def test_not_reentrant(path: Path) -> None:
-    with Lock(path) as lock, pytest.raises(RuntimeError):
-        lock.acquire()
-
-
 def test_a_second_object_of_the_same_process_waits(path: Path) -> None:
     told: list[str] = []
     with Lock(path):
@@ -104,16 +99,6 @@ def test_a_second_object_of_the_same_process_waits(path: Path) -> None:
     assert told[0].startswith(f"process {os.getpid()} on {socket.gethostname()} since ")
     assert len(told) == 1
     assert Lock(path).acquire(timeout=0)
-
-
-def test_an_interrupt_while_waiting_leaves_nothing(path: Path) -> None:
-    def interrupt(holder: str) -> None:
-        raise KeyboardInterrupt
-
-    with Lock(path):
-        with pytest.raises(KeyboardInterrupt):
-            Lock(path).acquire(on_wait=interrupt)
-        assert list(path.parent.iterdir()) == [path]
 
 
 def test_no_increment_is_lost(python: list[str], tmp_path: Path) -> None:
@@ -287,8 +272,3 @@ def test_a_filesystem_without_hard_links(path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(StoreError, match="no hard links"):
             Lock(path).acquire()
     assert list(path.parent.iterdir()) == []
-
-
-def test_a_heartbeat_must_fit_into_the_time_of_staleness(path: Path) -> None:
-    with pytest.raises(ValueError, match="two heartbeats"):
-        Lock(path, heartbeat=5, stale_after=9)

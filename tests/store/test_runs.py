@@ -35,10 +35,6 @@ def test_newest_first(tmp_path: Path) -> None:
     assert list_runs(tmp_path) == runs[::-1]
 
 
-def test_no_runs_yet(tmp_path: Path) -> None:
-    assert list_runs(tmp_path / "store") == []
-
-
 @pytest.mark.parametrize("bad", [b"", b"{", b"[]", b"{}", b"\xff", b'{"schema": 2}', b'{"schema": 1, "plan": [1]}'])
 def test_unreadable_files_are_passed_over(tmp_path: Path, bad: bytes) -> None:
     run = RunLog.start(tmp_path, "tiny", "2" * 64, PLAN).run

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -49,11 +48,6 @@ def test_an_entry_is_found_again(store: Store, make: Make) -> None:
     assert found.record.stage_version == 1
     assert sorted(p.name for p in store.root.iterdir()) == ["CACHEDIR.TAG", "quantize"]
     assert [p.name for p in (store.root / "quantize").iterdir()] == [made.fingerprint]
-
-
-def test_looking_makes_nothing(store: Store) -> None:
-    assert store.find("quantize", DIGEST) is None
-    assert not store.root.exists()
 
 
 def test_the_record(store: Store, make: Make) -> None:
@@ -181,21 +175,6 @@ def test_verify_reads_everything(store: Store, make: Make) -> None:
         entry.verify()
 
 
-def test_damage_that_cannot_be_moved_is_ignored_with_a_warning(
-    store: Store, make: Make, warnings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    entry = make(store)
-    remove_a = entry.file("a.bin")
-    remove_a.unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refuse)
-        assert store.find(entry.stage, entry.fingerprint) is None
-    assert "stays there" in warnings[0]
-
-
 def test_a_good_entry_made_meanwhile_is_not_quarantined(store: Store, make: Make, warnings: list[str]) -> None:
     entry = make(store)
     store.quarantine(entry.stage, entry.fingerprint, "judged long ago", identity=entry.path.stat().st_ino + 1)
@@ -249,16 +228,6 @@ def test_a_final_folder_without_record_becomes_the_working_folder(store: Store, 
     assert warnings == []
 
 
-def test_two_halves(store: Store, warnings: list[str]) -> None:
-    for name in (DIGEST, f"{DIGEST}.work"):
-        (store.root / "quantize" / name).mkdir(parents=True)
-        (store.root / "quantize" / name / name[64:].strip(".").ljust(1, "-")).touch()
-    with store.working("quantize", DIGEST) as work:
-        assert [path.name for path in work.path.iterdir()] == ["work"]
-    assert len(in_quarantine(store)) == 1
-    assert "half-written" in warnings[0]
-
-
 def test_the_working_folder_outlives_an_exception(store: Store) -> None:
     def interrupted() -> None:
         with store.working("quantize", DIGEST) as work:
@@ -291,10 +260,8 @@ def test_known_hashes_are_believed_and_sizes_are_not(store: Store) -> None:
     [
         ({"payload": {**PAYLOAD, "version": 2}}, "fingerprint"),
         ({"payload": {"stage": "quantize"}}, "needs the keys"),
-        ({"payload": {**PAYLOAD, "stage": "bench"}}, "of stage 'bench'"),
         ({"payload": {**PAYLOAD, "inputs": {"source": "abc"}}}, "64 hex digits"),
         ({"result": {"x": float("nan")}}, "plain JSON"),
-        ({"result": {"x": Path("x")}}, "plain JSON"),
     ],
 )
 def test_a_commit_that_contradicts_itself(store: Store, change: dict[str, object], word: str) -> None:
@@ -306,16 +273,10 @@ def test_a_commit_that_contradicts_itself(store: Store, change: dict[str, object
         assert (work.path / "shard").exists()
 
 
-@pytest.mark.parametrize("spoil", ["link", "pipe", "record"])
-def test_what_a_stage_may_not_leave(store: Store, spoil: str) -> None:
+def test_a_link_is_not_kept(store: Store) -> None:
     with store.working("quantize", DIGEST) as work:
-        if spoil == "link":
-            (work.path / "x").symlink_to("/dev/null")
-        elif spoil == "pipe":
-            os.mkfifo(work.path / "x")
-        else:
-            (work.path / "record.json").touch()
-        with pytest.raises(StoreError, match=r"neither a file nor a folder|may not write"):
+        (work.path / "x").symlink_to("/dev/null")
+        with pytest.raises(StoreError, match="neither a file nor a folder"):
             work.commit(payload=PAYLOAD, result={}, started=datetime.now(UTC), tools={})
 
 

@@ -127,7 +127,7 @@ class RaySpread:
             asked = {
                 _on(node, tasks.facts, Ask("cpu", 0, 0)).remote(folders, probe.paths, node.id): node for node in new
             }
-            for node, there in answers(asked, self._progress.say):
+            for node, there in answers(asked):
                 probe.require_same(node.name, node.id, there, here)
                 gone.discard(node.id)
                 self._facts[node.id] = there
@@ -179,7 +179,7 @@ class RaySpread:
         ask = self._ask()
         if ask.gpus:
             asked = {_on(node, tasks.free, ask).remote(ask.device): node for node in self.nodes if node.gpus}
-            free = {node.id: found for node, found in answers(asked, self._progress.say)}
+            free = {node.id: found for node, found in answers(asked)}
         else:
             free = {node.id: self._facts[node.id].free for node in self.nodes}
         each = {

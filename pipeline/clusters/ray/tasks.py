@@ -29,7 +29,6 @@ T = TypeVar("T")
 RETRIES = 3
 """How often Ray does a task again whose process or node was lost: its own default."""
 _LOOK_S = 2.0
-_PATIENCE_S = 30.0
 _LOGS = "The logs of Ray on its nodes say why; the same command goes on with what is missing."
 
 
@@ -108,7 +107,8 @@ def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Ite
         with connected():
             known = {node.id: node.name for node in nodes_of(ray.nodes())}
             while left:
-                ready = _ready(list(left), _LOOK_S)
+                _require_connection()
+                ready = ray.wait(list(left), timeout=_LOOK_S)[0]
                 for reference in ready:
                     yield left.pop(reference), _result(reference)
                 if not ready:
@@ -117,7 +117,7 @@ def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Ite
         _end(left)
 
 
-def answers(questions: Mapping[Any, Node], say: Callable[[str], None]) -> Iterator[tuple[Node, Any]]:
+def answers(questions: Mapping[Any, Node]) -> Iterator[tuple[Node, Any]]:
     """What each node answers to the question that went to it alone; one that is gone by then does not.
 
     Raises what a node raised in answer, and `UserError` for one where nothing of ours can be asked.
@@ -127,8 +127,7 @@ def answers(questions: Mapping[Any, Node], say: Callable[[str], None]) -> Iterat
     gone = (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
     with connected():
         for reference, node in questions.items():
-            if not _ready([reference], _PATIENCE_S):
-                say(f"waiting for {node.name}, which is busy or starts slowly")
+            _require_connection()
             try:
                 answer = ray.get(reference)
             except gone:
@@ -173,13 +172,11 @@ def _lost() -> tuple[type[Exception], ...]:
     )
 
 
-def _ready(references: list[Any], timeout: float) -> list[Any]:
+def _require_connection() -> None:
     import ray
 
     if not ray.is_initialized():  # Ray would start a cluster here to ask it
         raise ConnectionError("it was closed")
-    found: list[Any] = ray.wait(references, timeout=timeout)[0]
-    return found
 
 
 def _end(references: Iterable[Any]) -> None:
@@ -199,13 +196,6 @@ def _result(reference: Any) -> Any:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
-    except ray.exceptions.OutOfMemoryError as error:
-        raise StageError(f"a node of the Ray cluster ran out of memory: {first_line(error)}") from None
-    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError) as error:
-        raise StageError(
-            f"a part was lost with its process {RETRIES + 1} times: {first_line(error)}",
-            hint=_LOGS,
-        ) from None
 
 
 def _told_of_losses(known: Mapping[str, str], ask: Ask, say: Callable[[str], None]) -> dict[str, str]:
@@ -216,9 +206,6 @@ def _told_of_losses(known: Mapping[str, str], ask: Ask, say: Callable[[str], Non
     for number, name in known.items():
         if number not in alive:
             say(f"lost: {name}; what it was at is done again elsewhere")
-    for number, name in alive.items():
-        if number not in known:
-            say(f"joined: {name}")
     if not any(ask.slots(node) for node in nodes):
         raise StageError(
             "no node of the Ray cluster is left to work on.",

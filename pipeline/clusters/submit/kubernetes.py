@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections import defaultdict
@@ -20,8 +19,6 @@ from pipeline.clusters.submit.pod import CONTAINER, Pod, manifest
 from pipeline.serving.render.invocation import dump
 
 _TIMEOUT_S = 60
-_QUIET_S = 300
-"""Seconds without a word after which a log is asked for again: a connection that is lost says nothing either."""
 _RUNNING = "Running"
 _NO_LOG = (400, 404)
 """What is said of the log of a container that does not run yet, and of a pod that was evicted with it."""
@@ -85,17 +82,13 @@ class Kubernetes:
         return State("Pending", waits=_waits(pods[-1]) if pods else "no pod is made for it yet")
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
-        """The logs of its pods, one after the other as they are tried. One that breaks off is read again."""
+        """The logs of its pods, one after the other as they are tried."""
         for pod in self._pods(identifier):
             uid, phase = str(pod.metadata.uid), pod.status.phase
-            if uid in self._whole or phase not in _STARTED:
-                continue
-            log = self._logs[uid]
-            log.restart()
-            for piece in self._log(pod.metadata.name, grows=phase == _RUNNING):
-                show(log.new(piece))
-            if phase != _RUNNING:
-                self._whole.add(uid)
+            if uid not in self._whole and phase in _STARTED:
+                show(self._logs[uid].new(self._log(pod.metadata.name)))
+                if phase != _RUNNING:
+                    self._whole.add(uid)
 
     def cancel(self, identifier: str) -> None:
         """Delete the Job with its pods, which get their time to end."""
@@ -151,29 +144,20 @@ class Kubernetes:
             found = pods.list_namespaced_pod(namespace, label_selector=f"job-name={job}", _request_timeout=_TIMEOUT_S)
         return sorted(found.items, key=lambda pod: pod.metadata.creation_timestamp)
 
-    def _log(self, name: str, *, grows: bool) -> Iterator[str]:
-        """A pod's log from its beginning. Of one that ``grows``, as much as comes before the connection breaks off.
-
-        Why there is none, where its reader may follow jobs and read no logs: in silence it would look as if nothing
-        ran.
-        """
+    def _log(self, name: str) -> str:
+        """A pod's log; why there is none, where its reader may follow jobs and read no logs."""
         _, pods, namespace = self._connect()
-        how = {"container": CONTAINER, "follow": grows, "_preload_content": False}
         try:
             with _answers():
-                answer = pods.read_namespaced_pod_log(name, namespace, **how, _request_timeout=(_TIMEOUT_S, _QUIET_S))
+                answer = pods.read_namespaced_pod_log(
+                    name, namespace, container=CONTAINER, _preload_content=False, _request_timeout=_TIMEOUT_S
+                )
         except UserError as error:
-            if getattr(error.__cause__, "status", None) not in _NO_LOG:
-                yield f"no log of {name} is shown: {error.message}\n"
-            return
-        text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        try:
-            with answer, _answers():
-                for piece in answer.stream(amt=None, decode_content=True):
-                    yield text.decode(piece)
-        except StageError:
-            if not grows:
-                raise
+            if getattr(error.__cause__, "status", None) in _NO_LOG:
+                return ""
+            return f"no log of {name} is shown: {error.message}\n"
+        with answer, _answers():
+            return str(answer.read().decode("utf-8", "replace"))
 
 
 def _waits(pod: Any) -> str | None:

@@ -154,28 +154,23 @@ class Place(Protocol):
         """How the job is now."""
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
-        """Give ``show`` what the job's log has grown by since the last call, or while it grows."""
+        """Give ``show`` what the job's log has grown by since the last call."""
 
     def cancel(self, identifier: str) -> None:
         """End it. What it finished stays in the store."""
 
 
 class Log:
-    """What of a log is new, where the place gives it from its beginning each time, in pieces."""
+    """What of a log is new, where the place gives all of it each time."""
 
     def __init__(self) -> None:
-        self._shown = self._passed = 0  # characters
+        self._shown = 0  # characters
 
-    def restart(self) -> None:
-        """It is given from its beginning again."""
-        self._passed = 0
-
-    def new(self, piece: str) -> str:
-        """The part of the next piece that was not given before."""
-        new = piece[max(0, self._shown - self._passed) :]
-        self._passed += len(piece)
-        self._shown = max(self._shown, self._passed)
-        return new
+    def new(self, text: str) -> str:
+        """What it has grown by; all of it where it is shorter than it was, and so another one."""
+        start = self._shown if self._shown <= len(text) else 0
+        self._shown = len(text)
+        return text[start:]
 
 
 def follow(place: Place, identifier: str, show: Callable[[str], None], look: Callable[[State], None]) -> State:

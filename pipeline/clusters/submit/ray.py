@@ -6,14 +6,12 @@ what the cluster's nodes have. The entry point is a line for a shell, made of qu
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import os
 import re
 import shlex
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,10 +34,9 @@ from pipeline.clusters.submit.place import (
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _UNPLACED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 _LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE"}
-_THEIRS = re.compile(r"status code 5\d\d|WebSocket")
-_TIMEOUT_S = 60.0  # of everything but a log
-_QUIET_S = 300.0  # after which a log is asked for again: a connection that is lost says nothing either
-_CLIENTS = ("aiohttp", "ray", "requests")  # which the client's errors are of, besides
+_THEIRS = re.compile(r"status code 5\d\d")
+_TIMEOUT_S = 60.0
+_CLIENTS = ("ray", "requests")  # which the client's errors are of, besides
 _INSTEAD = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which the client takes, whatever address it is given
 # Ray kills 3 s after SIGTERM otherwise, and a server needs longer to let go of its GPUs.
 _GRACE = {"RAY_JOB_STOP_WAIT_TIME_S": "20"}
@@ -128,14 +125,12 @@ class RayJobs:
             return client.get_job_info(identifier)
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
-        """What the client tails, or as much as comes before it is silent for long; nothing of a job that waits."""
+        """What its log has grown by; nothing of a job that waits."""
         if self._waits:  # Ray writes into its log before it has found room
             return
         client = self._connect()
-        logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # it tells of its own connection
-        self._log.restart()
         with _answers():
-            asyncio.run(_tail(client.tail_job_logs(identifier), lambda piece: show(self._log.new(piece))))
+            show(self._log.new(str(client.get_job_logs(identifier))))
 
     def cancel(self, identifier: str) -> None:
         """SIGTERM, then SIGKILL, by Ray."""
@@ -226,12 +221,6 @@ def _exit_when_told() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-async def _tail(pieces: AsyncIterator[str], show: Callable[[str], None]) -> None:
-    with suppress(StopAsyncIteration, TimeoutError):
-        while True:
-            show(await asyncio.wait_for(anext(pieces), _QUIET_S))
-
-
 @contextmanager
 def _answers() -> Iterator[None]:
     """The client's errors as ours: RuntimeError is what it raises for whatever the dashboard answers."""
@@ -239,7 +228,7 @@ def _answers() -> Iterator[None]:
         yield
     except Exception as error:
         said = (str(error).strip().splitlines() or ["without a word"])[-1]
-        if is_transient(error) or _THEIRS.search(said) or (getattr(error, "status", None) or 0) >= 500:  # aiohttp's
+        if is_transient(error) or _THEIRS.search(said):
             raise StageError(f"no Ray dashboard answers: {said}", transient=True) from error
         library = type(error).__module__.partition(".")[0] in _CLIENTS and not isinstance(error, ValueError)
         if library or isinstance(error, RuntimeError):

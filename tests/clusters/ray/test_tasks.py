@@ -73,7 +73,7 @@ def test_nothing_is_asked_of_a_cluster_that_is_gone(cancelled: list[Any], monkey
     with pytest.raises(StageError, match="the connection to the Ray cluster broke: it was closed"):
         list(tasks.results({"a": 1}, ASK, print))
     with pytest.raises(StageError, match="the connection to the Ray cluster broke: it was closed"):
-        list(tasks.answers({"a": NODE}, print))
+        list(tasks.answers({"a": NODE}))
     assert cancelled == []
 
 
@@ -88,7 +88,7 @@ def test_a_node_without_quantmint_is_named(cancelled: list[Any], monkeypatch: py
     said = "The remote function failed to import:\n\nTraceback\nModuleNotFoundError: No module named 'pipeline'"
     monkeypatch.setattr("ray.get", fails(task_error(RuntimeError(said))))
     with pytest.raises(UserError, match=r"^node one: quantmint does not run there: ModuleNotFoundError") as caught:
-        list(tasks.answers({"a": NODE}, print))
+        list(tasks.answers({"a": NODE}))
     assert "same installation" in str(caught.value.hint)
 
 

@@ -67,10 +67,10 @@ class Job:
 class Api:
     """``tries`` is what each pod of the next Job comes to: its exit code and its log.
 
-    ``waits`` are the statuses that pods have before they run, one for each time that they are asked for; ``made`` is
-    when the Jobs were, where nothing makes pods for them. ``cuts`` are numbers of bytes after which the next logs break
-    off, with their pods running on; ``faults`` are what the next requests are answered with, None for what they ask
-    for, and ``fault`` is what all others are. ``asked`` are dryRun and fieldValidation of each Job that was sent.
+    ``waits`` are the statuses that pods have before they run, one for each time that they are asked for. ``cuts`` are
+    numbers of bytes after which the next logs break off, with their pods running on; ``faults`` are what the next
+    requests are answered with, None for what they ask for, and ``fault`` is what all others are. ``asked`` are dryRun
+    and fieldValidation of each Job that was sent.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,6 @@ class Api:
         self.faults: list[int | None] = []
         self.cuts: list[int] = []
         self.waits: list[dict[str, Any]] = []
-        self.made: str | None = None
         self.asked: list[tuple[str | None, str | None]] = []
 
     def create(self, namespace: str, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -93,13 +92,11 @@ class Api:
     def shown(self, name: str) -> dict[str, Any]:
         job = self.jobs[name]
         met = [{"type": job.condition[0], "status": "True", "reason": job.condition[1]}] if job.condition else []
-        runs = int(not met and not self.waits and self.made is None)
-        status = {"conditions": met, "active": int(not met), "ready": runs, "startTime": self.made}
+        runs = int(not met and not self.waits)
+        status = {"conditions": met, "active": int(not met), "ready": runs}
         return {**job.manifest, "metadata": {"name": name, "namespace": job.namespace}, "status": status}
 
     def pods(self, job: str) -> list[dict[str, Any]]:
-        if self.made is not None:
-            return []
         if self.waits:
             metadata = {"name": "pod-0", "uid": "pod-0", "creationTimestamp": "2026-01-01T00:00:00Z"}
             return [{"metadata": metadata, "status": {"phase": "Pending", **self.waits.pop(0)}}]

@@ -22,7 +22,6 @@ from pipeline.clusters.submit.pod import (
     template,
 )
 from tests.clusters.submit.cases import IMAGE, TEMPLATE, task
-from tests.clusters.submit.test_command import ended
 from tests.serving.render.test_kubernetes import held_against_the_api
 
 RUN = Pod(IMAGE, name="a", command=("quantmint", "run"), kind="rocm", gpus=8, claims=(Claim("shared"),))
@@ -94,14 +93,6 @@ def test_what_the_run_needs_is_the_runs(tmp_path: Path) -> None:
     assert own["resources"]["limits"] == {"amd.com/gpu": "8"}
     assert {"name": "work", "mountPath": "/work"} in own["volumeMounts"]
     assert made["spec"]["restartPolicy"] == "Never"
-
-
-def test_of_defaults_the_templates_count(tmp_path: Path) -> None:
-    text = "automountServiceAccountToken: true\nvolumes: [{name: big, emptyDir: {medium: Memory}}]\ncontainers:\n"
-    text += "- {name: quantmint, volumeMounts: [{name: big, mountPath: /dev/shm}]}\n"
-    made = pod(given(tmp_path, text))
-    assert made["spec"]["automountServiceAccountToken"] is True
-    assert {"name": "big", "mountPath": "/dev/shm"} in container(made)["volumeMounts"]
 
 
 @pytest.mark.parametrize("kind", ["containers", "initContainers"])
@@ -176,11 +167,3 @@ def test_the_template_of_the_documentation_is_one(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs/clusters.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(metadata:.*?)```", page, flags=re.DOTALL)
     held_against_the_api(pod(given(tmp_path, text)), "V1PodTemplateSpec")
-
-
-def test_the_command_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("tiny-ptpc-fp8kv", "--kubernetes", "--image", IMAGE, "--pvc", "shared", "--dry-run", "--pod-template")
-    assert ended(*words, str(TEMPLATE)) == 0
-    assert "priorityClassName: batch" in capsys.readouterr().out
-    assert ended(*words, str(tmp_path / "none.yaml")) == 2
-    assert "cannot be read" in capsys.readouterr().err
