@@ -1,9 +1,8 @@
 """The nodes of a cluster: what a task asks of one, and whether all of them would make the same bytes.
 
 Ray places tasks by what it was told that a node has, so nothing here chooses a node. Before a node is given anything it
-is asked whether it has the same code and libraries, and the same files under the same names. A file that we write is
-read there, and one that is written there is read here: two folders of one name on two disks are found, also where both
-are empty.
+is asked whether it has the same code and libraries, and the same files under the same names. It writes a file that is
+read here: two folders of one name on two disks are found, also where both are empty.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import secrets
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -108,33 +107,28 @@ def ask_for(nodes: Sequence[Node], device: str, *, most_cores: int | None = None
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a node is: versions by name, digests of folders that are read, which files it saw, its processor."""
+    """What a node is: versions by name, digests of folders that are read, its processor, its free host memory."""
 
     versions: Mapping[str, str]
     folders: Mapping[str, str | None]
-    seen: Mapping[str, str | None]
     processor: str
     free: int
 
 
-def facts_here(folders: Sequence[Path], probes: Sequence[Path] = (), answer: str = "") -> Facts:
+def facts_here(folders: Sequence[Path], written: Sequence[Path] = (), mark: str = "") -> Facts:
     """The facts of the machine that this runs on.
 
-    ``folders`` are read: of each the names and sizes of its files, its config.json and samples of the rest. Each of
-    ``probes`` is read, and ``answer`` is written beside it.
+    ``folders`` are read: of each the names and sizes of its files, its config.json and samples of the rest. A file with
+    ``mark`` in its name is written to each of ``written``.
     """
     from calibration.room import free_bytes
     from pipeline.base.machine import Machine, cpu_name
 
-    seen: dict[str, str | None] = {}
-    for probe in probes:
-        try:
-            seen[str(probe)] = probe.read_text(encoding="utf-8")
-            _answered(probe, answer).write_text(answer, encoding="utf-8")
-        except OSError:
-            seen[str(probe)] = None
+    for folder in written:
+        with suppress(OSError):  # whoever asked will miss it
+            _probe(folder, mark).touch()
     known = {str(folder): _digest(folder) for folder in folders}
-    return Facts(versions_here(), known, seen, cpu_name(Machine()), free_bytes("cpu"))
+    return Facts(versions_here(), known, cpu_name(Machine()), free_bytes("cpu"))
 
 
 @lru_cache(maxsize=1)
@@ -154,44 +148,28 @@ def require_versions(
             raise UserError(f"{node or socket.gethostname()}: {name} {told}: its bytes might be others.", hint=HINT)
 
 
-class Probe:
-    """Files in ``folders``, which exist, that say whether a node sees what we see; removed by `close`.
-
-    Their names are those of partial files: none becomes a part of a checkpoint where nobody came to remove it.
-    """
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._token = secrets.token_hex(8)
-        self.paths = tuple(folder / f"{_PROBE}-{self._token}{PARTIAL_SUFFIX}" for folder in folders)
-        for path in self.paths:
-            path.write_text(self._token, encoding="utf-8")
-
-    def require_same(self, node: str, answer: str, there: Facts, here: Facts) -> None:
-        """Raise `UserError` for a node that differs, with what differs first."""
-        require_versions(here.versions, node, there.versions)
-        for folder, digest in here.folders.items():
-            if (found := there.folders[folder]) != digest:
-                what = "is not there" if found is None else "holds other files there"
-                raise UserError(f"{node}: {folder} {what}.", hint=HINT)
-        for path in self.paths:
-            if there.seen[str(path)] != self._token:
-                raise UserError(f"{node}: {path.parent} is not the folder that it is here.", hint=HINT)
-            try:
-                came = _answered(path, answer).read_text(encoding="utf-8")
-            except OSError:
-                came = ""
-            if came != answer:
-                raise UserError(f"{node}: what it writes to {path.parent} is not seen here.", hint=HINT)
-
-    def close(self) -> None:
-        """Remove the files."""
-        for path in self.paths:
-            for one in path.parent.glob(f"{path.stem}*"):
-                one.unlink(missing_ok=True)
+def require_same(node: str, there: Facts, here: Facts, written: Sequence[Path], mark: str) -> None:
+    """Raise `UserError` for a node that differs, with what differs first, and where what it wrote is not seen."""
+    require_versions(here.versions, node, there.versions)
+    for folder, digest in here.folders.items():
+        if (found := there.folders[folder]) != digest:
+            what = "is not there" if found is None else "holds other files there"
+            raise UserError(f"{node}: {folder} {what}.", hint=HINT)
+    for place in written:
+        if not _probe(place, mark).exists():
+            raise UserError(f"{node}: what it writes to {place} is not seen here.", hint=HINT)
 
 
-def _answered(probe: Path, answer: str) -> Path:
-    return probe.with_name(f"{probe.stem}-{answer}{probe.suffix}")
+def remove_probes(written: Sequence[Path], mark: str) -> None:
+    """Remove what nodes wrote whose marks begin with ``mark``."""
+    for folder in written:
+        for probe in folder.glob(f"{_PROBE}-{mark}*"):
+            probe.unlink(missing_ok=True)
+
+
+def _probe(folder: Path, mark: str) -> Path:
+    """Named as a partial file: it becomes no part of a checkpoint where nobody came to remove it."""
+    return folder / f"{_PROBE}-{mark}{PARTIAL_SUFFIX}"
 
 
 def _digest(folder: Path) -> str | None:

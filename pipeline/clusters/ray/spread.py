@@ -13,6 +13,7 @@ by this process: one manifest, in which a run without a cluster finds the same.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,10 +32,11 @@ from pipeline.clusters.ray.nodes import (
     Ask,
     Facts,
     Node,
-    Probe,
     ask_for,
     facts_here,
     nodes_of,
+    remove_probes,
+    require_same,
     versions_here,
 )
 from pipeline.clusters.ray.tasks import RETRIES, answers, results
@@ -121,19 +123,20 @@ class RaySpread:
         if not new:
             return
         gone = {node.id for node in new}
-        probe = Probe([folder.resolve() for folder in written])
+        written, mark = [folder.resolve() for folder in written], secrets.token_hex(8)
+        here = facts_here(folders)
         try:
-            here = facts_here(folders)
             asked = {
-                _on(node, tasks.facts, Ask("cpu", 0, 0)).remote(folders, probe.paths, node.id): node for node in new
+                _on(node, tasks.facts, Ask("cpu", 0, 0)).remote(folders, written, f"{mark}-{node.id}"): node
+                for node in new
             }
             for node, there in answers(asked):
-                probe.require_same(node.name, node.id, there, here)
+                require_same(node.name, there, here, written, f"{mark}-{node.id}")
                 gone.discard(node.id)
                 self._facts[node.id] = there
                 self._alike |= {(node.id, folder) for folder in folders}
         finally:
-            probe.close()
+            remove_probes(written, mark)
         # A node that has just gone is in Ray's table for a while.
         self.nodes = tuple(node for node in self.nodes if node.id not in gone)
         self._ask()

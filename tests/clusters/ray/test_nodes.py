@@ -14,10 +14,11 @@ from pipeline.clusters.ray.connection import address_of, forget_secrets
 from pipeline.clusters.ray.nodes import (
     Ask,
     Node,
-    Probe,
     ask_for,
     facts_here,
     nodes_of,
+    remove_probes,
+    require_same,
     require_versions,
     versions_here,
 )
@@ -97,18 +98,16 @@ def test_a_node_with_another_version_is_named() -> None:
 def test_folders_are_the_same_or_are_named(models: Callable[..., Path], tmp_path: Path) -> None:
     model, shared = models("llama"), tmp_path / "shared"
     shared.mkdir()
-    probe = Probe([shared])
-    here, there = facts_here([model]), facts_here([model], probe.paths, "x")
-    probe.require_same("there", "x", there, here)
+    here, there = facts_here([model]), facts_here([model], [shared], "x-1")
+    require_same("there", there, here, [shared], "x-1")
     with pytest.raises(UserError, match=r"what it writes to .*shared is not seen here"):
-        probe.require_same("there", "y", there, here)
-    with pytest.raises(UserError, match="shared is not the folder that it is here"):
-        probe.require_same("there", "x", replace(there, seen={str(probe.paths[0]): None}), here)
+        require_same("there", there, here, [shared], "x-2")
     for digest, message in (("0", "holds other files there"), (None, "is not there")):
         with pytest.raises(UserError, match=message):
-            probe.require_same("there", "x", replace(there, folders={str(model): digest}), here)
-    assert len(list(shared.glob(f"*{PARTIAL_SUFFIX}"))) == len(list(shared.iterdir())) == 2
-    probe.close()
+            require_same("there", replace(there, folders={str(model): digest}), here, [shared], "x-1")
+    (probe,) = shared.iterdir()
+    assert probe.name.endswith(PARTIAL_SUFFIX)
+    remove_probes([shared], "x")
     assert list(shared.iterdir()) == []
 
 
