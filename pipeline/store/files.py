@@ -75,11 +75,11 @@ def _folded(name: str) -> str:
     return unicodedata.normalize("NFD", unicodedata.normalize("NFD", name).casefold())
 
 
-def chunks(path: Path, *, start: int = 0, size: int = _CHUNK) -> Iterator[bytes]:
-    """The bytes of a file from ``start`` on, in pieces of ``size`` bytes, the last one shorter."""
+def chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
+    """The bytes of a file from ``start`` on, in pieces."""
     with path.open("rb") as reader:
         reader.seek(start)
-        while chunk := reader.read(size):
+        while chunk := reader.read(_CHUNK):
             yield chunk
 
 
@@ -92,10 +92,10 @@ def digest_of(path: Path, advance: Advance) -> str:
     return found.hexdigest()
 
 
-def judged(file: File, *, size: int = _CHUNK) -> Iterator[bytes]:
+def judged(file: File) -> Iterator[bytes]:
     """The bytes of a file in pieces; raises `StageError` at their end where they are not those of its digest."""
     found = hashlib.sha256()
-    for chunk in chunks(file.path, size=size):
+    for chunk in chunks(file.path):
         found.update(chunk)
         yield chunk
     require_digest(file, found.hexdigest())

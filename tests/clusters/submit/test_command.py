@@ -84,12 +84,6 @@ def test_a_folder_of_logs_that_cannot_be_written_is_no_fault_of_ours(
     monkeypatch.setenv("QUANTMINT_STORE", str(tmp_path / "store/below"))
     assert ended("tiny-ptpc-fp8kv", "--slurm") == 5
     assert "unexpected" not in capsys.readouterr().err
-    (tmp_path / "hub").write_text("no folder", encoding="utf-8")
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    assert ended("tiny-ptpc-fp8kv", "--slurm", "--container", "image") == 5
-    assert str(tmp_path / "hub") in capsys.readouterr().err
 
 
 def test_without_a_cluster_it_says_so(
