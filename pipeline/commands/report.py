@@ -126,7 +126,6 @@ def _show(comparison: Comparison) -> None:
         console.print(f"\n[bold]{_plain(group.model)}[/]  16 bit: {_plain(group.baseline[:12])}")
         _print_marks(console, group)
         _print_tasks(console, group)
-        _print_speeds(console, group)
         _print_direct(console, group)
         for note in group.notes:
             console.print(f"[yellow]note:[/] {_plain(note)}")
@@ -186,24 +185,6 @@ def _print_tasks(console: Console, group: Group) -> None:
                 f"{result.items:,}",
             )
     console.print(made)
-
-
-def _print_speeds(console: Console, group: Group) -> None:
-    from eval.comparison.model import where
-    from eval.report.numbers import figure, ratio
-    from pipeline.commands.tables import table
-
-    numbers = ("16 bit", "here", "ratio", "interval")
-    for speeds in group.speeds:
-        console.print(f"output tokens/s on {_plain(where(speeds.place))}")
-        made = table("load", "", *numbers, right=numbers)
-        for row in speeds.cells:
-            for mark, cell in zip(group.marks, row.results, strict=True):
-                if cell is not None:
-                    interval = f"{ratio(cell.ratio_low)} … {ratio(cell.ratio_high)}" if cell.repeated else "one launch"
-                    figures = (figure(cell.baseline), figure(cell.candidate), ratio(cell.ratio), interval)
-                    made.add_row(_plain(row.cell), mark.letter, *figures)
-        console.print(made)
 
 
 def _print_direct(console: Console, group: Group) -> None:

@@ -146,9 +146,10 @@ def require_means(
         where = setting.store.root.absolute()
         require_disk(disk_needed(prediction, missing, setting), free_bytes(where), str(where))
         engine = setting.recipe.quantization.engine
-        if engine != "stream" and setting.spread is None:  # which asks its own machines
-            device = resolve_devices(setting.device)[0]
-            require_library_memory(prediction.source, device_memory(device), device, engine)
+        if setting.spread is None:  # which asks its own machines
+            device = resolve_devices(setting.device)[0]  # one that is not there is refused before anything is made
+            if engine != "stream":
+                require_library_memory(prediction.source, device_memory(device), device, engine)
 
 
 def _require_server(setting: Setting) -> None:

@@ -63,7 +63,7 @@ def test_the_terminal_shows_the_figures_and_the_page_is_written(quantmint: Quant
         assert words in ended.out, words
     lines = ended.out.splitlines()
     tables = [number for number, line in enumerate(lines) if line.startswith(" ───")]
-    assert len(tables) >= 5, lines
+    assert len(tables) >= 4, lines
     assert all(len(lines[number]) <= 80 for number in tables), "no figure is cut off on a terminal of 80 columns"
     assert "2 checkpoints side by side" in Path("both.html").read_text()
     assert [path.name for path in Path().glob("*both.html*")] == ["both.html"]

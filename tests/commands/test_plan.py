@@ -17,110 +17,22 @@ SHIPPED = [name for name in recipe_names() if load_recipe(name).recipe.source.re
 LARGEST = "deepseek-r1-mxfp4"
 Quantmint = Callable[..., Any]
 
-COUNT = {"type": "integer", "minimum": 0}
-FRACTION = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
-SECONDS = {"type": "number", "exclusiveMinimum": 0}
-COST = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["seconds", "written", "memory", "device_memory", "disk", "bound", "parts", "mode"],
-    "properties": {
-        "seconds": SECONDS,
-        "written": SECONDS,
-        "memory": COUNT,
-        "device_memory": COUNT,
-        "disk": COUNT,
-        "bound": {"type": "string"},
-        "parts": {"type": "object", "minProperties": 3, "additionalProperties": {"type": "number", "minimum": 0}},
-        "mode": {"enum": ["resident", "layer", None]},
-    },
-}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["recipe", "source", "stages", "predicted", "costs", "disk", "gate", "cautions"],
-    "properties": {
-        "recipe": {"type": "string"},
-        "source": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "string"}},
-        "stages": {
-            "type": "array",
-            "minItems": 11,
-            "items": {
-                "type": "object",
-                "additionalProperties": False,
-                "required": ["stage", "fingerprint", "cached"],
-                "properties": {
-                    "stage": {"type": "string"},
-                    "fingerprint": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
-                    "cached": {"type": "boolean"},
-                },
-            },
-        },
-        "predicted": {
-            "type": "object",
-            "required": ["parameters", "source", "checkpoint", "weights_per_gpu", "kv_bytes_per_token"],
-            "additionalProperties": {"type": ["integer", "null"], "minimum": 0},
-        },
-        "costs": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["rates", "stages"],
-            "properties": {
-                "rates": {
-                    "type": "object",
-                    "required": ["origin", "machine", "kernels"],
-                    "properties": {"origin": {"enum": ["table", "borrowed"]}},
-                },
-                "stages": {"type": "object", "required": ["quantize"], "additionalProperties": COST},
-            },
-        },
-        "disk": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["needed", "free", "where"],
-            "properties": {
-                "needed": {"type": "object", "additionalProperties": COUNT},
-                "free": COUNT,
-                "where": {"type": "string"},
-            },
-        },
-        "gate": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["tasks", "speed"],
-            "properties": {
-                "tasks": {
-                    "type": "object",
-                    "minProperties": 1,
-                    "additionalProperties": {
-                        "type": "object",
-                        "additionalProperties": False,
-                        "required": ["items", "margin", "detectable", "looks", "expected"],
-                        "properties": {
-                            "items": COUNT,
-                            "margin": {"oneOf": [FRACTION, {"type": "null"}]},
-                            "detectable": FRACTION,
-                            "looks": {"type": "array", "minItems": 1, "items": COUNT},
-                            "expected": {"oneOf": [COUNT, {"type": "null"}]},
-                        },
-                    },
-                },
-                "speed": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "required": ["min_ratio", "launches", "fewest", "detectable_spreads"],
-                    "properties": {
-                        "min_ratio": {"type": "number", "exclusiveMinimum": 0},
-                        "launches": COUNT,
-                        "fewest": COUNT,
-                        "detectable_spreads": {"type": "number", "exclusiveMinimum": 0},
-                    },
-                },
-            },
-        },
-        "cautions": {"type": "array", "items": {"type": "string"}},
-    },
-}
+COST = {"seconds", "written", "memory", "device_memory", "disk", "bound", "parts", "mode"}
+
+
+def require_shape(plan: dict[str, Any]) -> None:
+    """What programs read, by its keys."""
+    assert plan.keys() == {"recipe", "source", "stages", "predicted", "costs", "disk", "gate", "cautions"}
+    assert all(stage.keys() == {"stage", "fingerprint", "cached"} for stage in plan["stages"])
+    assert plan["predicted"].keys() > {"parameters", "source", "checkpoint", "weights_per_gpu", "kv_bytes_per_token"}
+    assert plan["costs"].keys() == {"rates", "stages"}
+    assert plan["costs"]["rates"].keys() > {"origin", "machine", "kernels"}
+    assert all(cost.keys() == COST and cost["seconds"] > 0 for cost in plan["costs"]["stages"].values())
+    assert plan["disk"].keys() == {"needed", "free", "where"}
+    assert plan["gate"].keys() == {"tasks", "speed"}
+    for task in plan["gate"]["tasks"].values():
+        assert task.keys() == {"items", "margin", "detectable", "looks", "expected"}
+    assert plan["gate"]["speed"].keys() == {"min_ratio", "launches", "fewest", "detectable_spreads"}
 
 
 @pytest.fixture
@@ -142,14 +54,12 @@ def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("_no_network", "large_disk")
 def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
-    import jsonschema  # takes two seconds, of everybody who collects tests
-
     recipe = load_recipe(name).recipe
     config = CONFIGS / str(recipe.source.repo).rpartition("/")[2]
     ended = quantmint("plan", name, "--config", config, "--json")
     assert ended.code == 0, ended.err
     plan = ended.json
-    jsonschema.validate(plan, SCHEMA)
+    require_shape(plan)
     assert plan["recipe"] == name
 
     sizes = plan["predicted"]

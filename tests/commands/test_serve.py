@@ -19,45 +19,10 @@ MIXTRAL = CONFIGS / "Mixtral-8x7B-Instruct-v0.1"
 LLAMA = CONFIGS / "Llama-3.1-8B-Instruct"
 Quantmint = Callable[..., Any]
 
-TEXT, COUNT, FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": [
-        "env", "argv", "replicas", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-        "expert_parallel", "memory", "host", "reasons", "warnings", "processes", "facts", "target", "vllm_version",
-    ],
-    "properties": {
-        "env": {"type": "object", "additionalProperties": TEXT},
-        "argv": {"type": "array", "items": TEXT, "minItems": 3},
-        "replicas": {"type": "integer", "minimum": 1},
-        "tensor_parallel_size": {"type": "integer", "minimum": 1},
-        "pipeline_parallel_size": {"type": "integer", "minimum": 1},
-        "data_parallel_size": {"type": "integer", "minimum": 1},
-        "expert_parallel": FLAG,
-        "memory": {"type": "object", "required": ["weights", "kv_cache", "kv_tokens"]},
-        "host": {"type": "array", "items": {"type": "object", "required": ["name", "expected", "why", "source"]}},
-        "reasons": {
-            "type": "array",
-            "minItems": 4,
-            "items": {
-                "type": "object",
-                "required": ["knob", "value", "why", "source"],
-                "additionalProperties": {"type": "string", "minLength": 1},
-            },
-        },
-        "warnings": {"type": "array", "items": TEXT},
-        "processes": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["node", "role", "replica", "gpus", "port", "env", "argv"],
-                "properties": {"env": {"additionalProperties": TEXT}, "port": {"type": ["integer", "null"]}},
-            },
-        },
-        "facts": {"type": "object", "required": ["family", "architecture", "parameters", "weights"]},
-    },
-}  # fmt: skip
+KEYS = (
+    "env argv replicas tensor_parallel_size pipeline_parallel_size data_parallel_size expert_parallel memory host "
+    "reasons warnings processes facts target vllm_version"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -69,14 +34,17 @@ def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json(quantmint: Quantmint) -> None:
-    import jsonschema  # takes two seconds, of everybody who collects tests
-
     ended = quantmint(
         "serve", MIXTRAL, "--target", "mi300x:8", "--workload", "throughput", "--vllm", "0.24.0", "--json"
     )
     assert ended.code == 0, ended.err
     plan = ended.json
-    jsonschema.validate(plan, SCHEMA)
+    assert plan.keys() >= set(KEYS.split())
+    assert plan["memory"].keys() >= {"weights", "kv_cache", "kv_tokens"}
+    assert plan["facts"].keys() >= {"family", "architecture", "parameters", "weights"}
+    assert all(one.keys() >= {"name", "expected", "why", "source"} for one in plan["host"])
+    assert all(one[key] for one in plan["reasons"] for key in ("knob", "value", "why", "source"))
+    assert all(one.keys() >= {"node", "role", "replica", "gpus", "port", "env", "argv"} for one in plan["processes"])
     assert plan["argv"][:3] == ["vllm", "serve", str(MIXTRAL)]
     assert (plan["vllm_version"], plan["target"], plan["profile"]) == ("0.24.0", "mi300x:8", "throughput")
     assert plan["facts"]["family"] == "moe"
