@@ -8,19 +8,20 @@ A folder is committed by renaming it, when all that it holds has been synced. Wh
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibration.durable import sync
 from calibration.errors import CalibrationError
 
 if TYPE_CHECKING:
     import torch
+
 
 _COMMITTED = re.compile(r"layer-(\d{5})")
 STATE = "state.json"
@@ -47,7 +48,7 @@ class Activations:
     def start(self, layer: int = -1) -> None:
         """Begin before the first layer is entered; what earlier attempts spilled and did not commit is removed."""
         self.layer = layer
-        with _readable(self.folder):
+        with _states(self.folder):
             for stale in self.folder.glob("*.partial"):
                 shutil.rmtree(stale)
 
@@ -62,7 +63,7 @@ class Activations:
 
         if number in self._here:
             return self._here[number].to(device)
-        with _readable(self._there[number]):
+        with _states(self._there[number]):
             hidden: torch.Tensor = load_file(self._there[number])["hidden"]
             return hidden.to(device)
 
@@ -84,7 +85,7 @@ class Activations:
         self._here = {number: value for number, value in self._next.items() if not isinstance(value, Path)}
         self._there = {number: value for number, value in self._next.items() if isinstance(value, Path)}
         self._next = {}
-        with _readable(self.folder):
+        with _states(self.folder):
             shutil.rmtree(_partial(self.folder, self.layer), ignore_errors=True)
         self.layer += 1
 
@@ -96,7 +97,7 @@ class Activations:
         partial, committed = _partial(self.folder, self.layer), _committed(self.folder, self.layer)
         if committed.exists():
             return
-        with _readable(self.folder):
+        with _states(self.folder):
             partial.mkdir(parents=True, exist_ok=True)
             for number, hidden in self._here.items():
                 _write(_file(partial, number), hidden)
@@ -137,17 +138,31 @@ def _file(folder: Path, number: int) -> Path:
 def _write(path: Path, hidden: torch.Tensor) -> Path:
     from safetensors.torch import save_file
 
-    with _readable(path):
+    with _states(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"hidden": hidden.cpu().contiguous()}, path)
     return path
 
 
+def _states(path: Path) -> AbstractContextManager[None]:
+    return storing("the hidden states", path)
+
+
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def storing(what: str, path: Path) -> Iterator[None]:
+    """Turn what a disk refuses in the block into `CalibrationError`."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CalibrationError(f"{path}: the hidden states cannot be kept there: {error}") from error
+        raise CalibrationError(f"{path}: {what} cannot be kept there: {error}") from error
+
+
+def sync(path: Path) -> None:
+    """Force a file's bytes, or a folder's names, to the disk. Raises `OSError`."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -140,11 +140,6 @@ def _add(table: dict[Key, Summary], key: Key, summary: Summary, how: Observer) -
     table[key] = how.combine(table[key], summary) if key in table else summary
 
 
-def first_not_finite(found: Mapping[Key, torch.Tensor]) -> Key | None:
-    """The first in the order of the forward that is NaN or infinite."""
-    return next((key for key, amax in found.items() if not bool(amax.isfinite().all())), None)
-
-
 def recording_cache(measurement: Measurement, attention: Mapping[int, str]) -> Any:
     """An empty cache of transformers; ``attention`` names the attention module of each layer."""
     from transformers import DynamicCache

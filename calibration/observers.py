@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -83,9 +83,7 @@ def least_squares(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     ``q(x; a)`` is what x becomes through float8 e4m3fn with the scale a / 448: clipped at a, rounded, multiplied back.
     The candidates are 51, from the largest magnitude seen down to half of it: halving a scale moves the same grid by a
-    binade, and changes but the clipping and the smallest numbers. Of equals the largest is taken. llm-compressor's
-    observer ``mse`` searches likewise, in one batch at a time, to four fifths, with the exponent 2.4 for the square,
-    and averages what it finds, which depends on the order of batches.
+    binade, and changes but the clipping and the smallest numbers. Of equals the largest is taken.
 
     Args:
         counts: int64 [..., 32768].
@@ -146,47 +144,32 @@ class Summary:
     dtype: torch.dtype
 
 
-class Observer(Protocol):
-    """One way to make a magnitude."""
-
-    def summarise(self, tensor: torch.Tensor, *, per_head: bool = False) -> Summary:
-        """Summarise a tensor of any shape, or of [batch, heads, sequence, head_dim], then by head."""
-        ...
-
-    def combine(self, one: Summary, other: Summary) -> Summary:
-        """The summary of both parts; on the device of the first."""
-        ...
-
-    def finish(self, whole: Summary) -> torch.Tensor:
-        """The magnitude, float32 [] or [heads] on the CPU; NaN or infinite where something that was seen is."""
-        ...
-
-
 class _Amax:
     """The largest magnitude: what llm-compressor calls static_minmax, for a symmetric scheme."""
 
     def summarise(self, tensor: torch.Tensor, *, per_head: bool = False) -> Summary:
+        """Summarise a tensor of any shape, or of [batch, heads, sequence, head_dim], then by head."""
         magnitude = tensor.detach().abs()
         return Summary((magnitude.amax(dim=(0, 2, 3)) if per_head else magnitude.amax()).float(), tensor.dtype)
 
     def combine(self, one: Summary, other: Summary) -> Summary:
+        """The summary of both parts; on the device of the first."""
         import torch
 
         return Summary(torch.maximum(one.total, other.total.to(one.total.device)), one.dtype)
 
     def finish(self, whole: Summary) -> torch.Tensor:
+        """The magnitude, float32 [] or [heads] on the CPU; NaN or infinite where something that was seen is."""
         return whole.total.cpu()
 
 
 @dataclass(frozen=True, slots=True)
 class _FromHistogram:
-    """A magnitude that follows from how often each one was seen."""
+    """A magnitude that follows from how often each one was seen; methods as those of `_Amax`."""
 
     rule: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
     def summarise(self, tensor: torch.Tensor, *, per_head: bool = False) -> Summary:
-        from calibration.observers import count
-
         return Summary(count(tensor, per_head=per_head), tensor.dtype)
 
     def combine(self, one: Summary, other: Summary) -> Summary:
@@ -196,10 +179,11 @@ class _FromHistogram:
         return self.rule(whole.total, whole.dtype)
 
 
+Observer = _Amax | _FromHistogram
+
+
 def observer(name: ObserverName, *, share: float = 99.99) -> Observer:
     """The observer of that name; ``share`` is the percentile's."""
-    if name not in get_args(ObserverName):
-        raise ValueError(f"found no observer {name!r}, expected one of {', '.join(get_args(ObserverName))}")
     if name == "amax":
         return _Amax()
     if name == "mse":

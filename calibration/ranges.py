@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from calibration.errors import CalibrationError
 from calibration.hooks import watching
-from calibration.measurement import Key, Measurement, first_not_finite, recording_cache
-from calibration.observers import Observation
-from calibration.replica import Replica, load_resident, on_disk, sources
+from calibration.measurement import Key, Measurement, recording_cache
+from calibration.replica import Replica, on_disk, sources
 
 if TYPE_CHECKING:
     import torch
@@ -57,34 +56,7 @@ def load_ranges(path: Path) -> Ranges:
     return Ranges(inputs=tables["input"], keys=tables["k"], values=tables["v"])
 
 
-__all__ = ["load_resident", "observe", "ranges_of", "require_sound"]
-
 _KINDS = {"input": "input", "k": "K", "v": "V"}
-
-
-def observe(
-    replica: Replica,
-    batches: Iterable[torch.Tensor],
-    observation: Observation | None = None,
-    *,
-    advance: Callable[[int], None] = lambda _: None,
-) -> Ranges:
-    """Measure a model that is resident on its device.
-
-    Args:
-        replica: a loaded model (`load_resident`).
-        batches: int64 token ids of [batch, sequence]; no padding.
-        observation: what is measured, and how; the largest magnitudes where nothing is said.
-        advance: told the number of samples after each batch.
-
-    Raises:
-        CalibrationError: an observed value is not finite, or an attention layer cached nothing.
-    """
-    measurement = Measurement(observation or Observation())
-    run_resident(replica, batches, measurement, advance)
-    found = measurement.finish()
-    require_sound(replica, found)
-    return ranges_of(replica, found)
 
 
 def require_sound(replica: Replica, found: Mapping[Key, torch.Tensor], part: str = "") -> None:
@@ -92,7 +64,7 @@ def require_sound(replica: Replica, found: Mapping[Key, torch.Tensor], part: str
 
     Of several, the module that a forward meets first is named: the others may have inherited from it.
     """
-    broken = first_not_finite(found)
+    broken = next((key for key, amax in found.items() if not bool(amax.isfinite().all())), None)
     if broken is not None:
         kind, name = broken
         named = {own: disk for disk, own in sources(replica.model, replica.owned).items()}

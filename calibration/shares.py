@@ -22,22 +22,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from calibration.activations import committed_layers
+from calibration.activations import committed_layers, storing, sync
 from calibration.calls import layer_names
-from calibration.durable import sync
 from calibration.errors import CalibrationError
-from calibration.keeping import keep, recall
 from calibration.layers import Found, run_layers
 from calibration.measurement import Measurement, merged
-from calibration.observers import Observation
+from calibration.observers import Observation, Summary
 from calibration.ranges import run_resident
 from calibration.replica import Replica, load_resident, replica
 from calibration.room import activations_for, measuring, need_of
 
 if TYPE_CHECKING:
     import torch
+
 
 SHARES_A_PLACE = 4
 """In resident mode, where a process that measures several shares loads the model once: what is lost with a machine is
@@ -102,7 +101,7 @@ def prepared(order: Order, batches: Sequence[torch.Tensor], places: int) -> tupl
     from safetensors.torch import save_file
 
     identity = _identity(order, batches)
-    with _work(order.work):
+    with storing("the shares", order.work):
         order.work.mkdir(parents=True, exist_ok=True)
         numbers = _split_of(order.work / _SHARES, identity)
         if numbers is None:
@@ -129,7 +128,7 @@ def is_finished(order: Order, share: Share) -> bool:
     The folder is listed: of a name that was asked for in vain, a network filesystem says for a while that there is
     nothing. Raises `CalibrationError` where it cannot be.
     """
-    with _work(order.work):
+    with storing("the shares", order.work):
         return _final(order, share) in order.work.iterdir()
 
 
@@ -143,7 +142,7 @@ def measure_share(order: Order, share: Share, device: str, attempt: str) -> None
     """
     if is_finished(order, share):
         return
-    with measuring(order.folder), _work(order.work):
+    with measuring(order.folder), storing("the shares", order.work):
         own = _taken_over(order, share, attempt)
         batches = _read(order.work / _BATCHES, share)
         if order.mode == "resident":
@@ -250,11 +249,94 @@ def _identity(order: Order, batches: Sequence[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def _work(path: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
+def keep(measurement: Measurement, stem: Path) -> None:
+    """Write ``STEM.safetensors`` and, last, ``STEM.json``, both of which are on the disk for good then.
 
+    Raises `CalibrationError` where they cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[int, str] = {}  # modules with one input have one summary
+
+    def entries(table: Mapping[Any, Summary]) -> list[list[str]]:
+        found = []
+        for (kind, name), summary in table.items():
+            number = numbers.setdefault(id(summary), str(len(numbers)))
+            if f"{number}.total" not in tensors and f"{number}.at" not in tensors:
+                tensors.update(_packed(number, summary.total.cpu()))
+            found.append([kind, name, number, str(summary.dtype).removeprefix("torch.")])
+        return found
+
+    facts = {
+        "summaries": entries(measurement.summaries),
+        "every": entries(measurement.every),
+        "order": [list(key) for key in measurement.order],
+        "expert_of": [[*key, expert] for key, expert in measurement.expert_of.items()],
+        "tokens": measurement.tokens,
+        "routed_only": sorted(measurement.routed_only),
+    }
+    with _kept(stem):
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, stem.with_suffix(".safetensors"))
+        sync(stem.with_suffix(".safetensors"))
+        partial = stem.with_suffix(".partial")
+        partial.write_text(json.dumps(facts), encoding="utf-8")
+        sync(partial)
+        partial.replace(stem.with_suffix(".json"))
+        sync(stem.parent)
+
+
+def recall(stem: Path, observation: Observation) -> Measurement:
+    """Read what `keep` wrote; ``observation`` is what it was measured with.
+
+    Raises `CalibrationError` for files that are not there or hold anything else.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    found = Measurement(observation)
+    with _kept(stem):
+        facts: dict[str, Any] = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+        stored = load_file(stem.with_suffix(".safetensors"))
+        for table, entries in ((found.summaries, facts["summaries"]), (found.every, facts["every"])):
+            for kind, name, number, dtype in entries:
+                table[kind, name] = Summary(_unpacked(number, stored), getattr(torch, dtype))
+        found.order.update(((kind, name), None) for kind, name in facts["order"])
+        found.expert_of.update(((kind, name), expert) for kind, name, expert in facts["expert_of"])
+        found.tokens.update(facts["tokens"])
+        found.routed_only.update(facts["routed_only"])
+    return found
+
+
+def _packed(number: str, total: torch.Tensor) -> dict[str, torch.Tensor]:
+    import torch
+
+    if total.is_floating_point():
+        return {f"{number}.total": total.clone()}
+    flat = total.flatten()
+    seen = flat.nonzero().squeeze(1)
+    return {
+        f"{number}.at": seen,
+        f"{number}.count": flat[seen],
+        f"{number}.shape": torch.tensor(total.shape, dtype=torch.int64),
+    }
+
+
+def _unpacked(number: str, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    if f"{number}.total" in stored:
+        return stored[f"{number}.total"]
+    whole = torch.zeros(stored[f"{number}.shape"].tolist(), dtype=torch.int64)
+    whole.view(-1)[stored[f"{number}.at"]] = stored[f"{number}.count"]
+    return whole
+
+
+@contextmanager
+def _kept(stem: Path) -> Iterator[None]:
     try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise CalibrationError(f"{path}: the shares cannot be kept there: {error}") from error
+        with storing("the measurement", stem):
+            yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CalibrationError(f"{stem}: no measurement of this version: {error!r}") from error

@@ -143,8 +143,9 @@ def quantize(models: Models, blocks: torch.Tensor, tmp_path_factory: pytest.Temp
 
     PTPC-FP8 with a calibrated FP8 cache where nothing else is asked for.
     """
-    from calibration.ranges import Ranges, observe
+    from calibration.ranges import Ranges
     from calibration.replica import load_resident
+    from tests.measuring import observe
 
     known: dict[tuple[object, ...], Made] = {}
     measured: dict[str, Ranges] = {}

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable
 from typing import Final
 
+from calibration.batches import dataset_commit
 from calibration.errors import CalibrationError
-from calibration.texts import dataset_commit
 from pipeline.base.errors import QuantmintError
 
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from calibration.batches import at_commit
 from calibration.errors import CalibrationError
 from calibration.sets import DEFAULTS, CalibrationSet, load_set
-from calibration.texts import at_commit
 from pipeline.base.errors import QuantmintError, StageError, UserError
 from pipeline.base.machine import versions
 from pipeline.base.transience import is_transient

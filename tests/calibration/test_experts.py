@@ -12,8 +12,8 @@ import torch
 from calibration.hooks import sentences, watching
 from calibration.measurement import Measurement, merged
 from calibration.observers import Observation
-from calibration.ranges import observe
 from calibration.replica import Replica, experts_on_disk, load_resident, sources
+from tests.measuring import observe
 
 Models = Callable[..., Path]
 STACKED = ["mixtral", "qwen3-moe", "qwen2-moe", "deepseek-v3", "qwen3-vl-moe"]

@@ -116,8 +116,3 @@ def test_parts_are_combined_in_any_order(name: str) -> None:
     assert whole.dtype == torch.float32
     assert torch.equal(how.finish(forwards), whole)
     assert torch.equal(how.finish(backwards), whole)
-
-
-def test_an_unknown_observer() -> None:
-    with pytest.raises(ValueError, match="expected one of amax, percentile, mse"):
-        observer("minmax")  # type: ignore[arg-type]

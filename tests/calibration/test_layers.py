@@ -16,9 +16,10 @@ from calibration.activations import Activations, committed_layers
 from calibration.errors import CalibrationError
 from calibration.layers import run_layers
 from calibration.observers import Observation
-from calibration.ranges import Ranges, load_ranges, observe, ranges_of
+from calibration.ranges import Ranges, load_ranges, ranges_of
 from calibration.replica import load_resident, replica
 from calibration.weights import Weights, held
+from tests.measuring import observe
 
 Same = Callable[[Ranges, Ranges], None]
 

@@ -12,8 +12,9 @@ import torch
 from calibration.calibrate import Outcome, calibrate
 from calibration.errors import CalibrationError
 from calibration.observers import Observation
-from calibration.ranges import Ranges, observe
+from calibration.ranges import Ranges
 from calibration.replica import load_resident
+from tests.measuring import observe
 
 Same = Callable[[Ranges, Ranges], None]
 NAMES = [

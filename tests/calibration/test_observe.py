@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from calibration.errors import CalibrationError
-from calibration.ranges import Ranges, load_ranges, observe
+from calibration.ranges import Ranges, load_ranges
 from calibration.replica import load_resident
+from tests.measuring import observe
 
 Models = Callable[..., Path]
 
@@ -95,12 +96,6 @@ def test_the_model_is_left_as_it_was(llama: Any, blocks: torch.Tensor) -> None:
     observe(llama, [blocks[:2]])
     assert all(torch.equal(value, before[name]) for name, value in inner.state_dict().items())
     assert not any(module._forward_pre_hooks for module in inner.modules())
-
-
-def test_progress_counts_samples(llama: Any, blocks: torch.Tensor) -> None:
-    seen: list[int] = []
-    observe(llama, blocks.split(6), advance=seen.append)
-    assert seen == [6, 6, 4]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -11,10 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from calibration.batches import read_samples
+from calibration.batches import read_rows, read_samples
 from calibration.errors import CalibrationError
 from calibration.sets import CalibrationSet
-from calibration.texts import read_rows
 
 Given = Callable[..., CalibrationSet]
 

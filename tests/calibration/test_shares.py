@@ -15,10 +15,9 @@ import torch
 from calibration import shares as room
 from calibration.calibrate import calibrate
 from calibration.errors import CalibrationError
-from calibration.keeping import keep, recall
 from calibration.measurement import Measurement, merged
 from calibration.observers import Observation
-from calibration.shares import Order, Share, measure_share, split
+from calibration.shares import Order, Share, keep, measure_share, recall, split
 
 HERE = {"one": 1 << 40, "another": 1 << 40}
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from calibration.batches import read_texts, rendered
 from calibration.errors import CalibrationError
 from calibration.sets import CalibrationSet
-from calibration.texts import read_texts, rendered
 
 
 def set_of(path: Path, *lines: object, **columns: Any) -> CalibrationSet:

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from calibration import texts as hub_module
+from calibration import batches as hub_module
+from calibration.batches import at_commit
 from calibration.errors import CalibrationError
 from calibration.sets import FOLDER, load_set, names
-from calibration.texts import at_commit
 from pipeline.base.errors import UserError
 from pipeline.recipe.commits import Commits
 from pipeline.recipe.schema import Calibration

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from calibration.ranges import observe
 from calibration.replica import load_resident
 from pipeline.base.errors import UserError
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
@@ -21,6 +20,7 @@ from pipeline.quantize.formats.known import layout
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.structure import read_structure
+from tests.measuring import observe
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3", "phi3"])

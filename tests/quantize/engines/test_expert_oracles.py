@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from calibration.observers import Observation
-from calibration.ranges import observe
 from calibration.replica import load_resident
 from pipeline.quantize.engines.stream.engine import scale_ranges
 from pipeline.quantize.engines.stream.kernels import fp8_scale
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.model.structure import read_structure
+from tests.measuring import observe
 
 pytestmark = pytest.mark.slow
 

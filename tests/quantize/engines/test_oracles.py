@@ -118,9 +118,9 @@ def test_a_mixture_equals_llmcompressor_but_for_the_mask_that_it_forgets(
     """
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-    from calibration.ranges import observe
     from calibration.replica import load_resident
     from pipeline.quantize.engines.stream.kernels import fp8_scale
+    from tests.measuring import observe
 
     ours = quantize("qwen3-moe", "compressed-tensors").checkpoint
     theirs = open_checkpoint(by_llmcompressor("ptpc_fp8-kv-qwen3-moe"))

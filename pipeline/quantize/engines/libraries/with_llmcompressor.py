@@ -8,6 +8,7 @@ What it does not do by itself, or not rightly:
   dimensions in every batch is passed on as it is. Where no error has to be carried from layer to layer, the whole
   model is run instead, which is one forward and not two.
 - AWQ pins memory, which a machine without an accelerator cannot.
+- AutoRound turns the whole model into float32 on a processor without bfloat16 instructions, and leaves it so.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def main(job: LibraryJob) -> None:
     model = load_model(job, "cpu" if layer_wise else job.device)
     linearize_moe(model)
     require_modules(model, job, "llm-compressor")
+    dtype, dtypes = model.dtype, {name: parameter.dtype for name, parameter in model.named_parameters()}
     batches: Any = [_batch(ids, model.dtype, masked=layer_wise) for ids in load_batches(job)]
     if not torch.accelerator.is_available():
         _leave_memory_unpinned()
@@ -65,6 +67,10 @@ def main(job: LibraryJob) -> None:
         moe_calibrate_all_experts=True,
         trust_remote_code_model=job.trust_remote_code,
     )
+    if job.algorithm == "autoround":
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtypes.get(name, dtype))
     model.save_pretrained(job.output, max_shard_size=_SHARD)
 
 
