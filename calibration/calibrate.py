@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from calibration.activations import Activations
 from calibration.calls import layer_names
 from calibration.hooks import sentences
 from calibration.layers import Found, run_layers
@@ -118,7 +117,16 @@ def calibrate(
             found = _resident(replicas, batches, observation, watcher)
         else:
             activations = activations_for(replicas, batches, need, activation_bytes, work)
-            found = _by_layers(replicas, batches, observation, watcher, activations)
+            layers = len(layer_names(replicas[0].model, replicas[0].attention.values()))
+            with watcher.bar(layers * sum(batch.shape[0] for batch in batches), "layer samples") as advance:
+                found = run_layers(
+                    replicas,
+                    batches,
+                    observation,
+                    activations,
+                    advance=_one_at_a_time(advance),
+                    commit_seconds=COMMIT_SECONDS,
+                )
     shutil.rmtree(work, ignore_errors=True)
     warnings = _warnings(replicas[0], found, observation)
     for sentence in warnings:
@@ -142,28 +150,8 @@ def _resident(
         told = _one_at_a_time(advance)
         whole = merged(list(pool.map(lambda turn: run(turn, told), range(len(replicas)))))
     found = Found()
-    found.add(whole)
-    require_sound(replicas[0], found.magnitudes)
+    require_sound(replicas[0], found.add(whole))
     return found
-
-
-def _by_layers(
-    replicas: Sequence[Replica],
-    batches: Sequence[torch.Tensor],
-    observation: Observation,
-    watcher: Watcher,
-    activations: Activations,
-) -> Found:
-    layers = len(layer_names(replicas[0].model, replicas[0].attention.values()))
-    with watcher.bar(layers * sum(batch.shape[0] for batch in batches), "layer samples") as advance:
-        return run_layers(
-            replicas,
-            batches,
-            observation,
-            activations,
-            advance=_one_at_a_time(advance),
-            commit_seconds=COMMIT_SECONDS,
-        )
 
 
 def _by_shares(elsewhere: Places, order: Order, batches: Sequence[torch.Tensor], watcher: Watcher) -> Found:

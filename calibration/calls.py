@@ -8,7 +8,6 @@ the next is called with: then the layers can be run one at a time, each over all
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +76,6 @@ class Pool:
         """Forget which objects were seen: their numbers may be given to others."""
         self._same.clear()
 
-    def __len__(self) -> int:
-        return len(self._known)
-
 
 def layer_names(model: Any, attention: Iterable[str]) -> list[str]:
     """Names of the decoder's layers, in order.
@@ -133,30 +129,24 @@ def record(
 def _play(
     replica: Replica, layers: list[str], batch: torch.Tensor, pool: Pool, *, wrapped: bool
 ) -> tuple[torch.Tensor, list[Call]]:
-    calls: list[Call] = []
-    first: list[torch.Tensor] = []
-    cache = recording_cache(Measurement(Observation()), replica.attention)
-    with _recorders(replica.model, layers, calls, first, pool, cache, wrapped=wrapped):
-        replica.trunk(input_ids=batch.to(replica.device), past_key_values=cache, use_cache=True)
-    if len(calls) != len(layers):
-        raise NotReplayableError(f"it ran {len(calls)} of its {len(layers)} layers")
-    return first[0], calls
-
-
-@contextmanager
-def _recorders(
-    model: Any,
-    layers: list[str],
-    calls: list[Call],
-    first: list[torch.Tensor],
-    pool: Pool,
-    cache: Any,
-    *,
-    wrapped: bool,
-) -> Iterator[None]:
     import torch
 
+    calls: list[Call] = []
+    first: list[torch.Tensor] = []
     handed: list[Any] = []
+    cache = recording_cache(Measurement(Observation()), replica.attention)
+
+    def keep(value: Any) -> Any:
+        if value is cache:
+            return _CACHE
+        if isinstance(value, torch.Tensor):
+            latest = handed[-1] if handed else first[0]
+            return _HIDDEN if value is latest else pool.keep(value)
+        if isinstance(value, tuple):
+            return tuple(map(keep, value))
+        if not isinstance(value, _PLAIN):
+            raise NotReplayableError(f"its layers are called with {type(value).__name__}, which they may change")
+        return value
 
     def recorder(number: int) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -170,28 +160,16 @@ def _recorders(
             handed.append(hidden.view_as(hidden))
             return (handed[-1],) if wrapped else handed[-1]
 
-        def keep(value: Any) -> Any:
-            if value is cache:
-                return _CACHE
-            if isinstance(value, torch.Tensor):
-                latest = handed[-1] if handed else first[0]
-                return _HIDDEN if value is latest else pool.keep(value)
-            if isinstance(value, tuple):
-                return tuple(map(keep, value))
-            if not isinstance(value, _PLAIN):
-                raise NotReplayableError(f"its layers are called with {type(value).__name__}, which they may change")
-            return value
-
         return forward
 
-    modules = [model.get_submodule(name) for name in layers]
-    own = [vars(module).get("forward") for module in modules]  # one that was put there by somebody else
+    modules = [replica.model.get_submodule(name) for name in layers]
     for number, module in enumerate(modules):
         module.forward = recorder(number)
     try:
-        yield
+        replica.trunk(input_ids=batch.to(replica.device), past_key_values=cache, use_cache=True)
     finally:
-        for module, forward in zip(modules, own, strict=True):
+        for module in modules:
             del module.forward
-            if forward is not None:
-                module.forward = forward
+    if len(calls) != len(layers):
+        raise NotReplayableError(f"it ran {len(calls)} of its {len(layers)} layers")
+    return first[0], calls

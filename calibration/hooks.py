@@ -220,8 +220,9 @@ def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
     import torch
 
     head = model.get_output_embeddings()
-    lists = {f"{part}.{inner}" if part else inner for inner, m in _below(model, part) if is_listed(inner, m)}
-    for inner, module in _below(model, part):
+    below = list((model.get_submodule(part) if part else model).named_modules())
+    lists = {f"{part}.{inner}" if part else inner for inner, module in below if is_listed(inner, module)}
+    for inner, module in below:
         name = f"{part}.{inner}" if part and inner else part or inner
         if isinstance(module, torch.nn.Linear) and module is not head:
             expert = _EXPERT.fullmatch(name)
@@ -232,10 +233,6 @@ def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
             yield from watch_listed(name, module, block, measurement)
         elif is_stacked(module):
             yield from watch_stacked(name, module, measurement)
-
-
-def _below(model: Any, part: str) -> Iterator[tuple[str, Any]]:
-    yield from (model.get_submodule(part) if part else model).named_modules()
 
 
 def _input_hook(measurement: Measurement, name: str, expert: str | None) -> Callable[..., None]:

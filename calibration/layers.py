@@ -40,11 +40,13 @@ class Found:
     starved: dict[str, int] = field(default_factory=dict)
     routed_only: set[str] = field(default_factory=set)
 
-    def add(self, measured: Measurement) -> None:
-        """Take what follows from a measurement of all batches."""
-        self.magnitudes.update(measured.finish())
+    def add(self, measured: Measurement) -> dict[Key, torch.Tensor]:
+        """Take what follows from a measurement of all batches; returns its magnitudes."""
+        magnitudes = measured.finish()
+        self.magnitudes.update(magnitudes)
         self.starved.update(measured.starved())
         self.routed_only |= measured.routed_only
+        return magnitudes
 
 
 def run_layers(
@@ -74,7 +76,7 @@ def run_layers(
         NotReplayableError: the layers cannot be run one at a time.
     """
     layers = layer_names(replicas[0].model, replicas[0].attention.values())
-    identity = _identity(replicas[0], batches, observation)
+    identity = digest_of([asdict(observation), sorted(replicas[0].owned.items())], batches)
     start, found = _resume(activations.folder, identity)
     parts = [_Part(replica, layers, range(turn, len(batches), len(replicas))) for turn, replica in enumerate(replicas)]
     if start:
@@ -93,7 +95,7 @@ def run_layers(
             for number in range(start, len(layers)):
                 measured = _all(pool, parts, partial(_Part.run, layer=number, **common))
                 if kept is None:
-                    _add(found, merged(measured), replicas[0], layers[number])
+                    require_sound(replicas[0], found.add(merged(measured)), f"{layers[number]}.")
                 else:
                     kept(number, merged(measured))
                 activations.advance()
@@ -163,17 +165,9 @@ def _all(pool: ThreadPoolExecutor, parts: Sequence[_Part], work: Callable[[_Part
     return [one.result() for one in running]
 
 
-def _add(found: Found, measured: Measurement, replica: Replica, layer: str) -> None:
-    own = Found()
-    own.add(measured)
-    require_sound(replica, own.magnitudes, f"{layer}.")
-    found.magnitudes.update(own.magnitudes)
-    found.starved.update(own.starved)
-    found.routed_only |= own.routed_only
-
-
-def _identity(replica: Replica, batches: Sequence[torch.Tensor], observation: Observation) -> str:
-    digest = hashlib.sha256(json.dumps([asdict(observation), sorted(replica.owned.items())]).encode())
+def digest_of(facts: Any, batches: Sequence[torch.Tensor]) -> str:
+    """SHA-256, hex, of plain values and of batches: what must be equal for a run to be gone on with."""
+    digest = hashlib.sha256(json.dumps(facts).encode())
     for batch in batches:
         digest.update(f"{list(batch.shape)}".encode())
         digest.update(batch.numpy().tobytes())

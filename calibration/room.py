@@ -6,7 +6,6 @@ step by step holds its scores, in the model's dtype and as float32, for all head
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,21 +99,14 @@ def free_bytes(device: str) -> int:
 
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    found = [_available()]
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    found = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))]
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         found.append(limit - int((_CGROUP / "memory.current").read_text()) + _reclaimable())
     except (OSError, ValueError):  # no such control, or no limit
         pass
     return max(min(found), 0)
-
-
-def _available() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _reclaimable() -> int:

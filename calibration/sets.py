@@ -172,14 +172,14 @@ def parse(path: Path) -> CalibrationSet:
             raise document.fault(f"{key}: found nothing, expected text")
     if values["name"] != path.stem:
         raise document.fault(f'found "{values["name"]}", expected the name of its file, "{path.stem}"', "name")
-    _one_of(document, ("file", "repo"))
+    _one_of(document, ("file", "repo"), values)
     if "repo" in values:
         if "sample_by" in values:
             raise document.fault("found it beside a repo, expected it with a .txt file only", "sample_by")
         values = {"revision": "main", "split": "train", **values}
     else:
         values = _local(document, values)
-    _one_of(document, ("text", "messages", "turns"), given={**values, **({"turns": turns} if turns else {})})
+    _one_of(document, ("text", "messages", "turns"), {**values, **({"turns": turns} if turns else {})})
     if "chat" in values and "text" in values:
         raise document.fault("found it beside text, expected it with messages or turns only", "chat")
     return CalibrationSet(**values, turns=tuple(turns.items()))
@@ -218,8 +218,8 @@ def _local(document: SetFile, values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "file": file}
 
 
-def _one_of(document: SetFile, keys: tuple[str, ...], given: Mapping[str, Any] | None = None) -> None:
-    found = [key for key in keys if key in (document.values if given is None else given)]
+def _one_of(document: SetFile, keys: tuple[str, ...], given: Mapping[str, Any]) -> None:
+    found = [key for key in keys if key in given]
     if len(found) != 1:
         what = " with ".join(found) or "none of them"
         message = f"found {what}, expected exactly one of {', '.join(keys)}"

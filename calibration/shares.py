@@ -14,7 +14,6 @@ no order can change: the ranges are one process' own, to the last bit.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from calibration.activations import committed_layers, storing, sync
 from calibration.calls import layer_names
 from calibration.errors import CalibrationError
-from calibration.layers import Found, run_layers
+from calibration.layers import Found, digest_of, run_layers
 from calibration.measurement import Measurement, merged
 from calibration.observers import Observation, Summary
 from calibration.ranges import run_resident
@@ -100,7 +99,7 @@ def prepared(order: Order, batches: Sequence[torch.Tensor], places: int) -> tupl
     """
     from safetensors.torch import save_file
 
-    identity = _identity(order, batches)
+    identity = digest_of([str(order.folder), asdict(order.observation), order.threads], batches)
     with storing("the shares", order.work):
         order.work.mkdir(parents=True, exist_ok=True)
         numbers = _split_of(order.work / _SHARES, identity)
@@ -239,14 +238,6 @@ def _split_of(path: Path, identity: str) -> Sequence[Sequence[int]] | None:
         return shares if facts["identity"] == identity else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-
-
-def _identity(order: Order, batches: Sequence[torch.Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps([str(order.folder), asdict(order.observation), order.threads]).encode())
-    for batch in batches:
-        digest.update(f"{list(batch.shape)}".encode())
-        digest.update(batch.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def keep(measurement: Measurement, stem: Path) -> None:
