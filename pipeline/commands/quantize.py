@@ -203,7 +203,7 @@ def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, as_json
     """
     from pipeline.base.progress import reporter_for
     from pipeline.quantize.formats.checkpoint import open_checkpoint
-    from pipeline.quantize.formats.known import layout_of
+    from pipeline.quantize.formats.layout import layout_of
     from pipeline.quantize.inspection.inspect import inspect_checkpoint
     from pipeline.quantize.model.structure import read_structure
 

@@ -24,7 +24,7 @@ from pipeline.base.errors import StageError
 from pipeline.base.machine import versions
 from pipeline.publish.places import serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.inspection.contents import kv_scales, layer_errors, sizes
+from pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
 from pipeline.stages.evaluate import ANSWERS
 from pipeline.stages.gate import GATE, ORDER, measured_inputs
 from pipeline.stages.inspect import INSPECTION

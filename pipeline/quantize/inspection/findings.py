@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint
-from pipeline.quantize.formats.known import layout_of
-from pipeline.quantize.formats.layout import Claims, StoredTensor, weight_tensors
+from pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of, weight_tensors
 from pipeline.quantize.model.structure import Structure
 
 INSPECTION = "inspection.json"

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pipeline.base.errors import UserError
 from pipeline.base.schemes import table
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
-from pipeline.quantize.formats.known import layout as layout_of_method
+from pipeline.quantize.formats.layout import layout as layout_of_method
 from pipeline.serving.model.architecture import Shape, read_shape, text_config
 from pipeline.serving.model.weights import Piece, count_pieces, measure_pieces
 

@@ -28,8 +28,8 @@ from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Se
 from pipeline.publish.provenance import Lineage, encode, sbom, statement
 from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED
 from pipeline.quantize.digest import folder_digest
-from pipeline.quantize.inspection.contents import layer_errors
 from pipeline.quantize.inspection.findings import INSPECTION, Inspection
+from pipeline.quantize.inspection.inspect import layer_errors
 from pipeline.recipe.schema import Recipe
 from pipeline.store.files import File
 from tests.checkpoints import Checkpoint, answers

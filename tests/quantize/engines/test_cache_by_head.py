@@ -16,8 +16,7 @@ from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoi
 from pipeline.quantize.engines.stream.kernels import fp8_scale
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.formats.known import layout
-from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.formats.layout import Choice, layout
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.structure import read_structure
 from tests.measuring import observe

@@ -16,8 +16,7 @@ from pipeline.quantize.digest import template_digest
 from pipeline.quantize.engines.stream.kernels import fp8_scale, ptpc_fp8
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, ITEM_BITS, Checkpoint, encode_header, open_checkpoint
-from pipeline.quantize.formats.known import layout
-from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.formats.layout import Choice, layout
 from pipeline.quantize.model.structure import Structure
 
 ROOT = Path(__file__).parents[3]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pipeline.base.errors import UserError
 from pipeline.base.schemes import table
 from pipeline.quantize.formats.checkpoint import tensor_bytes
-from pipeline.quantize.formats.known import layout, layout_of
-from pipeline.quantize.formats.layout import Choice, stores, weight_tensors
+from pipeline.quantize.formats.layout import Choice, layout, layout_of, stores, weight_tensors
 
 Golden = Callable[[str], dict[str, Any]]
 

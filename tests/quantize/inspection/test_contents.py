@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.inspection.contents import kv_scales, layer_errors, short_names, sizes
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
+from pipeline.quantize.inspection.inspect import inspect_checkpoint, kv_scales, layer_errors, short_names, sizes
 
 Quantize = Callable[..., Any]
 

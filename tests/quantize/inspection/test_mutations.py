@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.formats.known import layout
+from pipeline.quantize.formats.layout import layout
 from pipeline.quantize.inspection.findings import Inspection
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
 

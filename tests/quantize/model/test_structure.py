@@ -10,8 +10,7 @@ import torch
 
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.model.meta import meta_model
-from pipeline.quantize.model.structure import Structure, imagine, read_structure
+from pipeline.quantize.model.structure import Structure, imagine, meta_model, read_structure
 
 ASSETS = Path(__file__).parents[2] / "assets" / "configs"
 FIXTURES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-text", "phi3")

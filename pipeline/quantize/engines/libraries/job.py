@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
-from pipeline.quantize.formats.known import layout
-from pipeline.quantize.formats.layout import Choice, weight_tensors
-from pipeline.quantize.model.meta import meta_model
-from pipeline.quantize.model.structure import Structure
+from pipeline.quantize.formats.layout import Choice, layout, weight_tensors
+from pipeline.quantize.model.structure import Structure, meta_model
 from pipeline.recipe.schema import Quantization
 from pipeline.store.disk import sha256_of
 

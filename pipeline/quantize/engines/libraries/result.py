@@ -16,8 +16,7 @@ from typing import Any
 
 from pipeline.quantize.engines.algorithms import RECIPE, recorded_algorithms, strongest
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, read_header
-from pipeline.quantize.formats.known import layout, layout_of
-from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.formats.layout import Choice, layout, layout_of
 from pipeline.quantize.inspection.findings import check_structure
 from pipeline.quantize.inspection.numbers import Reader, check_kv_scale
 from pipeline.quantize.model.structure import Structure
@@ -52,7 +51,7 @@ class Names:
 
 def names_on_disk(source: Checkpoint, structure: Structure, *, trust_remote_code: bool = False) -> Names:
     """The names of a model's modules and of the tensors that are carried over."""
-    from pipeline.quantize.model.meta import Renaming, meta_model
+    from pipeline.quantize.model.structure import Renaming, meta_model
 
     rename = Renaming(meta_model(source.folder, trust_remote_code=trust_remote_code))
     tensors = {rename(name)[0]: name for name in source.tensors}

@@ -27,8 +27,7 @@ from pipeline.quantize.engines.stream.schedule import WriteShards, write_shards
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, Error, WrittenShard
 from pipeline.quantize.engines.stream.worker import torch_dtype
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
-from pipeline.quantize.formats.known import layout
-from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.formats.layout import Choice, layout
 from pipeline.store.disk import fsync, write_atomic
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.quantize.formats.checkpoint import Checkpoint
-from pipeline.quantize.formats.known import layout
+from pipeline.quantize.formats.layout import layout
 from tests.quantize.engines.libraries.cases import Adopted, Case, Make
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
