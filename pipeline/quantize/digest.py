@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.store.disk import sha256_of
+from pipeline.store.disk import sha256_of, write_atomic
 
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of the chat templates beside the one that is used where none is named."""
@@ -128,11 +128,7 @@ def _remembered(store: Path) -> dict[str, str]:
 
 def _remember(store: Path, digests: dict[str, str]) -> None:
     """Write the memory where that is possible; a store that refuses is told of by what must be written to it."""
-    partial = store.with_name(f"{_MEMORY}.{os.getpid()}.partial")
     with suppress(OSError):
         store.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_text(json.dumps(digests, indent=0), encoding="utf-8")
-            partial.replace(store)
-        finally:
-            partial.unlink(missing_ok=True)
+        partial = store.with_name(f"{_MEMORY}.{os.getpid()}.partial")
+        write_atomic(store, json.dumps(digests, indent=0).encode(), temporary=partial)

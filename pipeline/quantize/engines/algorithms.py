@@ -73,18 +73,6 @@ def algorithm(name: str) -> Algorithm:
     return table()[name]
 
 
-def names_of(engine: str, records: Iterable[str]) -> tuple[str, ...]:
-    """The algorithms behind the names that a library recorded; a name that is in no row stands for itself."""
-    known = {row.engines[engine].record: name for name, row in table().items() if engine in row.engines}
-    return tuple(known.get(record, record) for record in records)
-
-
-def strongest(names: Iterable[str]) -> Alters:
-    """What algorithms together alter; everything where one of them is in no row."""
-    found = [table()[name].alters if name in table() else "everything" for name in names]
-    return max(found, key=_ALTERS.index, default="nothing")
-
-
 def _algorithm(name: str, row: dict[str, Any]) -> Algorithm:
     engines = {
         engine: Support(tuple(support["schemes"]), support["record"], support.get("package"))
@@ -111,12 +99,16 @@ def recorded_algorithms(checkpoint: Checkpoint) -> tuple[str, ...]:
     if method not in _ENGINES:
         return ()
     records = _of_quark(declared) if method == "quark" else _of_llmcompressor(checkpoint, declared)
-    return names_of(_ENGINES[method], dict.fromkeys(records))
+    engine = _ENGINES[method]
+    known = {row.engines[engine].record: name for name, row in table().items() if engine in row.engines}
+    return tuple(known.get(record, record) for record in dict.fromkeys(records))
 
 
 def recorded_alterations(checkpoint: Checkpoint) -> Alters:
-    """How a checkpoint differs from its 16-bit source beside rounding, by what it records."""
-    return strongest(recorded_algorithms(checkpoint))
+    """How a checkpoint differs from its 16-bit source beside rounding; everything where a record is in no row."""
+    names = recorded_algorithms(checkpoint)
+    found = [table()[name].alters if name in table() else "everything" for name in names]
+    return max(found, key=_ALTERS.index, default="nothing")
 
 
 def _of_quark(declared: Mapping[str, Any]) -> Iterable[str]:

@@ -72,15 +72,24 @@ class StoredTensor:
 
 
 @cache
-def _table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    text = resources.files("pipeline.quantize.formats").joinpath("tensors.yaml").read_text(encoding="utf-8")
+def _table(name: str) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    text = resources.files("pipeline.quantize.formats").joinpath(name).read_text(encoding="utf-8")
     table: dict[str, dict[str, dict[str, dict[str, Any]]]] = yaml.safe_load(text)
     return table
 
 
+@cache
+def _declared(checkpoint_format: str, scheme: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """All settings of a scheme's weights and inputs; None: not quantized."""
+    table = _table("layouts.yaml")[checkpoint_format]
+    row = table["schemes"][scheme]
+    inputs = row["inputs"]
+    return {**table["defaults"], **row["weights"]}, None if inputs is None else {**table["defaults"], **inputs}
+
+
 def stores(checkpoint_format: str, scheme: str) -> bool:
     """Whether the format has a layout for the scheme."""
-    return scheme in _table().get(checkpoint_format, {})
+    return scheme in _table("tensors.yaml").get(checkpoint_format, {})
 
 
 def weight_tensors(
@@ -91,7 +100,7 @@ def weight_tensors(
     Raises `UserError` where the format has no layout for the scheme.
     """
     if not stores(checkpoint_format, scheme):
-        known = ", ".join(sorted(_table().get(checkpoint_format, {})))
+        known = ", ".join(sorted(_table("tensors.yaml").get(checkpoint_format, {})))
         raise UserError(f"the format {checkpoint_format} has no layout for {scheme}; it has: {known}.")
     return tuple(
         StoredTensor(
@@ -100,7 +109,7 @@ def weight_tensors(
             scale_dtype if entry["dtype"] == "scale" else entry["dtype"],
             tuple(_dimension(token, shape) for token in entry["shape"]),
         )
-        for role, entry in _table()[checkpoint_format][scheme].items()
+        for role, entry in _table("tensors.yaml")[checkpoint_format][scheme].items()
     )
 
 
@@ -117,7 +126,7 @@ class Layout(ABC):
     """A checkpoint format."""
 
     name: ClassVar[str]
-    _weights: ClassVar[str]
+    _keys: ClassVar[tuple[str, str]]
     _decisive: ClassVar[tuple[str, ...]]
 
     @abstractmethod
@@ -143,8 +152,8 @@ class Layout(ABC):
             settings = self._settings(config, module)
             schemes[module] = self._recognise(settings) if settings else None
             if settings and schemes[module] is None:
-                found = settings.get(self._weights) or {}
-                unknown[module] = f"{self._weights} {', '.join(f'{key}={found.get(key)}' for key in self._decisive)}"
+                key, found = self._keys[0], settings.get(self._keys[0]) or {}
+                unknown[module] = f"{key} {', '.join(f'{each}={found.get(each)}' for each in self._decisive)}"
         return Claims(schemes, unknown, self._has_kv_cache(config))
 
     @abstractmethod
@@ -152,57 +161,24 @@ class Layout(ABC):
         """What holds for a module; nothing where it stays in 16 bit."""
 
     @abstractmethod
-    def _recognise(self, settings: Mapping[str, Any]) -> str | None:
-        """The scheme that has such settings."""
+    def _same(self, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
+        """Whether settings of weights or inputs are those of a scheme, all of them; None: not quantized."""
 
     @abstractmethod
     def _has_kv_cache(self, config: Mapping[str, Any]) -> bool: ...
 
-
-# compressed-tensors, as llm-compressor 0.14 writes it (compressed-tensors 0.19).
-_CT_VERSION = "0.19.0"  # of the format, not of a library that would have to be installed
-_ARGUMENTS: Mapping[str, Any] = {
-    "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8, "observer": None,
-    "observer_kwargs": {}, "scale_dtype": None, "strategy": "tensor", "symmetric": True, "type": "float",
-    "zp_dtype": None,
-}  # fmt: skip
-_WEIGHT_OBSERVER = {"observer": "memoryless_minmax"}
-_MX = {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-_MX8 = {**_MX, "num_bits": 8}
-# scheme: (storage format, weights, input activations); None: not quantized.
-_GROUPS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] = {
-    "ptpc_fp8": (
-        "float-quantized",
-        {"strategy": "channel", **_WEIGHT_OBSERVER},
-        {"strategy": "token", "dynamic": True},
-    ),
-    "fp8": ("float-quantized", _WEIGHT_OBSERVER, {"observer": "static_minmax"}),
-    "fp8_block": (
-        "float-quantized",
-        {"strategy": "block", "block_structure": [128, 128], **_WEIGHT_OBSERVER},
-        {"strategy": "group", "group_size": 128, "dynamic": True},
-    ),
-    "mxfp4": ("mxfp4-pack-quantized", {**_MX, **_WEIGHT_OBSERVER}, {**_MX, "dynamic": True}),
-    "mxfp4_weight_only": ("mxfp4-pack-quantized", {**_MX, **_WEIGHT_OBSERVER}, None),
-    "mxfp8": ("mxfp8-quantized", {**_MX8, **_WEIGHT_OBSERVER}, {**_MX8, "dynamic": True}),
-    "int8_w8a8": (
-        "int-quantized",
-        {"type": "int", "strategy": "channel", **_WEIGHT_OBSERVER},
-        {"type": "int", "strategy": "token", "dynamic": True},
-    ),
-    "w4a16": (
-        "pack-quantized",
-        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, **_WEIGHT_OBSERVER},
-        None,
-    ),
-}
+    def _recognise(self, settings: Mapping[str, Any]) -> str | None:
+        for scheme in _table("layouts.yaml")[self.name]["schemes"]:
+            if all(map(self._same, map(settings.get, self._keys), _declared(self.name, scheme))):
+                return scheme
+        return None
 
 
 class CompressedTensors(Layout):
     """compressed-tensors: one config group a scheme, exact names in ``ignore``, KV scales beside the attention."""
 
     name = "compressed-tensors"
-    _weights = "weights"
+    _keys = ("weights", "input_activations")
     _decisive = ("num_bits", "type", "strategy", "dynamic", "symmetric", "group_size", "block_structure")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
@@ -210,17 +186,17 @@ class CompressedTensors(Layout):
         groups: dict[str, Any] = {}
         used = sorted(set(choice.schemes.values()), key=lambda scheme: (scheme != choice.default, scheme))
         for number, scheme in enumerate(used):
-            storage, weights, inputs = _GROUPS[scheme]
+            weights, inputs = _declared(self.name, scheme)
             names = sorted(module for module, chosen in choice.schemes.items() if chosen == scheme)
             groups[f"group_{number}"] = {
-                "format": storage,
-                "input_activations": None if inputs is None else {**_ARGUMENTS, **inputs},
+                "format": _table("layouts.yaml")[self.name]["schemes"][scheme]["format"],
+                "input_activations": inputs,
                 "output_activations": None,
                 "targets": ["Linear"] if len(used) == 1 else names,
-                "weights": {**_ARGUMENTS, **weights},
+                "weights": weights,
             }
         strategy = "attn_head" if choice.kv_per_head else "tensor"
-        cache = {**_ARGUMENTS, "observer": "static_minmax", "strategy": strategy}
+        cache = {**_table("layouts.yaml")[self.name]["defaults"], "observer": "static_minmax", "strategy": strategy}
         formats = {group["format"] for group in groups.values()}
         return {
             "config_groups": groups,
@@ -232,7 +208,7 @@ class CompressedTensors(Layout):
             "quantization_status": "compressed",
             "sparsity_config": {},
             "transform_config": {},
-            "version": _CT_VERSION,
+            "version": "0.19.0",  # of the format, not of a library that would have to be installed
         }
 
     def kv_scale_names(self, attention: str) -> tuple[str, str]:
@@ -253,68 +229,23 @@ class CompressedTensors(Layout):
             return None
         return next((group for group in groups if among(group.get("targets"))), None)
 
-    def _recognise(self, settings: Mapping[str, Any]) -> str | None:
-        def same(found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
-            if found is None or expected is None:
-                return found is expected
-            full = {**_ARGUMENTS, **expected}
-            return all(found.get(key) == full[key] for key in self._decisive if key in found)
-
-        for scheme, (_, weights, inputs) in _GROUPS.items():
-            if same(settings.get("weights"), weights) and same(settings.get("input_activations"), inputs):
-                return scheme
-        return None
+    def _same(self, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
+        if found is None or expected is None:
+            return found is expected
+        return all(found[key] == expected[key] for key in self._decisive if key in found)
 
     def _has_kv_cache(self, config: Mapping[str, Any]) -> bool:
         return bool(config.get("kv_cache_scheme"))
 
 
-# Quark, as amd-quark 0.13 exports a model that was quantized in memory.
-_QUARK_VERSION = "0.13"
 _KV_GROUP = ("*k_proj", "*v_proj")
-_SPEC: Mapping[str, Any] = {
-    "block_size": None, "ch_axis": None, "dtype": "fp8_e4m3", "enable_buffer_reuse": False, "group_size": None,
-    "is_dynamic": False, "is_scale_quant": False, "max_input_numel": 4194304, "mx_element_dtype": None,
-    "observer_cls": "PerTensorMinMaxObserver", "qscheme": "per_tensor", "round_method": "half_even",
-    "scale_calculation_mode": None, "scale_format": None, "scale_type": "float", "symmetric": True,
-    "zero_point_type": "int32",
-}  # fmt: skip
-_CHANNEL = {"qscheme": "per_channel", "observer_cls": "PerChannelMinMaxObserver"}
-_MX = {
-    "dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0",
-    "scale_calculation_mode": "even", "observer_cls": "PerBlockMXObserver", "symmetric": None,
-}  # fmt: skip
-# scheme: (weight, input tensors); None: not quantized.
-_SPECS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
-    "ptpc_fp8": ({**_CHANNEL, "ch_axis": 0}, {**_CHANNEL, "ch_axis": 1, "is_dynamic": True}),
-    "fp8": ({}, {}),
-    "mxfp4": (_MX, {**_MX, "is_dynamic": True}),
-    "mxfp4_weight_only": (_MX, None),
-    "mxfp4_fp8": (_MX, {"scale_type": None}),
-    "mxfp6_e2m3": ({**_MX, "dtype": "fp6_e2m3"}, {**_MX, "dtype": "fp6_e2m3", "is_dynamic": True}),
-    "mxfp6_e3m2": ({**_MX, "dtype": "fp6_e3m2"}, {**_MX, "dtype": "fp6_e3m2", "is_dynamic": True}),
-    "int8_w8a8": (
-        {**_CHANNEL, "dtype": "int8", "ch_axis": 0},
-        {**_CHANNEL, "dtype": "int8", "ch_axis": 1, "is_dynamic": True},
-    ),
-    "w4a16": (
-        {
-            "dtype": "int4",
-            "qscheme": "per_group",
-            "group_size": 128,
-            "ch_axis": -1,
-            "observer_cls": "PerGroupMinMaxObserver",
-        },
-        None,
-    ),
-}
 
 
 class Quark(Layout):
     """Quark: a global spec, per-layer specs, exact names in ``exclude``, KV scales as outputs of k_proj and v_proj."""
 
     name = "quark"
-    _weights = "weight"
+    _keys = ("weight", "input_tensors")
     _decisive = ("dtype", "qscheme", "is_dynamic", "group_size")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
@@ -323,17 +254,17 @@ class Quark(Layout):
         The KV entries use Quark's own two patterns, or exact names where a k_proj or v_proj has a scheme of its own:
         a name then matches one key only, and the order of keys, which is sorted on disk, cannot change the meaning.
         """
-        default = _quark_layer(choice.default)
+        default = self._layer(choice.default)
         layers: dict[str, Any] = {
-            module: _quark_layer(scheme) for module, scheme in choice.schemes.items() if scheme != choice.default
+            module: self._layer(scheme) for module, scheme in choice.schemes.items() if scheme != choice.default
         }
         cached = {
             m: scheme for m, scheme in choice.schemes.items() if any(fnmatch.fnmatchcase(m, key) for key in _KV_GROUP)
         }
         if layers.keys().isdisjoint(cached):
             cached = dict.fromkeys(_KV_GROUP, choice.default)
-        output = {"output_tensors": {**_SPEC, "scale_type": None}}
-        cache = {key: {**_quark_layer(scheme), **output} for key, scheme in cached.items()} if choice.kv_cache else {}
+        output = {"output_tensors": {**_table("layouts.yaml")[self.name]["defaults"], "scale_type": None}}
+        cache = {key: {**self._layer(scheme), **output} for key, scheme in cached.items()} if choice.kv_cache else {}
         return {
             "algo_config": None,
             "exclude": sorted(choice.kept),
@@ -352,7 +283,7 @@ class Quark(Layout):
             "quant_method": self.name,
             "quant_mode": "eager_mode",
             "softmax_quant_spec": None,
-            "version": _QUARK_VERSION,
+            "version": "0.13",
         }
 
     def kv_scale_names(self, attention: str) -> tuple[str, str]:
@@ -374,33 +305,25 @@ class Quark(Layout):
         fallback: Mapping[str, Any] | None = config.get("global_quant_config")
         return next((found for key, found in layers.items() if fnmatch.fnmatchcase(module, key)), fallback)
 
-    def _recognise(self, settings: Mapping[str, Any]) -> str | None:
-        def same(found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
-            if not found or expected is None:
-                return not found and expected is None
-            full = {**_SPEC, **expected}
-            # Of integers the zero point must be zero; floating-point formats have none, and some exports say null.
-            asymmetric = str(full["dtype"]).startswith("int") and found.get("symmetric") is not True
-            return not asymmetric and all(found.get(key) == full[key] for key in self._decisive)
-
-        for scheme, (weight, inputs) in _SPECS.items():
-            if same(settings.get("weight"), weight) and same(settings.get("input_tensors"), inputs):
-                return scheme
-        return None
+    def _same(self, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
+        if not found or expected is None:
+            return not found and expected is None
+        # Of integers the zero point must be zero; floating-point formats have none, and some exports say null.
+        asymmetric = str(expected["dtype"]).startswith("int") and found.get("symmetric") is not True
+        return not asymmetric and all(found.get(key) == expected[key] for key in self._decisive)
 
     def _has_kv_cache(self, config: Mapping[str, Any]) -> bool:
         return bool((config.get("export") or {}).get("kv_cache_group"))
 
-
-def _quark_layer(scheme: str) -> dict[str, Any]:
-    weight, inputs = _SPECS[scheme]
-    return {
-        "bias": None,
-        "input_tensors": None if inputs is None else {**_SPEC, **inputs},
-        "output_tensors": None,
-        "target_device": None,
-        "weight": {**_SPEC, **weight},
-    }
+    def _layer(self, scheme: str) -> dict[str, Any]:
+        weight, inputs = _declared(self.name, scheme)
+        return {
+            "bias": None,
+            "input_tensors": inputs,
+            "output_tensors": None,
+            "target_device": None,
+            "weight": weight,
+        }
 
 
 def _expression(module: str, pattern: str) -> bool:

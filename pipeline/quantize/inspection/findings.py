@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -65,7 +65,13 @@ class Inspection:
             error = "" if worst is None else f"; least SQNR {worst.sqnr_db:.1f} dB at {worst.module}"
             scales = f", {len(self.kv_scales)} KV scales" if self.kv_scales else ""
             return f"{self.quantized_modules} quantized modules{scales}, nothing missing{error}"
-        return "\n".join(_by_rule(self.findings, limit))
+        lines: list[str] = []
+        for rule in dict.fromkeys(finding.rule for finding in self.findings):
+            same = [finding for finding in self.findings if finding.rule == rule]
+            lines += [f"{rule}: {finding.where}: {finding.message}" for finding in same[:limit]]
+            if len(same) > limit:
+                lines.append(f"{rule}: … {len(same) - limit} more")
+        return "\n".join(lines)
 
 
 def _finite(value: Any) -> Any:
@@ -74,16 +80,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _by_rule(findings: Sequence[Finding], limit: int) -> list[str]:
-    lines: list[str] = []
-    for rule in dict.fromkeys(finding.rule for finding in findings):
-        same = [finding for finding in findings if finding.rule == rule]
-        lines += [f"{rule}: {finding.where}: {finding.message}" for finding in same[:limit]]
-        if len(same) > limit:
-            lines.append(f"{rule}: … {len(same) - limit} more")
-    return lines
 
 
 _SCALE_DTYPES = ("BF16", "F16", "F32")
@@ -132,7 +128,10 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
             yield Finding("not quantized", f"{module}.weight", message)
     sixteen = [m for m in (*structure.linear, *structure.kept) if m not in expected and m not in claims.unknown]
     for module in sixteen:
-        yield from _check_sixteen_bit(checkpoint, module)
+        entry = checkpoint.tensors.get(f"{module}.weight")
+        if entry is not None and entry[1].dtype not in (*SIXTEEN_BIT, "F32"):
+            message = f"it is {entry[1].dtype}, the configuration keeps it in 16 bit"
+            yield Finding("undeclared", f"{module}.weight", message)
     for name in checkpoint.tensors:
         extra = name.endswith(_QUANTIZED_ONLY) and name not in promised
         if extra and name.rpartition(".")[0] not in claims.unknown:
@@ -167,9 +166,3 @@ def _check_kv_tensor(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
         yield Finding("wrong dtype", name, f"it is {entry[1].dtype}, a KV scale is one of {', '.join(_SCALE_DTYPES)}")
     elif entry[1].parameters != 1 and (scheme.get("strategy") != "attn_head" or not entry[1].parameters):
         yield Finding("wrong shape", name, f"it is {list(entry[1].shape)}, expected a single KV scale")
-
-
-def _check_sixteen_bit(checkpoint: Checkpoint, module: str) -> Iterator[Finding]:
-    entry = checkpoint.tensors.get(f"{module}.weight")
-    if entry is not None and entry[1].dtype not in (*SIXTEEN_BIT, "F32"):
-        yield Finding("undeclared", f"{module}.weight", f"it is {entry[1].dtype}, the configuration keeps it in 16 bit")

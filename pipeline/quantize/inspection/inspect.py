@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from eval.report.model import KvScale, Size
@@ -84,10 +83,8 @@ def inspect_checkpoint(
         for value, expected_value in zip(values, measured, strict=True):
             findings += check_kv_scale(name, value, expected_value, allow_one=allow_unit_kv_scales)
     quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(cached)
-    if source is not None and read_source is not None:
-        untouched = _untouched(structure, alters)
-        copies = _Copies(checkpoint, source, read, read_source, untouched, advance)
-        findings += copies.compare(quantized, set(expected), frozenset(structure.kept))
+    if source is not None:
+        findings += _compare_copies(checkpoint, source, quantized, expected, structure, alters, advance)
     if expected_bytes is not None and checkpoint.nbytes != expected_bytes:
         findings.append(
             Finding(
@@ -105,44 +102,38 @@ def inspect_checkpoint(
     )
 
 
-def _untouched(structure: Structure, alters: Alters) -> Callable[[TensorInfo], bool]:
-    """Which tensors that stay in 16 bit are the source's, bit for bit."""
+def _compare_copies(
+    checkpoint: Checkpoint,
+    source: Checkpoint,
+    quantized: set[str],
+    expected: Collection[str],
+    structure: Structure,
+    alters: Alters,
+    advance: Callable[[int], None],
+) -> Iterator[Finding]:
+    """What a checkpoint takes over from its source is there, and bit for bit the same where nothing altered it."""
+    read, read_source = Reader(checkpoint), Reader(source)
     multiplied = {*structure.linear, *structure.kept}
 
-    def exact(info: TensorInfo) -> bool:
+    def untouched(info: TensorInfo) -> bool:
         if alters == "channels":  # norms, biases, and the linear modules between them
             return len(info.shape) > 1 and info.name.rpartition(".")[0] not in multiplied
         return alters != "everything"
 
-    return exact
-
-
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """What a checkpoint takes over from its source."""
-
-    checkpoint: Checkpoint
-    source: Checkpoint
-    read: Reader
-    read_source: Reader
-    untouched: Callable[[TensorInfo], bool]
-    advance: Callable[[int], None]
-
-    def compare(self, quantized: set[str], modules: set[str], kept: frozenset[str]) -> Iterator[Finding]:
-        for name, (_, info) in self.source.tensors.items():
-            module, _, role = name.rpartition(".")
-            if role == "weight" and module in modules:
-                continue
-            if name not in self.checkpoint.tensors:
-                yield Finding("missing", name, "the source has it, the checkpoint does not")
-            else:
-                yield from check_copy(name, self.read(name), self.read_source(name), exact=self.untouched(info))
-                self.advance(info.nbytes)
-        for name in sorted(set(self.checkpoint.tensors) - set(self.source.tensors) - quantized):
-            # A head that shared the embedding's tensor has its own once the two differ.
-            own_head = name.endswith(".weight") and name.removesuffix(".weight") in kept
-            if not own_head or self.untouched(self.checkpoint.tensors[name][1]):
-                yield Finding("undeclared", name, "the source has no such tensor")
+    for name, (_, info) in source.tensors.items():
+        module, _, role = name.rpartition(".")
+        if role == "weight" and module in expected:
+            continue
+        if name not in checkpoint.tensors:
+            yield Finding("missing", name, "the source has it, the checkpoint does not")
+        else:
+            yield from check_copy(name, read(name), read_source(name), exact=untouched(info))
+            advance(info.nbytes)
+    for name in sorted(set(checkpoint.tensors) - set(source.tensors) - quantized):
+        # A head that shared the embedding's tensor has its own once the two differ.
+        own_head = name.endswith(".weight") and name.removesuffix(".weight") in structure.kept
+        if not own_head or untouched(checkpoint.tensors[name][1]):
+            yield Finding("undeclared", name, "the source has no such tensor")
 
 
 def _bytes_by_part(checkpoint: Checkpoint, quantized: set[str]) -> dict[str, int]:

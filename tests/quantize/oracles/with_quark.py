@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from transformers import AutoModelForCausalLM
-
-from pipeline.quantize.engines.libraries.with_quark import short_scan
-
-with short_scan():
-    from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 
 
 def run(

@@ -21,7 +21,6 @@ from pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
 from pipeline.quantize.formats.layout import Choice, layout, weight_tensors
 from pipeline.quantize.model.structure import Structure, meta_model
 from pipeline.recipe.schema import Quantization
-from pipeline.store.disk import sha256_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +31,7 @@ class LibraryJob:
     """One checkpoint to make. Modules have the names of transformers' model, which are all that a library knows.
 
     ``schemes`` maps every linear module that is quantized to its scheme; all others stay as they are. ``output`` is a
-    folder that is not there yet. ``samples`` is None where nothing is calibrated, ``samples_sha256`` is of its file.
+    folder that is not there yet. ``samples`` is None where nothing is calibrated.
     """
 
     source: str
@@ -42,7 +41,6 @@ class LibraryJob:
     algorithm: str
     parameters: Mapping[str, float | int | bool]
     samples: str | None
-    samples_sha256: str | None
     batch_size: int
     device: str
     trust_remote_code: bool
@@ -85,7 +83,6 @@ def job_of(
         algorithm=quantization.algorithm,
         parameters=quantization.parameters,
         samples=None if samples is None else str(samples),
-        samples_sha256=None if samples is None else sha256_of(samples),
         batch_size=batch_size,
         device=device,
         trust_remote_code=trust_remote_code,
@@ -102,20 +99,14 @@ def save_samples(samples: Sequence[torch.Tensor], path: Path) -> None:
 
 
 def load_batches(job: LibraryJob) -> Iterator[torch.Tensor]:
-    """The job's samples as int64 [batch, n], each batch of one length.
-
-    Raises `ValueError` where the file is not the one that the job was written for.
-    """
+    """The job's samples as int64 [batch, n], each batch of one length."""
     from safetensors.torch import load_file
 
     from calibration.batches import batched
 
     if job.samples is None:
         return
-    path = Path(job.samples)
-    if sha256_of(path) != job.samples_sha256:
-        raise ValueError(f"{path} is not the file of samples that the job was written for")
-    stored = load_file(path)
+    stored = load_file(job.samples)
     yield from batched(stored["tokens"].split(stored["lengths"].tolist()), job.batch_size)
 
 

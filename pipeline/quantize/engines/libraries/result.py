@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.quantize.engines.algorithms import RECIPE, recorded_algorithms, strongest
+from pipeline.quantize.engines.algorithms import RECIPE, recorded_algorithms, recorded_alterations
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, read_header
 from pipeline.quantize.formats.layout import Choice, layout, layout_of
 from pipeline.quantize.inspection.findings import check_structure
-from pipeline.quantize.inspection.numbers import Reader, check_kv_scale
+from pipeline.quantize.inspection.numbers import Reader
 from pipeline.quantize.model.structure import Structure
 
 _COPY = 16 << 20  # bytes at a time
@@ -134,18 +134,9 @@ def differences(
         said = "an FP8" if claims.kv_cache else "no FP8"
         yield f"it declares {said} KV cache, asked for was {'one' if choice.kv_cache else 'none'}"
     yield from _algorithm(checkpoint, source, algorithm_name)
-    broken: set[str] = set()
     for finding in check_structure(checkpoint, structure, claims):
-        broken.add(finding.where)
         yield f"{finding.rule}: {finding.where}: {finding.message}"
     yield from _carried(checkpoint, source, structure, choice)
-    read = Reader(checkpoint)
-    for attention in structure.attention if choice.kv_cache else ():
-        for name in form.kv_scale_names(attention):
-            if name in checkpoint.tensors and name not in broken:
-                for value in read(name).float().reshape(-1).tolist():
-                    for finding in check_kv_scale(name, value, None, allow_one=False):
-                        yield f"{finding.rule}: {finding.where}: {finding.message}"
 
 
 def _algorithm(checkpoint: Checkpoint, source: Checkpoint, wanted: str) -> Iterator[str]:
@@ -154,7 +145,7 @@ def _algorithm(checkpoint: Checkpoint, source: Checkpoint, wanted: str) -> Itera
     if recorded != (() if wanted == "none" else (wanted,)):
         yield f"it records {' and '.join(recorded) or 'no algorithm'}, asked for was {wanted}"
         return
-    traces = _TRACES.get(strongest(recorded))
+    traces = _TRACES.get(recorded_alterations(checkpoint))
     if traces is None:
         return
     what, dimensions = traces

@@ -7,15 +7,11 @@ What it does not do by itself, or not rightly:
 - Experts that transformers holds stacked are left in 16 bit, and declared quantized, unless they are taken apart first.
 - Keys of its configuration are sorted when they are written, so overlapping patterns change meaning: names are exact.
 - It deletes the folder that it writes to, so that gets a fresh one.
-- Its import parses the source of every model of transformers, to find those with one decorator: most of its time.
 """
 
 from __future__ import annotations
 
-import ast
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +28,6 @@ from pipeline.quantize.engines.libraries.job import (
 #: Their names here and there; the settings that each needs are Quark's own for the kind of model.
 ALGORITHMS = {"gptq": "gptq", "awq": "awq", "smoothquant": "smoothquant", "rotation": "rotation"}
 _KV = ("k_proj", "v_proj")
-_SCANNER, _DECORATOR = "quark.torch.utils.llm.module_replacement.quark_experts", "use_experts_implementation"
 
 Spec = tuple[str, Mapping[str, Any]]
 
@@ -67,10 +62,8 @@ SPECS: Mapping[str, tuple[Spec, Spec | None]] = {
 def main(job: LibraryJob) -> None:
     """Quantize, and write to ``job.output``."""
     import torch
-
-    with short_scan():
-        from quark.torch import ModelQuantizer, export_safetensors
-        from quark.torch.utils.llm.model_preparation import preprocess_for_quantization
+    from quark.torch import ModelQuantizer, export_safetensors
+    from quark.torch.utils.llm.model_preparation import preprocess_for_quantization
 
     model = load_model(job, job.device)
     algorithm = _algorithm(job, str(model.config.model_type))
@@ -81,22 +74,6 @@ def main(job: LibraryJob) -> None:
     model = quantizer.freeze(quantizer.quantize_model(model, batches or None))
     with torch.no_grad():
         export_safetensors(model, job.output)
-
-
-@contextmanager
-def short_scan() -> Iterator[None]:
-    """Let Quark parse no source that does not name the decorator: those have no class with it, and find none."""
-    parse = ast.parse
-
-    def where_it_is_named(source: Any, *args: Any, **options: Any) -> Any:
-        scanned = sys._getframe(1).f_globals.get("__name__") == _SCANNER
-        return parse("" if scanned and _DECORATOR not in source else source, *args, **options)
-
-    ast.parse = where_it_is_named
-    try:
-        yield
-    finally:
-        ast.parse = parse
 
 
 def _algorithm(job: LibraryJob, model_type: str) -> list[Any] | None:

@@ -13,56 +13,12 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 _CANNOT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})  # of tmpfs and some network filesystems
 _BLOCK = 4 << 20  # bytes of one direct write; a multiple of every disk's own block
 _BLOCKS = 3  # one that is filled, two that are on their way
-
-
-class Sink(Protocol):
-    """A file of known size that is being written. Errors of the disk are `OSError`, some of them only at the end."""
-
-    def early(self, offset: int, data: memoryview) -> None:
-        """Take a part in any order, from any thread, if that helps."""
-        ...
-
-    def append(self, offset: int, data: memoryview) -> None:
-        """Take a part in its order; one that came early already is known by its offset alone."""
-        ...
-
-    def finish(self) -> None:
-        """Write the rest. Not yet flushed to the disk for good."""
-        ...
-
-    def close(self) -> None:
-        """Let go of everything, also after a failure."""
-        ...
-
-
-def open_sink(path: Path, size: int, *, direct: bool) -> Sink:
-    """Make a file of ``size`` bytes; direct only where the filesystem can."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    if direct and size >= _BLOCK and hasattr(os, "O_DIRECT"):
-        try:
-            descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
-        except OSError as error:
-            if error.errno not in _CANNOT:
-                raise
-        else:
-            return _opened(Direct, descriptor, size)
-    return _opened(Buffered, os.open(path, flags, 0o666), size)
-
-
-def _opened(kind: Callable[[int, int], Sink], descriptor: int, size: int) -> Sink:
-    try:
-        return kind(descriptor, size)
-    except BaseException:
-        os.close(descriptor)
-        raise
 
 
 class Buffered:
@@ -74,22 +30,22 @@ class Buffered:
         os.truncate(descriptor, size)
 
     def early(self, offset: int, data: memoryview) -> None:
-        """See `Sink`."""
+        """Take a part in any order, from any thread."""
         self._early.add(offset)
         _write(self._descriptor, data, offset)
 
     def append(self, offset: int, data: memoryview) -> None:
-        """See `Sink`."""
+        """Take a part in its order; one that came early already is known by its offset alone."""
         if offset in self._early:
             self._early.discard(offset)
         else:
             _write(self._descriptor, data, offset)
 
     def finish(self) -> None:
-        """See `Sink`."""
+        """Write the rest. Not yet flushed to the disk for good."""
 
     def close(self) -> None:
-        """See `Sink`."""
+        """Let go of everything, also after a failure."""
         os.close(self._descriptor)
 
 
@@ -107,10 +63,10 @@ class Direct:
         self._filled, self._offset = 0, 0
 
     def early(self, offset: int, data: memoryview) -> None:
-        """See `Sink`: order is what makes blocks."""
+        """Do nothing: order is what makes blocks."""
 
     def append(self, offset: int, data: memoryview) -> None:
-        """See `Sink`."""
+        """Take a part in its order."""
         assert offset == self._offset + self._filled, (offset, self._offset, self._filled)  # noqa: S101
         while data.nbytes:
             count = min(data.nbytes, _BLOCK - self._filled)
@@ -121,7 +77,7 @@ class Direct:
                 self._send()
 
     def finish(self) -> None:
-        """See `Sink`: the last block is written whole, and the file cut to its size."""
+        """Write the last block whole, and cut the file to its size."""
         if self._filled:
             self._block[self._filled :] = bytes(_BLOCK - self._filled)
             self._send()
@@ -130,7 +86,7 @@ class Direct:
         os.truncate(self._descriptor, self._size)
 
     def close(self) -> None:
-        """See `Sink`."""
+        """Let go of everything, also after a failure."""
         self._writer.shutdown()
         os.close(self._descriptor)
 
@@ -146,6 +102,25 @@ class Direct:
         flight, block = self._flying.popleft()
         self._free.append(block)
         flight.result()
+
+
+Sink = Buffered | Direct
+
+
+def open_sink(path: Path, size: int, *, direct: bool) -> Sink:
+    """Make a file of ``size`` bytes; direct only where the filesystem can. Errors of the disk are `OSError`."""
+    flags, kind = os.O_WRONLY | os.O_CREAT | os.O_TRUNC, Direct if direct and size >= _BLOCK else Buffered
+    try:
+        descriptor = os.open(path, flags | (os.O_DIRECT if kind is Direct else 0), 0o666)
+    except OSError as error:
+        if kind is Buffered or error.errno not in _CANNOT:
+            raise
+        kind, descriptor = Buffered, os.open(path, flags, 0o666)
+    try:
+        return kind(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _reserve(descriptor: int, size: int) -> None:
