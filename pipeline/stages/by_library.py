@@ -29,8 +29,7 @@ from pipeline.quantize.engines.libraries.job import job_of, require_memory, save
 from pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.select import select
-from pipeline.quantize.model.structure import Structure, read_structure
+from pipeline.quantize.model.structure import Structure, read_structure, select
 from pipeline.recipe.schema import Quantization
 from pipeline.stages.calibrate import data_identity, read_tokens
 from pipeline.stages.source import model_folder

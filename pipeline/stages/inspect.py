@@ -9,8 +9,7 @@ from pipeline.quantize.engines.stream.engine import scale_ranges
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.select import select
-from pipeline.quantize.model.structure import Structure, read_structure
+from pipeline.quantize.model.structure import Structure, read_structure, select
 from pipeline.recipe.schema import Quantization
 from pipeline.stages.calibrate import RANGES
 from pipeline.stages.quantize import needs_ranges

@@ -18,8 +18,7 @@ from pipeline.quantize.engines.libraries.job import checkpoint_bytes
 from pipeline.quantize.engines.libraries.job import require_memory as require_library_memory
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.quantize.model.select import select
-from pipeline.quantize.model.structure import Structure, imagine, read_structure
+from pipeline.quantize.model.structure import Structure, imagine, read_structure, select
 from pipeline.recipe.schema import Recipe
 from pipeline.stages.calibrate import pinned_set
 from pipeline.stages.package import require_signer

@@ -24,8 +24,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import Reporter
 from pipeline.quantize.formats.checkpoint import Checkpoint, read_json
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.select import select
-from pipeline.quantize.model.structure import Structure
+from pipeline.quantize.model.structure import Structure, select
 from pipeline.recipe.faults import option_of, refuse
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.stages.checks import check

@@ -14,8 +14,7 @@ from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.engines.stream.shard import Error
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.select import select
-from pipeline.quantize.model.structure import read_structure
+from pipeline.quantize.model.structure import read_structure, select
 from pipeline.recipe.schema import Quantization
 from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES

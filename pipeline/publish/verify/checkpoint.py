@@ -21,7 +21,7 @@ from pipeline.quantize.formats.known import layout_of
 from pipeline.quantize.inspection.findings import Finding
 from pipeline.quantize.inspection.findings import check_structure as structure_findings
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
-from pipeline.quantize.model.select import select
+from pipeline.quantize.model.structure import select
 from pipeline.recipe.json_schema import faults_of
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.yaml_positions import parse

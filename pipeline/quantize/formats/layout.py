@@ -128,14 +128,15 @@ class Layout(ABC):
     name: ClassVar[str]
     _keys: ClassVar[tuple[str, str]]
     _decisive: ClassVar[tuple[str, ...]]
+    _kv_scales: ClassVar[tuple[str, str]]
 
     @abstractmethod
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
         """The value of ``quantization_config`` in ``config.json``."""
 
-    @abstractmethod
     def kv_scale_names(self, attention: str) -> tuple[str, str]:
         """The names of the K and the V scale of an attention module."""
+        return f"{attention}.{self._kv_scales[0]}", f"{attention}.{self._kv_scales[1]}"
 
     @abstractmethod
     def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
@@ -178,7 +179,7 @@ class CompressedTensors(Layout):
     """compressed-tensors: one config group a scheme, exact names in ``ignore``, KV scales beside the attention."""
 
     name = "compressed-tensors"
-    _keys = ("weights", "input_activations")
+    _keys, _kv_scales = ("weights", "input_activations"), ("k_scale", "v_scale")
     _decisive = ("num_bits", "type", "strategy", "dynamic", "symmetric", "group_size", "block_structure")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
@@ -211,10 +212,6 @@ class CompressedTensors(Layout):
             "version": "0.19.0",  # of the format, not of a library that would have to be installed
         }
 
-    def kv_scale_names(self, attention: str) -> tuple[str, str]:
-        """See `Layout`."""
-        return f"{attention}.k_scale", f"{attention}.v_scale"
-
     def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
         """See `Layout`."""
         return (1,) if heads is None else (heads, 1, 1)
@@ -245,7 +242,7 @@ class Quark(Layout):
     """Quark: a global spec, per-layer specs, exact names in ``exclude``, KV scales as outputs of k_proj and v_proj."""
 
     name = "quark"
-    _keys = ("weight", "input_tensors")
+    _keys, _kv_scales = ("weight", "input_tensors"), ("k_proj.output_scale", "v_proj.output_scale")
     _decisive = ("dtype", "qscheme", "is_dynamic", "group_size")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
@@ -285,10 +282,6 @@ class Quark(Layout):
             "softmax_quant_spec": None,
             "version": "0.13",
         }
-
-    def kv_scale_names(self, attention: str) -> tuple[str, str]:
-        """See `Layout`."""
-        return f"{attention}.k_proj.output_scale", f"{attention}.v_proj.output_scale"
 
     def kv_scale_shape(self, heads: int | None = None) -> tuple[int, ...]:
         """See `Layout`. There are no scales by head."""

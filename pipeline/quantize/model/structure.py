@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are weights of linear modules, and which modules are attention.
+"""Which tensors of a checkpoint are weights of linear modules, which modules are attention, and who gets which scheme.
 
 The model is built on the meta device from its configuration, so that module types decide and not a pattern over
 names. Names on disk are followed to the module's own by the renaming rules that transformers itself loads the
@@ -7,13 +7,15 @@ checkpoint with; what the rules lead nowhere, the layers of a multi-token predic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import UserError, first_line
+from calibration.replica import attention_by_layer
+from pipeline.base.errors import UserError, did_you_mean, first_line
 from pipeline.quantize.formats.checkpoint import SINGLE_NAME, Checkpoint, TensorInfo, read_json, tensor_bytes
+from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.model.weights import (
     WeightSource,
     encoded_weights,
@@ -24,6 +26,8 @@ from pipeline.quantize.model.weights import (
     stacked_name,
     stacks_experts,
 )
+from pipeline.recipe.modules import assigned, matches
+from pipeline.recipe.schema import Quantization
 
 
 def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -186,7 +190,7 @@ class _Reading:
         if not head:
             # A head that is tied to the embedding has no tensor of its own, but servers look for its name.
             self._kept |= {name for name, module in self._owners.items() if module is self._head}
-        attention = self._attention()
+        attention = [(self._prefixes.get(name, name), name) for name in attention_by_layer(self._model).values()]
         return Structure(
             linear=self._linear,
             kept=tuple(sorted(self._kept)),
@@ -212,8 +216,7 @@ class _Reading:
         return own, operations
 
     def _remember(self, name: str, own: str) -> None:
-        last = own.rsplit(".", 2)[1:]
-        if name.rsplit(".", 2)[1:] == last:
+        if name.rsplit(".", 2)[1:] == own.rsplit(".", 2)[1:]:
             self._prefixes.setdefault(own.rsplit(".", 2)[0], name.rsplit(".", 2)[0])
 
     def _unknown(self, name: str, info: TensorInfo) -> None:
@@ -255,17 +258,6 @@ class _Reading:
     def _is_text(self, inside: str) -> bool:
         return not self._decoder or inside.startswith(f"{self._decoder}.")
 
-    def _attention(self) -> list[tuple[str, str]]:
-        """Attention modules in the order of their layers: name on disk, name in the model."""
-        found: list[tuple[int, str]] = [
-            (module.layer_idx, name)
-            for name, module in self._owners.items()
-            if isinstance(getattr(module, "layer_idx", None), int)
-            and type(module).__name__.endswith("Attention")
-            and self._is_text(name)
-        ]
-        return [(self._prefixes.get(name, name), name) for _, name in sorted(found)]
-
 
 def _routers(owners: Mapping[str, Any]) -> Iterable[str]:
     """Linear modules that choose or weigh experts: beside the experts, or inside a module that is called a router."""
@@ -278,3 +270,57 @@ def _routers(owners: Mapping[str, Any]) -> Iterable[str]:
             kinds = (type(module).__name__, type(owners[parent]).__name__)
             if parent in blocks or any(kind.endswith(("Router", "Gate")) for kind in kinds):
                 yield name
+
+
+def select(structure: Structure, quantization: Quantization) -> Choice:
+    """Assign a scheme, or 16 bit, to every linear module.
+
+    Raises `UserError` for a name that matches nothing, because a typo would otherwise quantize what was meant to stay,
+    where nothing is left to quantize, and for a source that is quantized already.
+    """
+    if structure.quantized_by is not None:
+        raise UserError(
+            f"source: found a model that is quantized already (quant_method {structure.quantized_by}), expected 16-bit "
+            "weights, or FP8 in blocks of 128x128.",
+            hint="Start from the 16-bit release of the model.",
+        )
+    everything = (*structure.linear, *structure.kept)
+    for pattern in quantization.exclude:
+        _require_match(pattern, everything, "exclude")
+    for override in quantization.overrides:
+        for pattern in override.modules:
+            _refuse_kept(pattern, structure)
+            _require_match(pattern, tuple(structure.linear), "overrides")
+    wanted = {module: assigned(quantization, module) for module in structure.linear}
+    schemes = {module: scheme for module, scheme in wanted.items() if scheme is not None}
+    if not schemes:
+        raise UserError(
+            f"quantization.exclude: found every one of the model's {len(wanted)} linear modules excluded, "
+            "expected at least one to quantize."
+        )
+    kept = (*structure.kept, *(module for module in structure.linear if module not in schemes))
+    return Choice(
+        schemes=schemes,
+        kept=tuple(sorted(kept)),
+        kv_cache=quantization.kv_cache == "fp8",
+        kv_per_head=quantization.kv_cache_granularity == "head",
+    )
+
+
+def _refuse_kept(pattern: str, structure: Structure) -> None:
+    # A pattern may sweep over what is kept; a name, or a pattern that means nothing else, is a wish that fails.
+    kept = [module for module in structure.kept if matches(pattern, module)]
+    if kept and not any(matches(pattern, module) for module in structure.linear):
+        raise UserError(
+            f"quantization.overrides: found {pattern!r}, which means {kept[0]} and nothing that is quantized; the "
+            "output head, routers, vision towers and the layers of a multi-token predictor stay in 16 bit.",
+            hint="Take it out of `overrides`.",
+        )
+
+
+def _require_match(pattern: str, modules: Sequence[str], field: str) -> None:
+    if not any(matches(pattern, module) for module in modules):
+        raise UserError(
+            f"quantization.{field}: found {pattern!r}, which matches none of the model's {len(modules)} modules"
+            f"{did_you_mean(pattern, modules)}."
+        )

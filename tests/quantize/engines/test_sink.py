@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import StageError
-from pipeline.quantize.engines.stream import shard, sink
-from pipeline.quantize.engines.stream.sink import Buffered, Direct, open_sink
+from pipeline.quantize.engines.stream import shard, worker
+from pipeline.quantize.engines.stream.worker import Buffered, Direct, open_sink
 from pipeline.quantize.formats.checkpoint import Checkpoint
 
 BLOCK = 4096
@@ -20,7 +20,7 @@ Run = Callable[..., dict[str, bytes]]
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a few kilobytes get what large ones do."""
-    monkeypatch.setattr(sink, "_BLOCK", BLOCK)
+    monkeypatch.setattr(worker, "_BLOCK", BLOCK)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_full_disk_is_noticed_when_the_room_is_reserved(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     opened = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(sink, "_fallocate", full)
+    monkeypatch.setattr(worker, "_fallocate", full)
     with pytest.raises(StageError, match="the disk is full"):
         run(small, where_direct_writes_work / "work")
     assert len(list(Path("/proc/self/fd").iterdir())) == opened
@@ -88,7 +88,7 @@ def test_the_engine_writes_the_same_bytes_either_way(
     run: Run, small: Checkpoint, where_direct_writes_work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffered = run(small, where_direct_writes_work / "buffered")
-    monkeypatch.setattr(sink, "_BLOCK", BLOCK)
+    monkeypatch.setattr(worker, "_BLOCK", BLOCK)
     kinds = []
     monkeypatch.setattr(shard, "open_sink", lambda *a, **k: kinds.append(open_sink(*a, **k)) or kinds[-1])
     assert run(small, where_direct_writes_work / "direct") == buffered

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pipeline.base.errors import UserError
-from pipeline.quantize.model.select import select
-from pipeline.quantize.model.structure import Structure, WeightSource
+from pipeline.quantize.model.structure import Structure, WeightSource, select
 from pipeline.recipe.schema import Quantization
 
 Models = Callable[..., Path]

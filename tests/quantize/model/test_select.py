@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.quantize.model.select import select
-from pipeline.quantize.model.structure import Structure
+from pipeline.quantize.model.structure import Structure, select
 from pipeline.recipe.schema import Override, Quantization
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")

@@ -48,6 +48,7 @@ def main(job: LibraryJob) -> None:
     import torch
     from llmcompressor import oneshot
     from llmcompressor.modeling.moe.linearize import linearize_moe
+    from llmcompressor.pipelines.cache import IntermediatesCache
     from torch.utils.data import DataLoader
 
     layer_wise = job.algorithm in LAYER_WISE
@@ -58,7 +59,7 @@ def main(job: LibraryJob) -> None:
     dtype, dtypes = model.dtype, {name: parameter.dtype for name, parameter in model.named_parameters()}
     batches: Any = [_batch(ids, model.dtype, masked=layer_wise) for ids in load_batches(job)]
     if not torch.accelerator.is_available():
-        _leave_memory_unpinned()
+        IntermediatesCache.pin_memory = lambda *_, **__: None
     oneshot(
         model=model,
         recipe=_modifiers(job, model),
@@ -127,12 +128,6 @@ def _transforms(job: LibraryJob) -> list[Any]:
         return [SmoothQuantModifier(smoothing_strength=job.parameters["strength"])]
     # R1 and R2 are merged into the weights; R3 and R4 would have to be computed again for every token.
     return [SpinQuantModifier(rotations=["R1", "R2"])] if job.algorithm == "rotation" else []
-
-
-def _leave_memory_unpinned() -> None:
-    from llmcompressor.pipelines.cache import IntermediatesCache
-
-    IntermediatesCache.pin_memory = lambda *_, **__: None
 
 
 if __name__ == "__main__":

@@ -52,16 +52,11 @@ def scale_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> dict
                     hint="It is no part of what the model runs on text: exclude it, or take ptpc_fp8.",
                 )
             found[f"{module}.input_scale"] = ranges.inputs[module].reshape(1)
-    return {**found, **_kv_ranges(ranges, choice, checkpoint_format)} if choice.kv_cache else found
-
-
-def _kv_ranges(ranges: Ranges, choice: Choice, checkpoint_format: str) -> Mapping[str, torch.Tensor]:
     form = layout(checkpoint_format)
-    return {
-        name: amax if choice.kv_per_head else amax.max().reshape(1)
-        for attention, keys in ranges.keys.items()
-        for name, amax in zip(form.kv_scale_names(attention), (keys, ranges.values[attention]), strict=True)
-    }
+    for attention, keys in ranges.keys.items() if choice.kv_cache else ():
+        for name, amax in zip(form.kv_scale_names(attention), (keys, ranges.values[attention]), strict=True):
+            found[name] = amax if choice.kv_per_head else amax.max().reshape(1)
+    return found
 
 
 _OURS = ("config.json", INDEX_NAME)

@@ -13,8 +13,9 @@ that workers who take what is next can never wait for each other in a ring.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil, lcm, prod
 
 from pipeline.base.errors import UserError
@@ -229,7 +230,9 @@ class _Layouter:
         deferred = tuple(sorted(filter(is_deferred, everything), key=lambda out: (-ITEM_BITS[out.dtype], out.name)))
         ordered = [out for out in everything if not is_deferred(out)] + list(deferred)
         header = encode_header((out.name, out.dtype, out.shape) for out in ordered)
-        return ShardPlan(name, tuple(steps), deferred, header, _offsets(len(header), ordered))
+        starts = accumulate((out.nbytes for out in ordered), initial=len(header))
+        offsets = {out.name: start for out, start in zip(ordered, starts, strict=False)}
+        return ShardPlan(name, tuple(steps), deferred, header, offsets)
 
     def _taken(self, module: str) -> Step:
         """A weight of a tensor that is not carried over whole: of a stack some experts may stay in 16 bit."""
@@ -264,14 +267,6 @@ class _Layouter:
         return {module: tuple(group.values()) for group in members.values() for module in group}
 
 
-def _offsets(start: int, ordered: Iterable[StoredTensor]) -> dict[str, int]:
-    offsets: dict[str, int] = {}
-    for out in ordered:
-        offsets[out.name] = start
-        start += out.nbytes
-    return offsets
-
-
 def _kv_scales(
     source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str
 ) -> dict[str, tuple[StoredTensor, ...]]:
@@ -279,7 +274,9 @@ def _kv_scales(
     if not choice.kv_cache:
         return {}
     form = layout(checkpoint_format)
-    shape = form.kv_scale_shape(_kv_heads(source) if choice.kv_per_head else None)
+    text = text_config(source.config)
+    heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
+    shape = form.kv_scale_shape(heads if choice.kv_per_head else None)
     result: dict[str, tuple[StoredTensor, ...]] = {}
     for module in structure.attention:
         candidates = (f"{module}.{part}.weight" for part in _KEYS)
@@ -295,11 +292,6 @@ def _kv_scales(
             for name, role in zip(form.kv_scale_names(module), ("k_scale", "v_scale"), strict=True)
         )
     return result
-
-
-def _kv_heads(source: Checkpoint) -> int:
-    text = text_config(source.config)
-    return int(text.get("num_key_value_heads") or text["num_attention_heads"])
 
 
 _WORD = 8  # bytes; no number is cut in two
@@ -348,24 +340,17 @@ def cut(plan: ShardPlan, size: int) -> list[Scan | Piece]:
                 for origin in step.group
                 for first, last in _ranges(origin.shape[0], _rows(origin, 1, size))
             )
-        raw = _is_raw(step)
-        ranges = list(
-            _ranges(step.origin.nbytes, max(size // _WORD, 1) * _WORD) if raw else _ranges(*_rows_of(step, size))
-        )
+        origin = step.origin
+        raw = step.kernel is None and origin.scale is None and not origin.transposed
+        if raw:
+            ranges = list(_ranges(origin.nbytes, max(size // _WORD, 1) * _WORD))
+        else:
+            apart = 1 if step.kernel is None else KERNELS[step.kernel].rows
+            ranges = list(_ranges(origin.shape[0], _rows(origin, apart, size)))
         for first, last in ranges:
             found.append(Piece(step, number, first, last, raw, final=last == ranges[-1][1]))
             number += 1
     return found
-
-
-def _is_raw(step: Step) -> bool:
-    origin = step.origin
-    return step.kernel is None and origin.scale is None and not origin.transposed
-
-
-def _rows_of(step: Step, size: int) -> tuple[int, int]:
-    kernel = 1 if step.kernel is None else KERNELS[step.kernel].rows
-    return step.origin.shape[0], _rows(step.origin, kernel, size)
 
 
 def _rows(origin: Origin, kernel: int, size: int) -> int:

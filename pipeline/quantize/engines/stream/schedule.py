@@ -105,7 +105,7 @@ class _Schedule:
         self._waiting: Iterator[ShardPlan] = iter(plans)
         self._devices = workers
         self._limit = open_files(len(plans), len(self._devices))
-        # With a GPU at work the cores have time to copy; see `sink`.
+        # With a GPU at work the cores have time to copy; see `worker`.
         self._on_cpu = all(map(_is_cpu, workers))
         self._tell, self._commit = advance, commit
         self._lock, self._telling = Lock(), Lock()
@@ -144,7 +144,8 @@ class _Schedule:
             while (taken := self._take()) is not None:
                 shard, piece = taken
                 written = shard.make(worker, piece)
-                self._return(shard)
+                with self._lock:
+                    self._busy[shard] -= 1
                 if written is not None:
                     self._close(shard, written, committer)
         except BaseException:
@@ -178,7 +179,7 @@ class _Schedule:
         shard = OpenShard(
             plan,
             self._source,
-            self._partial(plan.name),
+            self._destination / (plan.name + self._suffix),
             self._scalars(plan),
             piece=CPU_PIECE if self._on_cpu else GPU_PIECE,
             direct=self._on_cpu,
@@ -186,13 +187,6 @@ class _Schedule:
         )
         self._open.append(shard)
         return shard
-
-    def _partial(self, name: str) -> Path:
-        return self._destination / (name + self._suffix)
-
-    def _return(self, shard: OpenShard) -> None:
-        with self._lock:
-            self._busy[shard] -= 1
 
     def _close(self, shard: OpenShard, written: WrittenShard, committer: ThreadPoolExecutor) -> None:
         shard.close()
@@ -203,7 +197,7 @@ class _Schedule:
 
     def _committed(self, shard: WrittenShard) -> None:
         begin = time.perf_counter()
-        self._commit(shard, self._partial(shard.name))
+        self._commit(shard, self._destination / (shard.name + self._suffix))
         with self._lock:
             self._seconds["flush"] += time.perf_counter() - begin
 

@@ -33,8 +33,7 @@ from pipeline.quantize.engines.stream.plan import (
     cut,
     is_deferred,
 )
-from pipeline.quantize.engines.stream.sink import open_sink
-from pipeline.quantize.engines.stream.worker import Files, Worker, torch_dtype
+from pipeline.quantize.engines.stream.worker import Files, Worker, open_sink, torch_dtype
 from pipeline.quantize.formats.layout import StoredTensor
 from pipeline.quantize.inspection.numbers import dequantize
 
@@ -118,7 +117,7 @@ class OpenShard:
     """A file that is being made, and what its workers share.
 
     ``path`` is its name until it is whole and committed. ``scalars`` holds the tensors that no kernel makes, static
-    scales, by name. ``piece`` is the bytes that a worker takes at a time; ``direct`` the way of writing, see `sink`.
+    scales, by name. ``piece`` is the bytes that a worker takes at a time; ``direct`` the way of writing, see `worker`.
     ``advance`` is told the bytes read. The file is not yet on the disk for good when it is whole. Raises `OSError`
     where it cannot be made.
     """

@@ -11,8 +11,7 @@ import pytest
 from pipeline.quantize.engines.libraries.job import job_of, save_samples
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.select import select
-from pipeline.quantize.model.structure import Structure, read_structure
+from pipeline.quantize.model.structure import Structure, read_structure, select
 from tests.quantize.engines.libraries.cases import Adopted, Case, Make, adopted, run_jobs
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,15 +50,6 @@ def test_the_tokens_are_those_that_were_saved(tmp_path: Path) -> None:
     rows = sorted(row.tolist() for batch in batches for row in batch)
     assert rows == sorted(sample.tolist() for sample in samples)
     assert list(load_batches(job(None))) == []
-
-
-def test_tokens_that_were_exchanged_are_refused(tmp_path: Path) -> None:
-    save_samples([torch.arange(4)], tmp_path / "samples")
-    made = job(tmp_path / "samples")
-    save_samples([torch.arange(1, 5)], tmp_path / "samples")
-    with pytest.raises(ValueError, match="not the file of samples"):
-        list(load_batches(made))
-    assert list(load_batches(replace(made, samples=None))) == []
 
 
 def test_the_workers_know_every_scheme_and_algorithm_of_the_tables() -> None:

@@ -127,24 +127,6 @@ def test_scales_that_are_declared_but_missing(
     assert all(line.startswith("missing scale: ") and ".input_scale: " in line for line in wrong)
 
 
-@pytest.mark.parametrize(
-    ("value", "rule"),
-    [(1.0, "default scale"), (float("nan"), "bad scale"), (0.0, "bad scale"), (None, "missing scale")],
-)
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
-def test_kv_scales_that_were_not_calibrated(
-    output: Callable[..., Output], tmp_path: Path, checkpoint_format: str, value: float | None, rule: str
-) -> None:
-    library = output(checkpoint_format)
-    name = f"{ATTENTION}.v_scale" if checkpoint_format == "compressed-tensors" else f"{ATTENTION}.v_proj.output_scale"
-    if value is None:
-        del library.tensors[name]
-    else:
-        library.tensors[name] = torch.full_like(library.tensors[name], value)
-    [wrong] = library.wrong(tmp_path / "adopted")
-    assert wrong.startswith(f"{rule}: {name}: ")
-
-
 def test_a_kv_cache_that_is_not_declared(output: Callable[..., Output], tmp_path: Path) -> None:
     library = output("compressed-tensors")
     library.declared["kv_cache_scheme"] = None
