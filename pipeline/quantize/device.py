@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -40,8 +41,6 @@ def resolve_devices(wanted: str) -> tuple[str, ...]:
 
 def device_memory(device: str) -> int:
     """Bytes of memory that a device has in all; of the machine where the device is its CPU."""
-    import os
-
     import torch
 
     if torch.device(device).type == "cuda":

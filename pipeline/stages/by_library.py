@@ -25,7 +25,7 @@ from pipeline.base.transience import is_transient
 from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.digest import COMPANION_FILES
 from pipeline.quantize.engines.algorithms import algorithm
-from pipeline.quantize.engines.libraries.job import job_of, require_memory, save_samples
+from pipeline.quantize.engines.libraries.job import LibraryJob, require_memory, save_samples
 from pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from pipeline.quantize.formats.layout import Choice
@@ -144,13 +144,15 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
         shutil.rmtree(work)  # a library does not go on where it was stopped
     work.mkdir(parents=True)
     made, adopted = work / "made", work / CHECKPOINT
-    library_job = job_of(
-        source.folder,
-        made,
-        choice,
-        structure,
-        quantization,
-        samples=_samples(job, work, source.folder),
+    samples = _samples(job, work, source.folder)
+    library_job = LibraryJob(
+        source=str(source.folder),
+        output=str(made),
+        schemes={structure.modules[module]: scheme for module, scheme in choice.schemes.items()},
+        kv_cache=choice.kv_cache,
+        algorithm=quantization.algorithm,
+        parameters=quantization.parameters,
+        samples=None if samples is None else str(samples),
         batch_size=1 if job.setting.recipe.calibration is None else job.setting.recipe.calibration.batch_size,
         device=device,
         trust_remote_code=trust,

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import yaml
 
 from pipeline.base.errors import UserError
-from pipeline.base.schemes import scheme
 from pipeline.quantize.formats.checkpoint import Checkpoint
 
 #: What of the model differs from its 16-bit source, beside rounding: see the head of `algorithms.yaml`.
@@ -78,9 +77,6 @@ def _algorithm(name: str, row: dict[str, Any]) -> Algorithm:
         engine: Support(tuple(support["schemes"]), support["record"], support.get("package"))
         for engine, support in row.get("engines", {}).items()
     }
-    for support in engines.values():
-        for known in support.schemes:
-            scheme(known)  # a name that is in no table would never be offered
     return Algorithm(name, row["description"], row["alters"], row["calibrated"], MappingProxyType(engines))
 
 

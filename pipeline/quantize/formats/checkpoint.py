@@ -91,15 +91,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return {info.name: info for info in infos}
 
 
-def _entry(path: Path, name: str, entry: object, base: int) -> TensorInfo:
+def _entry(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
     try:
-        assert isinstance(entry, dict)  # noqa: S101 - turned into the same message as every other malformed entry
         dtype, shape, (start, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
         if not all(type(number) is int and number >= 0 for number in (*shape, start, end)) or dtype not in ITEM_BITS:
             raise ValueError(f"dtype {dtype!r}, shape {shape!r}, offsets {start!r} to {end!r}")
         if end - start != tensor_bytes(dtype, shape):
             raise ValueError(f"{end - start} bytes for {dtype} {list(shape)}")
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: the header's entry for {name!r} is wrong: {error}.") from None
     return TensorInfo(name, dtype, shape, base + start, base + end)
 

@@ -94,8 +94,6 @@ def _transposed_words(packed: torch.Tensor) -> torch.Tensor:
 
 def sqnr_db(source: torch.Tensor, restored: torch.Tensor) -> float:
     """10 log10(sum w^2 / sum (w - q)^2), dB; infinite for an exact copy, NaN where a weight is."""
-    import math
-
     signal = source.double().square().sum().item()
     noise = (source.double() - restored.double()).square().sum().item()
     if math.isnan(noise):
@@ -186,13 +184,6 @@ def check_scale(name: str, scale: torch.Tensor, *, signed: bool = False) -> Iter
             yield Finding("bad scale", name, f"{count} of {values.numel()} values are {what}")
 
 
-def check_static_scale(name: str, scale: torch.Tensor, expected: float) -> Iterator[Finding]:
-    """The scale of a module's inputs is what calibration measured."""
-    value = float(scale.float().reshape(()))
-    if value != expected:
-        yield Finding("wrong scale", name, f"{value:g}; the calibrated range gives {expected:g}")
-
-
 def check_kv_scale(name: str, value: float, expected: float | None, *, allow_one: bool) -> Iterator[Finding]:
     """A static KV scale is finite, positive, not the default of 1.0, and what calibration measured."""
     if not math.isfinite(value) or value <= 0:
@@ -208,13 +199,8 @@ def check_copy(name: str, found: torch.Tensor, source: torch.Tensor, *, exact: b
     import torch
 
     same = found.dtype == source.dtype and found.shape == source.shape
-    if not same or (exact and not torch.equal(_bits(found), _bits(source))):
+    stored = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, source)]
+    if not same or (exact and not torch.equal(*stored)):
         yield Finding("altered", name, "it stays in 16 bit, but differs from the source")
     elif found.is_floating_point() and not bool(found.isfinite().all()):
         yield Finding("not finite", name, "it holds NaN or Inf, as its source does")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -98,8 +98,6 @@ def stored_tensors(model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-__all__ = ["Structure", "WeightSource", "imagine", "meta_model", "read_structure"]
-
 Tensors = Mapping[str, tuple[str, TensorInfo]]
 _PACKED = "weight_packed"
 

@@ -158,16 +158,8 @@ def split(
 ) -> Iterator[tuple[str, str, WeightSource]]:
     """Take a stack on disk apart: module as it is written, module as calibration knows it, and the source.
 
-    Args:
-        name: the tensor on disk.
-        own: the parameter of the model that it becomes.
-        experts: the module that holds the parameter.
-        parameter: the parameter, [E, O, I] or [E, I, O].
-        shape: the tensor's shape on disk.
-        operations: what transformers does to the tensor when it loads it.
-
-    Raises:
-        UserError: the stack cannot be taken apart without a guess.
+    ``name`` with ``shape`` is the tensor on disk, ``own`` the parameter, [E, O, I] or [E, I, O], that it becomes by
+    transformers' ``operations``. Raises `UserError` where it cannot be taken apart without a guess.
     """
     prefix, _, last = name.removesuffix(".weight").rpartition(".")
     if last not in _PARTS:

@@ -1,7 +1,5 @@
 """What a library is asked to do, as a file; the 16-bit model that it gets; and the room that both take.
 
-    job.save(path); LibraryJob.load(path) == job
-
 The file is the whole of what the process that imports the library is told. Calibration samples lie beside it in one
 safetensors file, so that the library sees the very tokens that our own calibration would: ``tokens`` int64 [total] and
 ``lengths`` int64 [samples]. The model is resident, with attention step by step.
@@ -20,7 +18,6 @@ from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
 from pipeline.quantize.formats.layout import Choice, layout, weight_tensors
 from pipeline.quantize.model.structure import Structure, meta_model
-from pipeline.recipe.schema import Quantization
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +27,8 @@ if TYPE_CHECKING:
 class LibraryJob:
     """One checkpoint to make. Modules have the names of transformers' model, which are all that a library knows.
 
-    ``schemes`` maps every linear module that is quantized to its scheme; all others stay as they are. ``output`` is a
-    folder that is not there yet. ``samples`` is None where nothing is calibrated.
+    ``schemes`` maps every linear module that is quantized to its scheme (`Structure.modules` has its name in the
+    model); all others stay as they are. ``output`` is not there yet. ``samples`` is None where nothing is calibrated.
     """
 
     source: str
@@ -52,7 +49,7 @@ class LibraryJob:
         return max(sorted(set(names)), key=names.count)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write it as JSON, for `load`."""
         path.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
@@ -60,33 +57,6 @@ class LibraryJob:
         """Read what `save` wrote."""
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return cls(**values)
-
-
-def job_of(
-    source: Path,
-    output: Path,
-    choice: Choice,
-    structure: Structure,
-    quantization: Quantization,
-    *,
-    samples: Path | None,
-    batch_size: int,
-    device: str,
-    trust_remote_code: bool,
-) -> LibraryJob:
-    """The job that a choice of schemes leads to."""
-    return LibraryJob(
-        source=str(source),
-        output=str(output),
-        schemes={structure.modules[module]: scheme for module, scheme in choice.schemes.items()},
-        kv_cache=choice.kv_cache,
-        algorithm=quantization.algorithm,
-        parameters=quantization.parameters,
-        samples=None if samples is None else str(samples),
-        batch_size=batch_size,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
 
 
 def save_samples(samples: Sequence[torch.Tensor], path: Path) -> None:
@@ -119,14 +89,9 @@ def load_model(job: LibraryJob, device: str) -> Any:
 
     Attention is "eager": both libraries look at K and V there, and fused attention differs in the last bit.
     """
-    folder = Path(job.source)
-    kind = type(meta_model(folder, trust_remote_code=job.trust_remote_code))
+    kind = type(meta_model(Path(job.source), trust_remote_code=job.trust_remote_code))
     model = kind.from_pretrained(
-        folder,
-        dtype="auto",
-        attn_implementation="eager",
-        use_safetensors=True,
-        local_files_only=True,
+        job.source, dtype="auto", attn_implementation="eager", use_safetensors=True, local_files_only=True
     )
     # Written under the model's own names: what transformers would rename on the way out it renames in part, once
     # experts were taken apart. `adopt` gives every tensor the name that it has in the source.

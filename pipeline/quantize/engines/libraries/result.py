@@ -11,42 +11,40 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.quantize.engines.algorithms import RECIPE, recorded_algorithms, recorded_alterations
+from pipeline.quantize.engines.algorithms import RECIPE, recorded_algorithms
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, encode_header, open_checkpoint, read_header
 from pipeline.quantize.formats.layout import Choice, layout, layout_of
 from pipeline.quantize.inspection.findings import check_structure
-from pipeline.quantize.inspection.numbers import Reader
 from pipeline.quantize.model.structure import Structure
 
 _COPY = 16 << 20  # bytes at a time
-# What an algorithm alters: where that must show in tensors that stay in 16 bit, and how many dimensions those have.
-_TRACES: Mapping[str, tuple[str, int]] = {"channels": ("norm and bias", 1), "everything": ("embedding", 2)}
 
 
+@dataclass(frozen=True, slots=True)
 class Names:
-    """From the names of transformers' model to those of the source."""
+    """From the names of transformers' model to those of the source: ``modules`` and ``tensors`` map them."""
 
-    def __init__(self, modules: Mapping[str, str], tensors: Mapping[str, str]) -> None:
-        """``modules`` and ``tensors`` map names in the model to names on disk."""
-        self._modules, self._tensors = modules, tensors
+    modules: Mapping[str, str]
+    tensors: Mapping[str, str]
 
     def tensor(self, name: str) -> str:
         """The name on disk of a tensor that a library wrote; its own where the source has no such module."""
-        if name in self._tensors:
-            return self._tensors[name]
+        if name in self.tensors:
+            return self.tensors[name]
         module, _, role = name.rpartition(".")
-        return f"{self._modules.get(module, module)}.{role}"
+        return f"{self.modules.get(module, module)}.{role}"
 
     def configuration(self, value: Any) -> Any:
         """A ``quantization_config`` with the exact names in it translated; patterns stay as they are."""
         if isinstance(value, Mapping):
-            return {self._modules.get(key, key): self.configuration(entry) for key, entry in value.items()}
+            return {self.modules.get(key, key): self.configuration(entry) for key, entry in value.items()}
         if isinstance(value, list):
             return [self.configuration(entry) for entry in value]
-        return self._modules.get(value, value) if isinstance(value, str) else value
+        return self.modules.get(value, value) if isinstance(value, str) else value
 
 
 def names_on_disk(source: Checkpoint, structure: Structure, *, trust_remote_code: bool = False) -> Names:
@@ -133,30 +131,12 @@ def differences(
     if claims.kv_cache != choice.kv_cache:
         said = "an FP8" if claims.kv_cache else "no FP8"
         yield f"it declares {said} KV cache, asked for was {'one' if choice.kv_cache else 'none'}"
-    yield from _algorithm(checkpoint, source, algorithm_name)
+    recorded = recorded_algorithms(checkpoint)
+    if recorded != (() if algorithm_name == "none" else (algorithm_name,)):
+        yield f"it records {' and '.join(recorded) or 'no algorithm'}, asked for was {algorithm_name}"
     for finding in check_structure(checkpoint, structure, claims):
         yield f"{finding.rule}: {finding.where}: {finding.message}"
     yield from _carried(checkpoint, source, structure, choice)
-
-
-def _algorithm(checkpoint: Checkpoint, source: Checkpoint, wanted: str) -> Iterator[str]:
-    """The algorithm is recorded, and left its traces in what it must alter beside the rounding."""
-    recorded = recorded_algorithms(checkpoint)
-    if recorded != (() if wanted == "none" else (wanted,)):
-        yield f"it records {' and '.join(recorded) or 'no algorithm'}, asked for was {wanted}"
-        return
-    traces = _TRACES.get(recorded_alterations(checkpoint))
-    if traces is None:
-        return
-    what, dimensions = traces
-    read, read_source = Reader(checkpoint), Reader(source)
-    for name, (_, info) in source.tensors.items():
-        carried = checkpoint.tensors.get(name)
-        if len(info.shape) == dimensions and carried is not None and carried[1].dtype == info.dtype:
-            found, original = read(name), read_source(name)
-            if found.shape != original.shape or not bool((found == original).all()):
-                return
-    yield f"it records {wanted}, but every {what} is the source's: {wanted} was not run"
 
 
 def _carried(checkpoint: Checkpoint, source: Checkpoint, structure: Structure, choice: Choice) -> Iterator[str]:

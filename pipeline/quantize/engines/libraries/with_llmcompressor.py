@@ -114,20 +114,19 @@ def _modifiers(job: LibraryJob, model: Any) -> list[Any]:
         from llmcompressor.modifiers.autoround import AutoRoundModifier
 
         return [AutoRoundModifier(**rounding, iters=parameters["iterations"])]
-    return [*_transforms(job), QuantizationModifier(**rounding)]
-
-
-def _transforms(job: LibraryJob) -> list[Any]:
     from llmcompressor.modifiers.transform import SpinQuantModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
+    transforms: list[Any] = []
     if job.algorithm == "awq":
-        return [AWQModifier()]
-    if job.algorithm == "smoothquant":
-        return [SmoothQuantModifier(smoothing_strength=job.parameters["strength"])]
-    # R1 and R2 are merged into the weights; R3 and R4 would have to be computed again for every token.
-    return [SpinQuantModifier(rotations=["R1", "R2"])] if job.algorithm == "rotation" else []
+        transforms = [AWQModifier()]
+    elif job.algorithm == "smoothquant":
+        transforms = [SmoothQuantModifier(smoothing_strength=parameters["strength"])]
+    elif job.algorithm == "rotation":
+        # R1 and R2 are merged into the weights; R3 and R4 would have to be computed again for every token.
+        transforms = [SpinQuantModifier(rotations=["R1", "R2"])]
+    return [*transforms, QuantizationModifier(**rounding)]
 
 
 if __name__ == "__main__":

@@ -11,9 +11,13 @@ What it does not do by itself, or not rightly:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from importlib import resources
 from typing import Any
+
+import yaml
 
 from pipeline.quantize.engines.libraries.job import (
     LibraryJob,
@@ -25,38 +29,16 @@ from pipeline.quantize.engines.libraries.job import (
     run_main,
 )
 
-#: Their names here and there; the settings that each needs are Quark's own for the kind of model.
-ALGORITHMS = {"gptq": "gptq", "awq": "awq", "smoothquant": "smoothquant", "rotation": "rotation"}
 _KV = ("k_proj", "v_proj")
-
-Spec = tuple[str, Mapping[str, Any]]
-
-
-def _mx(kind: str, *, dynamic: bool = False) -> Spec:
-    return f"OCP_{kind}Spec", {"ch_axis": -1, "is_dynamic": dynamic}
+_CACHE = ("FP8E4M3PerTensorSpec", {"observer_method": "min_max"})
 
 
-_FP8: Spec = ("FP8E4M3PerTensorSpec", {"observer_method": "min_max", "scale_type": "float"})
-_FP8_UNTYPED: Spec = ("FP8E4M3PerTensorSpec", {"observer_method": "min_max"})
-_INT8 = {"symmetric": True, "scale_type": "float", "round_method": "half_even"}
-#: scheme: (weights, inputs), each a class of Quark's configuration with its arguments; None: not quantized.
-SPECS: Mapping[str, tuple[Spec, Spec | None]] = {
-    "ptpc_fp8": (
-        ("FP8E4M3PerChannelSpec", {"ch_axis": 0}),
-        ("FP8E4M3PerChannelSpec", {"ch_axis": 1, "is_dynamic": True}),
-    ),
-    "fp8": (_FP8, _FP8),
-    "mxfp4": (_mx("MXFP4"), _mx("MXFP4", dynamic=True)),
-    "mxfp4_weight_only": (_mx("MXFP4"), None),
-    "mxfp4_fp8": (_mx("MXFP4"), _FP8_UNTYPED),
-    "mxfp6_e2m3": (_mx("MXFP6E2M3"), _mx("MXFP6E2M3", dynamic=True)),
-    "mxfp6_e3m2": (_mx("MXFP6E3M2"), _mx("MXFP6E3M2", dynamic=True)),
-    "int8_w8a8": (
-        ("Int8PerChannelSpec", {**_INT8, "ch_axis": 0}),
-        ("Int8PerChannelSpec", {**_INT8, "ch_axis": 1, "is_dynamic": True}),
-    ),
-    "w4a16": (("Int4PerGroupSpec", {"ch_axis": -1, "scale_type": "float", "group_size": 128}), None),
-}
+@cache
+def specs() -> Mapping[str, Mapping[str, Any]]:
+    """By scheme, the ``weights`` and the ``inputs``: a class of Quark's configuration with its arguments, or None."""
+    text = resources.files("pipeline.quantize.engines.libraries").joinpath("quark.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return found
 
 
 def main(job: LibraryJob) -> None:
@@ -81,7 +63,7 @@ def _algorithm(job: LibraryJob, model_type: str) -> list[Any] | None:
 
     if job.algorithm == "none":
         return None
-    found: Any = get_algo_config(ALGORITHMS[job.algorithm], model_type)
+    found: Any = get_algo_config(job.algorithm, model_type)  # Quark's own settings for the kind of model
     if found is None:
         raise UnfitError(f"Quark has no settings of {job.algorithm} for models of type {model_type}")
     if job.algorithm == "gptq":
@@ -102,26 +84,25 @@ def _config(job: LibraryJob, model: Any, algorithm: list[Any] | None) -> Any:
     """The global scheme is that of the most modules; modules of another are named one by one, as is what stays."""
     from quark.torch.quantization.config.config import QConfig, QLayerConfig
 
-    specs = {scheme: _layer(scheme) for scheme in set(job.schemes.values())}
-    layers = {name: specs[scheme] for name, scheme in job.schemes.items() if scheme != job.default}
+    layer = {scheme: _layer(scheme) for scheme in set(job.schemes.values())}
+    layers = {name: layer[scheme] for name, scheme in job.schemes.items() if scheme != job.default}
     cache: dict[str, Any] = {}
     if job.kv_cache:
-        output = _tensor(_FP8_UNTYPED)
-        plain = QLayerConfig()
+        output = _tensor(_CACHE)
         cached = {
-            name: specs[job.schemes[name]] if name in job.schemes else plain
+            name: layer[job.schemes[name]] if name in job.schemes else QLayerConfig()
             for name in linear_names(model)
             if name.endswith(_KV)
         }
         # Quark takes what it finds for one module behind a pattern for what holds for all.
         if all(job.schemes.get(name) == job.default for name in cached):
-            cached = {f"*{suffix}": specs[job.default] for suffix in _KV}
+            cached = {f"*{suffix}": layer[job.default] for suffix in _KV}
         cache = {
             name: QLayerConfig(weight=spec.weight, input_tensors=spec.input_tensors, output_tensors=output)
             for name, spec in cached.items()
         }
     return QConfig(
-        global_quant_config=specs[job.default],
+        global_quant_config=layer[job.default],
         layer_quant_config={**layers, **cache},
         kv_cache_quant_config=cache,
         kv_cache_group=[f"*{suffix}" for suffix in _KV] if job.kv_cache else [],
@@ -134,11 +115,11 @@ def _config(job: LibraryJob, model: Any, algorithm: list[Any] | None) -> Any:
 def _layer(scheme: str) -> Any:
     from quark.torch.quantization.config.config import QLayerConfig
 
-    weight, inputs = SPECS[scheme]
-    return QLayerConfig(weight=_tensor(weight), input_tensors=None if inputs is None else _tensor(inputs))
+    row = specs()[scheme]
+    return QLayerConfig(weight=_tensor(row["weights"]), input_tensors=row["inputs"] and _tensor(row["inputs"]))
 
 
-def _tensor(spec: Spec) -> Any:
+def _tensor(spec: Sequence[Any]) -> Any:
     from quark.torch.quantization.config import config
 
     kind, arguments = spec

@@ -60,12 +60,8 @@ def fp8_scale(largest: torch.Tensor) -> torch.Tensor:
 def ptpc_fp8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
     """FP8 e4m3fn with one scale an output channel; activations get theirs per token when the model runs.
 
-    Args:
-        weight: [O, I], bfloat16, float16 or float32. The quotient is rounded to that dtype, then to FP8: two
-            roundings, which is what both reference libraries do.
-
-    Returns:
-        ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [O] in the weight's dtype.
+    The quotient is rounded to the dtype of ``weight``, [O, I] of 16 or 32 bits, then to FP8: two roundings, which is
+    what both reference libraries do. Returns ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [O].
     """
     largest = amax(weight, dim=1)
     scale = fp8_scale(largest)
@@ -75,13 +71,8 @@ def ptpc_fp8(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
 def fp8(weight: torch.Tensor, largest: torch.Tensor | None = None) -> Parts:
     """FP8 e4m3fn with one scale for the whole matrix; the scale of its input comes from calibration.
 
-    Args:
-        weight: [O, I], or some rows of it.
-        largest: the largest magnitude of the whole, or of all the matrices that share its scale; None where
-            ``weight`` is the whole.
-
-    Returns:
-        ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [] in the weight's dtype.
+    ``largest`` is the largest magnitude of the whole, or of all the matrices that share its scale; None where
+    ``weight`` is the whole and not some rows. Returns ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [].
     """
     if largest is None:
         largest = amax(weight)
@@ -92,8 +83,7 @@ def fp8(weight: torch.Tensor, largest: torch.Tensor | None = None) -> Parts:
 def fp8_block(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
     """FP8 e4m3fn with one scale a block of 128 x 128; blocks at the edges are smaller.
 
-    Returns:
-        ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [ceil(O/128), ceil(I/128)] in the weight's dtype.
+    Returns ``weight`` [O, I] float8_e4m3fn and ``weight_scale`` [ceil(O/128), ceil(I/128)].
     """
     from torch.nn.functional import pad
 
@@ -124,13 +114,9 @@ def mxfp4(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
 
     The exponent is that of the group's largest magnitude, rounded up from a mantissa of 1.75, less 2, the exponent of
     E2M1's largest value. Elements go to the nearest value, ties to the even mantissa. Negative elements that round to
-    nothing keep their sign, as llm-compressor has it.
+    nothing keep their sign, as llm-compressor has it. I must be divisible by 32.
 
-    Args:
-        weight: [O, I] with I divisible by 32, bfloat16, float16 or float32.
-
-    Returns:
-        ``weight_packed`` uint8 [O, I/2], the even column in the low nibble, and ``weight_scale`` uint8 [O, I/32].
+    Returns ``weight_packed`` uint8 [O, I/2], the even column in the low nibble, and ``weight_scale`` uint8 [O, I/32].
     """
     return _mxfp4(weight, signed_zero=True)
 

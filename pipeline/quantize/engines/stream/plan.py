@@ -1,9 +1,8 @@
 """The output files of a quantized checkpoint, laid out from headers alone, and their work cut into pieces.
 
-Where a weight is read from is its `Origin`: a tensor on disk, a part of one that stacks experts, or FP8 with block
-scales. Output names, dtypes, shapes and offsets follow from the input's header and the scheme, so a file's header is
-known before its first byte is computed, its size can be promised beforehand, and any part of it can be written when it
-is ready.
+Output names, dtypes, shapes and offsets follow from the input's header and the scheme, so a file's header is known
+before its first byte is computed, its size can be promised beforehand, and any part of it can be written when it is
+ready.
 
 Pieces are what any worker can take: rows of a weight, or bytes of what is carried over, numbered in the order of the
 file. A scale of a whole weight needs its largest magnitude first: scans come before the pieces that wait for them, so
@@ -102,22 +101,18 @@ class Origin:
 def origin_of(source: Checkpoint, weight: WeightSource) -> Origin:
     """Find a weight of the model's structure in its files; `KeyError` for a tensor that is not there."""
     return Origin(
-        _place(source, weight.tensor),
+        Place(*source.tensors[weight.tensor]),
         weight.expert,
         weight.rows,
         weight.transposed,
-        None if weight.scale is None else _place(source, weight.scale),
+        None if weight.scale is None else Place(*source.tensors[weight.scale]),
     )
 
 
 def copied(source: Checkpoint, name: str, encoded: Mapping[str, str]) -> Origin:
     """A whole tensor as it is, decoded where it is FP8."""
     scale = encoded.get(name)
-    return Origin(_place(source, name), scale=None if scale is None else _place(source, scale))
-
-
-def _place(source: Checkpoint, name: str) -> Place:
-    return Place(*source.tensors[name])
+    return Origin(Place(*source.tensors[name]), scale=None if scale is None else Place(*source.tensors[scale]))
 
 
 def blocks(count: int) -> int:

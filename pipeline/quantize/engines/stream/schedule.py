@@ -44,10 +44,7 @@ class WriteShards(Protocol):
         advance: Callable[[int], None],
         commit: Callable[[WrittenShard, Path], None],
     ) -> dict[str, float]:
-        """See `write_shards`: ``commit`` also takes the path, in ``destination``, that the whole file has until then.
-
-        One call of it at a time. A file is on the disk for good, or is flushed from here by whoever commits it.
-        """
+        """See `write_shards`: ``commit``, called once at a time, also takes the path that the whole file has until then."""
         ...
 
 

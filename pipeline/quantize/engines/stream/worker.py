@@ -3,10 +3,9 @@
 Buffers are kept, because fresh memory costs a page fault every 4 KiB, which is dearer than the copy from the page
 cache. Those of a GPU's worker are pinned, so that the bus runs at its full speed beside other workers' computing.
 
-`Buffered` hands every part to the page cache as soon as it is there, at any place: memory speed, as long as there are
-cores to copy with, which there are beside a GPU. `Direct` collects the parts in their order and lets the disk fetch
-whole blocks by itself: on a CPU that computes, the cores are what is short, and copying into fresh pages of the cache
-would take as many of them as quantizing does.
+`Buffered` hands every part to the page cache, at any place: memory speed, as long as there are cores to copy with,
+which there are beside a GPU. `Direct` collects the parts in their order and lets the disk fetch whole blocks: on a CPU
+that computes, copying into fresh pages of the cache would take as many cores as quantizing does.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from pipeline.base.errors import StageError
@@ -40,6 +40,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
+        self._lock = Lock()
 
     def close(self) -> None:
         """Close them all."""
@@ -51,13 +52,10 @@ class Files:
         """Fill a buffer from one place. Raises `StageError` naming file and tensor."""
         path = self._folder / shard
         try:
-            descriptor = self._open.get(shard)
-            if descriptor is None:
-                # Two threads may both open it: the loser's is closed at once.
-                descriptor = os.open(path, os.O_RDONLY)
-                if (kept := self._open.setdefault(shard, descriptor)) != descriptor:
-                    os.close(descriptor)
-                    descriptor = kept
+            with self._lock:
+                if shard not in self._open:
+                    self._open[shard] = os.open(path, os.O_RDONLY)
+                descriptor = self._open[shard]
             os.posix_fadvise(descriptor, offset + into.nbytes, _AHEAD, os.POSIX_FADV_WILLNEED)
             while into.nbytes:
                 count = os.preadv(descriptor, [into], offset)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeline.quantize.engines.libraries.job import job_of, save_samples
+from pipeline.quantize.engines.libraries.job import LibraryJob, save_samples
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.model.structure import Structure, read_structure, select
@@ -37,13 +37,15 @@ def by_library(
             structure = read_structure(source.folder, source.tensors)
             choice = select(structure, case.quantization(engine))
             opened[name] = (source, structure, choice)
-            job_of(
-                source.folder,
-                root / f"{name}-made",
-                choice,
-                structure,
-                case.quantization(engine),
-                samples=root / "samples.safetensors" if case.calibrated else None,
+            quantization = case.quantization(engine)
+            LibraryJob(
+                source=str(source.folder),
+                output=str(root / f"{name}-made"),
+                schemes={structure.modules[module]: scheme for module, scheme in choice.schemes.items()},
+                kv_cache=choice.kv_cache,
+                algorithm=quantization.algorithm,
+                parameters=quantization.parameters,
+                samples=str(root / "samples.safetensors") if case.calibrated else None,
                 batch_size=4,
                 device="cpu",
                 trust_remote_code=False,

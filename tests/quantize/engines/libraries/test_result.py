@@ -142,25 +142,6 @@ def test_an_algorithm_that_is_not_recorded(
     assert wrong == [f"it records no algorithm, asked for was {wanted}"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "record", "what"),
-    [
-        ("smoothquant", "smooth", "norm and bias"),
-        ("awq", "awq", "norm and bias"),
-        ("rotation", "rotation", "embedding"),
-    ],
-)
-def test_an_algorithm_that_is_advertised_and_was_not_run(
-    output: Callable[..., Output], tmp_path: Path, wanted: str, record: str, what: str
-) -> None:
-    """What Quark's path from file to file does."""
-    library = output("quark")
-    library.declared["algo_config"] = [{"name": record}]
-    assert library.wrong(tmp_path / "adopted", algorithm=wanted) == [
-        f"it records {wanted}, but every {what} is the source's: {wanted} was not run"
-    ]
-
-
 def test_another_algorithm(output: Callable[..., Output], tmp_path: Path) -> None:
     library = output("compressed-tensors")
     recipe = (
