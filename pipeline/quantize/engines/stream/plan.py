@@ -269,9 +269,11 @@ def _kv_scales(
     if not choice.kv_cache:
         return {}
     form = layout(checkpoint_format)
-    text = text_config(source.config)
-    heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
-    shape = form.kv_scale_shape(heads if choice.kv_per_head else None)
+    heads = None
+    if choice.kv_per_head:
+        text = text_config(source.config)
+        heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
+    shape = form.kv_scale_shape(heads)
     result: dict[str, tuple[StoredTensor, ...]] = {}
     for module in structure.attention:
         candidates = (f"{module}.{part}.weight" for part in _KEYS)

@@ -44,7 +44,7 @@ class WriteShards(Protocol):
         advance: Callable[[int], None],
         commit: Callable[[WrittenShard, Path], None],
     ) -> dict[str, float]:
-        """See `write_shards`: ``commit``, called once at a time, also takes the path that the whole file has until then."""
+        """See `write_shards`: ``commit``, once at a time, also takes the path that the whole file has until then."""
         ...
 
 
