@@ -17,7 +17,7 @@ from pipeline.base.canonical import Change, difference, plain
 from pipeline.base.errors import UserError
 from pipeline.publish.release import RECIPE
 from pipeline.publish.verify.subject import Check, Subject, UnknownModelError, fails, judged, not_checked
-from pipeline.quantize.formats.known import layout_of
+from pipeline.quantize.formats.layout import layout_of
 from pipeline.quantize.inspection.findings import Finding
 from pipeline.quantize.inspection.findings import check_structure as structure_findings
 from pipeline.quantize.inspection.inspect import inspect_checkpoint

@@ -22,8 +22,8 @@ from pipeline.base.canonical import difference, plain
 from pipeline.publish.allowed import SCORES
 from pipeline.publish.release import CARD, RECIPE
 from pipeline.publish.verify.subject import Check, Subject, fails, judged
-from pipeline.quantize.inspection.contents import layer_errors
 from pipeline.quantize.inspection.findings import INSPECTION
+from pipeline.quantize.inspection.inspect import layer_errors
 from pipeline.recipe.yaml_positions import parse
 
 _SHOWN = 3

@@ -227,8 +227,7 @@ class Subject:
         Raises `UserError` for a checkpoint that contradicts itself, and `UnknownModelError` where the model cannot be
         built here.
         """
-        from pipeline.quantize.model.meta import meta_model
-        from pipeline.quantize.model.structure import read_structure
+        from pipeline.quantize.model.structure import meta_model, read_structure
 
         self.object("config.json")
         checkpoint = open_checkpoint(self.folder)

@@ -23,8 +23,7 @@ from pipeline.base.schemes import ActivationFormat
 from pipeline.base.schemes import scheme as row_of
 from pipeline.quantize.engines.stream.kernels import MX_GROUP
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from pipeline.quantize.formats.known import layout_of
-from pipeline.quantize.formats.layout import Claims
+from pipeline.quantize.formats.layout import Claims, layout_of
 from pipeline.quantize.inspection.findings import check_structure, expected_tensors
 from pipeline.quantize.inspection.numbers import Reader, dequantize
 from pipeline.quantize.model.structure import Structure, meta_model, read_structure
