@@ -336,7 +336,7 @@ def _made(entry: Entry) -> Made:
     found = entry.record
     return Made(
         fingerprint=entry.fingerprint,
-        version=int(str(found.stage_version)),
+        version=int(str(found.payload["version"])),
         started=found.started,
         finished=found.finished,
         tools=found.tools,

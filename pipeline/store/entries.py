@@ -57,11 +57,6 @@ class Record:
     schema: int = SCHEMA
 
     @property
-    def stage_version(self) -> Json:
-        """Version of the stage that made this, as its payload says."""
-        return self.payload["version"]
-
-    @property
     def inputs(self) -> dict[str, str]:
         """Fingerprints of the entries that this was made from, by the name of the input."""
         inputs = self.payload["inputs"]

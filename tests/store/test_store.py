@@ -45,7 +45,6 @@ def test_an_entry_is_found_again(store: Store, make: Make) -> None:
     assert found.file("sub/b.bin").read_bytes() == b"beta" * 10
     assert found.record.result == {"n": 1}
     assert found.record.inputs == {"source": "ab" * 32}
-    assert found.record.stage_version == 1
     assert sorted(p.name for p in store.root.iterdir()) == ["CACHEDIR.TAG", "quantize"]
     assert [p.name for p in (store.root / "quantize").iterdir()] == [made.fingerprint]
 

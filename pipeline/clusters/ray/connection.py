@@ -90,13 +90,6 @@ def connect(address: str) -> None:
         raise UserError(f"no Ray cluster answers at {_named(address)}: {first_line(error)}", hint=_HINT) from None
 
 
-def disconnect() -> None:
-    """Leave; the cluster ends our tasks and the processes that ran them."""
-    import ray
-
-    ray.shutdown()
-
-
 def _require_open(address: str) -> None:
     """Ask whether something listens there at all: Ray itself tries for a minute."""
     if address == HERE:

@@ -26,7 +26,7 @@ from calibration.shares import Order, Share
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.clusters.ray import tasks
-from pipeline.clusters.ray.connection import address_of, connect, disconnect
+from pipeline.clusters.ray.connection import address_of, connect
 from pipeline.clusters.ray.nodes import (
     CORES_A_SHARD,
     Ask,
@@ -196,8 +196,10 @@ class RaySpread:
         return Places(each, ask, self._progress, together, states)
 
     def release(self) -> None:
-        """End the processes that hold GPUs and memory on the nodes; what comes next connects again."""
-        disconnect()
+        """Leave: the cluster ends the processes that hold GPUs and memory for us; what comes next connects again."""
+        import ray
+
+        ray.shutdown()
 
     def cluster(self) -> Cluster:
         """See `pipeline.stages.stage.Spread`.
