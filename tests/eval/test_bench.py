@@ -8,8 +8,6 @@ import pytest
 
 from eval.measurements import order
 
-LATENCIES = {f"{name}_p{percent}": 1.5 for name in ("ttft", "tpot", "itl", "e2el") for percent in (50, 99)}
-
 
 def test_sides_take_turns() -> None:
     letters = "".join("A" if side == "baseline" else "B" for side in order(8))

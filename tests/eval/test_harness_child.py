@@ -17,7 +17,6 @@ import yaml
 from eval import harness
 from eval.errors import MeasurementError
 from eval.harness import Asked, read_asked
-from eval.samples import SampleSet
 from eval.suites import SuiteTask
 from tests.eval.completions import Completions
 
@@ -194,17 +193,6 @@ def test_a_perplexity_is_the_one_that_the_server_stands_for(server: Completions,
         assert sample.score == pytest.approx(math.fsum(choice["logprobs"]["token_logprobs"][1:-1]))
     assert asked.answers == ()
     assert one.news == [{"expect": 3}, {"done": 1}, {"done": 1}, {"done": 1}]
-
-
-def test_long_texts_are_asked_in_windows(server: Completions, told: Callable[..., Told]) -> None:
-    from lm_eval.api.metrics import weighted_perplexity
-
-    asked = told(length=20).ask(WORDS, *range(12))
-    assert len(server.prompts) > 12
-    assert max(map(len, server.prompts)) == 19
-    shown = SampleSet("texts", "word_perplexity", asked.samples, "perplexity").mean
-    assert shown == pytest.approx(weighted_perplexity([(sample.score, sample.weight) for sample in asked.samples]))
-    assert sum(sample.weight for sample in asked.samples) == sum(5 + 3 * n for n in range(12))
 
 
 def test_prompts_that_were_cut_are_counted(server: Completions, told: Callable[..., Told]) -> None:

@@ -62,13 +62,6 @@ def test_a_clear_case_is_decided_early_and_says_what_that_saved(measurements: Me
     assert (result.lower, result.upper) == (report.looks["t"][-1].lower, report.looks["t"][-1].upper)
 
 
-def test_what_was_asked_after_the_decision_changes_nothing(measurements: Measurements) -> None:
-    early = judged(measurements, sequential(6000, 120, 120, asked=2))
-    late = judged(measurements, sequential(6000, 120, 120, asked=4))
-    assert finding(early) == finding(late)
-    assert early.accuracy == late.accuracy
-
-
 def test_a_great_loss_fails_at_once(measurements: Measurements) -> None:
     found = finding(judged(measurements, sequential(6000, 700, 20, asked=1)))
     assert found.verdict is FAIL
@@ -83,17 +76,6 @@ def test_an_evaluation_that_was_cut_is_undecided(measurements: Measurements) -> 
     assert found.reason.endswith("6,000 of the planned ones were not asked.")
 
 
-def test_looks_cost_little_at_the_end(measurements: Measurements) -> None:
-    """The same numbers at the last of four looks have almost the bounds of one test."""
-    once = judged(measurements, make_pair("t", 8000, right=6000, losses=150, gains=100)).accuracy[0]
-    pairs = sequential(6000, 150, 100, asked=4)
-    looks = judged(measurements, pairs, dataclasses.replace(POLICY, margins={"t": 0.0065}))
-    last = looks.accuracy[0]
-    assert last.items == 8000
-    assert once.lower - last.lower == pytest.approx(0, abs=0.0003)
-    assert last.lower < once.lower
-
-
 def test_number_of_further_items_decides_when_they_come(measurements: Measurements) -> None:
     """The same shares of gains and losses on as many items as the gate asks for; one in five draws would need more."""
     found = finding(judged(measurements, make_pair("t", 2000, right=1700, losses=38, gains=22)))
@@ -101,25 +83,6 @@ def test_number_of_further_items_decides_when_they_come(measurements: Measuremen
     times = 1 + int(found.reason.split("About ")[1].split(" ")[0].replace(",", "")) / 2000
     counts = {name: round(times * count) for name, count in (("right", 1700), ("losses", 38), ("gains", 22))}
     assert finding(judged(measurements, make_pair("t", round(2000 * times), **counts))).verdict is PASS
-
-
-def test_number_of_further_graded_items_decides_when_they_come(measurements: Measurements) -> None:
-    """With as many items of the same kind as the gate asked for, four in five runs decide; here, the first does."""
-    rng = np.random.RandomState(5)
-
-    def graded(items: int) -> tuple[SampleSet, SampleSet]:
-        before = rng.uniform(0.3, 0.9, items)
-        rows = [before, before + 0.02 * rng.standard_normal(items) - 0.009]
-        sides = [
-            SampleSet("t", "f1", tuple(Sample("t", i, "none", f"{i}", "", "", float(s)) for i, s in enumerate(row)))
-            for row in rows
-        ]
-        return sides[0], sides[1]
-
-    found = finding(judged(measurements, graded(300)))
-    assert found.verdict is INCONCLUSIVE
-    more = int(found.reason.split("About ")[1].split(" ")[0].replace(",", ""))
-    assert finding(judged(measurements, graded(300 + 2 * more))).verdict is PASS
 
 
 def documents(loss: np.ndarray, words: np.ndarray) -> SampleSet:

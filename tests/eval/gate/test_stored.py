@@ -60,13 +60,6 @@ def test_the_verdict_follows_from_the_numbers(case: str) -> None:
     assert json.dumps(written, indent=1) == json.dumps(stored, indent=1)
 
 
-def test_what_answered_is_part_of_the_verdict() -> None:
-    for case in CASES:
-        report = record.rejudge(FOLDER / case / "gate.json")
-        assert report.runtime.startswith("transformers 5.17.0 in float32, ")
-        assert report.hardware == "cpu"
-
-
 @pytest.mark.slow
 def test_a_processor_with_fewer_instructions_says_the_same() -> None:
     """NumPy's logarithms and sums without any of the vector instructions that it found here, on one thread and two."""

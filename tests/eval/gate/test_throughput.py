@@ -61,13 +61,6 @@ def test_rule(
     assert word in reason
 
 
-def test_a_gain_that_only_some_launches_show_is_open(measurements: Measurements, policy: Policy) -> None:
-    wild = dataclasses.replace(policy, min_ratio=1.05)
-    found, reason = verdict(measurements, wild, (900.0, 1300.0, 950.0, 1250.0), (1000.0, 1400.0, 1280.0, 1180.0))
-    assert found is INCONCLUSIVE
-    assert "the launches spread too far" in reason
-
-
 @pytest.mark.parametrize(
     ("made", "launches_asked", "confidence", "word"),
     [

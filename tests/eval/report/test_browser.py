@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from tests.pages import contrast, luminance, media
 
 
 @pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The address of a variant's page, which is written once."""
     folder = tmp_path_factory.mktemp("reports")
-    return {name: page.write(folder / name, make()).as_uri() for name, make in made.VARIANTS.items()}
+    return cache(lambda name: page.write(folder / name, made.VARIANTS[name]()).as_uri())
 
 
 def requests(browser: Any) -> set[str]:
@@ -29,16 +31,20 @@ def requests(browser: Any) -> set[str]:
 @pytest.mark.parametrize(
     ("variant", "theme", "width"),
     [("good", "light", 360), ("good", "dark", 1100)]
-    + [(name, theme, width) for name in made.VARIANTS for theme, width in (("light", 1100), ("dark", 360))],
+    + [
+        pytest.param(name, theme, width, marks=pytest.mark.slow)
+        for name in made.VARIANTS
+        for theme, width in (("light", 1100), ("dark", 360))
+    ],
 )
 def test_page_opens_silently_in_chromium(
-    browser: Any, urls: dict[str, str], theme: str, width: int, variant: str
+    browser: Any, urls: Callable[[str], str], theme: str, width: int, variant: str
 ) -> None:
     media(browser, theme, width)
     browser.get_log("performance")
-    browser.get(urls[variant])
+    browser.get(urls(variant))
     assert browser.get_log("browser") == []
-    assert requests(browser) == {urls[variant]}
+    assert requests(browser) == {urls(variant)}
     # The verdict is on the first screen; nothing runs off the side; no id appears twice.
     stamp = browser.find_element("css selector", ".stamp")
     assert stamp.is_displayed()
@@ -68,9 +74,9 @@ def test_page_opens_silently_in_chromium(
 
 
 @pytest.mark.browser
-def test_all_plots_of_a_whole_run(browser: Any, urls: dict[str, str]) -> None:
+def test_all_plots_of_a_whole_run(browser: Any, urls: Callable[[str], str]) -> None:
     media(browser, "light", 1100)
-    browser.get(urls["good"])
+    browser.get(urls("good"))
     shown = [svg for svg in browser.find_elements("css selector", "svg.plot") if svg.is_displayed()]
     labels = [svg.get_attribute("aria-label") for svg in shown]
     expected = ["change in accuracy", "change in perplexity", "Bounds at each look", "Flips", "output tokens/s against",
@@ -79,7 +85,7 @@ def test_all_plots_of_a_whole_run(browser: Any, urls: dict[str, str]) -> None:
 
 
 @pytest.mark.browser
-def test_text_of_a_plot_stays_inside_it(browser: Any, urls: dict[str, str]) -> None:
+def test_text_of_a_plot_stays_inside_it(browser: Any, urls: Callable[[str], str]) -> None:
     """What is cut off at the edge of its drawing would be lost on paper, and run off the side on a phone."""
     outside = """
       return [...document.querySelectorAll('svg.plot')].filter(s => s.getBoundingClientRect().width).flatMap(s => {
@@ -91,15 +97,15 @@ def test_text_of_a_plot_stays_inside_it(browser: Any, urls: dict[str, str]) -> N
       });"""
     for width in (1100, 360):
         media(browser, "light", width)
-        browser.get(urls["good"])
+        browser.get(urls("good"))
         assert browser.execute_script(outside) == []
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1100, 360])
-def test_flips_open_by_click_without_script(browser: Any, urls: dict[str, str], width: int) -> None:
+def test_flips_open_by_click_without_script(browser: Any, urls: Callable[[str], str], width: int) -> None:
     media(browser, "light", width)
-    browser.get(urls["good"])
+    browser.get(urls("good"))
     task = browser.find_element("css selector", "#flips details.task")
     assert not task.find_element("css selector", ".flip").is_displayed()
     task.find_element("tag name", "summary").click()
@@ -119,21 +125,22 @@ def test_flips_open_by_click_without_script(browser: Any, urls: dict[str, str], 
     assert browser.get_log("browser") == []
 
 
+@pytest.mark.slow
 @pytest.mark.browser
-def test_every_fold_opens_and_fits_a_phone(browser: Any, urls: dict[str, str]) -> None:
-    for name, url in urls.items():
+def test_every_fold_opens_and_fits_a_phone(browser: Any, urls: Callable[[str], str]) -> None:
+    for name in made.VARIANTS:
         media(browser, "dark", 360)
-        browser.get(url)
+        browser.get(urls(name))
         browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 360, name
         assert browser.get_log("browser") == []
 
 
 @pytest.mark.browser
-def test_paper_is_white_whatever_the_screen(browser: Any, urls: dict[str, str]) -> None:
+def test_paper_is_white_whatever_the_screen(browser: Any, urls: Callable[[str], str]) -> None:
     media(browser, "dark", 800)
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    browser.get(urls["good"])
+    browser.get(urls("good"))
     try:
         styles = "const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]"
         ink, paper = browser.execute_script(styles)
@@ -141,8 +148,3 @@ def test_paper_is_white_whatever_the_screen(browser: Any, urls: dict[str, str]) 
         assert contrast(ink, paper) > 10
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-
-
-def test_the_page_is_one_file(tmp_path: Path) -> None:
-    path = page.write(tmp_path, made.good())
-    assert path.stat().st_size < 2_000_000

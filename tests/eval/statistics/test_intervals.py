@@ -7,7 +7,6 @@ import pytest
 from scipy import stats
 
 from eval import accuracy
-from eval.samples import Pairs
 from eval.statistics import paired
 from eval.statistics.paired import recovery
 from tests.eval.statistics.designs import asked, tolerated
@@ -33,15 +32,6 @@ def test_clustered_standard_error_is_the_double_sum() -> None:
     assert result.standard_error == pytest.approx(expected)
     assert result.bounds(0.95)[0] == pytest.approx(change.mean() - stats.t.ppf(0.95, 11) * expected)
     assert result.method == "cluster-robust t"
-
-
-def test_clusters_of_one_item_change_nothing() -> None:
-    rng = np.random.default_rng(2)
-    baseline = (rng.random(300) < 0.7).astype(float)
-    candidate = np.where(rng.random(300) < 0.05, 1 - baseline, baseline)
-    alone = accuracy.compare(Pairs("t", "m", tuple(baseline), tuple(candidate)))
-    assert accuracy.compare(asked(baseline, candidate)) == alone
-    assert alone.clusters is None
 
 
 def test_perplexity_is_weighted_by_words() -> None:
@@ -77,6 +67,7 @@ def coverage(rng: np.random.Generator, runs: int, items: int, losses: float, gai
     return {name: count / runs for name, count in held.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("items", "losses", "gains", "passage"), [(1319, 0.03, 0.015, 1), (400, 0.06, 0.06, 1), (600, 0.08, 0.02, 3)]
 )
