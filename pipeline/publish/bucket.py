@@ -7,9 +7,8 @@
 
     {"schema": 1, "tag": "v20261121-3f1c0a52", "identity": "3f1c0a52...", "title": "...", "created": "...", "size": 1}
 
-A release comes into being file by file under its own tag, where nobody looks before ``current.json`` names it; that
-object is replaced as a whole, on the condition that it is still the one that was there when the publication began. So
-a crash changes nothing for readers, and the same command sends only what is missing.
+Nobody looks under a tag before ``current.json`` names it; that object is replaced as a whole, on the condition that it
+is still the one that was there when the publication began.
 """
 
 from __future__ import annotations

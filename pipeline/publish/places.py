@@ -58,8 +58,10 @@ def open_place(text: str) -> Place:
         )
     if REPO.fullmatch(text) and not releases.is_dir():
         return _hub(text)
+    known = releases.iterdir() if releases.is_dir() else ()
+    near = did_you_mean(text, [str(Path(text).with_name(one.name)) for one in known])
     raise UserError(
-        f"{text}: nothing was published there{_near(path, text)}; expected {_EXPECTED}",
+        f"{text}: nothing was published there{near}; expected {_EXPECTED}",
         hint=f"{HUB_SCHEME}{text} is the repository of that name." if REPO.fullmatch(text) else None,
     )
 
@@ -170,12 +172,3 @@ def _storage(text: str) -> Place:
     from pipeline.publish.bucket import BucketPlace
 
     return BucketPlace(found["base"], found["name"])
-
-
-def _near(path: Path, text: str) -> str:
-    """The published folder of nearly this name."""
-    try:
-        names = [found.name for found in (path.parent / RELEASES).iterdir()]
-    except OSError:
-        return ""
-    return did_you_mean(text, [str(Path(text).with_name(name)) for name in names])

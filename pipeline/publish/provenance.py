@@ -4,11 +4,9 @@ The statement is in-toto's Statement v1 (https://in-toto.io/Statement/v1) with S
 (https://slsa.dev/spec/v1.0/provenance); what the parameters of this build type mean is said in docs/provenance.md. It
 is what the publisher says: it claims no SLSA level, and it is worth as much as the signature over the release.
 
-The bill of materials lists what the stages kept of the environments that they ran in, and not what is installed when
-a release is put together. A distribution that several stages ran on is one component, whose property
-``quantmint:stages`` names them; of two versions there are two. A stage that kept no environment adds the tools that
-its record names. `quantmint.json`, the statement and the bill are three readings of one `Lineage`, so that none says
-what another does not.
+The bill of materials lists what the stages kept of the environments that they ran in, a distribution that several
+stages ran on once; a stage that kept no environment adds the tools that its record names. `quantmint.json`, the
+statement and the bill are three readings of one `Lineage`, so that none says what another does not.
 """
 
 from __future__ import annotations

@@ -5,10 +5,8 @@
 
 A finding says where and of which kind, never what. The forms are those of detect-secrets, read from its detectors and
 never verified, as its verification sends what it found to whoever would accept it; ours for what it does not know;
-and the values of this process's own credentials, whatever they look like. Left out are its detectors of high entropy,
-of a word beside a digest (IBM, SoftLayer, Cloudant) and of capital letters (Artifactory), because a release is full
-of digests and of words; and npm's, whose time grows with the square of a line. A vocabulary holds every word that
-there is, so it is searched only for what cannot be a word.
+and the values of this process's own credentials. Left out are its detectors of high entropy, of a word beside a digest
+and of capital letters, because a release is full of digests and words.
 """
 
 from __future__ import annotations

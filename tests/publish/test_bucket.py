@@ -75,11 +75,6 @@ def test_files_come_first_then_the_manifest_then_what_points_to_them(bucket: Buc
     assert bucket.server.writes() == []
 
 
-def test_a_preflight_leaves_nothing(bucket: Bucket, make_release: MakeRelease) -> None:
-    bucket.place().preflight(make_release("one"))
-    assert bucket.objects() == []
-
-
 def test_killed_in_the_upload_then_resumed(bucket: Bucket, make_release: MakeRelease, tmp_path: Path) -> None:
     """No object that arrived is sent again, and readers keep what they had."""
     publish(bucket.place(), make_release("old", day=1))
@@ -270,18 +265,6 @@ def test_a_bucket_or_server_that_is_not_there(bucket: Bucket, make_release: Make
     with pytest.raises(StageError, match="could not list") as away:
         BucketPlace("s3://bucket", "r", "http://127.0.0.1:9").preflight(make_release("one"))
     assert away.value.transient
-
-
-@pytest.mark.parametrize(
-    ("url", "endpoint", "told"),
-    [
-        ("nosuch://bucket", None, "found nosuch://, expected one of s3://"),
-        ("gs://bucket", "http://localhost:9000", "found an endpoint, which only s3:// has"),
-    ],
-)
-def test_addresses_that_are_none(url: str, endpoint: str | None, told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        BucketPlace(url, "r", endpoint).releases()
 
 
 def test_a_server_of_the_environment(

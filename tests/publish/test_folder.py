@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import shutil
@@ -223,18 +222,3 @@ def test_a_full_disk(small_disk: Path, make_release: MakeRelease) -> None:
     publish(folder, make_release("two"))
     assert shown(folder) == contents(make_release("two"))
     assert leftovers(folder) == []
-
-
-def test_a_folder_that_cannot_be_written(
-    folder: Path, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    publish(folder, make_release("one"))
-    new = make_release("two")
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(StageError, match=r"nothing was published: .*Read-only"):
-        publish(folder, new)
-    monkeypatch.undo()
-    assert shown(folder) == contents(make_release("one"))

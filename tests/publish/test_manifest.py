@@ -100,12 +100,6 @@ def test_a_name_that_is_not_safe(edited: Edited, name: str) -> None:
             manifests.decode(edited(change))
 
 
-@pytest.mark.parametrize("name", [MANIFEST, SIGNATURE])
-def test_what_cannot_list_itself(edited: Edited, name: str) -> None:
-    with pytest.raises(ManifestError, match="cannot have a digest"):
-        manifests.decode(edited(listing(name)))
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -148,21 +142,6 @@ def test_a_key_that_comes_twice_hides_nothing(manifest: Manifest) -> None:
     raw = manifests.encode(manifest).replace(b'"files": {', b'"files": {}, "files": {', 1)
     with pytest.raises(ManifestError, match="'files' twice"):
         manifests.decode(raw)
-
-
-def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="cannot be read"):
-        manifests.read(tmp_path / MANIFEST)
-    with (tmp_path / MANIFEST).open("wb") as file:
-        file.truncate(manifests.LARGEST + 1)
-    with pytest.raises(ManifestError, match="at most"):
-        manifests.read(tmp_path / MANIFEST)
-
-
-def test_what_would_not_be_read_is_not_written(manifest: Manifest, tmp_path: Path) -> None:
-    with pytest.raises(ManifestError):
-        manifests.write(tmp_path / MANIFEST, replace(manifest, files={"../x": Digest(1, A)}))
-    assert not (tmp_path / MANIFEST).exists()
 
 
 @pytest.mark.parametrize(

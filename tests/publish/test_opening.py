@@ -33,14 +33,6 @@ def test_a_published_folder(text: str) -> None:
     assert target.address == str(Path.cwd() / "published" / "llama")
 
 
-def test_a_folder_that_is_current_is_named_by_its_link() -> None:
-    published("published", "llama")
-    release = Path("published/.releases/llama/v20261121-01234567")
-    release.mkdir()
-    Path("published/llama").symlink_to(Path(".releases/llama") / release.name)
-    assert open_place("published/llama").address == str(Path.cwd() / "published" / "llama")
-
-
 def test_a_repository() -> None:
     for text in ("my-org/Llama-3.3-70B", "hf://my-org/Llama-3.3-70B"):
         place = open_place(text)

@@ -47,22 +47,3 @@ def test_through_a_bucket(bucket: Any, tmp_path: Path, monkeypatch: Any) -> None
     assert brought.record.result == {"score": 0.5}
     assert Store(tmp_path / "two").find("evaluate", DIGEST) is not None
     assert warnings == []
-
-
-def test_two_sites_that_send_at_once_do_not_mix(bucket: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.url)
-    progress = PlainReporter()
-    one, other = _made(tmp_path / "one", "one"), _made(tmp_path / "other", "other")
-    warnings: list[str] = []
-    url = f"s3://{bucket.name}/tier"
-
-    def meanwhile() -> None:
-        open_tier(url, warnings.append, device_here).send(other, {}, progress)
-
-    bucket.server.faults.append(Fault(f"PUT /.*/{DIGEST}.json", first=meanwhile))
-    open_tier(url, warnings.append, device_here).send(one, {}, progress)
-    with Store(tmp_path / "two").working("evaluate", DIGEST) as work:
-        brought = open_tier(url, warnings.append, device_here).bring(work, {}, progress)
-    assert brought is not None
-    assert brought.file("samples/gsm8k.jsonl").read_text() == "other" * 1000
-    assert warnings == []

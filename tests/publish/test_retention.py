@@ -43,14 +43,3 @@ def test_only_what_is_old_enough() -> None:
     assert days(releases, keep=1, older_than=timedelta(days=5), now=NOW) == [20, 10]
     assert days(releases, keep=3, older_than=timedelta(days=5), now=NOW) == [10]
     assert days(releases, keep=1, older_than=timedelta(0), now=NOW) == [28, 20, 10]
-
-
-def test_times_are_compared_and_not_their_texts() -> None:
-    later, earlier = made(2, zone="-12:00"), made(2, zone="+12:00")
-    assert outdated([earlier, later, made(1)], keep=2) == (made(1).tag,)
-    assert days([made(3, zone="+13:00"), made(2, zone="-12:00")], keep=1) == [3], "it was made an hour earlier"
-
-
-def test_nothing_would_stay() -> None:
-    with pytest.raises(ValueError, match="keep is 0, expected at least 1"):
-        outdated([made(1)], keep=0)

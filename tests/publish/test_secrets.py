@@ -11,8 +11,6 @@ import hashlib
 import json
 import socket
 import struct
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,48 +178,6 @@ def test_across_the_edges_of_what_is_read_at_once(tmp_path: Path, at: int, end: 
     secret = SECRETS["Hugging Face token"]
     text = "\n" + "." * at + secret + "." * end
     assert looked(tmp_path, "a.json", text) == (Secret("a.json", 2, "Hugging Face token"),)
-
-
-def test_a_hundred_megabytes_are_streamed(tmp_path: Path) -> None:
-    """Eight here: what is in memory does not grow with it."""
-    rows = "".join(f'{{"doc": "{hashlib.sha256(bytes([n])).hexdigest()}"}},\n' for n in range(256))
-    path = tmp_path / "samples.json.gz"
-    with gzip.open(path, "wt", compresslevel=1) as file:
-        for _ in range((8 << 20) // len(rows)):
-            file.write(rows)
-        file.write(SECRETS["GitHub token"])
-    detectors({})  # what imports take is not of the text
-    tracemalloc.start()
-    try:
-        [found] = findings({"quantmint/samples/t.json.gz": path}, {})
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert found.line == (8 << 20) // len(rows) * 256 + 1
-    assert peak < 12 << 20
-
-
-def test_tokenizers(models: Callable[..., Path], tmp_path: Path) -> None:
-    """The tiny model's, and one that learned its words from programs that handle passwords and keys."""
-    import email
-    import http
-    import logging
-
-    from tokenizers import Tokenizer, pre_tokenizers, trainers
-    from tokenizers import models as kinds
-
-    assert findings({path.name: path for path in models("llama").iterdir()}, {}) == ()
-    learned = Tokenizer(kinds.BPE())
-    learned.pre_tokenizer = pre_tokenizers.ByteLevel()
-    rooms = [Path(str(module.__file__)).parent for module in (email, http, logging)]
-    texts = [str(path) for room in rooms for path in sorted(room.glob("*.py"))]
-    words = [*(text for text in SECRETS["private key"].split()), "password", "Bearer", "hf_", "AKIA", "://user:pass@"]
-    learned.train(texts, trainers.BpeTrainer(vocab_size=20_000, show_progress=False, special_tokens=words))
-    learned.save(str(tmp_path / "tokenizer.json"))
-    learned.model.save(str(tmp_path))
-    files = {name: tmp_path / name for name in ("tokenizer.json", "vocab.json", "merges.txt")}
-    assert files["tokenizer.json"].stat().st_size > 500_000
-    assert findings(files, {}) == ()
 
 
 def test_paths_in_a_home_folder(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from in_toto_attestation.v1.resource_descriptor import ResourceDescriptor
 from in_toto_attestation.v1.statement import Statement
 from packageurl import PackageURL
 
-from pipeline.publish.manifest import Base, Serving
-from pipeline.publish.provenance import BUILD_TYPE, encode, purl, statement
+from pipeline.publish.provenance import BUILD_TYPE, encode, statement
 from pipeline.publish.release import CARD
 from tests.publish.lineages import COMMIT, FILES, JUDGED, LINEAGE, OTHER, REPORTED, STARTED, A, B
 
@@ -91,13 +89,6 @@ def test_what_it_was_made_from(said: dict[str, Any]) -> None:
     ]
 
 
-def test_a_folder_goes_by_its_files() -> None:
-    lineage = replace(LINEAGE, base=Base(None, None, B, {"config.json": A}), serving=Serving("vllm 0.32.0", None))
-    first, second, *_ = dependencies(statement(lineage, FILES, "0.1.0"))
-    assert first == {"name": "base/config.json", "digest": {"sha256": A}}
-    assert second["name"].startswith("calibration/")
-
-
 def test_how_and_when(said: dict[str, Any]) -> None:
     definition, details = said["predicate"]["buildDefinition"], said["predicate"]["runDetails"]
     assert definition["externalParameters"] == {"recipe": LINEAGE.recipe}
@@ -107,15 +98,6 @@ def test_how_and_when(said: dict[str, Any]) -> None:
     assert details["metadata"] == {"invocationId": gate.fingerprint, "startedOn": STARTED, "finishedOn": REPORTED}
     assert details["builder"]["version"] == {"quantmint": "0.1.0"}
     assert JUDGED not in (details["metadata"]["startedOn"], details["metadata"]["finishedOn"])
-
-
-@pytest.mark.parametrize(
-    ("name", "version"), [("torch", "2.13.0+cpu"), ("Ruamel_Yaml", "0.18"), ("vllm", "0.32.1.dev3+g0a1b2c3")]
-)
-def test_package_urls(name: str, version: str) -> None:
-    parsed = PackageURL.from_string(purl(name, version))
-    assert (parsed.type, parsed.name, parsed.version) == ("pypi", name.lower().replace("_", "-"), version)
-    assert str(parsed) == purl(name, version)
 
 
 def test_the_page_that_the_build_type_names() -> None:

@@ -101,7 +101,9 @@ class HubPlace(Place):
         if repository is None:
             return Difference(sorted(release.files))
         opened = self._opened(release, repository)
-        if self._require_own(release, repository) or (opened and self._goes_on(opened, repository)):
+        if self._require_own(release, repository) or (
+            opened and self._starts_from(repository.requests[opened][0], repository.head)
+        ):
             return Difference()
         there = tree(self._client(), self._base(repository, candidate)[1])
         missing = [name for name, file in sorted(release.files.items()) if not is_same(there.get(name), file)]
@@ -278,10 +280,6 @@ class HubPlace(Place):
         heads = {number: commit for number, (commit, title) in known if title == title_of(release)}
         held = (number for number, commit in heads.items() if not differences(tree(self._client(), commit), release))
         return next(held, None)
-
-    def _goes_on(self, number: int, repository: Repository) -> bool:
-        """Whether a pull request still starts from `main`."""
-        return self._starts_from(repository.requests[number][0], repository.head)
 
     def _landed(self, client: Client, release: Release, branch: str) -> str | None:
         """The head of a branch, where it holds the release: the answer to its commit was lost."""

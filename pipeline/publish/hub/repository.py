@@ -3,16 +3,9 @@
 No byte is fetched to know whether files are a release's: the Hub tells the SHA-256 of each large file, and for the
 others the hash that git gives them, which follows from the bytes that are here.
 
-**What resumes.** The Hub keeps objects by what they contain, so the same command sends only what is not there.
-
-- Xet (what huggingface.co speaks, through ``hf_xet``): files are cut into chunks by their content, and a chunk that the
-  store has is not sent: after an interruption a shard goes on in its middle, and a new release of the same model sends
-  what differs. The file is read once, and its SHA-256 is taken from the very bytes that are sent.
-- LFS over HTTP (``HF_HUB_DISABLE_XET=1``, or a server without Xet): an object that is there is not sent again, so an
-  interruption costs at most the shard that was under way. Within one run a part of a large shard that broke off is
-  repeated alone.
-
-Either way the client's SHA-256 is held against the manifest's before a commit: what changed after the gate is refused.
+An object that is there is not sent again: through Xet (``hf_xet``, what huggingface.co speaks) a shard goes on in its
+middle, by LFS over HTTP an interruption costs at most the shard that was under way. Either way the client's SHA-256 is
+held against the manifest's before a commit: what changed after the gate is refused.
 """
 
 from __future__ import annotations

@@ -36,22 +36,8 @@ def test_a_benchmark_of_the_hub_has_its_file() -> None:
     assert "95% interval of" in entry.notes
 
 
-def test_a_whole_benchmark_says_so() -> None:
-    notes = entries(with_accuracy(items=1319))[".eval_results/gsm8k.yaml"].notes
-    assert "1,319 items" in notes
-    assert " of 1,319" not in notes
-
-
 def test_a_score_by_another_metric_is_another_score() -> None:
     assert entries(with_accuracy(metric="exact_match_flexible")) == {}
-
-
-def test_other_benchmarks_by_their_own_names() -> None:
-    found = entries(with_accuracy(task="gpqa_diamond_cot_zeroshot", items=198))
-    entry = found[".eval_results/gpqa_diamond_cot_zeroshot.yaml"]
-    assert (entry.dataset_id, entry.task_id) == ("Idavidrein/gpqa", "gpqa_diamond")
-    found = entries(with_accuracy(task="mmlu_pro"))
-    assert found[".eval_results/mmlu_pro.yaml"].dataset_id == "TIGER-Lab/MMLU-Pro"
 
 
 def test_no_address_for_what_is_not_on_the_hub() -> None:

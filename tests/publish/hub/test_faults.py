@@ -87,28 +87,6 @@ def test_killed_after_any_request_the_same_command_goes_on(
         require_finished(publisher, release, way, repo)
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
-def test_any_request_may_fail_or_lose_its_answer(
-    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setattr(publisher.hub, "page", 99)
-    release = make_release("one")
-    go(publisher, release, way, "my-org/first")  # what the library asks once a process
-    with killed_after(0, monkeypatch) as requests:
-        go(publisher, release, way, "my-org/whole")
-    methods = [request.split()[0] for request in requests]
-    for number, method in enumerate(methods):
-        if method == "GET" and requests[number] in requests[:number]:
-            continue
-        repo, earlier = f"my-org/fault-{number}", methods[:number].count(method)
-        answer: dict[str, Any] = {"status": 503} if method == "GET" else {"lost": True}
-        fault = Fault(method, "", skip=earlier, **answer)
-        publisher.hub.faults.append(fault)
-        go(publisher, release, way, repo)
-        assert fault.times == 0
-        require_finished(publisher, release, way, repo)
-
-
 def test_killed_within_the_upload_finished_shards_are_not_sent_again(
     publisher: Publisher, make_release: MakeRelease, forked: Callable[[Callable[[], None]], int]
 ) -> None:

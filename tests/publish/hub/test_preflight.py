@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.publish.hub import access
 from pipeline.publish.hub.access import LARGEST_FILE, require_names
 from pipeline.publish.release import Release
 from pipeline.store.files import File
@@ -82,23 +80,6 @@ def test_organisations(publisher: Publisher, make_release: MakeRelease) -> None:
     refused(publisher, release, "may not write in read-org: found the role read", "read-org/tiny")
 
 
-@pytest.mark.parametrize(
-    ("who", "reason"),
-    [
-        ({"name": "me", "orgs": [{"name": "o", "roleInOrg": "contributor"}]}, None),
-        ({"name": "me", "orgs": [{"name": "o"}], "auth": {"type": "oauth"}}, None),
-        ({"name": "o", "type": "org"}, None),
-        ({"name": "me"}, "me is no member of o"),
-        ({"name": "o", "auth": {"accessToken": {"role": "read"}}}, "the token may only read"),
-        ({"name": "o", "auth": {"accessToken": {"role": "write"}}}, None),
-        ({"name": "o", "auth": {"accessToken": {"role": "fineGrained"}}}, "the token is not allowed to create"),
-    ],
-)
-def test_what_the_hub_tells_of_a_token(who: Mapping[str, Any], reason: str | None) -> None:
-    found = access._refusal(who, "o/r", exists=False, collection=False)
-    assert found is None if reason is None else found is not None and found.startswith(reason)
-
-
 def test_a_public_repository_for_a_private_recipe(publisher: Publisher, make_release: MakeRelease) -> None:
     publisher.api.create_repo(REPO, private=False)
     refused(publisher, make_release("one"), f"{REPO} is public, and the recipe says private: true")
@@ -137,15 +118,6 @@ def test_names(make_release: MakeRelease, name: str, reason: str) -> None:
     release = make_release("one")
     with pytest.raises(UserError, match=re.escape(reason)):
         require_names(REPO, replace(release, files={**release.files, name: release.files["config.json"]}))
-
-
-def test_names_of_repositories(make_release: MakeRelease) -> None:
-    for repo in ("my-org/a--b", "my-org/" + "a" * 97, "my-org/tiny.git"):
-        with pytest.raises(UserError, match=r"repo_id|Repo_id|Repo id"):
-            require_names(repo, make_release("one"))
-    lacking = replace(make_release("one"), files={})
-    with pytest.raises(UserError, match=r"the release has no quantmint\.json"):
-        require_names(REPO, lacking)
 
 
 def test_a_file_that_the_hub_does_not_take(make_release: MakeRelease) -> None:

@@ -96,24 +96,3 @@ def test_a_dry_run_tells_exactly_what_then_happens(publisher: Publisher, make_re
         Operation("remove", "old.txt"),
         Operation("point", f"current of {REPO} to {second.tag}"),
     )
-
-
-def test_a_candidate_where_nothing_is_current_is_released(publisher: Publisher, make_release: MakeRelease) -> None:
-    release = make_release("one")
-    waiting = publisher.publish(release, candidate=True)
-    sent = publisher.sent()
-    found = publisher.publish(release)
-    assert (found.current, found.revision) == (True, waiting.revision)
-    assert publisher.files() == release.files.keys()
-    assert publisher.sent() == sent
-
-
-def test_an_empty_file_and_a_large_one_in_parts(
-    publisher: Publisher, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publisher.hub, "part", 1000)
-    release = make_release("one", files={"empty.json": b"", "big.safetensors": b"12345" * 700})
-    publisher.publish(release)
-    assert publisher.files() == release.files.keys()
-    assert len(publisher.hub.sent("PUT", "/storage-part/")) == 4 + -(-release.files[SHARD].size // 1000)
-    assert publisher.told.bars == [[release.size, release.size]]

@@ -85,28 +85,3 @@ def test_main_moves_before_the_merge(publisher: Publisher, make_release: MakeRel
     assert statuses(publisher) == {1: "closed", 2: "merged"}
     assert publisher.files() == release.files.keys()
     assert len(publisher.sent()) == 1
-
-
-def test_main_moves_with_the_merge(publisher: Publisher, make_release: MakeRelease) -> None:
-    release = make_release("one")
-    with pytest.raises(Exception, match=r"main has not become .*: NOTES\.md differs"):
-        publish_while_main_moves(publisher, release, before="/merge")
-    assert publisher.tags() == {}, "what is not whole has no tag"
-    publisher.publish(release, **BY_REQUEST)
-    assert publisher.files() == release.files.keys()
-    assert publisher.tags().keys() == {release.tag}
-
-
-def test_another_one_s_request_of_that_title_is_left_alone(publisher: Publisher, make_release: MakeRelease) -> None:
-    release = make_release("one")
-    publisher.api.create_repo(REPO, private=True)
-    publisher.api.upload_file(
-        path_or_fileobj=b"x",
-        path_in_repo="x.txt",
-        repo_id=REPO,
-        create_pr=True,
-        commit_message=f"{release.tag}: the model one",
-    )
-    publisher.publish(release, **BY_REQUEST)
-    assert statuses(publisher) == {1: "open", 2: "merged"}
-    assert publisher.files() == release.files.keys()

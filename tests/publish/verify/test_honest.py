@@ -14,7 +14,7 @@ import pytest
 
 from eval import suites
 from pipeline.publish.verify.files import Trust
-from pipeline.publish.verify.subject import Check, Outcome, exit_code, fails, not_checked
+from pipeline.publish.verify.subject import Outcome, exit_code
 from tests.publish.verify.conftest import Quantmint, Verify
 
 NAMES = [
@@ -31,15 +31,6 @@ def test_every_check_of_a_signed_release_holds(signed: Path, keys: Keys, check: 
     assert {name: found.reason for name, found in checks.items() if found.outcome is not Outcome.OK} == {}
     assert "over every one of" in checks["signature"].reason
     assert {path: path.stat().st_mtime_ns for path in signed.rglob("*")} == before
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "code"),
-    [((), 0), ((Outcome.OK,), 0), ((Outcome.OK, Outcome.NOT_CHECKED), 3), ((Outcome.NOT_CHECKED, Outcome.FAILS), 1)],
-)
-def test_what_could_not_be_checked_is_not_verified(outcomes: tuple[Outcome, ...], code: int) -> None:
-    assert exit_code([Check("x", outcome, "") for outcome in outcomes]) == code
-    assert (fails("x", "a", "b").details, not_checked("x", "a").outcome) == (("b",), Outcome.NOT_CHECKED)
 
 
 def test_without_a_key_a_signature_proves_nothing(signed: Path, quantmint: Quantmint) -> None:
