@@ -14,6 +14,7 @@ import click
 
 if TYPE_CHECKING:
     from pipeline.base.progress import Reporter
+    from pipeline.clusters.submit.pod import Pod
     from pipeline.stages.stage import Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -99,6 +100,82 @@ def jobs_option(function: F) -> F:
         help="Run each recipe as a job of a Ray cluster whose nodes see these files, on a node with GPUs free for it: "
         "ray is $RAY_ADDRESS or this machine's, else its dashboard.",
     )(function)
+
+
+def fleet_options(function: F) -> F:
+    """What every fleet takes: how many recipes at a time, where, how often again, and who is told."""
+    options = (
+        click.option(
+            "--jobs",
+            type=click.IntRange(min=1),
+            help="Recipes at a time (default: one for each device, one without any; --on: all).",
+        ),
+        devices_option,
+        jobs_option,
+        click.option(
+            "--retries",
+            type=click.IntRange(min=0),
+            default=3,
+            show_default=True,
+            help="How often a recipe is tried again after a fault of a network or a server.",
+        ),
+        click.option(
+            "--metrics-file",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help="Keep metrics for Prometheus in this file, for the node exporter's textfile collector.",
+        ),
+        device_option,
+        vllm_option,
+        store_option,
+        remote_option,
+        json_option,
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def pod_options(function: F) -> F:
+    """What a pod gets from its cluster; `pod_of` reads them."""
+    options = (
+        click.option("--namespace", help="Kubernetes: namespace (default: the context's)."),
+        click.option(
+            "--image", default=lambda: os.environ.get("QUANTMINT_IMAGE"), help="Kubernetes: best NAME@sha256:..."
+        ),
+        click.option(
+            "--pvc", "claims", metavar="CLAIM[:/PATH]", multiple=True, help="Kubernetes: volume; the first is /work."
+        ),
+        click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="Kubernetes."),
+        click.option(
+            "--pod-template",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help="Kubernetes: YAML file with what the cluster wants of every pod: tolerations, sidecars.",
+        ),
+        click.option(
+            "--secret",
+            "secrets",
+            metavar="VAR=SECRET[:KEY]",
+            multiple=True,
+            help="Kubernetes: such as HF_TOKEN=hub:token. GitHub: NAME, a secret of the repository.",
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def pod_of(given: Mapping[str, Any], **more: Any) -> Pod:
+    """The pod that `pod_options` describe; ``more`` are fields of it."""
+    from pipeline.clusters.submit.pod import Pod, parse_claim, parse_pairs, parse_reference, read_template
+
+    return Pod(
+        image=given["image"],
+        claims=tuple(map(parse_claim, given["claims"])),
+        secrets=tuple(map(parse_reference, given["secrets"])),
+        selector=parse_pairs("--node-selector", given["node_selector"]),
+        given=None if given["pod_template"] is None else read_template(given["pod_template"]),
+        **more,
+    )
 
 
 def jobs_address(on: str | None, devices: tuple[int, ...] | None) -> str | None:

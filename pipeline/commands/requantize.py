@@ -11,12 +11,10 @@ import click
 
 from pipeline.commands.options import (
     device_option,
-    devices_option,
     emit,
+    fleet_options,
     jobs_address,
-    jobs_option,
     json_option,
-    remote_option,
     store_option,
     vllm_option,
 )
@@ -127,20 +125,6 @@ def _explained(one: Due) -> Iterator[str]:
     help="Only what is due; or all, what was judged before and what failed lately too.",
 )
 @_folder_option
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    help="Recipes at a time (default: one for each device, one without any; --on: all).",
-)
-@devices_option
-@jobs_option
-@click.option(
-    "--retries",
-    type=click.IntRange(min=0),
-    default=3,
-    show_default=True,
-    help="How often a recipe is tried again after a fault of a network or a server.",
-)
 @click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), help="Hours that all may take together.")
 @click.option(
     "--max-disk",
@@ -153,16 +137,7 @@ def _explained(one: Due) -> Iterator[str]:
 )
 @click.option("--wait/--no-wait", default=True, help="Wait for a recipe that another process works on, or leave it.")
 @click.option("--dry-run", is_flag=True, help="Only say what would run, in which order, on which devices, and why.")
-@click.option(
-    "--metrics-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Keep metrics for Prometheus in this file, for the node exporter's textfile collector.",
-)
-@device_option
-@vllm_option
-@store_option
-@remote_option
-@json_option
+@fleet_options
 def requantize(
     recipes: tuple[str, ...],
     only_due: bool,

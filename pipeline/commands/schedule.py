@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.options import (
-    device_option,
-    devices_option,
     emit,
+    fleet_options,
     jobs_address,
     jobs_option,
     json_option,
+    pod_of,
+    pod_options,
     refuse_foreign,
-    remote_option,
-    store_option,
-    vllm_option,
 )
 
 if TYPE_CHECKING:
-    from pipeline.clusters.submit.pod import Pod
     from pipeline.upkeep.fleet.events import Event
     from pipeline.upkeep.schedule.export import Export
     from pipeline.upkeep.schedule.recipes import Scheduled
@@ -111,20 +108,7 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
 
 @command.command()
 @click.argument("recipes", nargs=-1)
-@click.option("--jobs", type=click.IntRange(min=1), help="Recipes at a time (default: one for each device; --on: all).")
-@devices_option
-@jobs_option
-@click.option("--retries", type=click.IntRange(min=0), default=3, show_default=True, help="After faults that pass.")
-@click.option(
-    "--metrics-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Keep metrics in this file, NAME.prom, for the node exporter.",
-)
-@device_option
-@vllm_option
-@store_option
-@remote_option
-@json_option
+@fleet_options
 def run(
     recipes: tuple[str, ...],
     devices: tuple[int, ...] | None,
@@ -210,24 +194,9 @@ class Log:
 @click.option(
     "--machine-timezone", metavar="ZONE", help="Time zone of the machine with the cron (default: this one's)."
 )
-@click.option("--image", help="Image with quantmint and vLLM; best by its digest.")
-@click.option("--namespace", help="Namespace of the CronJob.")
-@click.option("--pvc", "claims", metavar="CLAIM[:PATH]", multiple=True, help="Volume; the first one's is /work.")
-@click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="A label that the node must have.")
+@pod_options
 @click.option("--cpus", type=click.IntRange(min=1), help="CPU cores that are kept free for a pod.")
 @click.option("--memory", type=click.IntRange(min=1), metavar="GB", help="Host memory that is kept free for a pod.")
-@click.option(
-    "--pod-template",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="YAML file with what the cluster wants of every pod: tolerations, service account, sidecars.",
-)
-@click.option(
-    "--secret",
-    "secrets",
-    metavar="NAME[=SECRET[:KEY]]",
-    multiple=True,
-    help="Variable from a Secret of the cluster (HF_TOKEN=hub:token), or a secret of the GitHub repository (NAME).",
-)
 @click.option("--runner", metavar="LABEL,LABEL", help="Labels of the runner: self-hosted,mi300x.")
 @click.pass_context
 def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None, **given: Any) -> int:
@@ -309,6 +278,7 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
 
 def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[str, Any]) -> dict[str, str]:
     """The files of one form by their names."""
+    from pipeline.base.errors import UserError
     from pipeline.upkeep.schedule.machine import crontab, units, zone_of_machine
 
     if form == "cron":
@@ -319,7 +289,9 @@ def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[st
     elif form == "kubernetes":
         from pipeline.upkeep.schedule.export import cron_job
 
-        pod = _pod(given)
+        if given["image"] is None:
+            raise UserError("found no image", hint="Name one that has quantmint and vLLM: --image NAME@sha256:...")
+        pod = pod_of(given, cpus=given["cpus"], memory_gb=given["memory"])
         made = [cron_job(item, how, pod, given["namespace"]) for item in items]
     else:
         from pipeline.upkeep.schedule.export import workflow
@@ -327,24 +299,6 @@ def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[st
         runner = [label.strip() for label in (given["runner"] or "").split(",") if label.strip()]
         made = [workflow(item, how, runner=runner, secrets=given["secrets"]) for item in items]
     return {name: text for files in made for name, text in files.items()}
-
-
-def _pod(given: Mapping[str, Any]) -> Pod:
-    """What a pod gets from its cluster."""
-    from pipeline.base.errors import UserError
-    from pipeline.clusters.submit.pod import Pod, parse_claim, parse_pairs, parse_reference, read_template
-
-    if given["image"] is None:
-        raise UserError("found no image", hint="Name one that has quantmint and vLLM: --image NAME@sha256:...")
-    return Pod(
-        image=given["image"],
-        claims=tuple(map(parse_claim, given["claims"])),
-        secrets=tuple(map(parse_reference, given["secrets"])),
-        selector=parse_pairs("--node-selector", given["node_selector"]),
-        cpus=given["cpus"],
-        memory_gb=given["memory"],
-        given=None if given["pod_template"] is None else read_template(given["pod_template"]),
-    )
 
 
 def _named_there(name: str, form: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import emit, json_option, refuse_foreign, store_option
+from pipeline.commands.options import emit, json_option, pod_of, pod_options, refuse_foreign, store_option
 
 if TYPE_CHECKING:
     from pipeline.clusters.submit.place import Place, State, Task
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _FOR = {
     **dict.fromkeys(("partition", "account", "gres", "sbatch", "setup", "container", "mount"), ("slurm",)),
     **dict.fromkeys(
-        ("namespace", "image", "pvc", "workdir", "secret", "node_selector", "pod_template"), ("kubernetes",)
+        ("namespace", "image", "claims", "workdir", "secrets", "node_selector", "pod_template"), ("kubernetes",)
     ),
     "attached": ("ray",),
     "venv": ("slurm", "ray"),
@@ -51,17 +51,8 @@ _FOR = {
     multiple=True,
     help="Slurm: what else the container sees, besides what the recipe names.",
 )
-@click.option("--namespace", help="Kubernetes (default: the context's).")
-@click.option("--image", default=lambda: os.environ.get("QUANTMINT_IMAGE"), help="Kubernetes: best NAME@sha256:...")
-@click.option("--pvc", metavar="CLAIM[:/path]", multiple=True, help="Kubernetes: the shared volume (default: /work).")
+@pod_options
 @click.option("--workdir", metavar="/path", help="Kubernetes: where the run starts (default: the first volume).")
-@click.option("--secret", metavar="VAR=SECRET[:KEY]", multiple=True, help="Kubernetes: such as HF_TOKEN=hub:token.")
-@click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="Kubernetes.")
-@click.option(
-    "--pod-template",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Kubernetes: YAML file with what the cluster wants of every pod: tolerations, service account, sidecars.",
-)
 @click.option("--follow", is_flag=True, help="Show why it waits, then the log; end with the run's exit code.")
 @click.option(
     "--attached",
@@ -115,7 +106,7 @@ def command(context: click.Context, /, **given: Any) -> int:
 
 
 def _place(name: str, given: dict[str, Any]) -> Place:
-    from pipeline.clusters.submit.pod import Pod, parse_claim, parse_pairs, parse_reference, read_template
+    from pipeline.clusters.submit.pod import parse_pairs
 
     variables = parse_pairs("--env", given["env"])
     if name == "slurm":
@@ -135,15 +126,7 @@ def _place(name: str, given: dict[str, Any]) -> Place:
     if name == "kubernetes":
         from pipeline.clusters.submit.kubernetes import Kubernetes
 
-        pod = Pod(
-            image=given["image"],
-            claims=tuple(map(parse_claim, given["pvc"])),
-            folder=given["workdir"],
-            secrets=tuple(map(parse_reference, given["secret"])),
-            variables=variables,
-            selector=parse_pairs("--node-selector", given["node_selector"]),
-            given=None if given["pod_template"] is None else read_template(given["pod_template"]),
-        )
+        pod = pod_of(given, folder=given["workdir"], variables=variables)
         return Kubernetes(pod if given["image"] else None, namespace=given["namespace"])
     from pipeline.clusters.submit import ray
 
