@@ -119,9 +119,8 @@ def tune(
     from pipeline.base.progress import reporter_for
     from pipeline.base.times import parse_duration
     from pipeline.serving.knobs.table import table
-    from pipeline.serving.tuning.objective import Objective
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
-    from pipeline.serving.tuning.sweep import Design, Sweep, grid_size
+    from pipeline.serving.tuning.sweep import Design, Objective, Sweep, grid_size
     from pipeline.serving.tuning.trials import Budget, refuse_unless_rocm
     from pipeline.stages.tuning import open_subject
     from pipeline.stages.tuning import tune as measure
@@ -177,8 +176,7 @@ def tune(
 def _print(report: Report) -> None:
     """One row a plan: how each figure differs from the base plan's, `~` where that is noise; then what was not done."""
     from pipeline.commands.tables import table, terminal
-    from pipeline.serving.tuning.page import SHORT
-    from pipeline.serving.tuning.report import COMPARED, percent
+    from pipeline.serving.tuning.report import COMPARED, SHORT, percent
 
     noise = report["noise"]
     rows = table("plan", *(SHORT[name] for name in COMPARED), "launches", right=(*SHORT.values(), "launches"))
@@ -205,8 +203,7 @@ def _print(report: Report) -> None:
 def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
     """What would be tried, in its order."""
     from pipeline.base.errors import UserError
-    from pipeline.serving.tuning.space import BASE, TUNABLEOP, label
-    from pipeline.serving.tuning.subject import serving_with, tuning
+    from pipeline.serving.tuning.space import BASE, TUNABLEOP, label, serving_with, tuning
     from pipeline.serving.tuning.sweep import planned
     from pipeline.serving.tuning.trials import FOLDER
 

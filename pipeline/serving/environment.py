@@ -6,9 +6,7 @@
     vllm.version                  # "0.32.0+cpu", without importing vLLM, which takes some ten seconds
 
 vLLM lives in its own environment, because its pins clash with llm-compressor's. It is started, never imported. In a
-container, QUANTMINT_IMAGE names the image by its digest, because a tag can mean another tomorrow, and nothing inside
-knows what it was started from; the manifest that starts the container sets it. Another image is another server: what
-was measured with the one says nothing of the other, though the checkpoint stays as it is.
+container, QUANTMINT_IMAGE names the image by its digest: what was measured with one image says nothing of another.
 """
 
 from __future__ import annotations

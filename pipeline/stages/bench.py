@@ -20,9 +20,9 @@ from eval.measurements import CellResult, Launch, Side, order
 from eval.workloads import Cell
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.base.hardware import hardware
-from pipeline.serving.measuring.cell import LoadWatch, run_cell
-from pipeline.serving.measuring.sensors import Reading, sensor_for, summary
+from pipeline.serving.running.load import LoadWatch, run_cell
 from pipeline.serving.running.log import Finding, LogScan, broken_promises, checkpoint_quantization, scan_log
+from pipeline.serving.running.sensors import Reading, sensor_for, summary
 from pipeline.stages.serve import (
     SERVER_LOG,
     SIDES,
@@ -38,8 +38,8 @@ from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 
 if TYPE_CHECKING:
-    from pipeline.serving.measuring.sensors import Sensor
     from pipeline.serving.plan import LaunchPlan
+    from pipeline.serving.running.sensors import Sensor
     from pipeline.serving.running.server import Server
 
 LAUNCHES, LAUNCH = "launches.json", "launch.json"

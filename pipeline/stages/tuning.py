@@ -23,10 +23,19 @@ from pipeline.serving.environment import find_vllm
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import Target, profile
-from pipeline.serving.tuning.page import write
-from pipeline.serving.tuning.report import Report, report
-from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, Trial, default_axes
-from pipeline.serving.tuning.subject import STAGE, TUNED_FILE, Subject, machine_facts, planner
+from pipeline.serving.tuning.report import Report, report, write
+from pipeline.serving.tuning.space import (
+    BASE,
+    STAGE,
+    TUNABLEOP,
+    TUNED_FILE,
+    Axis,
+    Subject,
+    Trial,
+    default_axes,
+    machine_facts,
+    planner,
+)
 from pipeline.serving.tuning.sweep import Sweep, planned, run_sweep
 from pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, Trials, first_pass
 from pipeline.stages.launch import ServedModel, fetched, find_model, target_for

@@ -15,11 +15,11 @@ from eval.verdict import Verdict
 from pipeline.base.errors import InspectionError
 from pipeline.base.progress import PlainReporter
 from pipeline.serving.environment import VllmEnvironment, find_vllm
-from pipeline.serving.measuring.cell import result_file, run_cell
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
 from pipeline.serving.running.launchers import LocalLauncher
+from pipeline.serving.running.load import result_file, run_cell
 from pipeline.serving.running.server import Server
 from pipeline.stages.bench import read_launches
 from pipeline.stages.planning import build_plan

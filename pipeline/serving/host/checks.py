@@ -1,8 +1,5 @@
 """The checks of a machine as a table, and what they find.
 
-    >>> [finding.name for finding in examine(look(Machine())) if finding.status == "fail"]
-    ['vllm']
-
 The texts are `checks.yaml`; the functions that look are in `looks.py`. Nothing is ever changed.
 """
 

@@ -5,11 +5,9 @@
     >>> device_here("cpu")
     Device(hardware='cpu', name='AMD EPYC 9654 96-Core Processor')
 
-Instinct GPUs are read from the kernel's files, no ROCm tool is needed: KFD has a node for each GPU that computes, one a
-*partition* where a GPU is partitioned; amdgpu has a card for each device on the bus. ROCm numbers GPUs in the order of
-KFD's nodes. A node that the container's device rules deny has properties that cannot be read: it is not ours. (Linux,
-drivers/gpu/drm/amd/amdkfd/kfd_topology.c, include/uapi/linux/kfd_sysfs.h.) NVIDIA's are asked of nvidia-smi; a machine
-with neither serves on its CPU. Only GPUs that the environment leaves visible count.
+Instinct GPUs are read from the kernel's files, no ROCm tool is needed: KFD has a node for each GPU that computes, or
+for each *partition* of one, in the order of ROCm's numbers (Linux, drivers/gpu/drm/amd/amdkfd/kfd_topology.c). NVIDIA's
+are asked of nvidia-smi; a machine with neither serves on its CPU. Only GPUs that the environment leaves visible count.
 """
 
 from __future__ import annotations

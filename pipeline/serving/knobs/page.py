@@ -1,10 +1,4 @@
-"""The table of serving knobs as a page of the documentation.
-
-    >>> page().splitlines()[0]
-    '# Serving knobs'
-
-The page is `docs/serving-knobs.md`; nothing in it is written by hand.
-"""
+"""The table of serving knobs as a page of the documentation: `docs/serving-knobs.md`, none of it written by hand."""
 
 from __future__ import annotations
 

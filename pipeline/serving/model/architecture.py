@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from pipeline.base.errors import UserError
 
-Kind = Literal["full", "sliding", "chunked", "delta", "mamba1", "mamba2", "none"]
-"""What mixes the tokens of a layer: attention to all, to a window, to a chunk; a gated delta net; Mamba; nothing."""
+Kind = Literal["full", "sliding", "chunked", "delta", "mamba2", "none"]
+"""What mixes the tokens of a layer: attention to all, to a window, to a chunk; a gated delta net; Mamba-2; nothing."""
 
 Feed = Literal["dense", "experts", "none"]
 
@@ -40,11 +40,10 @@ _ATTENTION_KINDS: Mapping[str, Kind] = {
     "linear_attention": "delta", "mamba": "mamba2", "mamba2": "mamba2", "mlp": "none", "moe": "none",
 }  # fmt: skip
 
-_MARKS: Mapping[str, Kind] = {"M": "mamba2", "*": "full", "J": "mamba1"}
-"""Marks of Nemotron-H's pattern, in which - and E are feed-forward layers alone; J stands for Jamba's Mamba."""
+_MARKS: Mapping[str, Kind] = {"M": "mamba2", "*": "full"}
+"""Marks of Nemotron-H's pattern, in which - and E are feed-forward layers alone."""
 
-_PURE = {"mamba": "J", "falcon_mamba": "J", "mamba2": "M"}
-"""Models of nothing but Mamba layers, without feed-forward layers between them."""
+_UNPLANNED = ("jamba", "mamba", "falcon_mamba", "mamba2")
 
 _BLOCKS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E"}
 
@@ -69,7 +68,6 @@ class Delta:
     groups: int
     state: int
     kernel: int
-    time_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +119,10 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     """Read a parsed config.json. UserError where it names no layers or no hidden size."""
     found = dict(text_config(config))
     model_type = str(found.get("model_type") or config.get("model_type") or "")
+    if model_type in _UNPLANNED:
+        raise UserError(
+            f"config.json of a {model_type} model: models of Mamba-1, or of nothing but Mamba, have no plan."
+        )
     defaults = _DEFAULTS.get(model_type, {})
     text = {**defaults, **{key: value for key, value in found.items() if value is not None}}
     if isinstance(config.get("tie_word_embeddings"), bool):  # the outer model's, which may differ from its text part's
@@ -155,7 +157,7 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
         shared_experts=shared_experts,
         latent=_latent(text),
         indexer=(integer(text, "index_n_heads"), integer(text, "index_head_dim")) if text.get("index_topk") else None,
-        recurrent=_recurrent(text, hidden) if {"delta", "mamba1", "mamba2"} & set(kinds) else None,
+        recurrent=_recurrent(text, hidden) if {"delta", "mamba2"} & set(kinds) else None,
         mtp_layers=integer(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
         tied=bool(text.get("tie_word_embeddings", False)),
         fields=text,
@@ -202,19 +204,17 @@ def _recurrent(text: Mapping[str, Any], hidden: int) -> Delta:
     inner = int(hidden * float(text.get("mamba_expand") or text.get("expand") or 2))
     heads = integer(text, "mamba_n_heads", "mamba_num_heads", "num_heads")
     head_dim = integer(text, "mamba_d_head", "mamba_head_dim") or (inner // heads if heads else 1)
-    rank = integer(text, "mamba_dt_rank", "time_step_rank") or -(-hidden // 16)
     return Delta(
-        heads=heads or inner,
+        heads=heads,
         head_dim=head_dim,
         groups=integer(text, "mamba_n_groups", "n_groups") or 1,
         state=integer(text, "mamba_d_state", "ssm_state_size", "state_size") or 16,
         kernel=integer(text, "mamba_d_conv", "conv_kernel") or 4,
-        time_rank=0 if heads else rank,
     )
 
 
 def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind, ...]:
-    if marks := _blocks(text) or _PURE.get(model_type, "") * layers:
+    if marks := _blocks(text):
         return _translate(marks, _MARKS, "none")[:layers]
     named = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(named, list):
@@ -222,9 +222,6 @@ def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind,
     numbers = range(layers)
     if every := integer(text, "full_attention_interval"):
         return _alternate("delta", "full", every, layers)
-    if period := integer(text, "attn_layer_period"):  # Jamba
-        offset = integer(text, "attn_layer_offset")
-        return _translate(("*" if number % period == offset else "J" for number in numbers), _MARKS, "none")
     if model_type.startswith("llama4"):
         # A layer without rotary embedding (0) attends to everything; every fourth where nothing is listed.
         rope = text.get("no_rope_layers") or [int((number + 1) % 4 != 0) for number in numbers]
@@ -257,7 +254,7 @@ def _alternate(usual: Kind, last: Kind, every: int, layers: int) -> tuple[Kind, 
 
 
 def _feeds(text: Mapping[str, Any], model_type: str, layers: int, experts: int) -> tuple[Feed, ...]:
-    if marks := _blocks(text) or _PURE.get(model_type, "") * layers:
+    if marks := _blocks(text):
         return tuple(_feed_of_mark(mark) for mark in marks)[:layers]
     routed = (experts > 0 and _routed(text, model_type, number) for number in range(layers))
     return tuple(_feed_of_mark("E" if has_experts else "-") for has_experts in routed)
@@ -277,8 +274,6 @@ def _routed(text: Mapping[str, Any], model_type: str, number: int) -> bool:
         return number in listed if isinstance(listed, list) else (number + 1) % step == 0
     if number in (text.get("mlp_only_layers") or ()):
         return False
-    if period := integer(text, "expert_layer_period"):  # Jamba
-        return number % period == integer(text, "expert_layer_offset")
     if number < integer(text, "first_k_dense_replace", "moe_layer_start_index"):
         return False
     frequency = text.get("moe_layer_freq")

@@ -139,7 +139,7 @@ def _facts(
     attention: Attention = "mha" if attends else "none"
     if shape.latent:
         attention = "dsa" if shape.indexer else "mla"
-    linear = sum(kind in ("delta", "mamba1", "mamba2") for kind in kinds)
+    linear = sum(kind in ("delta", "mamba2") for kind in kinds)
     return ModelFacts(
         architecture=str((config.get("architectures") or [""])[0]),
         model_type=str(config.get("model_type") or shape.model_type),

@@ -252,14 +252,9 @@ def _recurrent(shape: Shape, prefix: str, layer: int, kind: str) -> Iterator[Pie
         yield _linear(f"{at}in_proj_qkvz", layer, "linear-attention", "tensor", 2 * groups + 2 * inner, hidden)
         yield _linear(f"{at}in_proj_ba", layer, "linear-attention", "tensor", 2 * sizes.heads, hidden)
         vectors = (2 * groups + inner) * sizes.kernel + 2 * sizes.heads + sizes.head_dim
-    elif kind == "mamba2":
+    else:
         yield _linear(f"{at}in_proj", layer, "linear-attention", "tensor", 2 * inner + 2 * groups + sizes.heads, hidden)
         vectors = (inner + 2 * groups) * (sizes.kernel + 1) + 3 * sizes.heads + inner
-    else:
-        yield _linear(f"{at}in_proj", layer, "linear-attention", "tensor", 2 * inner, hidden)
-        yield _linear(f"{at}x_proj", layer, "linear-attention", "tensor", sizes.time_rank + 2 * sizes.state, inner)
-        yield _linear(f"{at}dt_proj", layer, "linear-attention", "tensor", inner, sizes.time_rank)
-        vectors = inner * (sizes.kernel + 1 + sizes.state + 2) + sizes.time_rank + 2 * sizes.state
     yield _linear(f"{at}out_proj", layer, "linear-attention", "tensor", hidden, inner)
     yield _vector(f"{at}vectors", layer, "linear-attention", vectors, "tensor")
 

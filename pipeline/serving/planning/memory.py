@@ -190,7 +190,7 @@ def _state_bytes(facts: ModelFacts, mixer: str, tensor: int, kind: str) -> int:
     wide = kind == "cpu" or (asked or ("float32" if facts.shape.model_type == "nemotron_h" else "auto")) == "float32"
     inner, item = sizes.heads * sizes.head_dim, 4 if wide else 2
     groups = math.ceil(sizes.groups / tensor) * tensor if mixer == "mamba2" else sizes.groups
-    channels = inner if mixer == "mamba1" else inner + 2 * groups * sizes.state
+    channels = inner + 2 * groups * sizes.state
     return -(-channels // tensor) * (sizes.kernel - 1) * 2 + -(-inner // tensor) * sizes.state * item
 
 

@@ -6,12 +6,9 @@
 ``docker compose up`` runs all of a node; on several nodes every service has a profile, and ``docker compose --profile
 node-1 up`` is what the second node runs.
 
-The options are the plan's, from the table of knobs. Two that the guides give together exclude each other: with
-``--ipc=host`` a container has the host's /dev/shm, and docker sets ``--shm-size`` aside. The table takes the host's,
-because the ranks of RCCL meet in it also across the containers of a node; `quantmint doctor` looks at its size.
-
-The network is always the host's, so that the server can listen on the loopback interface like one without a container.
-Devices are all passed and selected by CUDA_VISIBLE_DEVICES: a number means the same inside and outside.
+The options are the plan's, from the table of knobs. The network is always the host's, so that the server can listen on
+the loopback interface like one without a container. Devices are all passed and selected by CUDA_VISIBLE_DEVICES: a
+number means the same inside and outside.
 """
 
 from __future__ import annotations

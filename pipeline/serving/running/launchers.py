@@ -8,7 +8,7 @@ or takes a server that already runs.
 
 Servers listen on 127.0.0.1 only. What tells replicas apart (port, devices) comes with each process of the plan. A
 container is no child of the docker client, whose output is the server's log: the supervisor stops and removes it by its
-name, also when our own end was SIGKILL. Ray takes part only in clusters of its own version and Python's.
+name, also when our own end was SIGKILL.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ from pipeline.serving.running.server import HOST, Server, fetch
 
 
 class LocalLauncher:
-    """Launches ``vllm serve`` with one executable on this machine.
+    """Launches ``vllm serve`` on this machine, ``node_rank`` of the plan.
 
-    ``node_rank`` says which machine of the plan this one is. ``stop_grace`` is how many seconds a server gets between
-    SIGTERM and SIGKILL.
+    ``stop_grace`` is how many seconds a server gets between SIGTERM and SIGKILL.
     """
 
     def __init__(self, vllm_executable: Path | str, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
@@ -62,7 +61,7 @@ class LocalLauncher:
         def start(process: Process, port: int | None) -> Child:
             return self._start(plan, process, port, log_path)
 
-        with deployed(plan, [process], start, startup_timeout=startup_timeout, say=_quiet) as running:
+        with deployed(plan, [process], start, startup_timeout=startup_timeout, say=lambda _: None) as running:
             yield running.servers[0]
 
     @contextmanager
@@ -96,10 +95,6 @@ class LocalLauncher:
 def listening(process: Process, port: int) -> list[str]:
     """The arguments that say where a server listens: on the loopback interface, unless its own say otherwise."""
     return [*([] if "--host" in process.argv else ["--host", HOST]), "--port", str(port)]
-
-
-def _quiet(_: str) -> None:
-    return
 
 
 _COMMAND = ("python", "-mpipeline.reference")
@@ -211,35 +206,19 @@ class Cluster:
     own: str
 
 
-class ClusterLauncher:
-    """``vllm`` is an environment with the cluster's own version of Ray.
-
-    ``stop_grace`` is how many seconds the server gets between SIGTERM and SIGKILL.
-    """
+class ClusterLauncher(LocalLauncher):
+    """One server here whose engine has the cluster's nodes; ``vllm`` has the cluster's own version of Ray."""
 
     def __init__(self, vllm: VllmEnvironment, cluster: Cluster, *, stop_grace: float = 15.0) -> None:
-        self.vllm = vllm
+        super().__init__(vllm.executable, stop_grace=stop_grace)
         self.cluster = cluster
-        self.stop_grace = stop_grace
 
-    @contextmanager
-    def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 3600.0) -> Iterator[Server]:
-        """The server on any free port of this machine while the block runs; the log goes to ``log_path``.
-
-        Raises as `LocalLauncher.launch` does, and as `require` does.
-        """
-        require_model(plan)
+    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path) -> Child:
         self.require(plan)
-        process = Process(0, "server", 0, (), None, {}, plan.argv)
-
-        def start(process: Process, port: int | None) -> Child:
-            assert port is not None  # noqa: S101 - a server has one
-            spread = () if plan.option(_EXECUTOR) is not None else (_EXECUTOR, "ray")
-            command = [str(self.vllm.executable), *process.argv[1:], *spread, *listening(process, port)]
-            return Child(command, self._environment(plan), log_path, grace=self.stop_grace)
-
-        with deployed(plan, [process], start, startup_timeout=startup_timeout, say=lambda _: None) as running:
-            yield running.servers[0]
+        assert port is not None  # noqa: S101 - a server has one
+        spread = () if plan.option(_EXECUTOR) is not None else (_EXECUTOR, "ray")
+        command = [str(self.executable), *process.argv[1:], *spread, *listening(process, port)]
+        return Child(command, self._environment(plan), log_path, grace=self.stop_grace)
 
     def require(self, plan: LaunchPlan) -> None:
         """UserError for engines parallel in data, which each node starts itself."""
@@ -323,15 +302,14 @@ class _Attached(Deployment):
     def watch(self) -> None:
         """Block until it leaves several questions in a row without an answer."""
         missed = 0
-        while True:
+        while missed < _MISSES:
+            time.sleep(_WATCH_S)
             try:
                 self.check()
                 missed = 0
             except ServingError:
                 missed += 1
-                if missed == _MISSES:
-                    raise
-            time.sleep(_WATCH_S)
+        self.check()
 
 
 def endpoint_url(text: str) -> str:

@@ -1,8 +1,5 @@
 """What a server's log says: the facts of a measurement, what makes its numbers void, why it did not start.
 
-    scan = scan_log(server.log_path.read_text())
-    scan.kv_tokens, scan.attention_backend, scan.invalid      # e.g. KV scales that defaulted to 1.0
-    broken_promises(plan, scan, quantization=checkpoint_quantization(folder))
     >>> diagnose("ERROR OSError: [Errno 98] Address already in use").message
     'the port was taken by another process'
 

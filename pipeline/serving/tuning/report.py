@@ -1,19 +1,35 @@
-"""What a sweep found, as `tuning.json` says it and the page shows it."""
+"""What a sweep found: `tuning.json`, and `tuning.html`, one page that loads nothing and runs no script."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, TypeAlias
 
 import yaml
 
-from pipeline.serving.tuning.objective import FIGURES, Figures, Objective, by_point, frontier, ratios
-from pipeline.serving.tuning.space import BASE, TUNABLEOP, Point, Value, change_label, label, value_in
-from pipeline.serving.tuning.subject import Tuned, device_name
-from pipeline.serving.tuning.sweep import Sweep
+from eval.report.page import environment
+from eval.report.plots import WIDE, colour, drawn, figure, inline, plain_ticks
+from pipeline.serving.plan import Process
+from pipeline.serving.render.invocation import command
+from pipeline.serving.tuning.space import (
+    BASE,
+    TUNABLEOP,
+    Point,
+    Tuned,
+    Value,
+    change_label,
+    device_name,
+    label,
+    value_in,
+)
+from pipeline.serving.tuning.sweep import FIGURES, Figures, Objective, Sweep, by_point, frontier, ratios
 from pipeline.serving.tuning.trials import Budget, Outcome
+from pipeline.store.disk import write_atomic
 
 COMPARED = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
@@ -118,10 +134,10 @@ def _frontiers(measured: Mapping[Point, Figures]) -> dict[str, list[Point]]:
     points = list(measured)
     lines = {}
     for cell in measured[points[0]] if points else ():
-        for figure in COMPARED[1:]:
+        for name in COMPARED[1:]:
             rows = [measured[point][cell] for point in points]
-            line = frontier([(row["output_throughput"], row[figure]) for row in rows])
-            lines[f"{cell}:{figure}"] = [points[index] for index in line]
+            line = frontier([(row["output_throughput"], row[name]) for row in rows])
+            lines[f"{cell}:{name}"] = [points[index] for index in line]
     return lines
 
 
@@ -231,3 +247,103 @@ def serve_yaml(section: Mapping[str, Any]) -> str:
 def _written(value: Value) -> Value | int:
     """Whole numbers without quotes, the way people write them."""
     return int(value) if isinstance(value, str) and value.isdecimal() and str(int(value)) == value else value
+
+
+PAGE, DATA = "tuning.html", "tuning.json"
+TITLES = {
+    "ttft_p99": "time to first token, 99th percentile, ms",
+    "itl_p99": "gap between tokens, 99th percentile, ms",
+    "itl_p50": "median gap between tokens, ms",
+}
+SHORT = {
+    "output_throughput": "tokens/s",
+    "ttft_p50": "TTFT p50",
+    "ttft_p99": "TTFT p99",
+    "itl_p50": "ITL p50",
+    "itl_p99": "ITL p99",
+}
+_RADIUS = 8.5  # of a mark, in pixels
+
+
+def write(folder: Path, report: Report) -> Path:
+    """Write `tuning.html` with `tuning.json` beside it; returns the path of the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    for name, text in ((DATA, data), (PAGE, render(report))):
+        write_atomic(folder / name, text.encode(), temporary=folder / f"{name}.partial")
+    return folder / PAGE
+
+
+def render(report: Report) -> str:
+    """Render the page."""
+    made = environment(Path(__file__).parent)
+    made.filters["change"] = percent
+    points, base_plan = report["points"], report["base"]
+    return made.get_template("page.html.j2").render(
+        report=report,
+        base=points[0] if points else None,
+        best=None if report["best"] is None else points[report["best"]],
+        cells=[(cell, _plots(report, cell["name"], index)) for index, cell in enumerate(report["cells"])],
+        bad=[point for point in points if point["status"] != "ok"],
+        compared=COMPARED,
+        short=SHORT,
+        tone=_tone,
+        command=command(Process(0, "server", 0, (), None, base_plan["env"], tuple(base_plan["argv"]))),
+    )
+
+
+def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
+    """Throughput against three latencies, by the latency's name."""
+    found = {}
+    if any(point["status"] == "ok" for point in report["points"]):
+        for name in TITLES:
+            wide = WIDE if name == "ttft_p99" else (WIDE - 32) // 2
+            found[name] = drawn(partial(pareto, report, cell, name), f"c{index}-{name}", wide=wide)
+    return found
+
+
+def _tone(name: str, change: float, noise: bool) -> str:
+    if noise:
+        return "shown"
+    return "pass" if (change > 1) == (name == "output_throughput") else "fail"
+
+
+def pareto(report: Report, cell: str, latency: str, *, width: int, name: str) -> str:
+    """Throughput against a latency, one numbered mark a point, with the frontier that nothing beats: an inline SVG."""
+    left, right, top, bottom, height = 58, 14, 14, 46, 320
+    points = [point for point in report["points"] if point["status"] == "ok"]
+    at = [(point["cells"][cell][latency], point["cells"][cell]["output_throughput"]) for point in points]
+    ranges = [(point["spread"][cell][latency], point["spread"][cell]["output_throughput"]) for point in points]
+    with figure(width, height) as (drawing, axis):
+        drawing.subplots_adjust(
+            left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height
+        )
+        for side, setter in enumerate((axis.set_xlim, axis.set_ylim)):
+            # Points that lie close together are not blown up to look far apart.
+            values = [value for both in ranges for value in both[side]]
+            room, middle = max(max(values) - min(values), 0.04 * max(values), 1e-6), (max(values) + min(values)) / 2
+            setter(max(0.0, middle - 0.62 * room), middle + 0.62 * room)
+        axis.grid(color=colour("rule"))
+        axis.set_xlabel(TITLES[latency])
+        axis.set_ylabel("output tokens/s")
+        plain_ticks(axis, x=width // 90, y=6)
+        line = frontier([(y, x) for x, y in at])
+        # From the lower edge, through the points, to the right edge: what lies below the line is beaten.
+        across = [at[line[0]][0], *(at[index][0] for index in line), axis.get_xlim()[1]]
+        up = [axis.get_ylim()[0], *(at[index][1] for index in line), at[line[-1]][1]]
+        axis.step(across, up, where="post", color=colour("candidate"), linewidth=1.6)
+        numbers = [point["number"] for point in points]
+        for index in sorted(range(len(points)), key=lambda index: (numbers[index] == report["best"], index == 0)):
+            (x, y), base, best = at[index], numbers[index] == 0, numbers[index] == report["best"]
+            ink = colour("pass" if best else "ink" if base else "candidate" if index in line else "muted")
+            for xs, ys in ((ranges[index][0], (y, y)), ((x, x), ranges[index][1])):
+                axis.plot(xs, ys, color=ink, linewidth=1.2, alpha=0.55, solid_capstyle="butt", zorder=2)
+            axis.plot([x], [y], "o", markersize=2 * _RADIUS, markerfacecolor=colour("paper"),
+                      markeredgecolor=ink, markeredgewidth=2.6 if best else 1.4, zorder=3)  # fmt: skip
+            axis.annotate("B" if base else str(numbers[index]), (x, y), (0, -0.5), ha="center", va="center",
+                          textcoords="offset points", fontsize=11, color=ink, zorder=4,
+                          fontweight="bold" if best or base else "normal")  # fmt: skip
+        said = "; ".join(
+            f"{point['label']}: {y:,.0f} tokens/s at {x:,.1f} ms" for point, (x, y) in zip(points, at, strict=True)
+        )
+        return inline(drawing, name=name, label=f"Output tokens/s against {TITLES[latency]}. {said}")

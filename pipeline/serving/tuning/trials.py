@@ -19,13 +19,12 @@ from eval.workloads import Cell
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import ServingError, StageError, UserError
 from pipeline.base.progress import Progress, Reporter
-from pipeline.serving.measuring.cell import run_cell
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running.launchers import LocalLauncher
+from pipeline.serving.running.load import run_cell
 from pipeline.serving.running.log import diagnose, scan_log
 from pipeline.serving.running.server import Server
-from pipeline.serving.tuning.space import BASE, Trial
-from pipeline.serving.tuning.subject import STAGE, TUNED_FILE, Subject, Tuned, tuning
+from pipeline.serving.tuning.space import BASE, STAGE, TUNED_FILE, Subject, Trial, Tuned, tuning
 from pipeline.store.disk import sha256_of
 from pipeline.store.tree import Store
 

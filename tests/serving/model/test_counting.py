@@ -27,23 +27,10 @@ RECURRENT = {
         "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 32,
         "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2, "vocab_size": 512, "tie_word_embeddings": True,
     }),
-    "jamba": ("JambaConfig", {
-        "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 4,
-        "attn_layer_offset": 2, "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_dt_rank": 8,
-        "vocab_size": 512, "use_mamba_kernels": False,
-    }),
     "nemotron_h": ("NemotronHConfig", {
         "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "layers_block_type": ["mamba", "mlp", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 32,
         "ssm_state_size": 16, "n_groups": 2, "vocab_size": 512,
-    }),
-    "mamba": ("MambaConfig", {
-        "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512, "state_size": 16, "time_step_rank": 4,
-    }),
-    "mamba2": ("Mamba2Config", {
-        "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512, "state_size": 16, "num_heads": 4, "head_dim": 32,
-        "n_groups": 2,
     }),
     "qwen3_next": ("Qwen3NextConfig", {
         "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,

@@ -15,11 +15,9 @@ from typing import Any
 from eval.workloads import Cell, Workload
 from pipeline.base.progress import PlainReporter
 from pipeline.serving.plan import LaunchPlan, Layout
-from pipeline.serving.tuning.objective import Objective
 from pipeline.serving.tuning.report import Report
-from pipeline.serving.tuning.space import Axis, Value
-from pipeline.serving.tuning.subject import Subject
-from pipeline.serving.tuning.sweep import Design, Sweep
+from pipeline.serving.tuning.space import Axis, Subject, Value
+from pipeline.serving.tuning.sweep import Design, Objective, Sweep
 from pipeline.serving.tuning.trials import Budget
 from pipeline.stages.tuning import tune
 from pipeline.store.tree import Store

@@ -12,12 +12,10 @@ import pytest
 from eval.measurements import CellResult
 from eval.workloads import Cell, Workload
 from pipeline.recipe.load import load_recipe
-from pipeline.serving.tuning import page
-from pipeline.serving.tuning.objective import Objective
+from pipeline.serving.tuning import report as page
 from pipeline.serving.tuning.report import Report, report, serve_section, serve_yaml
-from pipeline.serving.tuning.space import BASE, Axis, Point, Trial
-from pipeline.serving.tuning.subject import Subject
-from pipeline.serving.tuning.sweep import Design, Sweep
+from pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial
+from pipeline.serving.tuning.sweep import Design, Objective, Sweep
 from pipeline.serving.tuning.trials import Budget, Outcome
 from tests.pages import Tags, contrast, visit
 from tests.serving.tuning.sweeping import FakeVllm, planner_for

@@ -14,9 +14,8 @@ from eval.measurements import CellResult
 from pipeline.base.errors import UserError
 from pipeline.base.times import parse_duration
 from pipeline.serving.plan import LaunchPlan
-from pipeline.serving.tuning.objective import Judge, Objective, frontier
 from pipeline.serving.tuning.space import BASE, Axis, Trial, parse_knob, same, value_in, without_base_values
-from pipeline.serving.tuning.sweep import Design, Sweep, grid_size, planned
+from pipeline.serving.tuning.sweep import Design, Judge, Objective, Sweep, frontier, grid_size, planned
 from pipeline.serving.tuning.trials import Budget, Outcome
 
 FIGURE = st.integers(1, 40).map(float)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import ServingError
-from pipeline.serving.tuning.objective import Objective
+from pipeline.serving.tuning.sweep import Objective
 from pipeline.store.runs import list_runs
 from tests.serving.tuning.sweeping import run, starts, sweep_of
 

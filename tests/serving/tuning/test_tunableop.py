@@ -13,9 +13,8 @@ from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
-from pipeline.serving.tuning.space import BASE, Trial
-from pipeline.serving.tuning.subject import TUNED_FILE as FILE
-from pipeline.serving.tuning.subject import serving_with, tuning
+from pipeline.serving.tuning.space import BASE, Trial, serving_with, tuning
+from pipeline.serving.tuning.space import TUNED_FILE as FILE
 from pipeline.serving.tuning.trials import read_tuned, refuse_unless_rocm
 from tests.serving.conftest import write_tiny_llama
 from tests.serving.tuning.fake_vllm import CSV

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.processes import run_logged
-from pipeline.serving.measuring.cell import LoadWatch, Seen, Used, busiest, cpu_seconds
-from pipeline.serving.measuring.sensors import Reading
+from pipeline.serving.running.load import LoadWatch, Seen, Used, busiest, cpu_seconds
+from pipeline.serving.running.sensors import Reading
 
 CLIENT = """
 import sys, time

@@ -24,7 +24,7 @@ from eval import load_generator
 from eval.measurements import CellResult
 from eval.workloads import Cell
 from pipeline.base.processes import run_logged
-from pipeline.serving.measuring.sensors import Reading, Sensor
+from pipeline.serving.running.sensors import Reading, Sensor
 
 if TYPE_CHECKING:
     from pipeline.serving.environment import VllmEnvironment

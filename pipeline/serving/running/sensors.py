@@ -2,11 +2,6 @@
 
 Instinct GPUs by the files that amdgpu has of each: hwmon, and the firmware's own table for what throttles.
 
-    /sys/bus/pci/devices/0000:0c:00.0/hwmon/hwmon3/freq1_input     Hz of the shader clock
-                                                   temp*_input     thousandths of a degree, temp*_label says where
-                                                   power1_average  microwatts (power1_input on newer kernels)
-    /sys/bus/pci/devices/0000:0c:00.0/gpu_metrics                  binary, little-endian
-
 gpu_metrics 1.6 to 1.8 (MI300 and later; Linux, drivers/gpu/drm/amd/include/kgd_pp_interface.h) count how long each
 limiter was at work since the start; older tables have a status whose bits differ between chips, which is not read.
 NVIDIA's GPUs by nvidia-smi; a CPU by its cores' clocks.
