@@ -104,21 +104,14 @@ def _device(machine: Machine, facts: dict[str, str]) -> Path | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """A visible GPU: bytes of memory in all, and of them in use (None where the driver does not say)."""
-
-    memory: int
-    used: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Detected:
     """The accelerators that a launch could use here.
 
     ``hardware`` is a name of the table; ``gpus`` counts what ROCm or CUDA numbers, so partitions where GPUs are
     partitioned; ``hbm_bytes`` is the memory of the smallest, as its driver says, None on a CPU. ``compute_partition``
     and ``memory_partition`` are the modes of Instinct GPUs ("SPX", "NPS1"; "CPX+SPX" where they differ), None where
-    the driver has none. ``devices`` are the Instinct GPUs.
+    the driver has none. ``memory`` has the bytes of each GPU, and of them those in use, None where the driver does not
+    say. ``devices`` are the Instinct GPUs.
     """
 
     hardware: str
@@ -126,7 +119,7 @@ class Detected:
     hbm_bytes: int | None
     compute_partition: str | None = None
     memory_partition: str | None = None
-    memory: tuple[Gpu, ...] = ()
+    memory: tuple[tuple[int, int | None], ...] = ()
     devices: tuple[AmdGpu, ...] = ()
 
     @property
@@ -188,7 +181,7 @@ def _instinct(gpus: Sequence[AmdGpu]) -> Detected:
         hbm_bytes=min(gpu.memory for gpu in gpus),
         compute_partition=_mode([gpu.compute_partition for gpu in gpus]),
         memory_partition=_mode([gpu.memory_partition for gpu in gpus]),
-        memory=tuple(Gpu(gpu.memory, gpu.used) for gpu in gpus),
+        memory=tuple((gpu.memory, gpu.used) for gpu in gpus),
         devices=tuple(gpus),
     )
 
@@ -227,11 +220,11 @@ def _nvidia(machine: Machine) -> Detected | None:
         return None
     general = accelerators.hardware("cuda")
     # What the driver reserves is nobody's: the rest is what CUDA says there is, seen on an H200 to the last MiB.
-    memory = tuple(Gpu((_mib(whole) or 0) - (_mib(reserved) or 0), _mib(used)) for _, _, whole, reserved, used in rows)
+    memory = tuple(((_mib(whole) or 0) - (_mib(reserved) or 0), _mib(used)) for _, _, whole, reserved, used in rows)
     return Detected(
         hardware=_one_kind([accelerators.by_name(name) or general for _, name, *_ in rows]).name,
         gpus=len(rows),
-        hbm_bytes=min(gpu.memory for gpu in memory) or None,
+        hbm_bytes=min(whole for whole, _ in memory) or None,
         memory=memory,
     )
 

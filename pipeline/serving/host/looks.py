@@ -54,7 +54,7 @@ def memory_in_use(subject: Subject) -> Outcome:
     found = subject.detected
     ours = found is not None and found.accelerator.kind == subject.kind and not found.partitioned
     known = found.memory if found is not None and ours else ()
-    used = [(gpu.used, gpu.memory, index) for index, gpu in enumerate(known) if gpu.used is not None and gpu.memory]
+    used = [(held, whole, index) for index, (whole, held) in enumerate(known) if held is not None and whole]
     if not used:
         return Outcome("skipped", "the driver does not say how much is in use", values)
     most, whole, index = max(used, key=lambda entry: entry[0] / entry[1])

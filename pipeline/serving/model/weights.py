@@ -4,9 +4,7 @@
     8030261248
 
 A piece is one module's weight, or the same module's of all experts of a layer. `count_pieces` makes them by arithmetic
-from a configuration, by the layers' own constructors in transformers 5.17 (`tests/serving/model/test_counting.py` holds
-each architecture against that library's model on the meta device); `measure_pieces` from the headers of shards. No
-weight is read.
+from a configuration, as transformers 5.17 builds its layers; `measure_pieces` from the headers of shards.
 """
 
 from __future__ import annotations

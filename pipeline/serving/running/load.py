@@ -5,8 +5,7 @@
     watch.seen(duration)            # of the measured requests alone
 
 `vllm bench serve` is one asyncio thread: where it uses all of a core, answers wait for it, and what is measured is the
-client. It imports for seconds, warms up, and counts tokens when all is answered: its log says when the measured
-requests are about to be sent, and its result how long they took.
+client. Its log says when the measured requests are about to be sent, and its result how long they took.
 """
 
 from __future__ import annotations

@@ -325,9 +325,8 @@ def _with(plan: LaunchPlan, search: str, filename: Path) -> LaunchPlan:
 def planner(make: Callable[..., LaunchPlan], overrides: Mapping[str, Value]) -> Planner:
     """The plan that a sweep starts from, as a function of what is changed in it.
 
-    ``make`` is `plan_serving` but for ``overrides`` and ``layout``. ``overrides`` hold for the base plan too, and what
-    is changed goes on top of them. The layout stays that of the base plan unless it is what is changed: one knob at a
-    time.
+    ``make`` is `plan_serving` but for ``overrides``, which hold for the base plan too, and ``layout``, which stays that
+    of the base plan unless it is what is changed.
     """
     base: list[LaunchPlan] = []
 

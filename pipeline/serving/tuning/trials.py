@@ -40,9 +40,7 @@ class OutOfTimeError(Exception):
 class Budget:
     """How much wall clock a sweep may take, starts of servers included; ``seconds`` is None where there is no limit.
 
-    It is the sweep's, not the process's: what earlier runs spent on trials that are kept counts, so that the same
-    command ends the same way however often it was interrupted. Trials of another sweep, and what of a trial a kill cut
-    off, do not count.
+    It is the sweep's, not the process's: what earlier runs of the same sweep spent on trials that are kept counts.
     """
 
     def __init__(self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:

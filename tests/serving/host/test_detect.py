@@ -107,7 +107,7 @@ def test_nothing_visible_is_an_error_and_not_a_cpu(tmp_path: Path):
 def test_nvidia_by_its_tool(tmp_path: Path):
     found = detect(machine(tmp_path, smi=H100))
     assert found.target == Target("h100", 2, 1, 81008 << 20)
-    assert [gpu.used for gpu in found.memory] == [4 << 20, 70000 << 20]
+    assert [used for _, used in found.memory] == [4 << 20, 70000 << 20]
     assert detect(machine(tmp_path, {"CUDA_VISIBLE_DEVICES": "GPU-bbbb"}, smi=H100)).gpus == 1
     assert detect(machine(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}, smi=H100)).hardware == "cpu"
 
