@@ -164,7 +164,7 @@ def find(name_or_path: str | Path) -> Path:
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
         path = Path(name_or_path)
-        if not _is_file(path):
+        if not path.is_file():
             raise UserError(f"found no recipe file {shown_path(path)}, expected a path to one or a recipe's name")
         return path
     known = _known()
@@ -201,7 +201,7 @@ def _merged(path: Path, below: tuple[Path, ...]) -> Document:
 def _base(wanted: str, path: Path, place: Place) -> Path:
     if wanted.endswith((".yaml", ".yml")) or "/" in wanted:
         base = path.parent / wanted
-        if _is_file(base):
+        if base.is_file():
             return base
         near = nearest(Path(wanted).name, [item.name for item in base.parent.glob("*.y*ml")])
     else:
@@ -211,13 +211,6 @@ def _base(wanted: str, path: Path, place: Place) -> Path:
         near = nearest(wanted, known)
     hint = f' (did you mean "{near}"?)' if near else ""
     raise _refused(place, f"found {shown(wanted)}, expected the path of a YAML file or a recipe's name{hint}")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that is too long for any file
-        return False
 
 
 def _refused(place: Place, message: str) -> RecipeError:

@@ -45,18 +45,18 @@ def fused_with(name: str) -> str | None:
     """Name of the group that vLLM loads as one with this module; None for a module of its own."""
     if expert := _EXPERT.fullmatch(name):
         return f"{expert[1]}.*"
-    parent, _, last = name.rpartition(".")
-    for group in FUSED:
-        if last in group:
-            return f"{parent}.{{{', '.join(group)}}}"
-    return None
+    last = name.rpartition(".")[2]
+    return scale_group(name) if any(last in group for group in FUSED) else None
 
 
 def scale_group(name: str) -> str:
     """Name of the modules that vLLM runs with one scale per tensor: those that it fuses within a layer or an expert."""
     parent, _, last = name.rpartition(".")
-    group = next((group for group in FUSED if last in group), (last,))
-    return f"{parent}.{{{', '.join(group)}}}"
+    return f"{parent}.{{{', '.join(_group(last))}}}"
+
+
+def _group(last: str) -> tuple[str, ...]:
+    return next((group for group in FUSED if last in group), (last,))
 
 
 def siblings(name: str) -> tuple[str, ...]:
@@ -65,8 +65,7 @@ def siblings(name: str) -> tuple[str, ...]:
     if _EXPERT.fullmatch(name):
         experts, _, number = parent.rpartition(".")
         return name, f"{experts}.{1 if number == '0' else 0}.{last}"
-    group = next((group for group in FUSED if last in group), (last,))
-    return tuple(f"{parent}.{member}" if parent else member for member in group)
+    return tuple(f"{parent}.{member}" if parent else member for member in _group(last))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

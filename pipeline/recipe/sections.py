@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
@@ -172,27 +172,6 @@ class Gate(Section):
         )
 
 
-class Tracking(Section):
-    """Where the figures of a run are logged, beside the report."""
-
-    mlflow: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Tracking URI of an MLflow server (null: none). A key for it is read from MLflow's own variables.",
-    )
-    experiment: str = Field(default="quantmint", min_length=1, description="Experiment that the runs are put into.")
-
-    @field_validator("mlflow")
-    @classmethod
-    def _no_key(cls, value: str | None) -> str | None:
-        if value is not None and "@" in value.partition("//")[2].partition("/")[0]:
-            raise wrong(
-                "none: MLflow reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
-                found="a user or a password in an address",
-            )
-        return value
-
-
 def _without_credentials(address: object) -> object:
     if isinstance(address, str) and "@" in address:
         # The message must not repeat what it refuses.
@@ -201,6 +180,17 @@ def _without_credentials(address: object) -> object:
 
 
 Address = Annotated[str, BeforeValidator(_without_credentials)]
+
+
+class Tracking(Section):
+    """Where the figures of a run are logged, beside the report."""
+
+    mlflow: Address | None = Field(
+        default=None,
+        min_length=1,
+        description="Tracking URI of an MLflow server (null: none). A key for it is read from MLflow's own variables.",
+    )
+    experiment: str = Field(default="quantmint", min_length=1, description="Experiment that the runs are put into.")
 
 
 class Hub(Section):

@@ -90,8 +90,6 @@ def parse(text: str, file: str) -> Document:
     Raises `RecipeError` for anything but one mapping with unique text keys and scalars of YAML 1.2's core schema.
     """
     start = Place(file, 1, 1)
-    if len(text) > MAX_BYTES:
-        raise _refused(start, f"found {len(text):,} characters, expected at most {MAX_BYTES:,}")
     reader = _Reader(file)
     try:
         node = yaml.compose(text, _Loader)

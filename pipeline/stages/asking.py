@@ -13,13 +13,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from calibration.errors import CalibrationError
 from eval import harness
-from eval import harness as draw
 from eval.errors import MeasurementError
 from eval.harness import Asked, read_asked
 from eval.suites import TASKS_FOLDER, SuiteTask, located
@@ -46,12 +45,6 @@ def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
             if known is not None:
                 found[repo] = known
     return found
-
-
-def data_settings(setting: Setting, task: SuiteTask) -> dict[str, object]:
-    """What of it goes into a fingerprint: nothing for a task whose data is of our own, or at no commit."""
-    found = data_commits(setting, task)
-    return {"data": found} if found else {}
 
 
 def remember_data(setting: Setting, task: SuiteTask) -> None:
@@ -105,7 +98,7 @@ class Asker:
                 )
         return loaded
 
-    def ask(self, task: SuiteTask, items: Sequence[draw.Item], batch: int, advance: Callable[[int], None]) -> Asked:
+    def ask(self, task: SuiteTask, items: Sequence[harness.Item], batch: int, advance: Callable[[int], None]) -> Asked:
         """The answers to items of a task that was loaded; not asked again where this batch was kept.
 
         ``advance`` is called with numbers of items as they are answered.
@@ -116,7 +109,7 @@ class Asker:
             advance(len(items))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            told = self.talk.ask(harness.asking(task, draw.by_leaf(items), path), _counter(len(items), advance))
+            told = self.talk.ask(harness.asking(task, harness.by_leaf(items), path), _counter(len(items), advance))
             if told["full"]:
                 room = self.job.setting.recipe.target.max_model_len
                 self.job.progress.warn(
@@ -182,34 +175,33 @@ def samples_file(folder: Path, task: SuiteTask) -> Path:
     return folder / SAMPLES / f"{task.task}.json"
 
 
-def look_samples(asked: Asked, look: int) -> Asked:
-    """The same, its samples marked as those of a look."""
-    return replace(asked, samples=tuple(replace(sample, look=look) for sample in asked.samples))
-
-
 def asked_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
-    """What shapes the answers to tasks, for a fingerprint: the tasks by content, and how they are asked."""
-    evaluation = setting.recipe.evaluation
+    """What shapes the answers to tasks, for a fingerprint: the tasks by content, and how they are asked.
+
+    Of a task of ours there are the files by their SHA-256, of one with data on the Hub the commits that are known.
+    Whether and how answers are judged is the gate's business.
+    """
+    judged = ("items", "expected_flip_rate", "expected_spread", "gated", "margin", "data")
+    found: list[dict[str, object]] = []
+    for task in tasks:
+        paths = [path for path in (TASKS / f"{task.task}.yaml", TASKS / f"{task.task}.jsonl") if path.is_file()]
+        commits = data_commits(setting, task)
+        found.append(
+            {
+                **{key: value for key, value in asdict(task).items() if key not in judged},
+                "files": {path.name: sha256_of(path) for path in paths},
+                **({"data": commits} if commits else {}),
+            }
+        )
     return {
-        "tasks": [{**_shape(task), "files": _files(task.task), **data_settings(setting, task)} for task in tasks],
-        "seed": evaluation.seed,
-        "concurrency": evaluation.concurrency,
+        "tasks": found,
+        "seed": setting.recipe.evaluation.seed,
+        "concurrency": setting.recipe.evaluation.concurrency,
         "max_length": setting.recipe.target.max_model_len,
     }
 
 
-def _shape(task: SuiteTask) -> dict[str, object]:
-    """What of a task shapes the answers; whether and how they are judged is the gate's business."""
-    judged = ("items", "expected_flip_rate", "expected_spread", "gated", "margin", "data")
-    return {key: value for key, value in asdict(task).items() if key not in judged}
-
-
-def _files(name: str) -> dict[str, str]:
-    """SHA-256 of the files of a task of ours, by name; a task of lm-eval is its version's."""
-    return {path.name: sha256_of(path) for path in (TASKS / f"{name}.yaml", TASKS / f"{name}.jsonl") if path.is_file()}
-
-
-def _kept(path: Path, items: Sequence[draw.Item]) -> Asked | None:
+def _kept(path: Path, items: Sequence[harness.Item]) -> Asked | None:
     """A batch that was asked before an interruption, where it is of these items."""
     if not path.is_file():
         return None

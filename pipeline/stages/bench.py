@@ -21,7 +21,7 @@ from eval.workloads import Cell
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.base.hardware import hardware
 from pipeline.serving.running.load import LoadWatch, run_cell
-from pipeline.serving.running.log import Finding, LogScan, broken_promises, checkpoint_quantization, scan_log
+from pipeline.serving.running.log import broken_promises, checkpoint_quantization, scan_log
 from pipeline.serving.running.sensors import Reading, sensor_for, summary
 from pipeline.stages.serve import (
     SERVER_LOG,
@@ -39,7 +39,6 @@ from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 
 if TYPE_CHECKING:
     from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.running.sensors import Sensor
     from pipeline.serving.running.server import Server
 
 LAUNCHES, LAUNCH = "launches.json", "launch.json"
@@ -74,7 +73,11 @@ class BenchStage(Stage):
 
     def run(self, job: Job) -> Output:
         """Launch by launch, each kept as soon as it is finished."""
-        turns = _turns(job.setting.recipe.gate.throughput.launches, job.path / "launches")
+        series = order(job.setting.recipe.gate.throughput.launches)
+        turns = [
+            _Turn(side, number, series[:number].count(side), job.path / "launches" / f"{number:02}-{side}")
+            for number, side in enumerate(series)
+        ]
         cells = job.setting.workload.cells
         launches: list[Launch] = []
         left = sum(not turn.finished for turn in turns)
@@ -85,7 +88,7 @@ class BenchStage(Stage):
                 if not turn.finished:
                     job.progress.say(f"launch {turn.number + 1} of {len(turns)}: the {turn.side}")
                     _launch(job, turn, advance)
-                launches.append(_read(turn.folder / LAUNCH))
+                launches.append(Launch.from_json(json.loads((turn.folder / LAUNCH).read_text(encoding="utf-8"))))
         write_json(job.path / LAUNCHES, {"launches": [launch.to_json() for launch in launches]})
         ratios = {cell.name: _ratio(cell, launches) for cell in cells}
         found = [f"launch {launch.number} ({launch.side}): {fault}" for launch in launches for fault in launch.faults]
@@ -114,22 +117,10 @@ class _Turn:
         return (self.folder / LAUNCH).is_file()
 
 
-def _turns(launches: int, folder: Path) -> list[_Turn]:
-    series = order(launches)
-    return [
-        _Turn(side, number, series[:number].count(side), folder / f"{number:02}-{side}")
-        for number, side in enumerate(series)
-    ]
-
-
 def read_launches(folder: Path) -> tuple[Launch, ...]:
     """The launches of an entry, in the order in which they were made. Raises `MeasurementError`."""
     data = json.loads((folder / LAUNCHES).read_text(encoding="utf-8"))
     return tuple(Launch.from_json(launch) for launch in data["launches"])
-
-
-def _read(path: Path) -> Launch:
-    return Launch.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _ratio(cell: Cell, launches: Sequence[Launch]) -> float:
@@ -150,7 +141,9 @@ def _launch(job: Job, turn: _Turn, advance: Callable[[int], None]) -> None:
     started = datetime.now(UTC)
     with job.servers.fresh(turn.side, plan, turn.folder / SERVER_LOG) as server:
         measured = _cells(job, turn, plan, server, model, advance)
-    scan = _scan(plan, model, turn.folder)
+    scan = scan_log((turn.folder / SERVER_LOG).read_text(encoding="utf-8", errors="replace"))
+    broken = broken_promises(plan, scan, quantization=checkpoint_quantization(model))
+    scan = replace(scan, findings=(*scan.findings, *broken))
     for finding in scan.findings:
         if turn.replicate == 0 or finding in scan.invalid:  # cautions are the same every time
             job.progress.warn(f"{turn.side}: {finding.why}: {finding.line}")
@@ -185,7 +178,8 @@ def _cells(
 ) -> _Measured:
     vllm = job.setting.vllm
     assert vllm is not None  # noqa: S101 - a server runs, so there is one
-    sensor = _sensor(job.setting, plan)
+    kind = hardware(job.setting.recipe.target.hardware).kind
+    sensor = sensor_for(kind, gpus=plan.layout.gpus, env=plan.env)
     measured = _Measured()
     for index, cell in enumerate(job.setting.workload.cells):
         log = turn.folder / f"{cell.name}.log"
@@ -213,15 +207,3 @@ def _cells(
         measured.shares.extend([] if seen.client_cpu is None else [round(seen.client_cpu, 3)])
         advance(1)
     return measured
-
-
-def _sensor(setting: Setting, plan: LaunchPlan) -> Sensor | None:
-    kind = hardware(setting.recipe.target.hardware).kind
-    return sensor_for(kind, gpus=plan.layout.gpus, env=plan.env)
-
-
-def _scan(plan: LaunchPlan, model: Path, folder: Path) -> LogScan:
-    """What the whole log says, with what it should say and does not."""
-    scan = scan_log((folder / SERVER_LOG).read_text(encoding="utf-8", errors="replace"))
-    broken: tuple[Finding, ...] = broken_promises(plan, scan, quantization=checkpoint_quantization(model))
-    return replace(scan, findings=(*scan.findings, *broken))

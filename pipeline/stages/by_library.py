@@ -109,13 +109,6 @@ def require_library(source: Checkpoint, structure: Structure, choice: Choice, se
             f"engine {engine} reads 16-bit models only, {next(iter(structure.encoded))} is FP8 in blocks.",
             hint="The engine stream decodes such a source on the way.",
         )
-    if choice.kv_cache and quantization.format == "quark":
-        absent = [name for name in structure.attention if f"{name}.k_proj" not in structure.modules]
-        if absent:
-            raise UserError(
-                f"{absent[0]} has no separate K projection, so static FP8 KV scales have no place in the quark layout.",
-                hint="Set `kv_cache: auto`.",
-            )
     section, window = setting.recipe.calibration, _window(source.config)
     layer_wise = engine == "llmcompressor" and algorithm(quantization.algorithm).calibrated
     if layer_wise and section is not None and window is not None and section.sequence_length > window:
@@ -231,18 +224,16 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def _narrator(engine: str, say: Callable[[str], None]) -> Callable[[str], None]:
-    """Tell what the end of a log shows: a new phase at once, else a sign of life now and then."""
-    began = time.monotonic()
-    told: tuple[str, float] = ("", began)
+    """Tell now and then what the end of a log shows."""
+    began = told = time.monotonic()
 
     def watch(end: str) -> None:
         nonlocal told
-        found = _PROGRESS.findall(end)
-        phase, percent = (found[-1][0].strip(), f" {found[-1][1]} %") if found else ("at work", "")
         now = time.monotonic()
-        if phase != told[0] or now - told[1] >= _QUIET_S:
-            told = (phase, now)
-            say(f"{engine}: {phase}{percent}, {now - began:.0f} s")
+        if now - told >= _QUIET_S:
+            told = now
+            found = _PROGRESS.findall(end)
+            say(f"{engine}: {f'{found[-1][0].strip()} {found[-1][1]} %' if found else 'at work'}, {now - began:.0f} s")
 
     return watch
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from eval import prompts
 from eval.canary import DIGITS, Answer, Canary, CanaryAnswers, CanaryPolicy, compare, judge
-from eval.errors import DefinitionError, MeasurementError
-from eval.prompts import Prompt
+from eval.errors import MeasurementError
 from eval.verdict import Verdict
-from pipeline.base.errors import InvalidMeasurementError, RecipeError, RefusalError, ServingError, StageError
+from pipeline.base.errors import InvalidMeasurementError, RefusalError
 from pipeline.base.machine import versions
 from pipeline.serving.running.server import Server
 from pipeline.stages.serve import Side, launch_plan, model_key, runtime_tools
@@ -80,7 +79,10 @@ class CanaryStage(Stage):
         """Ask every prompt, keep every answer."""
         folder = model_folder(job.inputs["model"])
         baseline = None if self.side == "baseline" else read_answers(job.inputs["baseline"].path)
-        asked = tokenized(job.setting, folder) if baseline is None else _same_ids(baseline)
+        if baseline is None:
+            asked = tokenized(job.setting, folder)
+        else:
+            asked = tuple((answer.prompt, answer.ids) for answer in baseline.answers)
         server = job.servers.get(self.side, launch_plan(job.setting, self.side, folder))
         found: list[Answer] = []
         with job.progress.bar(len(asked), "prompts") as advance:
@@ -88,7 +90,8 @@ class CanaryStage(Stage):
                 found.append(_ask(server, name, ids))
                 advance(1)
         answers = CanaryAnswers(tuple(found))
-        _write(job.path / ANSWERS, answers)
+        text = json.dumps(answers.to_json(), allow_nan=False, separators=(",", ":"))
+        (job.path / ANSWERS).write_bytes(gzip.compress(text.encode(), mtime=0))  # the same answers are the same bytes
         return _told(answers) if baseline is None else _compared(job, baseline, answers)
 
 
@@ -99,21 +102,13 @@ def policy_of(setting: Setting) -> CanaryPolicy:
 
 
 def read_answers(folder: Path) -> CanaryAnswers:
-    """The answers that a stage has kept. Raises `StageError` where the file is none."""
-    path = folder / ANSWERS
-    try:
-        return CanaryAnswers.from_json(json.loads(gzip.decompress(path.read_bytes())))
-    except (OSError, EOFError, ValueError, MeasurementError) as error:
-        raise StageError(f"{path}: {error}", hint="`--redo canary` asks again.") from error
+    """The answers that a stage has kept."""
+    return CanaryAnswers.from_json(json.loads(gzip.decompress((folder / ANSWERS).read_bytes())))
 
 
 def read_comparison(folder: Path) -> Canary:
-    """What the stage of the candidate found. Raises `StageError` where the file is none."""
-    path = folder / COMPARISON
-    try:
-        return Canary.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, MeasurementError) as error:
-        raise StageError(f"{path}: {error}", hint="`--redo canary` compares again.") from error
+    """What the stage of the candidate found."""
+    return Canary.from_json(json.loads((folder / COMPARISON).read_text(encoding="utf-8")))
 
 
 def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -126,7 +121,7 @@ def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...
     longest = setting.recipe.target.max_model_len - 1  # one token is left for the answer
     asked = tuple(
         (prompt.name, tuple(int(token) for token in tokenizer(prompt.text)["input_ids"][:longest]))
-        for prompt in _prompts(setting)
+        for prompt in prompts.parse(_prompts_file(setting))
     )
     short = [name for name, ids in asked if len(ids) < 2]
     if short:
@@ -152,24 +147,15 @@ def _ask(server: Server, name: str, ids: Sequence[int]) -> Answer:
             raise
         server.get("/health")
         return Answer(name, tuple(ids), (), (), ())
-    try:
-        return _parsed(name, ids, json.loads(text)["choices"][0]["prompt_logprobs"])
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ServingError(
-            f"the server's answer to prompt {name!r} has no prompt_logprobs for {len(ids)} tokens: {error!r}"
-        ) from error
+    return _parsed(name, ids, json.loads(text)["choices"][0]["prompt_logprobs"])
 
 
-def _parsed(name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapping[str, Any]] | None]) -> Answer:
+def _parsed(name: str, ids: Sequence[int], positions: Sequence[Mapping[str, Mapping[str, Any]]]) -> Answer:
     """``positions`` [n]: of each token, the first has none, the log probabilities by id; its own is among them."""
-    if len(positions) != len(ids):
-        raise ValueError(f"{len(positions)} positions")
     actual: list[float] = []
     tokens: list[tuple[int, ...]] = []
     logprobs: list[tuple[float, ...]] = []
     for token, position in zip(ids[1:], positions[1:], strict=True):
-        if position is None:
-            raise ValueError("a position without log probabilities")
         listed = {int(number): said["logprob"] for number, said in position.items()}
         if not all(value is not None and math.isfinite(value) for value in listed.values()):
             return Answer(name, tuple(ids), (), (), ())
@@ -217,21 +203,5 @@ def _compared(job: Job, baseline: CanaryAnswers, candidate: CanaryAnswers) -> Ou
     )
 
 
-def _same_ids(answers: CanaryAnswers) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((answer.prompt, answer.ids) for answer in answers.answers)
-
-
-def _write(path: Path, answers: CanaryAnswers) -> None:
-    text = json.dumps(answers.to_json(), allow_nan=False, separators=(",", ":"))
-    path.write_bytes(gzip.compress(text.encode(), mtime=0))  # no time in it: the same answers are the same bytes
-
-
 def _prompts_file(setting: Setting) -> Path:
     return prompts.FOLDER / f"{setting.suite.canary}.jsonl"
-
-
-def _prompts(setting: Setting) -> tuple[Prompt, ...]:
-    try:
-        return prompts.parse(_prompts_file(setting))
-    except DefinitionError as error:
-        raise RecipeError(str(error)) from error

@@ -14,7 +14,6 @@ import yaml
 
 from eval.report.model import DATA
 from eval.workloads import Workload
-from pipeline.base import hardware
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.schemes import scheme
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Launch, Made
@@ -28,16 +27,13 @@ from pipeline.serving.planning.planner import layout_words, plan_serving
 from pipeline.serving.planning.target import Target, parse_target, profile
 from pipeline.serving.render.invocation import command, script, servers
 from pipeline.stages.gate import checkpoint_digest
-from pipeline.stages.inspect import INSPECTION
-from pipeline.stages.source import model_folder
+from pipeline.stages.quantize import INSPECTION
+from pipeline.stages.source import hub_errors, model_folder
 from pipeline.stages.stage import Job, Setting, SourceIdentity
 from pipeline.store.entries import Entry
 
 if TYPE_CHECKING:
     from eval.report.model import Report
-
-
-_FENCE: Final = "---"
 
 
 def base_metadata(identity: SourceIdentity, folder: Path, *, warn: Callable[[str], None]) -> Mapping[str, Any]:
@@ -48,41 +44,30 @@ def base_metadata(identity: SourceIdentity, folder: Path, *, warn: Callable[[str
     if (folder / CARD).is_file() or identity.repo is None:
         return front_matter(folder)
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
         path = hf_hub_download(identity.repo, CARD, revision=identity.digest)
-    except Exception as error:
-        # Whatever the Hub's client raises, a card is made without it; a repository without a card is no fault.
-        if isinstance(error, LocalEntryNotFoundError) or not isinstance(error, EntryNotFoundError):
-            warn(f"{identity.repo}: its card cannot be had, so its licence and languages are unknown here")
+    except RemoteEntryNotFoundError:  # a repository without a card is no fault
+        return {}
+    except hub_errors():
+        warn(f"{identity.repo}: its card cannot be had, so its licence and languages are unknown here")
         return {}
     return front_matter(Path(path).parent)
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
     """The YAML at the top of a folder's README.md as a mapping; empty where there is none, or it is none."""
+    from huggingface_hub import metadata_load
+
     try:
-        text = (folder / CARD).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError):
+        return metadata_load(folder / CARD) or {}
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
-    first, *lines = text.splitlines() or [""]
-    if first.rstrip() != _FENCE:
-        return {}
-    end = next((number for number, line in enumerate(lines) if line.rstrip() == _FENCE), None)
-    if end is None:
-        return {}
-    try:
-        found = yaml.safe_load("\n".join(lines[:end]))
-    except yaml.YAMLError:
-        return {}
-    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
 
 
 SHOWN: Final = ("mi300x", "mi355x")
 """What every card has a command for; the recipe's own target comes first."""
-_SIZES: Final = (1, 2, 4, 8)
-"""Accelerators that are tried where the recipe is for other hardware: the fewest that hold the model."""
 _THREADS: Final = "OMP_NUM_THREADS"
 
 
@@ -96,34 +81,23 @@ def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, 
 
 
 def _launch(name: str, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str) -> Launch:
-    title, refused = hardware.hardware(name).title, None
-    for target in _targets(name, recipe):
-        try:
-            plan = _plan(target, recipe, workload, facts, model, vllm)
-        except UserError as error:
-            refused = error.message
-            continue
-        running = processes(plan, port=8000)
-        return Launch(
-            title=title,
-            target=str(target),
-            command=_command(plan, running, cpu=target.accelerator.kind == "cpu"),
-            layout=layout_words(plan.layout),
-            servers=len(servers(running)),
-            vllm=plan.vllm_version,
-            image=plan.image,
-            cautions=(*plan.warnings, *_left_out(recipe)),
-        )
-    return Launch(title=title, target=name, vllm=vllm, refusal=refused)
-
-
-def _targets(name: str, recipe: Recipe) -> Iterator[Target]:
-    """The recipe's accelerators, else the fewest that will do."""
-    kind = hardware.hardware(name).kind
-    if recipe.target.hardware == name or (kind != "cpu" and recipe.target.gpus > 1):
-        yield parse_target(f"{name}:{recipe.target.gpus}")
-        return
-    yield from (parse_target(f"{name}:{gpus}") for gpus in _SIZES)
+    target = parse_target(f"{name}:{recipe.target.gpus}")
+    title = target.accelerator.title
+    try:
+        plan = _plan(target, recipe, workload, facts, model, vllm)
+    except UserError as error:
+        return Launch(title=title, target=name, vllm=vllm, refusal=error.message)
+    running = processes(plan, port=8000)
+    return Launch(
+        title=title,
+        target=str(target),
+        command=_command(plan, running, cpu=target.accelerator.kind == "cpu"),
+        layout=layout_words(plan.layout),
+        servers=len(servers(running)),
+        vllm=plan.vllm_version,
+        image=plan.image,
+        cautions=(*plan.warnings, *_left_out(recipe)),
+    )
 
 
 def _plan(target: Target, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str) -> LaunchPlan:

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import resources
 from math import prod
-from types import MappingProxyType, SimpleNamespace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import yaml
@@ -66,9 +66,11 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
 
 def machine_here(device: str) -> tuple[Machine, Origin]:
     """This machine; several GPUs are taken to be of a kind."""
+    import torch
+
     devices = resolve_devices(device)
-    rates, origin = rates_of(devices[0])
     cores = len(os.sched_getaffinity(0))
+    rates, origin = rates_for("cpu" if devices[0] == "cpu" else torch.cuda.get_device_name(devices[0]), cores)
     return Machine(rates, cores, device_memory("cpu"), devices, device_memory(devices[0])), origin
 
 
@@ -245,36 +247,25 @@ class Rates:
         return self.kernels.get(name) or min(self.kernels.values())
 
 
-def rates_of(device: str) -> tuple[Rates, Origin]:
-    """The rates of this machine with a device of PyTorch ("cpu", "cuda:0"), or of one with a like device."""
-    import torch
-
-    name = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
-    return rates_for(name, len(os.sched_getaffinity(0)))
-
-
 def rates_for(device: str, cores: int) -> tuple[Rates, Origin]:
     """The row of a device by its name ("cpu", "NVIDIA H100 80GB HBM3"), else that of a machine with a like device."""
-    for row in _document().values():
+    for name, row in _machines().items():
         when = row["when"]
         if str(when["device"]) in device and when.get("cores", cores) == cores:
-            return _rates(row), "table"
+            return known(name), "table"
     return known("two-cores" if device == "cpu" else "h100"), "borrowed"
 
 
 def known(name: str) -> Rates:
-    """A row of the table."""
-    return _rates(_document()[name])
-
-
-def _rates(row: Mapping[str, Any]) -> Rates:
+    """A row of the table `machines.yaml`."""
+    row = _machines()[name]
     return Rates(machine=row["machine"], **row["rates"])
 
 
 @cache
-def _document() -> Mapping[str, Any]:
-    text = resources.files("pipeline.stages").joinpath("machines.yaml").read_text(encoding="utf-8")
-    return MappingProxyType(yaml.safe_load(text))
+def _machines() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("machines.yaml").read_text(encoding="utf-8"))
+    return found
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from eval.statistics import sequential
 from eval.suites import SuiteTask
 from pipeline.base.errors import InvalidMeasurementError
 from pipeline.base.machine import versions
+from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.stages.asking import (
     SAMPLES,
     Asker,
     asked_settings,
     asking,
-    look_samples,
     remember_data,
     samples_file,
     tidy,
@@ -109,7 +109,7 @@ class EvaluateStage(Stage):
             result={
                 "scores": scores,
                 "items": {name: [len(samples.samples), samples.planned] for name, samples in sets.items()},
-                "datasets": {name: _datasets(job.path, name) for name in sets},
+                "datasets": {name: json.loads((job.path / DATASETS / f"{name}.json").read_text()) for name in sets},
                 "faults": faults(scan),
             },
             summary=", ".join(_summary(samples) for samples in sets.values()),
@@ -124,12 +124,7 @@ class EvaluateStage(Stage):
 
 def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
     """The samples of a task that a stage has kept."""
-    path = samples_file(folder, task)
-    return SampleSet.from_json(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _datasets(folder: Path, name: str) -> object:
-    return json.loads((folder / DATASETS / f"{name}.json").read_text(encoding="utf-8"))
+    return SampleSet.from_json(read_json(samples_file(folder, task)))
 
 
 def _require_whole(task: SuiteTask, documents: Mapping[str, Sequence[str]]) -> None:
@@ -156,7 +151,8 @@ def _evaluate(job: Job, task: SuiteTask, asker: Asker, loaded: Mapping[str, Any]
     decision: str | None = None
     with job.progress.bar(planned, f"{task.task} items") as advance:
         for number, items in enumerate(looks):
-            asked.append(look_samples(asker.ask(task, items, number, advance), number))
+            found = asker.ask(task, items, number, advance)
+            asked.append(replace(found, samples=tuple(replace(sample, look=number) for sample in found.samples)))
             samples = _together(job.setting, task, asked, planned, len(looks))
             decision = None if baseline is None else _decision(job, task, baseline, samples)
             if decision is not None:
@@ -232,7 +228,7 @@ class ControlStage(Stage):
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """What is asked, and how many of it."""
-        return {**asked_settings(setting, *_tasks(setting)), "control": setting.recipe.evaluation.control}
+        return {**asked_settings(setting, *_scored(setting)), "control": setting.recipe.evaluation.control}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """What asks, tokenizes and answers."""
@@ -241,7 +237,7 @@ class ControlStage(Stage):
     def run(self, job: Job) -> Output:
         """Ask each task's items in one batch."""
         setting = job.setting
-        tasks = _tasks(setting)
+        tasks = _scored(setting)
         if not tasks:
             return Output(result={"flips": {}}, summary="no task has answers that could flip")
         tokenizer = model_folder(job.inputs["model"])
@@ -253,7 +249,9 @@ class ControlStage(Stage):
             with asking(job, server, tokenizer, tasks, concurrency=concurrency, batch_size=_BATCH_SIZE) as asker:
                 for task in tasks:
                     baseline = read_samples(job.inputs["baseline"].path, task)
-                    items = _items(setting, baseline)
+                    first = [(sample.task, sample.doc_id) for sample in baseline.samples if sample.look == 0]
+                    evaluation = setting.recipe.evaluation
+                    items = draw.some(first, evaluation.control or len(first), evaluation.seed)
                     asker.load(task)
                     with job.progress.bar(len(items), f"{task.task} items") as advance:
                         asked = asker.ask(task, items, 0, advance)
@@ -272,12 +270,6 @@ class ControlStage(Stage):
         )
 
 
-def _tasks(setting: Setting) -> list[SuiteTask]:
+def _scored(setting: Setting) -> list[SuiteTask]:
     """Tasks whose items have answers that can flip; every document of a perplexity task changes a little."""
     return [task for task in setting.suite.tasks if task.kind == "score"]
-
-
-def _items(setting: Setting, baseline: SampleSet) -> tuple[draw.Item, ...]:
-    first = [(sample.task, sample.doc_id) for sample in baseline.samples if sample.look == 0]
-    evaluation = setting.recipe.evaluation
-    return draw.some(first, evaluation.control or len(first), evaluation.seed)

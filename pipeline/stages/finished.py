@@ -36,8 +36,7 @@ def find(given: str, store: Store) -> Finished:
     if path.is_file():
         if path.suffix != ".json":
             raise UserError(
-                f"{given}: found a {path.suffix or 'file'}, expected a report.json, a folder or a recipe's name",
-                hint=f"a recipe goes by its name: {path.stem}" if path.suffix in (".yaml", ".yml") else None,
+                f"{given}: found a {path.suffix or 'file'}, expected a report.json, a folder or a recipe's name"
             )
         return _beside(path, store)
     if path.is_dir():
@@ -88,11 +87,9 @@ def _of_recipe(name: str, store: Store) -> Finished:
     if found is not None:
         return of_entry(found[1], store)
     names = sorted({run.recipe for run in list_runs(store.root)})
-    if name in names:
-        raise UserError(f"{name}: no run of it in {store.root} has a report", hint=f"make one: quantmint run {name}")
     raise UserError(
-        f"{name}: there is no such file or folder, and no run of such a recipe in {store.root}"
-        f"{did_you_mean(name, names)}",
+        f"{name}: there is no such file or folder, and no report of such a recipe in {store.root}"
+        f"{'' if name in names else did_you_mean(name, names)}",
         hint="`quantmint runs` lists the runs, --store names another store",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,12 +13,11 @@ from eval.measurements import Measurements, Server, Structure
 from eval.verdict import Verdict
 from pipeline.base.schemes import scheme
 from pipeline.quantize.digest import folder_digest
-from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from pipeline.stages.bench import read_launches
 from pipeline.stages.canary import read_comparison
 from pipeline.stages.evaluate import read_samples
-from pipeline.stages.inspect import INSPECTION, reasons_of
-from pipeline.stages.quantize import CHECKPOINT
+from pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
 from pipeline.stages.serve import LAUNCH, Side
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from eval.samples import SampleSet
 
 
-ORDER = ("baseline", "candidate")
+ORDER: tuple[Side, ...] = ("baseline", "candidate")
 
 
 def asks_twice(setting: Setting) -> bool:
@@ -83,7 +81,7 @@ class GateStage(Stage):
         samples: dict[str, Both] = {}
         control: dict[str, SampleSet] = {}
         for task in () if self.stopped else job.setting.suite.tasks:
-            baseline, candidate = (read_samples(job.inputs[f"evaluate-{side}"].path, task) for side in _ORDER)
+            baseline, candidate = (read_samples(job.inputs[f"evaluate-{side}"].path, task) for side in ORDER)
             samples[task.task] = (baseline, candidate)
             if "control" in job.inputs and task.kind == "score":
                 control[task.task] = read_samples(job.inputs["control"].path, task)
@@ -98,7 +96,10 @@ class GateStage(Stage):
             control=control,
             canary=read_comparison(job.inputs["canary-candidate"].path),
             launches=read_launches(job.inputs["bench"].path) if "bench" in job.inputs else (),
-            weights=_weights(job),
+            weights=(
+                open_checkpoint(model_folder(job.inputs["source"])).nbytes,
+                sum(read_json(job.inputs["inspect"].file(INSPECTION))["bytes_by_part"].values()),
+            ),
             claims=_claims(job.setting),
             stopped="canary" if self.stopped else None,
         )
@@ -110,9 +111,6 @@ class GateStage(Stage):
         )
 
 
-_ORDER: tuple[Side, ...] = ("baseline", "candidate")
-
-
 def policy_of(setting: Setting) -> Policy:
     """The recipe's promises on its suite."""
     return setting.recipe.gate.policy(setting.suite, setting.recipe.target.hardware)
@@ -120,14 +118,7 @@ def policy_of(setting: Setting) -> Policy:
 
 def checkpoint_digest(entry: Entry) -> str:
     """The digest of the checkpoint's files, the same wherever they lie."""
-    prefix = f"{CHECKPOINT}/"
-    return folder_digest(
-        {
-            name.removeprefix(prefix): (fact.size, fact.sha256)
-            for name, fact in entry.record.files.items()
-            if name.startswith(prefix)
-        }
-    )
+    return folder_digest({name: (fact.size, fact.sha256) for name, fact in checkpoint_files(entry).items()})
 
 
 def _claims(setting: Setting) -> dict[str, float]:
@@ -135,15 +126,9 @@ def _claims(setting: Setting) -> dict[str, float]:
     return claims(weights=scheme(quantization.scheme).weight.dtype, kv_cache=quantization.kv_cache)
 
 
-def _weights(job: Job) -> tuple[int, int]:
-    """Bytes of all tensors on both sides."""
-    inspection = json.loads(job.inputs["inspect"].file(INSPECTION).read_text(encoding="utf-8"))
-    return open_checkpoint(model_folder(job.inputs["source"])).nbytes, sum(inspection["bytes_by_part"].values())
-
-
 def _server(job: Job, side: Side) -> Server:
     """What the launch recorded, with every line of the log that voids what was asked since."""
-    launch = json.loads(job.inputs[f"serve-{side}"].file(LAUNCH).read_text(encoding="utf-8"))
+    launch = read_json(job.inputs[f"serve-{side}"].file(LAUNCH))
     asked = [job.inputs[key] for key in (f"serve-{side}", f"evaluate-{side}") if key in job.inputs]
     found = [entry.record.result["faults"] for entry in asked]
     faults = dict.fromkeys(str(line) for lines in found if isinstance(lines, list) for line in lines)

@@ -46,7 +46,7 @@ from pipeline.publish.release import (
 )
 from pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
 from pipeline.stages.gate import GATE, checkpoint_digest
-from pipeline.stages.quantize import CHECKPOINT
+from pipeline.stages.quantize import CHECKPOINT, checkpoint_files
 from pipeline.stages.report import ReportStage
 from pipeline.stages.source import LOCATION
 from pipeline.stages.stage import Job, Output, Setting, Stage
@@ -230,9 +230,9 @@ def _require_unchanged(entries: Mapping[str, Entry], progress: Progress) -> None
 
 def _given(quantize: Entry, evidence: Mapping[str, Entry]) -> dict[str, File]:
     """The files that are there before the package: the checkpoint at the top, the evidence in its folder."""
-    prefix = f"{CHECKPOINT}/"
-    made = _files(quantize).items()
-    files = {name.removeprefix(prefix): file for name, file in made if name.startswith(prefix)}
+    folder = quantize.path / CHECKPOINT
+    made = checkpoint_files(quantize).items()
+    files = {name: File(folder / name, fact.size, fact.sha256) for name, fact in made}
     for entry in evidence.values():
         _add(files, {f"{EVIDENCE}/{name}": file for name, file in _files(entry).items()})
     return files

@@ -17,10 +17,9 @@ from pipeline.stages.calibrate import CalibrateStage
 from pipeline.stages.canary import CanaryStage
 from pipeline.stages.evaluate import ControlStage, EvaluateStage
 from pipeline.stages.gate import GateStage, asks_twice, has_throughput
-from pipeline.stages.inspect import InspectStage
 from pipeline.stages.package import PackageStage, SignStage
 from pipeline.stages.publish import PublishStage
-from pipeline.stages.quantize import QuantizeStage, needs_ranges
+from pipeline.stages.quantize import InspectStage, QuantizeStage, needs_ranges
 from pipeline.stages.report import ReportStage
 from pipeline.stages.serve import ServeStage
 from pipeline.stages.source import SourceStage
@@ -115,7 +114,7 @@ def cut(plan: Sequence[Named], until: str | None) -> tuple[Named, ...]:
 
 def find_entry(planned: Planned, setting: Setting) -> Entry | None:
     """The stage's entry, where it is there and what it stands for is intact."""
-    entry = setting.store.find(planned.stage.family, planned.fingerprint)
+    entry = setting.store.find(planned.family, planned.fingerprint)
     return entry if entry is not None and planned.stage.intact(entry, setting) else None
 
 
@@ -133,7 +132,7 @@ def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]
 def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> tuple[Planned, ...]:
     """The plan that a run would follow, as far as the store knows: stopped where the canary has failed before."""
     for planned in plan:
-        again = planned.key in redo or planned.stage.family in redo
+        again = planned.key in redo or planned.family in redo
         entry = None if again else find_entry(planned, setting)
         if entry is None:
             break
@@ -146,11 +145,11 @@ def missing_stages(plan: Sequence[Planned], setting: Setting, redo: Collection[s
     """Keys of the stages that would run: what the remote tier offers is taken from there."""
 
     def is_there(planned: Planned) -> bool:
-        if planned.key in redo or planned.stage.family in redo:
+        if planned.key in redo or planned.family in redo:
             return False
         if find_entry(planned, setting) is not None:
             return True
-        return setting.remote is not None and setting.remote.offers(planned.stage.family, planned.fingerprint)
+        return setting.remote is not None and setting.remote.offers(planned.family, planned.fingerprint)
 
     return [planned.key for planned in plan if not is_there(planned)]
 
@@ -178,22 +177,18 @@ def explain(plan: Sequence[Planned], setting: Setting) -> tuple[Explained, ...]:
 
     A fingerprint of an input that changed is reported too: the stage of that name says why.
     """
-    families = [planned.stage.family for planned in plan]
-    return tuple(
-        _explain(planned, families[:number].count(planned.stage.family), setting) for number, planned in enumerate(plan)
-    )
+    families = [planned.family for planned in plan]
+    runs = [run for run in list_runs(setting.store.root) if run.recipe == setting.recipe.name]
 
+    def compared(planned: Planned, nth: int) -> Explained:
+        """``nth`` counts the stages of its family before it: plans with and without calibration are compared too."""
+        if find_entry(planned, setting) is not None:
+            return Explained(planned.key, "cached")
+        for run in runs:
+            same = [fingerprint for stage, fingerprint in run.plan if stage == planned.family][nth:]
+            before = setting.store.find(planned.family, same[0]) if same and same[0] != planned.fingerprint else None
+            if before is not None:
+                return Explained(planned.key, "changed", tuple(difference(before.record.payload, planned.payload)))
+        return Explained(planned.key, "to do: never finished with this recipe")
 
-def _explain(planned: Planned, nth: int, setting: Setting) -> Explained:
-    """``nth`` counts the stages of its family before it: plans with and without calibration are compared too."""
-    if find_entry(planned, setting) is not None:
-        return Explained(planned.key, "cached")
-    family = planned.stage.family
-    for run in list_runs(setting.store.root):
-        same = [fingerprint for stage, fingerprint in run.plan if stage == family]
-        if run.recipe != setting.recipe.name or nth >= len(same) or same[nth] == planned.fingerprint:
-            continue
-        before = setting.store.find(family, same[nth])
-        if before is not None:
-            return Explained(planned.key, "changed", tuple(difference(before.record.payload, planned.payload)))
-    return Explained(planned.key, "to do: never finished with this recipe")
+    return tuple(compared(planned, families[:number].count(planned.family)) for number, planned in enumerate(plan))

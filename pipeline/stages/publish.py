@@ -23,6 +23,7 @@ from pipeline.publish.release import MANIFEST, Release
 from pipeline.stages import package
 from pipeline.stages.card import base_metadata
 from pipeline.stages.gate import GATE, checkpoint_digest
+from pipeline.stages.source import hub_errors
 from pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
@@ -150,8 +151,6 @@ def _names(source: SourceIdentity) -> list[str] | None:
     if source.folder is not None:
         return [path.name for path in source.folder.iterdir()]
     from huggingface_hub import HfApi
-
-    from pipeline.stages.source import hub_errors
 
     try:
         return list(HfApi().list_repo_files(str(source.repo), revision=source.digest))

@@ -28,10 +28,9 @@ from pipeline.quantize.model.structure import Structure, select
 from pipeline.recipe.faults import option_of, refuse
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.stages.checks import check
-from pipeline.stages.inspect import INSPECTION
 from pipeline.stages.planning import build_plan
 from pipeline.stages.preflight import Prediction, model_for, predict, require_means
-from pipeline.stages.quantize import CHECKPOINT, ERRORS
+from pipeline.stages.quantize import CHECKPOINT, ERRORS, INSPECTION, checkpoint_files
 from pipeline.stages.runner import Outcome, run_plan
 from pipeline.stages.session import open_setting
 from pipeline.stages.source import config_folder, fetch
@@ -207,9 +206,7 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, resum
     made, inspected = entries["quantize"], entries.get("inspect")
     proofs = [entry.path / name for entry, name in ((inspected, INSPECTION), (made, ERRORS)) if entry is not None]
     evidence = {path.name: read_json(path) for path in proofs if path.is_file()}
-    prefix = f"{CHECKPOINT}/"
-    written = made.record.files.items()
-    files = {name.removeprefix(prefix): fact for name, fact in written if name.startswith(prefix)}
+    files = checkpoint_files(made)
     facts = {
         "source_bytes": expected.prediction.source,
         "bytes": sum(fact.size for name, fact in files.items() if name.endswith(".safetensors")),

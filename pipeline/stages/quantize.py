@@ -1,4 +1,4 @@
-"""quantize: the 16-bit shards and the ranges, made into a checkpoint."""
+"""quantize: the 16-bit shards and the ranges, made into a checkpoint; inspect: the structural proof of it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from pipeline.quantize.device import device_title, resolve_devices
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.engines.stream.shard import Error
-from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.model.structure import read_structure, select
+from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
+from pipeline.quantize.inspection.inspect import inspect_checkpoint
+from pipeline.quantize.model.structure import Structure, read_structure, select
 from pipeline.recipe.schema import Quantization
 from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.disk import free_bytes
+from pipeline.store.entries import Entry, FileFact
 from pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 if TYPE_CHECKING:
     import torch
+
 
 CHECKPOINT = "checkpoint"
 ERRORS = "errors.json"
@@ -124,6 +128,12 @@ def _error(error: Error) -> dict[str, float | int | None]:
     return {"sqnr_db": error.sqnr_db, "clipped": error.clipped, "compared": error.count}
 
 
+def checkpoint_files(entry: Entry) -> dict[str, FileFact]:
+    """Size and SHA-256 of a checkpoint's files, by their names in its folder."""
+    prefix, files = f"{CHECKPOINT}/", entry.record.files.items()
+    return {name.removeprefix(prefix): fact for name, fact in files if name.startswith(prefix)}
+
+
 def needs_ranges(quantization: Quantization) -> bool:
     """Whether anything in the checkpoint is scaled by a range that we measure; libraries measure their own."""
     from pipeline.base.schemes import scheme
@@ -141,3 +151,71 @@ def _ranges(job: Job, choice: Choice) -> Mapping[str, torch.Tensor]:
         return {}
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
     return scale_ranges(ranges, choice, job.setting.recipe.quantization.format)
+
+
+@dataclass(frozen=True, slots=True)
+class InspectStage(Stage):
+    """Its result is kept whether it passes or not: the same bytes would be found wrong again."""
+
+    key: str = "inspect"
+    family: str = "inspect"
+    version: int = 1
+
+    def inputs(self, setting: Setting) -> Mapping[str, str]:
+        """The checkpoint, what it was made from, and the ranges where there are any."""
+        calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
+        return {"quantize": "quantize", "source": "source", **calibrated}
+
+    def run(self, job: Job) -> Output:
+        """Check the headers, the numbers and the untouched tensors."""
+        trust = job.setting.recipe.trust_remote_code
+        source = open_checkpoint(model_folder(job.inputs["source"]))
+        checkpoint = open_checkpoint(model_folder(job.inputs["quantize"]))
+        structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
+        tensor_bytes = job.inputs["quantize"].record.result["tensor_bytes"]
+        quantization = job.setting.recipe.quantization
+        calibrated = "calibrate" in job.inputs
+        expected = _expected_scales(job, checkpoint, structure, quantization) if calibrated else None
+        with job.progress.bar(checkpoint.nbytes, "B") as advance:
+            inspection = inspect_checkpoint(
+                checkpoint,
+                structure,
+                source=source,
+                expected_scales=expected,
+                expected_bytes=tensor_bytes if isinstance(tensor_bytes, int) else None,
+                advance=advance,
+            )
+        write_json(job.path / INSPECTION, inspection.to_json())
+        return Output(
+            result={
+                "verdict": "PASS" if inspection.passed else "FAIL",
+                "reasons": [] if inspection.passed else inspection.summary().splitlines(),
+            },
+            summary=inspection.summary() if inspection.passed else f"{len(inspection.findings)} findings",
+        )
+
+
+def reasons_of(entry: Entry) -> tuple[str, ...]:
+    """What an inspection found wrong, a line each; empty for a sound checkpoint."""
+    reasons = entry.record.result.get("reasons")
+    return tuple(str(reason) for reason in reasons) if isinstance(reasons, list) else ()
+
+
+def _expected_scales(
+    job: Job, checkpoint: Checkpoint, structure: Structure, quantization: Quantization
+) -> Mapping[str, tuple[float, ...]]:
+    """The static scales that the ranges give, by tensor name, rounded to what they are stored in."""
+    import torch
+
+    from calibration.ranges import load_ranges
+    from pipeline.quantize.engines.stream.kernels import fp8_scale
+
+    ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
+    wanted = scale_ranges(ranges, select(structure, quantization), quantization.format)
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    stored = {name: checkpoint.tensors[name][1].dtype for name in wanted if name in checkpoint.tensors}
+    return {
+        name: tuple(fp8_scale(wanted[name].to(dtypes[dtype])).float().tolist())
+        for name, dtype in stored.items()
+        if dtype in dtypes
+    }

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eval import prompts, record
 from eval.errors import MeasurementError
@@ -23,12 +23,11 @@ from pipeline.base import hardware
 from pipeline.base.errors import StageError
 from pipeline.base.machine import versions
 from pipeline.publish.places import serving_name
-from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
 from pipeline.stages.evaluate import ANSWERS
 from pipeline.stages.gate import GATE, ORDER, measured_inputs
-from pipeline.stages.inspect import INSPECTION
-from pipeline.stages.quantize import needs_ranges
+from pipeline.stages.quantize import INSPECTION, needs_ranges
 from pipeline.stages.serve import LAUNCH, SIDES
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage
@@ -82,14 +81,18 @@ def gather(job: Job) -> Report:
         measured, gate = record.read(inputs["gate"].file(GATE))
     except MeasurementError as error:
         raise StageError(f"the gate's record cannot be read: {error}") from error
-    inspection = json.loads(inputs["inspect"].file(INSPECTION).read_text(encoding="utf-8"))
+    inspection = read_json(inputs["inspect"].file(INSPECTION))
     checkpoint = open_checkpoint(model_folder(inputs["quantize"]))
     model = setting.loaded.source_name
-    published = serving_name(recipe)
+    published, quantization = serving_name(recipe), recipe.quantization
+    cache = " with an FP8 KV cache" if quantization.kv_cache == "fp8" else ""
+    # The gate's record lies beside the checkpoint, or in the store where nothing was published.
+    evidence = published if gate.verdict is Verdict.PASS else f"store/gate/{inputs['gate'].fingerprint}"
+    tools = {name: version for entry in inputs.values() for name, version in entry.record.tools.items()}
     return Report(
         name=recipe.name,
         model=model,
-        scheme=_scheme(setting),
+        scheme=f"{quantization.scheme}{cache}, {quantization.format}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=_notes(measured.candidate),
         stopped=measured.stopped,
@@ -107,16 +110,10 @@ def gather(job: Job) -> Report:
             _server("candidate", measured.candidate, published),
         ],
         recipe=setting.loaded.text_proven,
-        reproduce=[f"quantmint run {recipe.name}", f"quantmint gate {_evidence(gate, published, inputs['gate'])}"],
-        versions={"quantmint": __version__, **_tools(inputs)},
+        reproduce=[f"quantmint run {recipe.name}", f"quantmint gate {evidence}"],
+        versions={"quantmint": __version__, **dict(sorted(tools.items()))},
         digests={"source": " ".join(map(str, setting.source.to_json().values()))},
     )
-
-
-def _scheme(setting: Setting) -> str:
-    quantization = setting.recipe.quantization
-    cache = " with an FP8 KV cache" if quantization.kv_cache == "fp8" else ""
-    return f"{quantization.scheme}{cache}, {quantization.format}"
 
 
 def _notes(server: Server) -> list[str]:
@@ -142,7 +139,7 @@ def _kv_tokens(measured: Measurements, inputs: Mapping[str, Entry]) -> dict[str,
     found: dict[str, int] = {}
     for side in SIDES:
         said = [launch.kv_tokens for launch in measured.launches if launch.side == side and launch.kv_tokens]
-        log = json.loads(inputs[f"serve-{side}"].file(LAUNCH).read_text(encoding="utf-8")).get("log") or {}
+        log = read_json(inputs[f"serve-{side}"].file(LAUNCH)).get("log") or {}
         tokens = median(said) if said else log.get("kv_tokens")
         if tokens:
             found[side] = round(tokens)
@@ -206,13 +203,3 @@ def _server(side: str, server: Server, model: str) -> LaunchPlan:
         env=dict(server.env),
         argv=list(argv),
     )
-
-
-def _evidence(gate: GateReport, published: str, entry: Entry) -> str:
-    """Where the gate's record lies: beside the checkpoint, or in the store where nothing was published."""
-    return published if gate.verdict is Verdict.PASS else f"store/gate/{entry.fingerprint}"
-
-
-def _tools(inputs: Mapping[str, Entry]) -> dict[str, Any]:
-    tools = {name: version for entry in inputs.values() for name, version in entry.record.tools.items()}
-    return dict(sorted(tools.items()))

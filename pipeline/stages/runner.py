@@ -8,9 +8,9 @@ nothing that takes long.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,8 +19,8 @@ from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import InspectionError, QuantmintError, StageError, StoreError
 from pipeline.base.progress import Reporter
 from pipeline.base.transience import is_transient
-from pipeline.stages.inspect import reasons_of
 from pipeline.stages.planning import after_stop, find_entry, stopped_by
+from pipeline.stages.quantize import reasons_of
 from pipeline.stages.servers import Servers
 from pipeline.stages.stage import Job, Planned, Setting
 from pipeline.store.entries import Entry
@@ -76,31 +76,21 @@ def run_plan(
     committed stays, and the same call goes on from there.
     """
     recipe = setting.recipe
-    log = RunLog.start(
-        setting.store.root,
-        recipe.name,
-        fingerprint(recipe.model_dump(mode="json")),
-        _named(plan),
-    )
-    entries: dict[str, Entry] = {}
+    log = RunLog.start(setting.store.root, recipe.name, fingerprint(recipe.model_dump(mode="json")), _named(plan))
     steps: list[Step] = []
     verdict: Verdict | None = None
     stopped: str | None = None
     left = list(plan)
     try:
         with Servers(setting, reporter) as servers:
+            run = _Run(setting, reporter, servers, redo)
             while left:
                 planned = left.pop(0)
                 if planned.key in RELEASING and verdict is not Verdict.PASS:
                     if planned.key == RELEASING[-1]:
                         reporter.say(f"not published: the verdict is {verdict.value if verdict else 'missing'}")
                     continue
-                number, total = len(steps) + 1, len(steps) + 1 + len(left)
-                step = _step(planned, number, total, setting, reporter, entries, servers, redo)
-                if setting.remote is not None:
-                    inputs = {name: entries[key] for name, key in planned.inputs.items()}
-                    setting.remote.send(step.entry, inputs, reporter)
-                entries[planned.key] = step.entry
+                step = run.step(planned, len(steps) + 1, len(steps) + 1 + len(left))
                 steps.append(step)
                 _stop_if_unsound(step)
                 if stopped_by(planned.key, step.entry):
@@ -108,7 +98,7 @@ def run_plan(
                     verdict, stopped = Verdict.FAIL, planned.key
                     plan = after_stop(plan, setting)
                     log.replan(_named(plan))
-                    left = [planned for planned in plan if planned.key not in entries]
+                    left = [planned for planned in plan if planned.key not in run.entries]
                     reporter.say(f"stopped by {stopped}: nothing more is measured, and nothing published")
                 if planned.key == "gate":
                     verdict = Verdict(str(step.entry.record.result["verdict"]))
@@ -121,72 +111,74 @@ def run_plan(
 
 
 def _named(plan: Sequence[Planned]) -> list[tuple[str, str]]:
-    return [(planned.stage.family, planned.fingerprint) for planned in plan]
+    return [(planned.family, planned.fingerprint) for planned in plan]
 
 
-def _step(
-    planned: Planned,
-    number: int,
-    total: int,
-    setting: Setting,
-    reporter: Reporter,
-    entries: Mapping[str, Entry],
-    servers: Servers,
-    redo: Collection[str],
-) -> Step:
-    again = planned.key in redo or planned.stage.family in redo
-    entry = None if again else find_entry(planned, setting)
-    if entry is not None:
-        reporter.cached(planned.key, number, total, str(entry.record.result.get("summary", "")))
-        return Step(planned, entry, cached=True, seconds=0.0)
-    reporter.started(planned.key, number, total)
-    began = time.monotonic()
-    try:
-        entry, cached = _make(planned, setting, reporter, entries, servers, again)
-    except QuantmintError:
-        raise
-    except Exception as error:
-        raise StageError(
-            f"stage {planned.key} broke: {type(error).__name__}: {error}",
-            hint="Run with --debug for the traceback; the same command goes on from the last commit.",
-            transient=is_transient(error),
-        ) from error
-    seconds = time.monotonic() - began
-    reporter.finished(planned.key, number, total, seconds, str(entry.record.result.get("summary", "")))
-    return Step(planned, entry, cached, seconds)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The stages of a run so far: ``entries`` by key."""
 
+    setting: Setting
+    reporter: Reporter
+    servers: Servers
+    redo: Collection[str]
+    entries: dict[str, Entry] = field(default_factory=dict)
 
-def _make(
-    planned: Planned,
-    setting: Setting,
-    reporter: Reporter,
-    entries: Mapping[str, Entry],
-    servers: Servers,
-    again: bool,
-) -> tuple[Entry, bool]:
-    stage, store = planned.stage, setting.store
-    started = datetime.now(UTC)
-    on_wait: Callable[[str], None] = lambda holder: reporter.say(f"waiting for {holder}")  # noqa: E731
-    existing = store.find(stage.family, planned.fingerprint)
-    if existing is not None and (again or not stage.intact(existing, setting)):
-        store.retire(existing)
-    with store.working(stage.family, planned.fingerprint, on_wait=on_wait) as work:
-        if work.existing is not None:
-            return work.existing, True
-        inputs = {name: entries[key] for name, key in planned.inputs.items()}
-        if setting.remote is not None and not again:
-            brought = setting.remote.bring(work, inputs, reporter)
-            if brought is not None:
-                return brought, True
-        output = stage.run(Job(setting, work.path, inputs, reporter, servers))
-        entry = work.commit(
-            payload=planned.payload,
-            result={**output.result, "summary": output.summary},
-            started=started,
-            tools=dict(stage.tools(setting)),
-            known=output.known,
-        )
-        return entry, False
+    def step(self, planned: Planned, number: int, total: int) -> Step:
+        """Find or make a stage's entry, and give it to the remote tier."""
+        setting, reporter = self.setting, self.reporter
+        again = planned.key in self.redo or planned.family in self.redo
+        entry, cached, seconds = None if again else find_entry(planned, setting), True, 0.0
+        if entry is not None:
+            reporter.cached(planned.key, number, total, str(entry.record.result.get("summary", "")))
+        else:
+            reporter.started(planned.key, number, total)
+            began = time.monotonic()
+            try:
+                entry, cached = self._make(planned, again)
+            except QuantmintError:
+                raise
+            except Exception as error:
+                raise StageError(
+                    f"stage {planned.key} broke: {type(error).__name__}: {error}",
+                    hint="Run with --debug for the traceback; the same command goes on from the last commit.",
+                    transient=is_transient(error),
+                ) from error
+            seconds = time.monotonic() - began
+            reporter.finished(planned.key, number, total, seconds, str(entry.record.result.get("summary", "")))
+        if setting.remote is not None:
+            setting.remote.send(entry, self._inputs(planned), reporter)
+        self.entries[planned.key] = entry
+        return Step(planned, entry, cached, seconds)
+
+    def _inputs(self, planned: Planned) -> dict[str, Entry]:
+        return {name: self.entries[key] for name, key in planned.inputs.items()}
+
+    def _make(self, planned: Planned, again: bool) -> tuple[Entry, bool]:
+        stage, setting, reporter = planned.stage, self.setting, self.reporter
+        started = datetime.now(UTC)
+        existing = setting.store.find(stage.family, planned.fingerprint)
+        if existing is not None and (again or not stage.intact(existing, setting)):
+            setting.store.retire(existing)
+        with setting.store.working(
+            stage.family, planned.fingerprint, on_wait=lambda holder: reporter.say(f"waiting for {holder}")
+        ) as work:
+            if work.existing is not None:
+                return work.existing, True
+            inputs = self._inputs(planned)
+            if setting.remote is not None and not again:
+                brought = setting.remote.bring(work, inputs, reporter)
+                if brought is not None:
+                    return brought, True
+            output = stage.run(Job(setting, work.path, inputs, reporter, self.servers))
+            entry = work.commit(
+                payload=planned.payload,
+                result={**output.result, "summary": output.summary},
+                started=started,
+                tools=dict(stage.tools(setting)),
+                known=output.known,
+            )
+            return entry, False
 
 
 def _log_end(log: RunLog, error: BaseException) -> None:

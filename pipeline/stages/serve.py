@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.base.machine import Device, versions
 from pipeline.quantize.digest import template_digest, tokenizer_digest
@@ -22,7 +22,7 @@ from pipeline.serving.running.log import broken_promises, checkpoint_quantizatio
 from pipeline.stages.servers import ReferenceServer, keep_log
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
-from pipeline.store.toolchain import ENVIRONMENT, Environment, environment_here, environment_of
+from pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
 
 if TYPE_CHECKING:
     from pipeline.serving.plan import LaunchPlan
@@ -90,14 +90,16 @@ class ServeStage(Stage):
             job.path / LAUNCH,
             {
                 "plan": launch,
-                "log": _plain(scan),
-                **answering.to_json(),
+                "log": {**asdict(scan), "findings": [finding._asdict() for finding in scan.findings]},
+                **asdict(answering),
                 "template": template,
                 "tokenizer": tokenizer_digest(folder),
                 "image": job.setting.image,
             },
         )
-        write_json(job.path / ENVIRONMENT, _environment(job.setting).to_json())
+        vllm = None if job.setting.recipe.evaluation.runtime == "reference" else job.setting.vllm
+        environment = environment_here(runtime_tools(job.setting)) if vllm is None else environment_of(vllm.python)
+        write_json(job.path / ENVIRONMENT, environment.to_json())
         tokens = f", room for {scan.kv_tokens:,} tokens of KV cache" if scan.kv_tokens is not None else ""
         return Output(
             result={"faults": faults(scan), "started_seconds": round(server.started_seconds, 1)},
@@ -105,20 +107,9 @@ class ServeStage(Stage):
         )
 
 
-def _environment(setting: Setting) -> Environment:
-    """What the server runs on: the serving environment, or our own libraries for the reference runtime."""
-    if setting.recipe.evaluation.runtime == "reference" or setting.vllm is None:
-        return environment_here(runtime_tools(setting))
-    return environment_of(setting.vllm.python)
-
-
 def faults(scan: LogScan) -> list[str]:
     """The lines of a server's log that void its measurements, each with what it means."""
     return [f"{finding.why}: {finding.line}" for finding in scan.invalid]
-
-
-def _plain(scan: LogScan) -> dict[str, object]:
-    return {**asdict(scan), "findings": [finding._asdict() for finding in scan.findings]}
 
 
 def model_key(side: Side) -> str:
@@ -213,10 +204,6 @@ class Answering:
     version: str
     device: Device
     kv_cache_dtype: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
 
 
 def runtime_of(server: Server, scan: LogScan, log: Path) -> Answering:

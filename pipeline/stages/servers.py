@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from eval.suites import TASKS_FOLDER
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.running.launchers import ClusterLauncher, LocalLauncher
+    from pipeline.serving.running.launchers import ClusterLauncher
 
 STARTUP_TIMEOUT = 3600.0
 """Seconds that a server may take to load; a 405B model from a network disk takes most of it."""
@@ -40,73 +39,62 @@ class Servers:
     def __init__(self, setting: Setting, progress: Progress) -> None:
         self._setting = setting
         self._progress = progress
-        self._side: str | None = None
-        self._server: Server | None = None
-        self._context: AbstractContextManager[Server] | None = None
+        self._running = ExitStack()
+        self._found: tuple[str, Server] | None = None
 
     def __enter__(self) -> Servers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def get(self, side: str, plan: LaunchPlan) -> Server:
         """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
-        if self._server is not None and self._side == side:
-            return self._server
-        self.stop()
-        log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-{side}.log"
-        context = self._launch(side, plan, log)
-        self._server = context.__enter__()
-        self._context, self._side = context, side
-        self._tell(self._server)
-        return self._server
+        if self._found is None or self._found[0] != side:
+            self.stop()
+            log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-{side}.log"
+            self._found = side, self._running.enter_context(self._launch(side, plan, log))
+        return self._found[1]
 
-    @contextmanager
-    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Server]:
+    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
         """A server that was started for this block and ends with it; what ran before is stopped.
 
         Its log is ``log``. Raises `ServingError` where it does not start.
         """
         self.stop()
-        with self._launch(side, plan, log) as server:
-            self._tell(server)
-            yield server
+        return self._launch(side, plan, log)
 
-    def _launch(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
+    @contextmanager
+    def _launch(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Server]:
+        from pipeline.serving.running.launchers import LocalLauncher
+
         setting = self._setting
         log.parent.mkdir(parents=True, exist_ok=True)
         give_back_memory()
+        context: AbstractContextManager[Server]
         if setting.recipe.evaluation.runtime == "reference":
-            self._progress.say(f"starting the reference runtime with the {side}, log in {log}")
-            return started_reference(setting, plan, log)
-        launcher: LocalLauncher | ClusterLauncher
-        if setting.vllm is None:
+            title, context = "the reference runtime", started_reference(setting, plan, log)
+        elif setting.vllm is None:
             raise UserError(
                 "no vLLM was found to serve with.",
                 hint="`make serving` builds one for a CPU; or set QUANTMINT_VLLM to a `vllm` executable.",
             )
-        if plan.layout.nodes > 1:
-            launcher, title = over_nodes(setting, setting.vllm, plan), f"vLLM {setting.vllm.version}"
-            if setting.spread is not None:
-                setting.spread.release()  # its workers hold the GPUs
         else:
-            from pipeline.serving.running.launchers import LocalLauncher
-
-            launcher, title = LocalLauncher(setting.vllm.executable), f"vLLM {setting.vllm.version}"
+            several = plan.layout.nodes > 1
+            launcher = over_nodes(setting, setting.vllm, plan) if several else LocalLauncher(setting.vllm.executable)
+            if several and setting.spread is not None:
+                setting.spread.release()  # its workers hold the GPUs
+            title = f"vLLM {setting.vllm.version}"
+            context = launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
         self._progress.say(f"starting {title} with the {side}, log in {log}")
-        return launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
-
-    def _tell(self, server: Server) -> None:
-        self._progress.say(f"ready after {server.started_seconds:.0f} s at {server.base_url}")
+        with context as server:
+            self._progress.say(f"ready after {server.started_seconds:.0f} s at {server.base_url}")
+            yield server
 
     def stop(self) -> None:
         """Stop the server that runs, if one does."""
-        context, self._context, self._server, self._side = self._context, None, None, None
-        if context is not None:
-            context.__exit__(None, None, None)
+        self._found = None
+        self._running.close()
 
 
 @dataclass(frozen=True, slots=True)

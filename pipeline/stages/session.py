@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.recipe.commits import Commits
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe, load_recipe
-from pipeline.serving.environment import VllmEnvironment, find_vllm, serving_image
+from pipeline.serving.environment import VARIABLE, VllmEnvironment, find_vllm, serving_image
 from pipeline.stages.checks import check, check_run
 from pipeline.stages.source import config_folder, identify
 from pipeline.stages.stage import Setting, SourceIdentity
@@ -105,10 +106,6 @@ def _find_vllm(explicit: str | None) -> VllmEnvironment | None:
     try:
         return find_vllm(explicit)
     except UserError:
-        import os
-
-        from pipeline.serving.environment import VARIABLE
-
         if explicit is not None or os.environ.get(VARIABLE):
             raise
         return None

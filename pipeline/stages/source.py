@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import StageError, UserError
+from pipeline.base.errors import StageError, UserError, first_line
 from pipeline.base.progress import Progress
 from pipeline.base.transience import is_transient
 from pipeline.publish.release import CARD
@@ -82,7 +82,7 @@ def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed:
         commit = HfApi().model_info(source.repo, revision=source.revision).sha
     except hub_errors() as error:
         raise UserError(
-            f"{source.repo}@{source.revision}: cannot be resolved to a commit: {_first_line(error)}",
+            f"{source.repo}@{source.revision}: cannot be resolved to a commit: {first_line(error)}",
             hint="Check the name and, for a gated model, `hf auth login`; without a network write the 40-digit commit "
             "as `revision`, or plan with --config FOLDER.",
             transient=is_transient(error),
@@ -116,7 +116,7 @@ def config_folder(identity: SourceIdentity) -> Path:
         return Path(hf_hub_download(str(identity.repo), "config.json", revision=identity.digest)).parent
     except hub_errors() as error:
         raise UserError(
-            f"{identity.repo}@{identity.digest[:12]}: config.json cannot be fetched: {_first_line(error)}",
+            f"{identity.repo}@{identity.digest[:12]}: config.json cannot be fetched: {first_line(error)}",
             hint="Without a network, plan with --config FOLDER.",
             transient=is_transient(error),
         ) from None
@@ -150,7 +150,7 @@ def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> P
         )
     except hub_errors() as error:
         raise StageError(
-            f"{identity.repo}@{identity.digest[:12]}: the download failed: {_first_line(error)}",
+            f"{identity.repo}@{identity.digest[:12]}: the download failed: {first_line(error)}",
             hint="What was fetched is kept: the same command goes on.",
             transient=is_transient(error),
         ) from error
@@ -162,7 +162,3 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
     # The HTTP library is httpx, from huggingface_hub 2 on httpx2; the Hub's error derives from the root of its errors.
     return HfHubHTTPError, HfHubHTTPError.__bases__[0], OfflineModeIsEnabled, RepositoryNotFoundError, OSError
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -84,12 +84,12 @@ def test_markup_of_a_report_is_not_ours(quantmint: Quantmint, made: Path, tmp_pa
     [
         (["good"], "found one checkpoint, good, expected at least two"),
         ([], "Missing argument"),
-        (["good", "smal"], 'no run of such a recipe in STORE (did you mean "small"?)'),
+        (["good", "smal"], 'no report of such a recipe in STORE (did you mean "small"?)'),
         (["good", "none/such"], "none/such: there is no such file or folder"),
         (["good", "empty"], "empty: found neither quantmint/report.json nor report.json"),
         (["good", "x.yaml"], "x.yaml: found a .yaml, expected a report.json, a folder or a recipe's name"),
         (["good", "torn.json"], "torn.json: not a report of this version: not a Report"),
-        (["good", "cut"], "cut: no run of it in STORE has a report"),
+        (["good", "cut"], "cut: there is no such file or folder, and no report of such a recipe in STORE"),
         (["good", "small", "--output", "none/x.html"], "--output: none/x.html cannot be written"),
     ],
 )

@@ -176,7 +176,7 @@ def test_what_was_begun_is_ended_as_it_is_asked_for_now(
 ) -> None:
     """Another source or scheme than before an interruption: by fingerprint, nothing of the other is mixed in."""
     with monkeypatch.context() as patched:
-        patched.setattr("pipeline.stages.inspect.InspectStage.run", interrupted)
+        patched.setattr("pipeline.stages.quantize.InspectStage.run", interrupted)
         assert quantmint("quantize", copied, "out", "--scheme", "ptpc_fp8").code == 130
     assert not Path("out/config.json").exists()
     change_a_weight(copied)
@@ -222,7 +222,7 @@ def test_an_unsound_checkpoint_never_gets_its_configuration(
     from pipeline.quantize.inspection.findings import Finding, Inspection
 
     found = Inspection("compressed-tensors", (Finding("zero", "a.weight", "is all zero"),), (), {}, 14)
-    monkeypatch.setattr("pipeline.stages.inspect.inspect_checkpoint", lambda *_, **__: found)
+    monkeypatch.setattr("pipeline.stages.quantize.inspect_checkpoint", lambda *_, **__: found)
     for _ in range(2):
         ended = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8")
         assert ended.code == 1

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.quantize.digest import file_digests
 from pipeline.stages import planning
-from pipeline.stages.inspect import InspectStage
-from pipeline.stages.quantize import QuantizeStage
+from pipeline.stages.quantize import InspectStage, QuantizeStage
 from pipeline.stages.source import LOCATION, model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.entries import Entry

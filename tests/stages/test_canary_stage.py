@@ -19,7 +19,6 @@ import pytest
 
 from eval import prompts
 from eval.canary import CanaryPolicy
-from pipeline.base.errors import ServingError
 from pipeline.base.progress import PlainReporter
 from pipeline.serving.running.server import HOST, Server
 from pipeline.stages.canary import CanaryStage, policy_of, read_answers, read_comparison
@@ -194,17 +193,3 @@ def test_a_candidate_that_computes_no_numbers_fails(ask: Any, broken: Model, tmp
     assert output.result["verdict"] == "FAIL"
     assert output.result["reasons"][0].startswith("no finite log probability for 5 of 5 prompts")
     assert len(read_comparison(tmp_path / "candidate").unanswered) == 5
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda positions: positions.pop(),
-        lambda positions: positions.__setitem__(1, None),
-        lambda positions: positions.__setitem__(1, {"x": {"logprob": 0.0}}),
-        lambda positions: positions.__setitem__(1, {"0": {}}),
-    ],
-)
-def test_an_answer_of_another_form(ask: Any, spoil: Callable[[list[Any]], object]) -> None:
-    with pytest.raises(ServingError, match="prompt 'world-00' has no prompt_logprobs for"):
-        ask("baseline", Model(spoil=spoil))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import InspectionError
-from pipeline.stages.inspect import InspectStage
+from pipeline.stages.quantize import InspectStage
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Job
 

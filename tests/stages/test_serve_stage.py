@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def test_the_reference_runtime_says_itself_what_it_is(tmp_path: Path) -> None:
             return facts if message == {"facts": {}} else None
 
     server = ReferenceServer("model", "a socket", tmp_path / "log", 1.0, talk=Talk())  # type: ignore[arg-type]
-    assert runtime_of(server, scan_log(""), tmp_path / "log").to_json() == facts
+    assert asdict(runtime_of(server, scan_log(""), tmp_path / "log")) == facts
 
 
 def test_a_launch_over_nodes_is_the_clusters(setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ NO_COMMIT = "0" * 40
     ("text", "found"),
     [
         (CARD, {"license": "llama3.3", "language": ["en"]}),
-        (f"\N{BYTE ORDER MARK}{CARD}".replace("\n", "\r\n"), {"license": "llama3.3", "language": ["en"]}),
+        (CARD.replace("\n", "\r\n"), {"license": "llama3.3", "language": ["en"]}),
         ("# no front matter\n---\nlicense: mit\n---\n", {}),
         ("---\nlicense: mit\n", {}),
         ("---\n- a list\n---\n", {}),

@@ -112,7 +112,7 @@ def test_a_report_of_another_version_is_said(store: Store, tmp_path: Path) -> No
     )
     (row,) = build(tmp_path / "site", store).rows
     assert (row.status, row.judged) == ("PASS", None)
-    assert "nothing at size.baseline_bytes" in row.reasons[-1]
+    assert "size.baseline_bytes: Field required" in row.reasons[-1]
 
 
 def test_a_kill_leaves_the_old_index_and_no_half_report(

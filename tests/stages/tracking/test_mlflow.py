@@ -181,7 +181,7 @@ def test_an_address_with_a_password_is_refused_unseen(
     (project / "r.yaml").write_text(f"{text}tracking: {{mlflow: '{uri}'}}\n")
     ended = quantmint("recipes", "r.yaml")
     assert (ended.code, "s3cret" in ended.err) == (2, False)
-    assert "tracking.mlflow: found a user or a password in an address, expected none" in ended.err
+    assert "tracking.mlflow: found an address with an @, expected an address without credentials" in ended.err
 
 
 def test_logging_is_no_part_of_what_is_proven(setting: Any, project: Path) -> None:

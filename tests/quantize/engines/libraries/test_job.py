@@ -57,18 +57,6 @@ def test_the_workers_know_every_scheme_and_algorithm_of_the_tables() -> None:
             assert all(engine in table()[scheme].engines for scheme in support.schemes), (name, engine)
 
 
-def test_a_new_phase_is_told_at_once_and_the_same_one_is_not() -> None:
-    told: list[str] = []
-    watch = by_library._narrator("quark", told.append)
-    watch("Loading weights: 100%|#####| 9/9")
-    watch("Loading weights: 100%|#####| 9/9 [00:01]")
-    watch("Loading weights: 100%|#####| 9/9\r\n(1/3): Calibrating:  40%|## | 2/5")
-    assert [line.rpartition(",")[0] for line in told] == [
-        "quark: Loading weights 100 %",
-        "quark: (1/3): Calibrating 40 %",
-    ]
-
-
 @pytest.mark.parametrize(
     ("config", "window"),
     [
