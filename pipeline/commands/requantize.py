@@ -21,8 +21,7 @@ from pipeline.commands.options import (
 
 if TYPE_CHECKING:
     from pipeline.upkeep.due.due import Due
-    from pipeline.upkeep.fleet.events import Ended, Event, Summary
-    from pipeline.upkeep.fleet.forecast import Foreseen
+    from pipeline.upkeep.fleet.events import Event, Summary
     from pipeline.upkeep.fleet.jobs import Options
 
 SOMETHING_DUE: Final = 10
@@ -68,7 +67,7 @@ def due(
     reporter = reporter_for(json=as_json)
     store = Store(store_path, on_warning=reporter.warn)
     named = recipes or all_recipes(folder)
-    found = look(tuple(dict.fromkeys(named)), store=store, vllm=vllm, device=device, tell=reporter.say)
+    found = look(tuple(dict.fromkeys(named)), store=store, vllm=vllm, device=device)
     for sentence in dict.fromkeys(sentence for one in found for sentence in one.unknown):
         reporter.warn(sentence)
     if as_json:
@@ -136,7 +135,7 @@ def _explained(one: Due) -> Iterator[str]:
     "--redo", metavar="STAGE", multiple=True, help="Make this stage again, of recipes that are not due too (as --all)."
 )
 @click.option("--wait/--no-wait", default=True, help="Wait for a recipe that another process works on, or leave it.")
-@click.option("--dry-run", is_flag=True, help="Only say what would run, in which order, on which devices, and why.")
+@click.option("--dry-run", is_flag=True, help="Only say what would run, in which order, and why.")
 @fleet_options
 def requantize(
     recipes: tuple[str, ...],
@@ -206,40 +205,43 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> S
 
 
 def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
-    from pipeline.base.progress import reporter_for
-    from pipeline.upkeep.fleet.events import worst
-    from pipeline.upkeep.fleet.forecast import foresee
-
-    runs, left = foresee(named, options, reporter_for(json=as_json).warn)
-    if as_json:
-        keys = ("recipe", "state", "exit_code", "reason")
-        others = [{key: getattr(ended, key) for key in keys} for ended in left]
-        emit({"runs": [run.to_json() for run in runs], "others": others})
-    else:
-        _print_forecast(runs, left)
-    return worst(ended.exit_code for ended in left if ended.state in {"broken", "damaged", "failed"})
-
-
-def _print_forecast(runs: Sequence[Foreseen], left: Sequence[Ended]) -> None:
     from rich.markup import escape
 
     from eval.report.numbers import duration
+    from pipeline.base.progress import reporter_for
     from pipeline.commands.tables import table, terminal
+    from pipeline.upkeep.fleet.events import worst
+    from pipeline.upkeep.fleet.jobs import devices_needed, foresee
 
-    made = table("", "recipe", "priority", "devices", "last took", "why", right=("", "priority", "last took"))
-    for number, run in enumerate(runs, start=1):
-        if run.devices is None:
-            has = f"{run.needs}, when they are free" if run.needs else "when there is room"
-        else:
-            has = ",".join(map(str, run.devices)) or (f"{run.needs} of the cluster" if run.needs else "none")
-        took = "-" if run.expected_s is None else duration(run.expected_s)
-        made.add_row(str(number), run.recipe, str(run.priority), has, took, escape(run.reason))
-    if runs:
-        terminal().print(made)
+    jobs, left = foresee(named, options, reporter_for(json=as_json).warn)
+    runs: list[dict[str, Any]] = [
+        {
+            "recipe": job.name,
+            "reason": job.due.reason,
+            "causes": job.due.causes,
+            "priority": job.priority,
+            "needs": devices_needed(job.due),
+            "expected_s": job.state.last_duration_s,
+            "reruns": [key for key, state in job.due.stages if state == "rerun"],
+        }
+        for job in jobs
+    ]
+    if as_json:
+        keys = ("recipe", "state", "exit_code", "reason")
+        emit({"runs": runs, "others": [{key: getattr(ended, key) for key in keys} for ended in left]})
     else:
-        click.echo("nothing would run")
-    for ended in left:
-        click.echo(f"{ended.recipe}: {ended.state}: {ended.reason}")
+        made = table("", "recipe", "priority", "devices", "last took", "why", right=("", "priority", "last took"))
+        for number, run in enumerate(runs, start=1):
+            took = "-" if run["expected_s"] is None else duration(run["expected_s"])
+            cells = (number, run["recipe"], run["priority"], run["needs"], took, escape(run["reason"]))
+            made.add_row(*map(str, cells))
+        if runs:
+            terminal().print(made)
+        else:
+            click.echo("nothing would run")
+        for ended in left:
+            click.echo(f"{ended.recipe}: {ended.state}: {ended.reason}")
+    return worst(ended.exit_code for ended in left if ended.state in {"broken", "damaged", "failed"})
 
 
 def _print(summary: Summary) -> None:

@@ -27,12 +27,11 @@ from pipeline.publish.manifest import ManifestError
 from pipeline.recipe.commits import COMMIT
 from pipeline.recipe.load import LoadedRecipe
 from pipeline.store.files import DamagedError
-from pipeline.upkeep.due.releases import TIMEOUT_S, Released, Silent, hub_file, newest, places
+from pipeline.upkeep.due.releases import TIMEOUT_S, Released, hub_file, newest, places
 
 PATIENCE_S: Final = 10.0
 """Without any answer for so long, what is left is given up."""
 _AT_ONCE: Final = 16
-_MANY: Final = 4  # questions from which on it is told that they are asked
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -104,53 +103,42 @@ class Answers:
             elif answer is None:
                 empty.append(place)
             elif isinstance(answer, DamagedError | ManifestError):
-                words = _told(place, answer)
-                damaged.append(f"a release cannot be read: {words}" if isinstance(answer, ManifestError) else words)
+                damaged.append(_told(place, answer))
             else:
                 unasked.append(_told(place, answer))
         return Places(newest(there), tuple(there), tuple(empty), tuple(unasked), tuple(damaged))
 
 
-def ask(recipes: Sequence[LoadedRecipe], tell: Callable[[str], None], home: Path) -> Answers:
+def ask(recipes: Sequence[LoadedRecipe], home: Path) -> Answers:
     """Ask everything that lies elsewhere."""
     questions: dict[Key, Callable[[], Any]] = {}
     for loaded in recipes:
         for key, question in _questions(loaded, home):
             questions.setdefault(key, question)
-    if len(questions) >= _MANY:
-        tell(f"asking {len(questions)} places what has changed")
     return Answers(home, ask_all(questions))
 
 
 def ask_all(questions: Mapping[K, Callable[[], V]], *, patience: float = PATIENCE_S) -> dict[K, V | Exception]:
     """The value of each question, or the exception that came instead; `NoAnswerError` where nothing came.
 
-    ``patience`` is in seconds since the last value: places that all hang cost it once, and not once each.
+    ``patience`` is in seconds since the last answer: places that all hang cost it once, and not once each.
     """
-    from time import monotonic
+    done, places_at_once = queue.SimpleQueue[tuple[K, V | Exception]](), threading.Semaphore(_AT_ONCE)
 
-    todo, done = queue.SimpleQueue[tuple[K, Callable[[], V]]](), queue.SimpleQueue[tuple[K, V | Exception]]()
+    def work(key: K, question: Callable[[], V]) -> None:
+        with places_at_once:
+            try:
+                done.put((key, question()))
+            except Exception as error:
+                done.put((key, error))
+
     for item in questions.items():
-        todo.put(item)
-
-    def work() -> None:
-        with suppress(queue.Empty):
-            while True:
-                key, question = todo.get_nowait()
-                try:
-                    done.put((key, question()))
-                except Exception as error:
-                    done.put((key, error))
-
-    for _ in range(min(_AT_ONCE, len(questions))):
-        threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=work, args=item, daemon=True).start()
     found: dict[K, V | Exception] = {}
-    last = monotonic()
     with suppress(queue.Empty):
         while len(found) < len(questions):
-            key, answer = done.get(timeout=max(0.0, last + patience - monotonic()))
+            key, answer = done.get(timeout=patience)
             found[key] = answer
-            last = last if isinstance(answer, Exception) else monotonic()
     return {key: found.get(key, NoAnswerError(f"no answer within {patience:.0f} s")) for key in questions}
 
 
@@ -185,7 +173,7 @@ def _data(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _base(repo: str, revision: str) -> Base:
-    client = connect(repo, Silent(), tries=1)
+    client = connect(repo, tries=1)
     commit = revision
     if not COMMIT.fullmatch(revision):
         found: Any = client.call(
@@ -199,7 +187,7 @@ def _base(repo: str, revision: str) -> Base:
 def _dataset(repo: str, revision: str) -> str:
     if COMMIT.fullmatch(revision):
         return revision
-    client = connect(repo, Silent(), tries=1)
+    client = connect(repo, tries=1)
     found: Any = client.call(
         f"resolve the dataset's {revision} to a commit",
         lambda: client.api.dataset_info(repo, revision=revision, timeout=TIMEOUT_S),

@@ -96,7 +96,10 @@ def changes(
             found.append(Change(follows, key, "$", *sides))
         else:
             moved = any(change.cause == "base" for change in found)
-            found += _of_stage(key, _by_name(made.payload), _by_name(payload), edited, moved)
+            for one in difference(_by_name(made.payload), _by_name(payload)):
+                at = keys(one.path)
+                if at[0] != "inputs":
+                    found.append(Change(_cause(key, at, edited, moved), key, one.path, one.old, one.new))
     return tuple(found)
 
 
@@ -116,16 +119,14 @@ def tool_of(change: Change) -> str | None:
     return None
 
 
-def unknown_tools(found: Collection[Change]) -> frozenset[str]:
-    """Tools that are not installed where this was looked at, so that nobody can say whether they are others now."""
-    named = ((tool_of(change), change.after) for change in found)
-    return frozenset(tool for tool, after in named if tool is not None and after == "absent")
+def apart_from_unknown(found: Collection[Change]) -> tuple[frozenset[str], tuple[Change, ...]]:
+    """Tools that are not installed here, so that nobody can say whether they are others now; the remaining changes.
 
-
-def without(found: Collection[Change], tools: Collection[str]) -> tuple[Change, ...]:
-    """The changes that remain where nobody knows some tools: of vLLM's also its launch, which follows from it."""
+    Of vLLM's its launch goes too, which follows from it.
+    """
+    tools = frozenset(tool for change in found if change.after == "absent" and (tool := tool_of(change)) is not None)
     launched = _VLLM in tools
-    return tuple(
+    return tools, tuple(
         change
         for change in found
         if tool_of(change) not in tools and not (launched and keys(change.path)[:2] == ("settings", "launch"))
@@ -138,15 +139,6 @@ def _edits(old: Mapping[str, Any], new: Mapping[str, Any], written: Collection[Y
         # A key that the release's quantmint did not know yet, and that nobody has written, is a new default.
         fresh = one.old is ABSENT and not any(place[: len(at)] == at for place in written)
         yield Change("toolchain" if fresh else "recipe", RECIPE, one.path.removeprefix("$."), one.old, one.new)
-
-
-def _of_stage(
-    stage: str, old: Mapping[str, Any], new: Mapping[str, Any], edited: Collection[YamlPath], moved: bool
-) -> Iterator[Change]:
-    for one in difference(old, new):
-        at = keys(one.path)
-        if at[0] != "inputs":
-            yield Change(_cause(stage, at, edited, moved), stage, one.path, one.old, one.new)
 
 
 def _cause(stage: str, at: YamlPath, edited: Collection[YamlPath], moved: bool) -> Cause:
@@ -228,8 +220,6 @@ def _subject(change: Change) -> str:
             return f"quantmint's stage {change.stage}"
         case ("settings", "image"):
             return "image"
-        case ("settings", "prompts"):
-            return "canary prompts"
         case ("settings", "set", "revision" | "file") | ("settings", "calibration", "set", "revision" | "file"):
             return "calibration data"
         case ("settings", "tasks", str(task), "data", *more):
@@ -238,12 +228,8 @@ def _subject(change: Change) -> str:
             return f"data of {task}"
     if change.cause == "base":
         return "base"
-    return f"{_family(change.stage)}: {'.'.join(map(str, at[1:]))}"
-
-
-def _family(stage: str) -> str:
-    """Both sides are launched alike, and told once."""
-    return stage.removesuffix("-baseline").removesuffix("-candidate")
+    both = change.stage.removesuffix("-baseline").removesuffix("-candidate")  # launched alike, and told once
+    return f"{both}: {'.'.join(map(str, at[1:]))}"
 
 
 def _arrow(change: Change) -> str:

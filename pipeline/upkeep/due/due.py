@@ -4,13 +4,13 @@
         print(found.name, found.state, found.reason)
 
 Nothing is run, and nothing is fetched but small files. Everything that lies elsewhere is asked first, for all recipes
-at once, and each repository once; then each recipe is planned as a run would plan it. What could not be asked is taken
-to be as the release has it: a network that is away makes nothing due, and is told.
+at once, and each repository once; then each recipe is planned as a run would plan it. A network that is away makes
+nothing due, and is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -20,12 +20,12 @@ from pipeline import __version__
 from pipeline.base.canonical import ABSENT, Json, fingerprint
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.recipe.load import LoadedRecipe, load_recipe
-from pipeline.store.runs import Run, list_runs
+from pipeline.recipe.sections import Cause
 from pipeline.store.tree import Store
 from pipeline.upkeep.due.answers import Answers, Places, UnaskedError, ask
-from pipeline.upkeep.due.causes import RECIPE, Change, changes, unknown_tools, what_changed, without
+from pipeline.upkeep.due.causes import RECIPE, Change, apart_from_unknown, changes, what_changed
 from pipeline.upkeep.due.plan import Now, plan_now
-from pipeline.upkeep.due.releases import Released, packaged
+from pipeline.upkeep.due.releases import Released
 
 FOLDER: Final = Path("recipes")
 State = Literal["current", "due", "held", "broken", "damaged", "unknown"]
@@ -55,6 +55,11 @@ class Due:
     verdict: Verdict | None = None
     loaded: LoadedRecipe | None = None
     inputs: str = ""
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """The kinds of change, each once."""
+        return tuple(dict.fromkeys(change.cause for change in self.changes))
 
     def to_json(self) -> dict[str, Json]:
         """A plain mapping for programs."""
@@ -87,18 +92,10 @@ def all_recipes(folder: Path | None = None) -> tuple[str, ...]:
     return tuple(path.stem if folder is None else str(path) for path in found)
 
 
-def look(
-    recipes: Sequence[str],
-    *,
-    store: Store,
-    vllm: str | None = None,
-    device: str = "auto",
-    tell: Callable[[str], None] = lambda _: None,
-) -> tuple[Due, ...]:
+def look(recipes: Sequence[str], *, store: Store, vllm: str | None = None, device: str = "auto") -> tuple[Due, ...]:
     """What is to do for each of some recipes, by name or path, in their order; no recipe makes it raise.
 
-    ``vllm`` and ``device`` are a run's; ``tell`` is given a line now and then where many places are asked. Nothing that
-    the Hub answered is remembered for the next call.
+    ``vllm`` and ``device`` are a run's. Nothing that the Hub answered is remembered for the next call.
     """
     found: dict[str, Due] = {}
     loaded: dict[str, LoadedRecipe] = {}
@@ -107,32 +104,21 @@ def look(
             loaded[recipe] = load_recipe(recipe)
         except QuantmintError as error:
             found[recipe] = Due(recipe, recipe, "broken", str(error))
-    runs = list_runs(store.root)
-    answers = ask(list(loaded.values()), tell, Path.cwd())
+    answers = ask(list(loaded.values()), Path.cwd())
     for recipe, one in loaded.items():
         try:
-            found[recipe] = _found(recipe, one, answers, store, runs, vllm, device)
+            found[recipe] = _found(recipe, one, answers, store, vllm, device)
         except Exception as error:  # a fault of ours, or of a disk, that one recipe meets: the others are looked at
             reason = f"it cannot be looked at: {type(error).__name__}: {error}"
             found[recipe] = Due(one.recipe.name, recipe, "broken", reason, loaded=one)
     return tuple(found[recipe] for recipe in recipes)
 
 
-def _found(
-    recipe: str,
-    loaded: LoadedRecipe,
-    answers: Answers,
-    store: Store,
-    runs: Sequence[Run],
-    vllm: str | None,
-    device: str,
-) -> Due:
+def _found(recipe: str, loaded: LoadedRecipe, answers: Answers, store: Store, vllm: str | None, device: str) -> Due:
     name, said = loaded.recipe.name, answers.releases(loaded)
     release, silent = said.newest, (*said.unasked, *said.damaged)
-    if release is None and silent:
-        release = packaged(name, store, runs)
     try:
-        now = plan_now(loaded, answers, release, store=store, runs=runs, vllm=vllm, device=device)
+        now = plan_now(loaded, answers, store=store, vllm=vllm, device=device)
     except UnaskedError as error:
         unknown = tuple(dict.fromkeys((error.message, *silent)))
         state, reason = _at_fault("unknown", error.message, said)
@@ -140,11 +126,6 @@ def _found(
     except QuantmintError as error:
         return Due(name, recipe, "broken", str(error), release=release, loaded=loaded)
     unknown, differing, counted = _compared(release, now, silent)
-    state, reason = _state(now, release, differing, counted, said, unknown)
-    other = None if release is None else release.as_shown()
-    if counted and other is not None and not _compared(other, now, silent)[2]:
-        release = other  # somebody went back to it, and the inputs have too
-        unknown, differing, counted = _compared(other, now, silent)
     state, reason = _state(now, release, differing, counted, said, unknown)
     if release is None and state not in ("unknown", "damaged"):
         differing = (Change("recipe", RECIPE, "name", ABSENT, name),)
@@ -173,20 +154,16 @@ def _compared(
     release: Released | None, now: Now, silent: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[Change, ...], tuple[Change, ...]]:
     """What is not known, what differs from a release, and of that what the recipe's triggers count."""
-    differing = () if release is None else _changes(release, now)
-    unknown = tuple(dict.fromkeys((*silent, *now.unknown)))
-    tools = unknown_tools(differing)
-    if tools:
-        differing = without(differing, tools)
-        unknown = (*unknown, f"not installed here, so that its version is not known: {', '.join(sorted(tools))}")
-    triggers = now.setting.recipe.refresh.triggers
-    return unknown, differing, tuple(change for change in differing if change.cause in triggers)
-
-
-def _changes(release: Released, now: Now) -> tuple[Change, ...]:
+    if release is None:
+        return tuple(dict.fromkeys(silent)), (), ()
     payloads: Mapping[str, Mapping[str, object]] = {planned.key: planned.payload for planned in now.plan}
     written = now.setting.loaded.positions.values.keys()
-    return changes(release.manifest, payloads, now.recipe, written=written, quantmint=__version__)
+    found = changes(release.manifest, payloads, now.recipe, written=written, quantmint=__version__)
+    tools, differing = apart_from_unknown(found)
+    lacking = (f"not installed here, so that its version is not known: {', '.join(sorted(tools))}",) if tools else ()
+    triggers = now.setting.recipe.refresh.triggers
+    unknown = tuple(dict.fromkeys((*silent, *lacking)))
+    return unknown, differing, tuple(change for change in differing if change.cause in triggers)
 
 
 def _state(

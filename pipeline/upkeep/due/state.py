@@ -57,23 +57,18 @@ def state_path(root: Path, name: str) -> Path:
 
 
 def read_state(root: Path, name: str, *, warn: Callable[[str], None]) -> RecipeState:
-    """The state of a recipe; an empty one where there is no file, and, with a warning, where it cannot be used.
-
-    Raises `StoreError` where the file cannot be read.
-    """
+    """The state of a recipe; an empty one where there is no file, and, with a warning, where it cannot be used."""
     from pydantic import TypeAdapter
 
     path = state_path(root, name)
-    with disk_errors(path):
-        try:
-            raw = path.read_bytes()
-        except FileNotFoundError:
-            return RecipeState(name=name)
     try:
+        raw = path.read_bytes()
         state = TypeAdapter(RecipeState).validate_json(raw, strict=True)
         if state.name == name and json.loads(raw).get("schema") == SCHEMA:
             return state
-    except ValueError:
+    except FileNotFoundError:
+        return RecipeState(name=name)
+    except (OSError, ValueError):
         pass
     warn(f"{path} is no state of {name} of schema {SCHEMA}: it starts without a past")
     return RecipeState(name=name)
@@ -96,19 +91,9 @@ def all_states(root: Path, *, warn: Callable[[str], None]) -> dict[str, RecipeSt
 
 
 def is_gone(state: RecipeState) -> bool:
-    """Whether the recipe was deleted or renamed: its file is not there, and others of its folder are.
-
-    Where the folder is not there either, or is empty, as on another machine or where a disk is mounted that is away,
-    nobody can say; nor where it may not be read.
-    """
-    if state.file is None:
-        return False
-    file = Path(state.file)
-    try:
-        names = {path.name for path in file.parent.iterdir()}
-    except OSError:
-        return False
-    return file.name not in names and any(name.endswith(".yaml") for name in names)
+    """Whether the recipe was deleted or renamed: its file is not there, and its folder is, as on no other machine."""
+    file = None if state.file is None else Path(state.file)
+    return file is not None and file.parent.is_dir() and not file.exists()
 
 
 def moment(text: str | None) -> datetime | None:

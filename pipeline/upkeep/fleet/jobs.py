@@ -1,8 +1,7 @@
 """What a fleet is asked for, which recipe goes next, and what becomes of it when an attempt has ended.
 
-The queue is by priority, then by name. One that has waited for an hour counts a point more, for each hour: recipes of a
-low priority have their turn where others come without end. One that needs more devices than are free keeps what is free
-for itself: smaller ones that come after it would otherwise take them again and again. What needs no device passes it.
+The queue is by priority, then by name. One that needs more devices than are free keeps what is free for itself: smaller
+ones that come after it would otherwise take them again and again. What needs no device passes it.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from pipeline.base.machine import Machine
 from pipeline.store.files import DamagedError
 from pipeline.store.locks import Lock
-from pipeline.upkeep.due.state import RecipeState, moment
+from pipeline.upkeep.due.state import RecipeState, moment, read_state
 from pipeline.upkeep.fleet.attempt import Attempted
-from pipeline.upkeep.fleet.devices import Devices
+from pipeline.upkeep.fleet.devices import NONE, Devices, devices_of
 from pipeline.upkeep.fleet.events import Ended, State, now_utc
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 Look = Callable[[Sequence[str]], "tuple[Due, ...]"]
 """Which of these recipes are due: `pipeline.upkeep.due.due.look` with everything but the recipes given."""
 
-_AGING_S: Final = 3600.0
 _LONGEST_WAIT_S: Final = 3600.0
 _FIRST_REST_S: Final = 900.0
 _LONGEST_REST_S: Final = 86400.0
@@ -107,7 +106,7 @@ class Options:
 
 @dataclass
 class Job:
-    """A due recipe. ``since`` and ``ready`` are seconds of the fleet's monotonic clock.
+    """A due recipe. ``ready`` is when it may begin, in seconds of the fleet's monotonic clock.
 
     ``failed`` counts attempts that ended by a fault that passes. ``lock`` is the recipe's while it is ours, ``held``
     those of its ``devices`` while it runs. ``thread`` has its child, and ``stop`` ends that, for the reason ``why``.
@@ -116,7 +115,6 @@ class Job:
     request: Request
     due: Due
     state: RecipeState
-    since: float
     ready: float
     elsewhere: bool = False
     attempts: int = 0
@@ -136,6 +134,11 @@ class Job:
         return self.due.name
 
     @property
+    def priority(self) -> int:
+        """The recipe's."""
+        return 0 if self.due.loaded is None else self.due.loaded.recipe.refresh.priority
+
+    @property
     def limit_s(self) -> float | None:
         """Seconds that an attempt may take."""
         hours = None if self.due.loaded is None else self.due.loaded.recipe.refresh.max_hours
@@ -145,9 +148,8 @@ class Job:
         """The job as the queue's arithmetic sees it; without any devices on this machine none are asked for."""
         return Waiting(
             self.name,
-            priority=0 if self.due.loaded is None else self.due.loaded.recipe.refresh.priority,
+            priority=self.priority,
             devices=0 if devices.variable is None else devices_needed(self.due),
-            since=self.since,
             ready=self.ready,
             expected_s=self.state.last_duration_s or 0.0,
         )
@@ -168,16 +170,15 @@ def devices_needed(due: Due) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A recipe in the queue; times are seconds of one monotonic clock.
+    """A recipe in the queue.
 
-    ``devices`` is how many it takes, ``since`` when it was queued, ``ready`` the soonest that it may begin, and
+    ``devices`` is how many it takes, ``ready`` the soonest that it may begin (seconds of a monotonic clock), and
     ``expected_s`` how long it took the last time, 0 where nobody knows.
     """
 
     name: str
     priority: int = 0
     devices: int = 0
-    since: float = 0.0
     ready: float = 0.0
     expected_s: float = 0.0
 
@@ -193,13 +194,9 @@ class Room:
     left_bytes: int | None = None
 
 
-def ordered(waiting: Iterable[Waiting], now: float) -> list[Waiting]:
+def ordered(waiting: Iterable[Waiting]) -> list[Waiting]:
     """The queue, the next one first."""
-
-    def place(one: Waiting) -> tuple[float, str]:
-        return -(one.priority + max(0.0, now - one.since) // _AGING_S), one.name
-
-    return sorted(waiting, key=place)
+    return sorted(waiting, key=lambda one: (-one.priority, one.name))
 
 
 def next_begin(waiting: Iterable[Waiting], room: Room) -> tuple[str, tuple[int, ...]] | None:
@@ -207,7 +204,7 @@ def next_begin(waiting: Iterable[Waiting], room: Room) -> tuple[str, tuple[int, 
     if room.slots < 1:
         return None
     free = sorted(room.free)
-    for one in ordered(waiting, room.now):
+    for one in ordered(waiting):
         if one.ready > room.now or unaffordable(one, room) is not None:
             continue
         if one.devices <= len(free):
@@ -287,7 +284,7 @@ def _left(request: Request, due: Due, state: State, code: int, reason: str) -> E
         trigger=request.trigger,
         state=state,
         exit_code=code,
-        causes=tuple(dict.fromkeys(change.cause for change in due.changes)),
+        causes=due.causes,
         changes=never if due.release is None else what_changed(due.changes),
         reason=reason,
     )
@@ -347,3 +344,30 @@ def resting_until(state: RecipeState, inputs: str, now: datetime) -> datetime | 
 
 def _doubled(number: int, first: float, longest: float) -> float:
     return min(first * 2.0 ** min(number - 1, 60), longest)
+
+
+# What a round would do; nothing is locked or run.
+
+
+def foresee(
+    recipes: Sequence[str], options: Options, warn: Callable[[str], None]
+) -> tuple[tuple[Job, ...], tuple[Ended, ...]]:
+    """What would run, in its order, and how the others would leave without an attempt."""
+    devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
+    room = Room(0.0, 1, left_s=options.max_s, left_bytes=options.max_disk)
+    left: list[Ended] = []
+    jobs: dict[str, Job] = {}
+    for recipe, due in zip(recipes, options.look()(recipes), strict=True):
+        broken = due.state == "broken"  # then what was given need not be a name
+        state = RecipeState(name=due.name) if broken else read_state(options.store, due.name, warn=warn)
+        job = Job(Request(recipe), due, state, ready=0.0)
+        ended = not_run(job.request, due, state, options, devices)
+        reason = unaffordable(job.waiting(devices), room)
+        if ended is None and reason is not None:
+            ended = unrun(job, "left", 0, reason)
+        if ended is None:
+            jobs.setdefault(due.name, job)
+        else:
+            left.append(ended)
+    queue = ordered(job.waiting(devices) for job in jobs.values())
+    return tuple(jobs[one.name] for one in queue), tuple(left)

@@ -183,8 +183,7 @@ class Fleet:
             if ended is not None:
                 self._end(ended)
                 continue
-            now = time.monotonic()
-            job = self._waiting[due.name] = Job(request, due, state, since=now, ready=now)
+            job = self._waiting[due.name] = Job(request, due, state, ready=time.monotonic())
             self._tell("queued", job)
 
     def _confirm(self, job: Job, found: tuple[Due, ...] | None, error: str) -> None:
@@ -414,11 +413,7 @@ class Fleet:
         return min(moments, default=None)
 
     def _state_of(self, name: str) -> RecipeState:
-        try:
-            return read_state(self._options.store, name, warn=self._warn)
-        except QuantmintError as error:
-            self._warn(error.message)
-            return RecipeState(name=name)
+        return read_state(self._options.store, name, warn=self._warn)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from eval.verdict import Verdict
-from pipeline.base.errors import StoreError, UserError
+from pipeline.base.errors import UserError
 from pipeline.upkeep.due.state import RecipeState, all_states, is_gone, moment
 from pipeline.upkeep.fleet.events import Event, State
 
@@ -78,7 +78,8 @@ class Metrics:
         from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
         registry = CollectorRegistry()
-        states = self._states()
+        known = all_states(self._store, warn=self._tell)
+        states = {name: state for name, state in known.items() if not is_gone(state)}
 
         def by_recipe(name: str, text: str, values: Mapping[str, float | None]) -> None:
             gauge = Gauge(f"quantmint_{name}", text, ["recipe"], registry=registry)
@@ -105,15 +106,6 @@ class Metrics:
         Gauge("quantmint_queue_length", "Recipes that wait.", registry=registry).set(self._queued)
         Gauge("quantmint_running", "Recipes that run.", registry=registry).set(self._running)
         write_to_textfile(str(self._path), registry)
-
-    def _states(self) -> Mapping[str, RecipeState]:
-        """Those of the recipes that there are."""
-        try:
-            states = all_states(self._store, warn=self._tell)
-        except StoreError as error:  # away for now; what is known of the queue is shown all the same
-            self._tell(str(error))
-            return {}
-        return {name: state for name, state in states.items() if not is_gone(state)}
 
     def _unwritten(self, error: OSError) -> str:
         return f"the metrics file {self._path} cannot be written: {error.strerror or error}"

@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from http.client import HTTPException, HTTPMessage
+from http.client import HTTPMessage
 from queue import SimpleQueue
 from typing import IO, Any, Final
 from urllib.error import HTTPError, URLError
@@ -72,32 +72,27 @@ class Webhook:
             self._warn(f"the webhook at {self.host} is too slow: what waited did not reach it")
 
     def _work(self) -> None:
-        from tenacity import (
-            Retrying,
-            retry_if_exception,
-            sleep_using_event,
-            stop_after_attempt,
-            stop_when_event_set,
-            wait_exponential,
-        )
-
-        retrying = Retrying(
-            stop=stop_after_attempt(ATTEMPTS) | stop_when_event_set(self._stop),
-            wait=wait_exponential(multiplier=self._first_wait_s),
-            sleep=sleep_using_event(self._stop),
-            retry=retry_if_exception(_passes),
-            reraise=True,
-        )
         away = False  # whether the last notice failed, which was told then
         while (notice := self._waiting.get()) is not None and not self._stop.is_set():
+            fault = self._fault_of(notice)
+            if fault is not None and not away and not self._stop.is_set():
+                self._warn(f"the webhook at {self.host} {fault}; until it does better its notices are lost")
+            away = fault is not None
+
+    def _fault_of(self, notice: Mapping[str, Any]) -> str | None:
+        """Send a notice, several times where that may help; what is wrong with the receiver, None for nothing."""
+        fault = None
+        for attempt in range(ATTEMPTS):
             try:
-                retrying(self._post, notice)
-                away = False
+                self._post(notice)
+                return None
             except Exception as error:  # whatever happens here is the receiver's matter, and no round's
-                if not away and not self._stop.is_set():
-                    fault = _told(error, self._timeout_s)
-                    self._warn(f"the webhook at {self.host} {fault}; until it does better its notices are lost")
-                away = True
+                fault = _told(error, self._timeout_s)
+                if isinstance(error, HTTPError) and not is_transient_status(error.code):
+                    break
+            if self._stop.wait(self._first_wait_s * 2**attempt if attempt + 1 < ATTEMPTS else 0):
+                break
+        return fault
 
     def _post(self, notice: Mapping[str, Any]) -> None:
         body = json.dumps(notice, allow_nan=False).encode()
@@ -134,26 +129,15 @@ def host_of(address: str) -> str:
     try:
         parts = urlsplit(address)
         port = parts.port
+        plain = address.isascii() and address.isprintable() and " " not in address and parts.username is None
     except ValueError:
-        raise _refused("is no URL") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise _refused("is not one of http or https")
-    if parts.username is not None:
-        raise _refused("has a user name in it, which is not sent")
-    if not (address.isascii() and address.isprintable()) or " " in address:
-        raise _refused("has characters that must be escaped")
+        plain = False
+    if not plain or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(
+            "QUANTMINT_WEBHOOK: found something else than an address https://HOST/PATH without a user name",
+            hint="The address is not shown here, as it may be a secret.",
+        )
     return parts.hostname if port is None else f"{parts.hostname}:{port}"
-
-
-def _refused(what: str) -> UserError:
-    hint = "The address is not shown here, as it may be a secret."
-    return UserError(f"QUANTMINT_WEBHOOK: the address {what}, expected one https://HOST/PATH", hint=hint)
-
-
-def _passes(error: BaseException) -> bool:
-    if isinstance(error, HTTPError):  # an OSError as well
-        return is_transient_status(error.code)
-    return isinstance(error, OSError | HTTPException)
 
 
 def _told(error: Exception, timeout_s: float) -> str:

@@ -97,10 +97,8 @@ def crontab(
 
 def zone_of_machine() -> str:
     """This machine's time zone by its IANA name, which its cron goes by; UserError where the machine does not say."""
-    local, named = Path("/etc/localtime"), Path("/etc/timezone")
+    local = Path("/etc/localtime")
     name = str(local.readlink()).partition("zoneinfo/")[2] if local.is_symlink() else ""
-    if not name and named.is_file():
-        name = named.read_text(encoding="utf-8").strip()
     if name not in available_timezones():
         raise UserError("found no name of this machine's time zone", hint="Name it: --machine-timezone Europe/Berlin")
     return name
@@ -116,9 +114,9 @@ def _service(item: Scheduled, export: Export, user: str | None) -> str:
         "[Service]",
         "Type=oneshot",
         *([] if user is None else [f"User={user}"]),
-        *([] if export.directory is None else [f"WorkingDirectory={_path(export.directory)}"]),
+        *([] if export.directory is None else ["WorkingDirectory=" + export.directory.replace("%", "%%")]),
         *([f"Environment={environment}"] if environment else []),
-        *([] if export.environment_file is None else [f"EnvironmentFile={_path(export.environment_file)}"]),
+        *([] if export.environment_file is None else ["EnvironmentFile=" + export.environment_file.replace("%", "%%")]),
         f"ExecStart={' '.join(_word(word) for word in export.command(item))}",
         "# Only quantmint is told to end; it ends its own, and goes on from there next time.",
         "KillMode=mixed",
@@ -174,8 +172,3 @@ def _word(word: str, *, command: bool = True) -> str:
     if _PLAIN.fullmatch(text):
         return text
     return '"' + "".join(char if char not in '"\\;' else f"\\x{ord(char):02x}" for char in text) + '"'
-
-
-def _path(path: str) -> str:
-    """A path that stands alone, which takes no quotes."""
-    return path.replace("%", "%%")

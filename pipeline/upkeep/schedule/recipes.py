@@ -10,7 +10,7 @@ from typing import Final
 
 from pipeline.base.errors import UserError
 from pipeline.base.times import next_times, words
-from pipeline.recipe.load import find, load_recipe, recipe_names
+from pipeline.recipe.load import load_recipe
 from pipeline.recipe.schema import Recipe
 
 EXAMPLE: Final = "refresh: {schedule: 0 3 * * 6, timezone: Europe/Berlin}"
@@ -79,5 +79,4 @@ def load_scheduled(given: str) -> Scheduled | None:
 
 def here() -> tuple[str, ...]:
     """The names of the recipes in ./recipes."""
-    folder = Path("recipes").resolve()
-    return tuple(name for name in recipe_names() if find(name).resolve().parent == folder)
+    return tuple(sorted(path.stem for path in Path("recipes").glob("*.yaml") if not path.name.startswith("_")))

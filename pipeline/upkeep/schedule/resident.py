@@ -76,14 +76,12 @@ class Schedules:
         for given in self._given or here():
             try:
                 plan = load_scheduled(given)
+                fault = f"it has no schedule: {EXAMPLE}" if plan is None and self._given else ""
             except QuantmintError as error:
-                plan = self.plans.get(given)
+                plan, fault = self.plans.get(given), str(error)
+            if fault:
                 kept = "" if plan is None else "; the schedule that it had stays"
-                self._tell("broken", f"{given}: {error}{kept}", recipe=Path(given).stem, message=str(error))
-            else:
-                if plan is None and self._given:
-                    message = f"it has no schedule: {EXAMPLE}"
-                    self._tell("broken", f"{given}: {message}", recipe=Path(given).stem, message=message)
+                self._tell("broken", f"{given}: {fault}{kept}", recipe=Path(given).stem, message=fault)
             if plan is not None:
                 plans[given] = plan
         self.plans = plans

@@ -155,15 +155,6 @@ def test_what_was_judged_is_not_judged_again(world: World, verdict: str) -> None
     assert (world.due().state, world.due().verdict) == ("due", None)
 
 
-def test_a_measurement_that_must_not_be_judged_leaves_a_run_and_no_entry(world: World) -> None:
-    world.ran(exit_code=4)
-    assert (world.due().state, world.due().verdict) == ("held", Verdict.INVALID)
-    world.ran(exit_code=5)
-    assert world.due().state == "held"
-    world.ran(exit_code=0, verdict="PASS")
-    assert world.due().state == "due"
-
-
 def test_the_same_inputs_have_the_same_digest(world: World) -> None:
     first = world.due().inputs
     assert world.due().inputs == first != ""

@@ -66,16 +66,6 @@ def test_a_shard_that_is_not_there(world: World, monkeypatch: pytest.MonkeyPatch
     assert world.due().state == "current"
 
 
-def test_a_damaged_release_that_this_store_can_send_again_is_due(world: World) -> None:
-    tag = world.release()
-    world.published(tag)
-    world.finished()
-    (world.folder / "published" / ".releases" / "r" / tag / MANIFEST).unlink()
-    found = world.due()
-    assert (found.state, dict(found.stages)["publish"]) == ("due", "rerun")
-    assert found.reason == f"{tag} is not in all places of the recipe"
-
-
 @pytest.mark.parametrize("pointer", [False, True])
 def test_a_damaged_release_in_a_bucket(world: World, bucket: Bucket, pointer: bool) -> None:
     world.recipe(publish={"folder": None, "storage": {"url": bucket.url, "endpoint": bucket.server.url}})

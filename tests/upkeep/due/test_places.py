@@ -15,10 +15,9 @@ from pipeline.publish.hub.place import HubPlace
 from pipeline.publish.place import Place
 from pipeline.publish.release import MANIFEST
 from pipeline.upkeep.due.answers import NoAnswerError, ask_all
-from pipeline.upkeep.due.releases import Silent
 from tests.hub.standin import Fault, HubStandIn
 from tests.publish.conftest import Bucket
-from tests.upkeep.due.world import CONFIG, CORE, RECIPE, World
+from tests.upkeep.due.world import CONFIG, CORE, RECIPE, SILENT, World
 
 REPO, BASE = "my-org/r", "my-org/base"
 FROM_HUB = {"source": {"repo": BASE}, "publish": {"folder": None, "hub": {"repo": REPO}}}
@@ -112,34 +111,18 @@ def test_a_hub_that_does_not_answer_makes_nothing_due(online: World, hub: HubSta
     assert any(BASE in sentence for sentence in found.unknown)
 
 
-def test_a_nearer_place_answers_while_the_hub_is_away(online: World, hub: HubStandIn) -> None:
-    online.recipe(source={"repo": BASE}, publish={"folder": "published", "hub": {"repo": REPO}})
-    tag = online.release(hour=13)
-    online.due()
-    away(hub)
-    found = online.due()
-    assert found.release is not None
-    assert (found.state, found.release.tag, found.changes) == ("unknown", tag, ())
-    online.recipe(
-        source={"repo": BASE},
-        publish={"folder": "published", "hub": {"repo": REPO}},
-        gate={"accuracy": {"margin": 0.03}},
-    )
-    found = online.due()
-    assert (found.state, found.reason) == ("due", "recipe: gate.accuracy.margin 0.02 -> 0.03")
-    assert found.unknown
-
-
-def test_the_store_knows_what_was_released_while_the_hub_is_away(world: World, hub: HubStandIn) -> None:
-    world.recipe(publish={"folder": None, "hub": {"repo": REPO}})
-    tag = world.on_hub(hub, REPO)
-    world.published(tag)
+def test_a_nearer_place_answers_while_the_hub_is_away(world: World, hub: HubStandIn) -> None:
+    publish = {"folder": "published", "hub": {"repo": REPO}}
+    world.recipe(publish=publish)
+    tag = world.release(hour=13)
     away(hub)
     found = world.due()
     assert found.release is not None
-    assert (found.state, found.release.place, found.release.tag) == ("unknown", "the store", tag)
-    world.recipe(publish={"folder": None, "hub": {"repo": REPO}}, gate={"accuracy": {"margin": 0.03}})
-    assert world.due().state == "due"
+    assert (found.state, found.release.tag, found.changes) == ("unknown", tag, ())
+    world.recipe(publish=publish, gate={"accuracy": {"margin": 0.03}})
+    found = world.due()
+    assert (found.state, found.reason) == ("due", "recipe: gate.accuracy.margin 0.02 -> 0.03")
+    assert found.unknown
 
 
 def test_a_repository_that_is_not_there(world: World, hub: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,12 +214,14 @@ def test_an_edit_that_was_taken_back_has_its_release_already(there: There) -> No
     assert (found.state, found.reason) == (
         "current", f"readers get {there.edited}; {command} (recipe: gate.accuracy.margin 0.03 -> 0.02)",
     )  # fmt: skip
-    there.target.rollback(there.first, dry_run=False, progress=Silent())
-    assert (there.world.due().state, there.world.due().reason) == ("current", "nothing changed")
+    there.target.rollback(there.first, dry_run=False, progress=SILENT)
+    found = there.world.due()
+    assert found.state == "current"
+    assert found.reason.startswith(f"readers get {there.first}, made from these inputs")
 
 
 def test_a_rollback_makes_nothing_due(there: There) -> None:
-    there.target.rollback(there.first, dry_run=False, progress=Silent())
+    there.target.rollback(there.first, dry_run=False, progress=SILENT)
     found = there.world.due()
     command = f"`quantmint rollback {there.target.address} {there.edited}` gives them what these inputs made"
     assert (found.state, found.reason) == ("current", f"nothing changed; readers get {there.first}; {command}")

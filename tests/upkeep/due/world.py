@@ -7,9 +7,10 @@ test changes one thing, and sees what is made of it.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import yaml
 
 from pipeline import __version__
 from pipeline.base.canonical import fingerprint
+from pipeline.base.progress import PlainReporter
 from pipeline.publish import manifest as manifests
 from pipeline.publish.folder import FolderPlace
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
@@ -28,10 +30,8 @@ from pipeline.stages.session import open_setting
 from pipeline.stages.source import LOCATION
 from pipeline.stages.stage import Planned, Setting
 from pipeline.store.files import File
-from pipeline.store.runs import RunLog
 from pipeline.store.tree import Store
 from pipeline.upkeep.due.due import Due, look
-from pipeline.upkeep.due.releases import Silent
 from tests.hub.standin import HubStandIn
 
 RECIPE: Mapping[str, Any] = {
@@ -51,6 +51,7 @@ CONFIG = (
     b'"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, '
     b'"head_dim": 16, "max_position_embeddings": 4096, "tie_word_embeddings": false, "torch_dtype": "float16"}'
 )
+SILENT = PlainReporter(io.StringIO())
 _AFTER = ("package", "sign", "publish")  # what is in no manifest
 
 
@@ -60,7 +61,6 @@ class World:
 
     folder: Path
     vllm: str | None = "0.32.0"
-    told: list[str] = field(default_factory=list)
 
     @property
     def store(self) -> Store:
@@ -118,7 +118,7 @@ class World:
         tag = tag_of(datetime.fromisoformat(made.created), identity)
         release = Release(name, tag, identity, made.title, {MANIFEST: File(path, len(raw), identity)})
         target = to or FolderPlace(self.folder / "published", name)
-        target.publish(release, candidate=False, progress=Silent())
+        target.publish(release, candidate=False, progress=SILENT)
         return tag
 
     def on_hub(self, hub: HubStandIn, repo: str, name: str = "r", **facts: Any) -> str:
@@ -152,25 +152,8 @@ class World:
             if planned.key == until:
                 return
 
-    def published(self, tag: str, name: str = "r") -> None:
-        """Leave a run that published, and of its stages the last two."""
-        _, plan = self.plan(name)
-        made = {"tag": tag, "identity": manifests.identity(manifests.encode(self.manifest(name)))}
-        for planned in plan:
-            if planned.key in ("package", "publish"):
-                with self.store.working(planned.key, planned.fingerprint) as work:
-                    (work.path / MANIFEST).write_bytes(manifests.encode(self.manifest(name)))
-                    work.commit(payload=planned.payload, result=made, started=datetime.now(UTC), tools={})
-        self.ran(name, exit_code=0, verdict="PASS")
-
-    def ran(self, name: str = "r", *, exit_code: int, verdict: str | None = None) -> None:
-        """A run of the recipe as it is now, that ended so."""
-        _, plan = self.plan(name)
-        named = [(planned.stage.family, planned.fingerprint) for planned in plan]
-        RunLog.start(self.store.root, name, "0" * 64, named).finish(verdict, exit_code)
-
     def look(self, *recipes: str) -> tuple[Due, ...]:
-        return look(recipes or ("r.yaml",), store=self.store, tell=self.told.append)
+        return look(recipes or ("r.yaml",), store=self.store)
 
     def due(self, recipe: str = "r.yaml") -> Due:
         (found,) = self.look(recipe)

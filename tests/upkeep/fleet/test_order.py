@@ -18,7 +18,6 @@ def queues(*, devices: int = 4) -> st.SearchStrategy[list[Waiting]]:
         name=st.text("abcdefgh", min_size=1, max_size=3),
         priority=st.integers(-100, 100),
         devices=st.integers(0, devices),
-        since=st.floats(0, 5 * HOUR),
         ready=st.floats(0, 2 * HOUR),
         expected_s=st.floats(0, 4 * HOUR),
     )
@@ -56,7 +55,7 @@ def test_what_begins_may_begin(queue: list[Waiting], room: Room) -> None:
 def test_nobody_is_passed_over_but_for_a_reason(queue: list[Waiting], room: Room) -> None:
     begin = next_begin(queue, room)
     blocked = False
-    for one in ordered(queue, room.now):
+    for one in ordered(queue):
         if begin is not None and one.name == begin[0]:
             return
         may = one.ready <= room.now and unaffordable(one, room) is None
@@ -64,13 +63,6 @@ def test_nobody_is_passed_over_but_for_a_reason(queue: list[Waiting], room: Room
             assert room.slots == 0 or one.devices > len(room.free) or (blocked and one.devices > 0)
             blocked = True
     assert begin is None
-
-
-@given(queues())
-def test_the_order_is_by_priority_then_name_where_nobody_waited_for_long(queue: list[Waiting]) -> None:
-    fresh = [replace(one, since=0.0) for one in queue]
-    found = ordered(fresh, 10.0)
-    assert found == sorted(fresh, key=lambda one: (-one.priority, one.name))
 
 
 @given(queues(), st.integers(1, 3), st.integers(0, 4), st.randoms(use_true_random=False))
@@ -101,21 +93,6 @@ def test_everyone_is_begun_once_and_no_device_is_shared(
             assert later, "nothing runs, nothing is to be waited for, and nothing begins"
             now = min(later)
     assert sorted(begun) == sorted(names)
-
-
-@given(st.integers(-100, 100), st.integers(0, 4))
-def test_nobody_starves_where_others_come_without_end(priority: int, devices: int) -> None:
-    """One slot, and each time that it is free a new recipe of the highest priority waits too."""
-    patient = Waiting("z", priority=priority, devices=devices)
-    now = 0.0
-    for turn in range(1000):
-        rival = Waiting(f"a{turn}", priority=100, devices=1, since=now)
-        begin = next_begin([patient, rival], Room(now, 1, (0, 1, 2, 3)))
-        assert begin is not None
-        if begin[0] == "z":
-            return
-        now += HOUR
-    raise AssertionError("it never had its turn")
 
 
 def test_one_that_needs_many_devices_keeps_those_that_are_free() -> None:

@@ -77,18 +77,12 @@ def test_what_does_not_pass_is_told_at_once_by_the_host_alone(receiver: Receiver
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("ftp://h/s3cr3t", "the address is not one of http or https"),
-        ("https://h:99999/s3cr3t", "the address is no URL"),
-        ("https://a@h/s3cr3t", "the address has a user name in it"),
-        ("https://h/s3cr3t\x00", "the address has characters that must be escaped"),
-    ],
+    "given",
+    ["ftp://h/s3cr3t", "https://h:99999/s3cr3t", "https://a@h/s3cr3t", "https://h/s3cr3t\x00", "https:///s3cr3t"],
 )
-def test_an_address_that_is_none_is_refused_without_being_shown(given: str, said: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_an_address_that_is_none_is_refused_without_being_shown(given: str) -> None:
+    with pytest.raises(UserError, match="QUANTMINT_WEBHOOK") as caught:
         host_of(given)
-    assert said in str(caught.value)
     assert "s3cr3t" not in str(caught.value)
 
 
