@@ -54,8 +54,8 @@ class Scheduled:
 def scheduled(given: Sequence[str] = ()) -> tuple[Scheduled, ...]:
     """The recipes that are named, each of which must have a schedule; without names, those of ./recipes that have one.
 
-    Shipped recipes are only looked at where they are named. UserError for one that is unknown, wrong, named twice, or
-    named and without a schedule.
+    Shipped recipes are only looked at where they are named. UserError for one that is unknown, wrong, or named and
+    without a schedule.
     """
     found = []
     for name in given or here():
@@ -64,10 +64,7 @@ def scheduled(given: Sequence[str] = ()) -> tuple[Scheduled, ...]:
             found.append(item)
         elif given:
             raise UserError(f"{name} has no schedule", hint=f"Give the recipe one: {EXAMPLE}")
-    names = [item.name for item in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"found {', '.join(twice)} twice, expected each recipe once")
-    return tuple(found)
+    return tuple({item.name: item for item in found}.values())
 
 
 def load_scheduled(given: str) -> Scheduled | None:

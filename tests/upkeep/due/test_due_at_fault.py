@@ -13,7 +13,7 @@ from pipeline.publish.bucket import BucketPlace
 from pipeline.publish.manifest import Digest
 from pipeline.publish.release import MANIFEST
 from pipeline.recipe.load import LoadedRecipe
-from pipeline.upkeep.due.plan import plan_now
+from pipeline.upkeep.due.due import plan_now
 from tests.hub.standin import HubStandIn
 from tests.publish.conftest import Bucket
 from tests.upkeep.due.world import World
@@ -86,18 +86,6 @@ def test_a_release_on_the_hub_that_a_later_version_made(world: World, hub: HubSt
     hub.repo("my-org/r").refs[f"refs/tags/v20261121-{mark}"] = commit
     assert world.due().state == "damaged"
     assert "found schema 2, this version of quantmint reads 1" in world.due().reason
-
-
-def test_what_is_due_is_due_beside_a_damaged_release(world: World, hub: HubStandIn) -> None:
-    world.recipe(publish={"folder": "published", "hub": {"repo": "my-org/r"}})
-    tag = world.release()
-    world.on_hub(hub, "my-org/r")
-    (world.folder / "published" / ".releases" / "r" / tag / MANIFEST).write_text("{")
-    assert world.due().state == "damaged"
-    world.recipe(publish={"folder": "published", "hub": {"repo": "my-org/r"}}, gate={"accuracy": {"margin": 0.03}})
-    found = world.due()
-    assert (found.state, found.reason) == ("due", "recipe: gate.accuracy.margin 0.02 -> 0.03")
-    assert any("is damaged" in sentence for sentence in found.unknown)
 
 
 @pytest.mark.parametrize("where", ["folder", "storage"])

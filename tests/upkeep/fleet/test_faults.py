@@ -13,7 +13,6 @@ from time import monotonic, sleep
 
 import pytest
 
-from pipeline.base.errors import StoreError
 from pipeline.store.locks import Lock
 from pipeline.upkeep.fleet.events import Event
 from pipeline.upkeep.fleet.jobs import Request
@@ -167,29 +166,6 @@ def test_a_recipe_that_another_fleet_has_is_left(stage: Stage) -> None:
     with Lock(stage.store / "refresh" / "a.lock"):
         summary = stage.run(wait=False)
     assert (by_name(summary)["a"].state, summary.exit_code) == ("elsewhere", 0)
-
-
-def test_a_disk_that_takes_no_state_loses_nothing_else(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise StoreError("the disk is full")
-
-    monkeypatch.setattr("pipeline.upkeep.fleet.rounds.write_state", full)
-    stage.recipe("a")
-    stage.recipe("b")
-    summary = stage.run()
-    assert [ended.verdict for ended in summary.ended] == ["PASS", "PASS"]
-    assert [warning for warning in summary.warnings if "the disk is full" in warning]
-    assert len(stage.warnings) == 2
-    assert stage.locks() == []
-
-
-def test_a_store_that_cannot_be_written_is_told_for_each_recipe(stage: Stage) -> None:
-    stage.recipe("a")
-    stage.store.mkdir()
-    (stage.store / "refresh").write_text("in the way")
-    (ended,) = stage.run().ended
-    assert (ended.state, ended.exit_code) == ("failed", 5)
-    assert str(stage.store) in ended.reason
 
 
 def test_an_event_that_breaks_leaves_no_child_and_no_lock(stage: Stage) -> None:

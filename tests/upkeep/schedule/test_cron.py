@@ -37,22 +37,6 @@ def test_a_skipped_time_comes_when_the_gap_is_over_and_once() -> None:
     assert in_utc("0,30 2 * * *", SPRING - timedelta(hours=12), 2) == ["28 01:00", "29 00:00"]
 
 
-def test_a_doubled_time_is_the_first_of_the_two() -> None:
-    for minutes in range(0, 200, 20):
-        after = AUTUMN - timedelta(hours=2) + timedelta(minutes=minutes)
-        first = ["31 00:30"] if after < AUTUMN - timedelta(minutes=30) else []
-        assert in_utc("30 2 * * *", after, 2) == [*first, "01 01:30", "02 01:30"][:2], after
-
-
-def test_every_hour_is_every_hour() -> None:
-    for change in (SPRING, AUTUMN):
-        for minutes in range(-120, 120, 20):
-            after = change + timedelta(minutes=minutes)
-            first, second = next_times("30 * * * *", BERLIN, after, 2)
-            assert second.astimezone(UTC) - first.astimezone(UTC) == timedelta(hours=1)
-            assert timedelta(0) < first.astimezone(UTC) - after <= timedelta(hours=1)
-
-
 @pytest.mark.parametrize(
     ("expression", "plain"),
     [

@@ -84,7 +84,6 @@ def test_no_secret_goes_into_a_file(written: Written, schedule: Callable[..., An
         ("--systemd --env a-b=c", "expected NAME=VALUE"),
         ("--systemd --directory '/a\n[Service]'", "line break"),
         ("--systemd unknown", "unknown"),
-        ("--systemd mine mine", "found mine twice"),
         ("--systemd tiny-ptpc-fp8kv", "tiny-ptpc-fp8kv has no schedule"),
         ("--cron --machine-timezone UTC", "Say `missed: skip` in the recipe"),
     ],

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import yaml
 
 from pipeline.base.errors import UserError
-from pipeline.clusters.submit.pod import Claim, Pod, Reference, read_template
+from pipeline.clusters.submit.pod import Claim, Pod, Reference
 from pipeline.upkeep.schedule.export import Export, cron_job
-from tests.clusters.submit.cases import TEMPLATE
 from tests.upkeep.schedule.conftest import Written
 
 DIGEST = "registry.example.com/quantmint@sha256:" + "0a" * 32
@@ -37,10 +35,6 @@ def test_the_api_takes_it(written: Written) -> None:
     for recipe in (written("0 3 * * sat", "Europe/Berlin"), written("0 3 * * 6", target={"hardware": "cpu"})):
         (text,) = cron_job(recipe, export(variables={"A": "$(B)"}), CLUSTER).values()
         held_against_the_api(manifest(text), "V1CronJob")
-    wrong = manifest(text)
-    wrong["spec"]["concurrency"] = "Forbid"
-    with pytest.raises(ValueError, match="concurrency"):
-        held_against_the_api(wrong, "V1CronJob")
 
 
 def test_a_cron_job(written: Written) -> None:
@@ -60,24 +54,6 @@ def test_a_cron_job(written: Written) -> None:
     (tagged,) = cron_job(item, export(), Pod(image="quantmint:1")).values()
     assert "QUANTMINT_IMAGE" not in tagged
     assert "# the image is named by a tag" in tagged
-
-
-def test_what_a_pod_asks_for(written: Written) -> None:
-    """As `quantmint submit` has it: kept free, not a limit; and a cluster's own template."""
-    pytest.importorskip("kubernetes.client", reason="the API's own models hold the template")
-    from tests.serving.render.test_kubernetes import held_against_the_api
-
-    item = written("0 3 * * 6")
-    (text,) = cron_job(item, export(), replace(CLUSTER, cpus=32, memory_gb=200)).values()
-    (container,) = pod_of(text)["containers"]
-    assert container["resources"] == {
-        "requests": {"cpu": "32", "memory": "200G", "amd.com/gpu": "2"},
-        "limits": {"amd.com/gpu": "2"},
-    }
-    (text,) = cron_job(item, export(), replace(CLUSTER, given=read_template(TEMPLATE))).values()
-    held_against_the_api(manifest(text), "V1CronJob")
-    assert pod_of(text)["priorityClassName"] == "batch"
-    assert [container["name"] for container in pod_of(text)["containers"]] == ["quantmint", "watch"]
 
 
 def test_on_a_ray_cluster_the_pod_itself_holds_no_gpu(written: Written) -> None:

@@ -18,7 +18,7 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.base.times import next_times
 from pipeline.upkeep.schedule.export import Export
-from pipeline.upkeep.schedule.machine import crontab, on_calendar, units, zone_of_machine
+from pipeline.upkeep.schedule.machine import crontab, on_calendar, units
 from tests.upkeep.schedule.conftest import Written
 
 ANALYZE = shutil.which("systemd-analyze")
@@ -236,14 +236,3 @@ def test_the_machines_own_crontab(written: Written) -> None:
     files = crontab([written("0 3 * * 6", missed="skip")], export(), machine_zone="UTC", run_as="quant")
     assert list(files) == ["quantmint"], "cron.d leaves out names with a dot"
     assert "\n0 3 * * 6 quant exec /bin/true requantize mine --due --no-wait\n" in files["quantmint"]
-
-
-def test_this_machine_has_a_zone() -> None:
-    try:
-        zone = zone_of_machine()
-    except UserError as error:
-        pytest.skip(str(error))
-    own = Path("/usr/share/zoneinfo") / zone
-    if not own.is_file():
-        pytest.skip("no zones here to compare with")
-    assert own.read_bytes() == Path("/etc/localtime").read_bytes()

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,8 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.commands.cli import cli
-from pipeline.upkeep.fleet.jobs import Options
 from tests.processes import processes_naming
 from tests.upkeep.fleet.staged import Stage, alive
-from tests.upkeep.schedule.conftest import Written
 
 ROOT = Path(__file__).parents[3]
 
@@ -123,26 +121,3 @@ def test_the_command_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError) as refused:
         run()
     assert "s3cr3t" not in str(refused.value)
-
-
-def test_what_runs_on_a_cluster(
-    written: Written, schedule: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`schedule run --on`: the resident fleet submits what is due, as `requantize --on` does."""
-    written("0 3 * * 6")
-    asked = []
-
-    class Resident:
-        def __init__(self, options: Options, *_: object, **__: object) -> None:
-            asked.append((options.on, options.devices, options.jobs))
-
-        def run(self) -> int:
-            return 0
-
-    monkeypatch.setattr("pipeline.upkeep.schedule.resident.Resident", Resident)
-    store = ("--store", tmp_path / "store")
-    assert schedule("run", *store, "--on", "http://head:8265", "--jobs", "2").code == 0
-    assert schedule("run", *store).code == 0
-    assert asked == [("http://head:8265", None, 2), (None, None, None)]
-    for words in (["--on", "head:8265"], ["--on", "ray://head"], ["--on", "ray", "--devices", "0"]):
-        assert schedule("run", *store, *words).code == 2
