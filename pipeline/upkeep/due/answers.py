@@ -29,7 +29,7 @@ from pipeline.publish import manifest
 from pipeline.publish.hub.client import Client, MissingError, connect
 from pipeline.publish.hub.repository import MAIN
 from pipeline.publish.manifest import Manifest, ManifestError
-from pipeline.publish.place import Place
+from pipeline.publish.place import Listed, Place
 from pipeline.publish.release import MANIFEST, TAG, day_in, identity_in
 from pipeline.recipe.commits import COMMIT
 from pipeline.recipe.load import LoadedRecipe
@@ -262,16 +262,21 @@ def newest(found: Iterable[Released]) -> Released | None:
 
 
 def _newest(target: Place) -> Released | None:
-    """Its files' sizes are looked at too."""
+    """What readers get is looked at too: a release whose manifest is damaged has lost its place in the order."""
     listed = target.releases()
     if not listed:
         return None
-    tag, raw = listed[0].tag, target.manifest_of(listed[0])
-    where = f"{target.address}: {tag}"
-    manifest.require_whole(raw, tag, target.sizes(listed[0]), where)
-    made = manifest.decode(raw, what=f"{where}/{MANIFEST}")
-    shown = next((release.tag for release in listed if release.current), None)
-    return Released(target.address, tag, made, shown, frozenset(one.tag for one in listed))
+    newest, shown = listed[0], next((release for release in listed if release.current), None)
+    made, *_ = [_manifest(target, release) for release in dict.fromkeys((newest, shown or newest))]
+    tags = frozenset(release.tag for release in listed)
+    return Released(target.address, newest.tag, made, None if shown is None else shown.tag, tags)
+
+
+def _manifest(target: Place, release: Listed) -> Manifest:
+    """What a release was made from; its files' sizes are held against it."""
+    raw, where = target.manifest_of(release), f"{target.address}: {release.tag}"
+    manifest.require_whole(raw, release.tag, target.sizes(release), where)
+    return manifest.decode(raw, what=f"{where}/{MANIFEST}")
 
 
 def _newest_on_hub(repo: str) -> Released | None:

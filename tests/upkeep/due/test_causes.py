@@ -86,7 +86,7 @@ def test_an_input_only_follows() -> None:
             "dataset",
             "calibration data aaaaaaa -> bbbbbbb",
         ),
-        ("canary-baseline", {"settings": {"prompts": D}}, "dataset", "canary prompts ccccccc -> ddddddd"),
+        ("canary-baseline", {"settings": {"prompts": D}}, "dataset", "canary: prompts ccccccc -> ddddddd"),
         (
             "evaluate-baseline",
             {"settings": {"tasks": [{**TASK, "files": {"gsm8k.jsonl": D}}], "limit": None}},
