@@ -29,23 +29,10 @@ def test_rendered_conversations_get_no_second_start(letters: Any) -> None:
     assert pack(["abc"], letters, samples=1, length=4, special_tokens=False).tolist() == [[*b"abc", 2]]
 
 
-def test_an_end_that_is_there_is_not_doubled(letters: Any) -> None:
-    assert pack(["a\x02b\x02"], letters, samples=1, length=5).tolist() == [[1, 97, 2, 98, 2]]
-
-
-def test_a_tokenizer_without_an_end_joins_texts(letters: Any) -> None:
-    letters.eos_token_id = None
-    assert pack(["ab", "ab"], letters, samples=1, length=6).tolist() == [[1, 97, 98, 1, 97, 98]]
-
-
 def test_the_seed_decides_the_order(letters: Any) -> None:
     one, same, other = (pack(TEXTS, letters, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-
-
-def test_more_samples_begin_with_the_fewer(letters: Any) -> None:
-    assert torch.equal(pack(TEXTS, letters, samples=8)[:4], pack(TEXTS, letters, samples=4))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -89,12 +76,6 @@ def test_batches_keep_the_order_and_lose_nothing() -> None:
         parts = list(batched(blocks, size))
         assert torch.equal(torch.cat(parts), blocks)
         assert all(part.shape[0] <= size for part in parts)
-
-
-def test_a_digest_tells_blocks_apart() -> None:
-    blocks = torch.arange(6).reshape(2, 3)
-    assert samples_digest(blocks) != samples_digest(blocks.flip(0))
-    assert samples_digest(blocks) == samples_digest(blocks.clone())
 
 
 def test_a_digest_tells_where_one_sample_ends() -> None:

@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.activations import Activations
 from calibration.calls import layer_names, record
 from calibration.errors import NotReplayableError
-from calibration.layers import run_layers
-from calibration.observers import Observation
 from calibration.replica import Replica, load_resident
 from calibration.weights import build
 
@@ -122,21 +119,6 @@ def test_a_loop_that_cannot_be_replayed(
     change_the_loop(replica, loop)
     with pytest.raises(NotReplayableError, match=reason):
         list(record(replica, LAYERS, [blocks[:2]]))
-
-
-def test_layers_that_return_more_than_hidden_states(
-    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.models.llama import modeling_llama
-
-    from calibration.replica import replica
-
-    forward = modeling_llama.LlamaDecoderLayer.forward
-    monkeypatch.setattr(
-        modeling_llama.LlamaDecoderLayer, "forward", lambda *args, **more: (forward(*args, **more), torch.ones(1))
-    )
-    with pytest.raises(NotReplayableError, match="return more than hidden states"):
-        run_layers([replica(models("llama"), "cpu")], [blocks[:2]], Observation(), Activations(tmp_path, 10**9))
 
 
 def test_a_model_whose_layers_share_keys_and_values(tmp_path: Path) -> None:

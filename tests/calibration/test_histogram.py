@@ -44,18 +44,13 @@ def test_float32_is_counted_as_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("share", [0.001, 50, 99, 99.9, 99.99, 100])
-@pytest.mark.parametrize("size", [1, 7, 1000, 20_000])
+@pytest.mark.parametrize("share", [0.001, 50, 99.99, 100])
+@pytest.mark.parametrize("size", [1, 1000, 20_000])
 def test_a_percentile_is_the_nearest_rank(dtype: torch.dtype, share: float, size: int) -> None:
     tensor = numbers(size, dtype)
     stored = (tensor.bfloat16() if dtype == torch.float32 else tensor).abs().double().sort().values
     rank = -(-size * round(share * 10**6) // 10**8)
     assert percentile(count(tensor), dtype, share).double() == stored[rank - 1]
-
-
-def test_all_is_the_largest() -> None:
-    tensor = numbers(10_000)
-    assert percentile(count(tensor), tensor.dtype, 100) == tensor.abs().max().float()
 
 
 def lost(tensor: torch.Tensor, amax: float) -> float:

@@ -166,20 +166,6 @@ def test_what_is_freed_is_gone(deep: Path) -> None:
     assert [found for watch in watched if (found := watch()) is not None] == []
 
 
-def test_a_weight_that_is_not_there_is_named(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "model"
-    shutil.copytree(deep, folder)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.3.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CalibrationError, match=r"model\.layers\.3\.mlp\.up_proj\.weight is not in the checkpoint"):
-        measure(folder, [blocks[:2, :16]], tmp_path / "work")
-
-
 def test_a_disk_that_takes_nothing(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CalibrationError, match="the hidden states cannot be kept there"):

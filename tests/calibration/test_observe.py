@@ -34,16 +34,6 @@ def test_neither_batch_size_nor_order_changes_a_range(llama: Any, blocks: torch.
     assert_equal(observe(llama, chosen.split(size)), observe(llama, blocks.split(4)))
 
 
-def test_parts_of_the_batches_meet_by_maximum(llama: Any, blocks: torch.Tensor) -> None:
-    whole = observe(llama, blocks.split(4))
-    halves = [observe(llama, half.split(4)) for half in blocks.split(8)]
-    for name, keys in whole.keys.items():
-        assert torch.equal(keys, torch.maximum(halves[0].keys[name], halves[1].keys[name]))
-        assert torch.equal(whole.values[name], torch.maximum(halves[0].values[name], halves[1].values[name]))
-    for name, amax in whole.inputs.items():
-        assert torch.equal(amax, torch.maximum(halves[0].inputs[name], halves[1].inputs[name]))
-
-
 def test_keys_are_taken_after_the_rotary_embedding(llama: Any, blocks: torch.Tensor) -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -127,11 +117,6 @@ def test_a_model_that_caches_nothing_is_refused(models: Models, blocks: torch.Te
     attention.forward = lambda *args, **more: forward(*args, **{**more, "past_key_values": None})
     with pytest.raises(CalibrationError, match=r"model\.layers\.1\.self_attn cached neither K nor V"):
         observe(replica, [blocks[:1]])
-
-
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match=str(tmp_path)):
-        load_resident(tmp_path, "cpu")
 
 
 def test_pickled_weights_are_not_loaded(models: Models, tmp_path: Path) -> None:

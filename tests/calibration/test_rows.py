@@ -49,12 +49,6 @@ def test_parquet_without_the_column_is_refused(given: Given, tmp_path: Path) -> 
         rows_of(given("a.parquet", text="text"))
 
 
-def test_what_is_no_parquet_is_refused(given: Given, tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_text("text")
-    with pytest.raises(CalibrationError, match=r"a\.parquet: cannot be read"):
-        rows_of(given("a.parquet", text="text"))
-
-
 TEXT = "\n\none\r\ntwo \u2028 three\n\n \nfour\nfive"
 
 
@@ -116,16 +110,6 @@ def test_of_a_large_dataset_only_the_first_windows_are_read(letters: Any, monkey
     assert [len(sample) for sample in samples] == [50] * 100
     assert taken == list(range(1024))
     assert asked == {"where": ("org/data", "3.0.0"), "split": "train", "revision": commit, "streaming": True}
-
-
-def test_a_dataset_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*_: object, **__: object) -> Any:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    chosen = CalibrationSet(name="own", description="", repo="org/data", revision="main", text="text")
-    with pytest.raises(CalibrationError, match="the dataset org/data@main cannot be read: no route"):
-        rows_of(chosen)
 
 
 def test_rows_of_all_kinds_make_the_same_samples(given: Given, tmp_path: Path, letters: Any) -> None:

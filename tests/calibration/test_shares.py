@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,14 +151,6 @@ def test_shares_of_other_threads_are_measured_again(
     assert len(again.measured) == 8
 
 
-def test_other_batches_begin_anew(models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path) -> None:
-    work, first, again = tmp_path / "work", InTurn(until=3), InTurn()
-    with pytest.raises(CalibrationError, match="lost"):
-        ranges(models("llama"), blocks[:, :16].split(2), Observation(), work, elsewhere=first)
-    ranges(models("llama"), blocks[:, 16:32].split(2), Observation(), work, elsewhere=again)
-    assert len(again.measured) == 8
-
-
 @pytest.fixture
 def lost_at_layer_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[Order, Share], Path]:
     """Measure the first of two layers of a share and lose the attempt; what it leaves."""
@@ -211,18 +203,6 @@ def test_a_share_by_layers_is_taken_over_at_its_layer(
     (whole,) = room.prepared(alone, [torch.cat(batches)], 1)
     measure_share(alone, whole, "cpu", "only")
     assert found.magnitudes.keys() == room.joined(alone, [whole]).magnitudes.keys()
-
-
-def test_layers_of_a_lost_attempt_do_not_count_beside_the_whole(
-    models: Callable[..., Path], blocks: torch.Tensor, tmp_path: Path, lost_at_layer_one: Callable[..., Path]
-) -> None:
-    observation = Observation(inputs="mse", experts="routed", min_expert_tokens=200)
-    order = Order(models("qwen3-moe"), tmp_path / "work", observation, "layer", None, False, torch.get_num_threads())
-    (share,) = room.prepared(order, [blocks[:2, :16]], 1)
-    lost = lost_at_layer_one(order, share)
-    assert (lost / "00000.json").is_file()
-    measure_share(replace(order, mode="resident"), share, "cpu", "second")  # there is more memory now
-    assert [path.name for path in (order.work / "share-00000").glob("*.json")] == ["whole.json"]
 
 
 def test_what_lacks_its_first_layers_is_not_gone_on_with(
@@ -297,9 +277,3 @@ def test_what_is_kept_is_what_was_seen(tmp_path: Path, name: Any) -> None:
     assert again.tokens == whole.tokens == {"m.experts.0": 6}
     assert again.starved() == whole.starved()
     assert again.routed_only == whole.routed_only
-
-
-def test_half_a_measurement_is_said_to_be_one(tmp_path: Path) -> None:
-    (tmp_path / "0.json").write_text("{}")
-    with pytest.raises(CalibrationError, match="cannot be kept"):
-        recall(tmp_path / "0", Observation())

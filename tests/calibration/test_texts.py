@@ -28,23 +28,11 @@ def test_plain_text_is_read_in_the_files_order(tmp_path: Path, letters: Any) -> 
     assert texts_of(chosen, letters) == ["one", "zwei\u2028drei", "4"]
 
 
-def test_blank_lines_are_skipped(tmp_path: Path, letters: Any) -> None:
-    chosen = set_of(tmp_path / "a.jsonl", {"t": "one"}, "", {"t": "two"}, " ", text="t")
-    assert texts_of(chosen, letters) == ["one", "two"]
-
-
 def test_no_more_is_read_than_is_asked_for(tmp_path: Path, letters: Any) -> None:
     texts = read_texts(set_of(tmp_path / "a.jsonl", {"t": "one"}, {"t": "two"}, "{", text="t"), letters)
     assert [next(texts), next(texts)] == ["one", "two"]
     with pytest.raises(CalibrationError, match=r"a\.jsonl:3: not JSON"):
         next(texts)
-
-
-def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path, letters: Any) -> None:
-    chosen = set_of(tmp_path / "a.jsonl", text="t")
-    (tmp_path / "a.jsonl").write_bytes(b'{"t": "\xff"}')
-    with pytest.raises(CalibrationError, match=r"a\.jsonl: not UTF-8"):
-        texts_of(chosen, letters)
 
 
 def test_a_template_that_refuses_names_the_row(tmp_path: Path, letters: Any) -> None:
@@ -102,9 +90,3 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, letters: Any, name: s
     chosen = CalibrationSet(name="own", description="", file=tmp_path / name, text="text")
     with pytest.raises(CalibrationError, match=rf"{name}: cannot be read"):
         texts_of(chosen, letters)
-
-
-def test_a_conversation_that_is_none_is_named(tmp_path: Path, letters: Any) -> None:
-    for row in ({"m": "text"}, {"m": [{"role": "user"}]}, {"m": [1]}):
-        with pytest.raises(CalibrationError, match=r"a\.jsonl:1: is no conversation"):
-            texts_of(set_of(tmp_path / "a.jsonl", row, messages="m"), letters)

@@ -89,25 +89,10 @@ def test_a_weight_that_is_missing(copy: Callable[..., Path]) -> None:
         load_resident(folder, "cpu")
 
 
-def test_an_expert_that_is_missing(copy: Callable[..., Path]) -> None:
-    folder = copy("qwen3-moe", lambda tensors: tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight"))
-    with pytest.raises(CalibrationError, match=r"model\.layers\.1\.mlp\.experts\.gate_up_proj"):
-        load_resident(folder, "cpu")
-
-
 def test_a_weight_of_another_shape(copy: Callable[..., Path]) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     folder = copy("llama", lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
     with pytest.raises(CalibrationError, match=r"up_proj\.weight is \[255, 128\], expected \[256, 128\]"):
-        load_resident(folder, "cpu")
-
-
-def test_a_file_that_was_cut_off(models: Models, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(models("llama"), folder)
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-1000])
-    with pytest.raises(CalibrationError, match="the weights cannot be read"):
         load_resident(folder, "cpu")
 
 

@@ -15,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.quantize.digest import template_digest
 from pipeline.quantize.engines.stream.kernels import fp8_scale, ptpc_fp8
 from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, ITEM_BITS, Checkpoint, encode_header, open_checkpoint
+from pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, encode_header, open_checkpoint
 from pipeline.quantize.formats.layout import Choice, layout
 from pipeline.quantize.model.structure import Structure
 
@@ -104,16 +104,6 @@ def test_kv_scales_lie_beside_their_k_projection(
         assert scale.shape == shape
         assert scale.dtype == torch.bfloat16
         assert float(scale) == float(fp8_scale(torch.tensor(amax).bfloat16()))
-
-
-def test_the_index_names_every_tensor_once(
-    run: Callable[..., dict[str, bytes]], odd: Checkpoint, tmp_path: Path
-) -> None:
-    made = run(odd, tmp_path / "work", ranges=kv_ranges("compressed-tensors"))
-    index = json.loads(made[INDEX_NAME])
-    checkpoint = open_checkpoint(tmp_path / "work" / "checkpoint")
-    assert index["weight_map"] == {name: shard for name, (shard, _) in checkpoint.tensors.items()}
-    assert index["metadata"]["total_size"] == checkpoint.nbytes
 
 
 def test_companions_come_along_and_code_only_when_asked(

@@ -53,10 +53,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     assert "resumed" in message
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["../two.safetensors", "/etc/two.safetensors", "sub/two.safetensors", "..", "two.bin", "two.safetensors/", "", "."],
-)
+@pytest.mark.parametrize("name", ["../two.safetensors", "/etc/two.safetensors", "two.bin", "two.safetensors/"])
 def test_an_index_cannot_lead_out_of_the_folder(folder: Path, name: str) -> None:
     save_file({"c": torch.ones(4).bfloat16()}, folder.parent / "two.safetensors")
     index(folder, {"a": "one.safetensors", "b": "one.safetensors", "c": name})
@@ -78,26 +75,7 @@ def test_a_tensor_in_two_shards_is_caught(folder: Path) -> None:
     assert "'a' is in one.safetensors as well as in two.safetensors" in refused(folder)
 
 
-@pytest.mark.parametrize("weight_map", [None, {}, [], "one.safetensors", {"a": None}, {"a": ["one.safetensors"]}])
-def test_an_index_without_a_map_is_refused(folder: Path, weight_map: object) -> None:
-    index(folder, weight_map)
-    assert str(folder / INDEX_NAME) in refused(folder)
-
-
-def test_an_index_that_is_not_json_says_where(folder: Path) -> None:
-    (folder / INDEX_NAME).write_text('{"weight_map":\n  {"a": }}')
-    assert f"{folder / INDEX_NAME}:2:" in refused(folder)
-
-
-def test_a_shard_that_is_cut_short_is_named(folder: Path) -> None:
-    whole = (folder / "one.safetensors").read_bytes()
-    (folder / "one.safetensors").write_bytes(whole[:-1])
-    message = refused(folder)
-    assert "one.safetensors" in message
-    assert "fetch it again" in message
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt", "model.pkl"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
 def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(b"\x80\x04")

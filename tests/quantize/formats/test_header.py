@@ -86,20 +86,6 @@ def test_the_library_and_we_read_what_we_encode(
         assert bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) == data[name]
 
 
-def test_every_dtype_of_the_table_has_the_librarys_size(tmp_path: Path) -> None:
-    for dtype, bits in ITEM_BITS.items():
-        count = 8  # whole bytes at 4 and 6 bits as well
-        path = write(
-            tmp_path / "a.safetensors", {"t": entry(0, count * bits // 8, [count], dtype)}, bytes(count * bits // 8)
-        )
-        try:
-            with safe_open(path, "np") as file:
-                assert file.get_slice("t").get_dtype() == dtype
-        except SafetensorError as error:
-            pytest.fail(f"{dtype}: {error}")
-        assert read_header(path)["t"].dtype == dtype
-
-
 def library_refuses(path: Path) -> bool:
     try:
         with safe_open(path, "pt"):
@@ -114,15 +100,11 @@ BROKEN: dict[str, tuple[object, bytes, str]] = {
     "overlap": ({"a": entry(0, 4), "b": entry(2, 6)}, bytes(6), "starts at byte"),
     "cut short": (GOOD, bytes(5), "describes .* bytes, the file has"),
     "not JSON": (b'{"a": ', b"", "not JSON"),
-    "nested without end": (b"[" * 100_000, b"", "not JSON"),
     "a list": ([1, 2], b"", "not a JSON object"),
     "unknown dtype": ({"a": entry(0, 4, dtype="F7")}, bytes(4), "'a' is wrong: .*F7"),
     "size against shape": ({"a": entry(0, 4, [3])}, bytes(4), "4 bytes for U8"),
     "size against dtype": ({"a": entry(0, 4, [4], "F32")}, bytes(4), "4 bytes for F32"),
     "negative shape": ({"a": entry(0, 4, [-2, -2])}, bytes(4), "'a' is wrong"),
-    "shape is text": ({"a": {**entry(0, 4), "shape": "4"}}, bytes(4), "'a' is wrong"),
-    "offsets turned round": ({"a": {**entry(0, 4), "data_offsets": [4, 0]}}, bytes(4), "'a' is wrong"),
-    "three offsets": ({"a": {**entry(0, 4), "data_offsets": [0, 2, 4]}}, bytes(4), "'a' is wrong"),
     "no offsets": ({"a": {"dtype": "U8", "shape": [4]}}, bytes(4), "'a' is wrong"),
 }
 
@@ -141,10 +123,7 @@ def test_a_broken_file_is_refused_by_us_and_by_the_library(tmp_path: Path, case:
     ("case", "data"),
     [
         ("nothing", b""),
-        ("half a length", b"\x02\x00\x00"),
         ("more than the file", struct.pack("<Q", 100) + b"{}"),
-        ("a huge length", struct.pack("<Q", 2**63) + b"{}"),
-        ("no header", struct.pack("<Q", 0)),
         ("a pointer to large file storage", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
     ],
 )
@@ -152,15 +131,6 @@ def test_what_is_no_safetensors_file_is_said_to_be_none(tmp_path: Path, case: st
     path = tmp_path / "a.safetensors"
     path.write_bytes(data)
     with pytest.raises(UserError, match="not a safetensors file"):
-        read_header(path)
-
-
-def test_a_length_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    with path.open("wb") as stream:
-        stream.write(struct.pack("<Q", 200_000_000))
-        stream.truncate(300_000_000)  # sparse
-    with pytest.raises(UserError, match="200000000 of 300000000"):
         read_header(path)
 
 

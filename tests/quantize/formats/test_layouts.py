@@ -130,17 +130,6 @@ def test_a_layout_of_others_is_refused_by_name(method: str | None) -> None:
         layout_of({"quantization_config": {"quant_method": method}})
 
 
-def test_kv_scales_have_the_names_that_the_libraries_write() -> None:
-    attention = "model.layers.0.self_attn"
-    assert layout("compressed-tensors").kv_scale_names(attention) == (f"{attention}.k_scale", f"{attention}.v_scale")
-    assert layout("quark").kv_scale_names(attention) == (
-        f"{attention}.k_proj.output_scale",
-        f"{attention}.v_proj.output_scale",
-    )
-    assert layout("compressed-tensors").kv_scale_shape() == (1,)
-    assert layout("quark").kv_scale_shape() == ()
-
-
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 @given(rows=st.integers(1, 75), groups=st.integers(1, 20))
 def test_stored_tensors_weigh_what_the_scheme_promises(checkpoint_format: str, rows: int, groups: int) -> None:

@@ -82,7 +82,3 @@ def test_scales_by_head_span_their_heads(quantize: Quantize, tmp_path: Path) -> 
     found = {(s["which"], s["layer"]): (s["low"], s["high"]) for s in kv_scales(open_checkpoint(folder), single)}
     assert found[("V", 1)] == (0.125, 0.5)
     assert found[("K", 1)] == (0.25, 0.25)
-
-
-def test_a_cache_without_scales(quantize: Quantize) -> None:
-    assert kv_scales(quantize("llama", "compressed-tensors", kv_cache=False).checkpoint, {}) == []

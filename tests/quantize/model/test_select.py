@@ -62,10 +62,6 @@ def test_exclusion_goes_before_any_override() -> None:
     assert choice.schemes["model.layers.1.self_attn.q_proj"] == "ptpc_fp8"
 
 
-def test_what_is_kept_anyway_may_be_excluded() -> None:
-    assert select(STRUCTURE, wish(exclude=["lm_head"])).kept == STRUCTURE.kept
-
-
 @pytest.mark.parametrize("field", ["exclude", "overrides"])
 @pytest.mark.parametrize(
     ("typo", "near"),
@@ -84,12 +80,6 @@ def test_a_typo_is_refused_with_the_nearest_name(field: str, typo: str, near: st
         f'(did you mean "{near}"?).'
     )
     assert refused.value.exit_code == 2
-
-
-def test_a_scheme_for_what_is_never_quantized_is_refused() -> None:
-    """An override that only means modules which stay in 16 bit would be ignored without a word."""
-    with pytest.raises(UserError, match="found 'lm_head', which means lm_head and nothing that is quantized"):
-        select(STRUCTURE, wish(overrides=[override("fp8", "lm_head")]))
 
 
 @pytest.mark.parametrize("pattern", ["lm_head", "re:lm_.*"])

@@ -37,13 +37,6 @@ def test_linear_modules_are_those_of_the_model_and_its_experts(models: Models, n
     assert len(experts) == {"mixtral": 2 * 4 * 3, "qwen3-moe": 4 * 3, "deepseek-v3": 8 * 3}.get(name, 0)
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_shapes_are_those_of_the_tensors_on_disk(models: Models, name: str) -> None:
-    checkpoint = open_checkpoint(models(name))
-    for module, shape in structure_of(models(name)).linear.items():
-        assert checkpoint.tensors[f"{module}.weight"][1].shape == shape
-
-
 @pytest.mark.parametrize(
     ("name", "kept"),
     [
@@ -58,23 +51,9 @@ def test_head_and_routers_stay_in_16_bit(models: Models, name: str, kept: tuple[
     assert structure_of(models(name)).kept == kept
 
 
-def test_the_names_are_those_on_disk_and_not_the_modules(models: Models) -> None:
-    linear = structure_of(models("mixtral")).linear
-    assert linear["model.layers.1.block_sparse_moe.experts.3.w1"] == (256, 128)
-    assert linear["model.layers.1.block_sparse_moe.experts.3.w2"] == (128, 256)
-    assert linear["model.layers.1.block_sparse_moe.experts.3.w3"] == (256, 128)
-
-
 @pytest.mark.parametrize("name", FIXTURES)
 def test_attention_is_listed_in_the_order_of_layers(models: Models, name: str) -> None:
     assert structure_of(models(name)).attention == ("model.layers.0.self_attn", "model.layers.1.self_attn")
-
-
-@pytest.mark.parametrize("name", FIXTURES)
-def test_norms_and_embeddings_are_in_neither_list(models: Models, name: str) -> None:
-    structure = structure_of(models(name))
-    listed = {*structure.linear, *structure.kept}
-    assert not [module for module in listed if "norm" in module or "embed" in module]
 
 
 @pytest.mark.parametrize("name", FIXTURES)
