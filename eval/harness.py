@@ -67,18 +67,9 @@ class Endpoint:
 
 
 def opening(endpoint: Endpoint, include_path: Path, *, only_ours: bool) -> dict[str, Any]:
-    """The first message: whom to ask, and where tasks of ours lie beside lm-eval's own.
-
-    With `only_ours` the latter are not even looked for, which takes lm-eval some seconds.
-    """
-    return {
-        "open": {
-            "model": endpoint.model_arguments(),
-            "seed": endpoint.seed,
-            "include_path": str(include_path),
-            "only_ours": only_ours,
-        }
-    }
+    """The first message: whom to ask, and where our tasks lie. With `only_ours` lm-eval's own are not looked for."""
+    given = {"model": endpoint.model_arguments(), "seed": endpoint.seed}
+    return {"open": {**given, "include_path": str(include_path), "only_ours": only_ours}}
 
 
 def loading(task: SuiteTask, commits: Mapping[str, str]) -> dict[str, Any]:

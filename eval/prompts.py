@@ -23,8 +23,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from eval import records
 from eval.errors import DefinitionError, MeasurementError
-from eval.records import Part, Record, T, unknown
+from eval.records import Part, Record, T
 
 FOLDER = Path(__file__).parent / "prompts"
 
@@ -65,7 +66,7 @@ def _read(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
 
 def names(folder: Path = FOLDER) -> tuple[str, ...]:
     """Names of the sets in a folder, sorted."""
-    return tuple(sorted(path.stem for path in folder.glob("*.jsonl")))
+    return records.names(folder, "jsonl")
 
 
 def load(name: str, folder: Path = FOLDER) -> tuple[Prompt, ...]:
@@ -73,9 +74,7 @@ def load(name: str, folder: Path = FOLDER) -> tuple[Prompt, ...]:
 
     Raises `DefinitionError` with the nearest existing name, or with file and line of what is wrong in it.
     """
-    if name not in names(folder):
-        raise unknown("prompts", name, names(folder), folder)
-    return parse(folder / f"{name}.jsonl")
+    return parse(records.file_of("prompts", name, folder, "jsonl"))
 
 
 def parse(path: Path) -> tuple[Prompt, ...]:

@@ -184,8 +184,16 @@ def _lines(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -
             _lines(path, value, (*place, number), lines)
 
 
-def unknown(what: str, name: str, names: Collection[str], folder: Path) -> DefinitionError:
-    """The error for a name that no file of a folder has."""
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
-    return DefinitionError(f"no {what} {name!r} in {folder}; {hint}")
+def names(folder: Path, ending: str = "yaml") -> tuple[str, ...]:
+    """Names of the definitions in a folder, sorted."""
+    return tuple(sorted(path.stem for path in folder.glob(f"*.{ending}")))
+
+
+def file_of(what: str, name: str, folder: Path, ending: str = "yaml") -> Path:
+    """The file that defines a name; `DefinitionError` with the nearest name that there is."""
+    known = names(folder, ending)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+        raise DefinitionError(f"no {what} {name!r} in {folder}; {hint}")
+    return folder / f"{name}.{ending}"

@@ -14,10 +14,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from eval import prompts
+from eval import prompts, records
 from eval.errors import DefinitionError
 from eval.power import detectable_margin, detectable_mean, items_needed, mean_items_needed
-from eval.records import Record, read, unknown
+from eval.records import Record, read
 from eval.samples import Kind
 
 FOLDER = Path(__file__).parent / "suites"
@@ -100,7 +100,7 @@ def located(data: str) -> tuple[str, str]:
 
 def names(folder: Path = FOLDER) -> tuple[str, ...]:
     """Names of the suites in a folder, sorted."""
-    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+    return records.names(folder)
 
 
 def load(name: str, folder: Path = FOLDER) -> Suite:
@@ -108,9 +108,7 @@ def load(name: str, folder: Path = FOLDER) -> Suite:
 
     Raises `DefinitionError` with the nearest existing name, or with file, line and key of what is wrong in it.
     """
-    if name not in names(folder):
-        raise unknown("suite", name, names(folder), folder)
-    return parse(folder / f"{name}.yaml")
+    return parse(records.file_of("suite", name, folder))
 
 
 def parse(path: Path) -> Suite:

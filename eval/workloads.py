@@ -28,8 +28,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
+from eval import records
 from eval.prompts import SHAREGPT_PROMPT, SHAREGPT_TOTAL, Kind, PromptFile, lines_of
-from eval.records import Document, Place, Record, read, unknown
+from eval.records import Document, Place, Record, read
 
 FOLDER = Path(__file__).parent / "workloads"
 
@@ -175,7 +176,7 @@ class Workload:
 
 def names(folder: Path = FOLDER) -> tuple[str, ...]:
     """Names of the workloads in a folder, sorted."""
-    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+    return records.names(folder)
 
 
 def load(name: str, folder: Path = FOLDER) -> Workload:
@@ -183,11 +184,7 @@ def load(name: str, folder: Path = FOLDER) -> Workload:
 
     Raises `DefinitionError` with the nearest existing name, or with file, line and key of what is wrong in it.
     """
-    if is_path(name):
-        return parse(Path(name))
-    if name not in names(folder):
-        raise unknown("workload", name, names(folder), folder)
-    return parse(folder / f"{name}.yaml")
+    return parse(Path(name) if is_path(name) else records.file_of("workload", name, folder))
 
 
 def is_path(name: str) -> bool:
