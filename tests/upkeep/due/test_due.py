@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eval.verdict import Verdict
-from pipeline.base import versions as installed_versions
+from pipeline.base import machine
 from pipeline.stages import calibrate, canary, evaluate, package, quantize, report
 from pipeline.upkeep.due.due import Due
 from tests.upkeep.due.world import RECIPE, World
@@ -26,7 +26,7 @@ def causes(due: Due) -> set[str]:
 
 
 def upgraded(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    installed = installed_versions.versions
+    installed = machine.versions
 
     def now(*names: str) -> dict[str, str]:
         return {name: versions.get(name, version) for name, version in installed(*names).items()}
