@@ -8,9 +8,7 @@ Pure: a manifest and a plan's payloads go in, changes come out. Where a differen
     launch and image of the servers           serving
     a line of the recipe                      recipe, and whatever else of the settings follows from it
 
-A fingerprint of an input only follows from a change elsewhere and is none. What draws a page is none either: nobody
-gets another checkpoint from a new version of matplotlib.
-
+A fingerprint of an input only follows from a change elsewhere and is none; what draws a page is none either.
 `what_changed` says it in words: ``base 3f2a1c0 -> 91be07a``, ``vLLM 0.32.0 -> 0.33.0``.
 """
 

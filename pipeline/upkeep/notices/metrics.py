@@ -22,10 +22,9 @@ _STILL_DUE: Final[frozenset[State]] = frozenset({"resting", "elsewhere", "left"}
 
 
 class Metrics:
-    """The metrics of one process, in the file ``path``, which is whole at any time.
+    """The metrics of one process, in the file ``path``; ``warn`` hears of a fault once.
 
-    ``warn`` hears of a file that cannot be written, and of a state that is damaged, once each. Raises
-    `UserError` for a name that the collector would pass over, and for a folder that cannot be written to.
+    Raises `UserError` for a name that the collector would pass over, and for a folder that cannot be written to.
     """
 
     def __init__(self, path: Path, store: Path, *, warn: Callable[[str], None]) -> None:

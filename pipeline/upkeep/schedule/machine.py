@@ -3,13 +3,9 @@
     >>> on_calendar("0 3 1 * 6", "Europe/Berlin")
     ('*-*-01 03:00:00 Europe/Berlin', 'Sat *-*-* 03:00:00 Europe/Berlin')
 
-systemd's times are its own (systemd.time(7)), in the schedule's zone. A service runs once at a time, so nothing
-overlaps; SIGTERM goes to quantmint alone, which ends what it started. GPUs need their devices, writable and executable
-memory for compiled kernels, and the groups of the user, a cluster of Ray the /tmp that its processes meet in: what
-takes one of these away is not among the hardening.
-
-cron has no time zones but the machine's. No `flock`: a second run of a recipe meets quantmint's own lock, which holds
-across machines as well, and says so instead of waiting (``--no-wait``).
+systemd's times are in the schedule's zone. What would take GPUs, executable memory for compiled kernels or the /tmp of
+Ray away is not among the hardening. cron has no time zones but the machine's. No `flock`: a second run of a recipe
+meets quantmint's own lock, which holds across machines as well, and says so instead of waiting (``--no-wait``).
 """
 
 from __future__ import annotations
