@@ -7,7 +7,7 @@ Pure: what a layout leaves for the KV cache is asked of ``memory_of``. A layout 
 length fits; it is *comfortable* when the KV caches of all servers also hold the profile's share of what is in flight.
 
 Whether a model can be cut up as a layout says is read from vLLM 0.32 (config/model.py, layers/linear.py,
-layers/quantization, layers/fused_moe): a fault is what it refuses, a caution what it computes with a slower kernel.
+layers/quantization, layers/fused_moe).
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ MemoryOf = Callable[[Layout], Memory]
 
 #: Methods whose loader pads what does not divide.
 _PADDED = frozenset({"mxfp4"})
-#: AITER's assembly kernels for MXFP4 take whole tiles of this many columns.
-_MX_TILE = 256
 
 
 class Row(NamedTuple):
@@ -219,17 +217,7 @@ def _departure(facts: ModelFacts, row: Row, layout: Layout) -> str:
 
 
 def _notes(case: _Case, layout: Layout) -> Iterator[str]:
-    facts, target, profile = case.facts, case.target, case.profile
-    if LOW < profile.concurrency < HIGH and target.gpus > 1:
-        yield (
-            f"{profile.concurrency} requests in flight lie between the guides' {LOW} and {HIGH}, where the crossing is:"
-            f" the {profile.name} profile decided; measure both layouts (ROCm 2026: Data Parallel Attention (advanced))"
-        )
-    if density_band(facts) == "unsettled" and facts.family == "moe" and layout.gpus > 1:
-        yield (
-            f"{facts.density:.2g} % of the experts work on a token, and the guides decide nothing between 1 and 3 %:"
-            " measure with and without expert parallelism"
-        )
+    target, profile = case.target, case.profile
     idle = (target.gpus * target.nodes) - layout.gpus * layout.replicas
     if idle:
         yield f"{idle} of {target.gpus * target.nodes} accelerators stay idle: the model cannot be cut for all of them"
@@ -239,8 +227,6 @@ def _notes(case: _Case, layout: Layout) -> Iterator[str]:
             f"the KV cache holds {held:,.0f} of {profile.concurrency} requests of usual length"
             f" ({min(profile.request_tokens, case.max_model_len):,} tokens): the others wait or are preempted"
         )
-    if target.nodes > 1 and layout.nodes == 1:
-        yield "the model fits in one node: every node runs its own servers, and nothing crosses between nodes"
 
 
 def split_faults(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
@@ -268,23 +254,15 @@ def split_faults(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
     return tuple(found)
 
 
-def split_cautions(facts: ModelFacts, layout: Layout, *, kind: str) -> tuple[str, ...]:
-    """What works and costs: slower kernels, repeated heads."""
-    found = []
+def split_cautions(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
+    """What works and costs: repeated heads."""
     tensor = layout.tensor
-    if facts.attention == "mha" and facts.kv_heads and tensor > facts.kv_heads:
-        found.append(
-            f"{facts.kv_heads} key-value heads are repeated {tensor // facts.kv_heads} times over tensor parallelism of"
-            f" {tensor}: each GPU caches one, so the KV cache does not shrink beyond {facts.kv_heads} GPUs"
-        )
-    if kind == "rocm" and facts.quantization.startswith("mxfp4") and facts.checkpoint_format not in _PADDED:
-        odd = [f"{noun} {width // parts}" for noun, width, parts in _widths(facts, layout) if width // parts % _MX_TILE]
-        if odd:
-            found.append(
-                f"what one GPU holds is no multiple of {_MX_TILE} ({', '.join(odd)}): AITER's assembly MXFP4 kernel"
-                " leaves those layers to a slower one (vLLM 0.32 layers/quantization/quark)"
-            )
-    return tuple(found)
+    if facts.attention != "mha" or not facts.kv_heads or tensor <= facts.kv_heads:
+        return ()
+    return (
+        f"{facts.kv_heads} key-value heads are repeated {tensor // facts.kv_heads} times over tensor parallelism of"
+        f" {tensor}: each GPU caches one, so the KV cache does not shrink beyond {facts.kv_heads} GPUs",
+    )
 
 
 def _widths(facts: ModelFacts, layout: Layout) -> list[tuple[str, int, int]]:

@@ -34,7 +34,6 @@ from pipeline.serving.planning.launch_request import (
     KvDtype,
     LaunchRequest,
     Purpose,
-    aiter_mla,
     running,
     takes,
 )
@@ -46,8 +45,6 @@ _BACKENDS = {"mla": "ROCM_AITER_MLA", "dsa": "ROCM_AITER_MLA_SPARSE"}
 _IMAGE = "image"  # the container's one knob that is no option of `docker run`
 #: Contexts that are tried, in tokens, where nobody says one: the longest that fits is taken.
 _CONTEXTS = (32768, 16384, 8192, 4096, 2048)
-#: Requests in flight between which speculative decoding was seen to pay, and the tokens that are accepted (ROCm 2026).
-_SPECULATION, _SPECULATIVE_TOKENS = (16, 64), 2
 
 
 def plan_serving(
@@ -241,32 +238,13 @@ def _length(facts: ModelFacts, said: Mapping[str, str | bool], profile: Profile)
 
 def _remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     """What to know before a plan is started, in the order in which it matters, one sentence each."""
-    facts, accelerator, load = request.facts, request.target.accelerator, request.profile.concurrency
+    facts, accelerator = request.facts, request.target.accelerator
     yield from accelerators.cautions(
         accelerator.name, facts.quantization, request.kv_cache_dtype, facts.checkpoint_format
     )
-    yield from split_cautions(facts, layout, kind=accelerator.kind)
-    if accelerator.kind == "rocm" and facts.attention == "mla":
-        known = takes("ROCM_AITER_MLA", request.numbers)
-        if not aiter_mla(facts, layout.tensor, request.numbers):
-            yield (
-                f"{facts.heads // layout.tensor} attention heads on each GPU: AITER's latent attention takes"
-                f" {' or '.join(map(str, known.heads or ()))} in vLLM {request.version}, so the slower Triton kernel"
-                f" runs ({known.source})"
-            )
+    yield from split_cautions(facts, layout)
     if accelerator.kind == "rocm" and facts.kv_cache_scheme == "fp8" and request.kv_cache_dtype == "auto":
         yield "the checkpoint has scales for an FP8 KV cache, which is not used: it stays in 16 bit"
-    if request.speculative is not None and request.speculative.tokens > _SPECULATIVE_TOKENS:
-        yield (
-            f"{request.speculative.tokens} speculative tokens: more than {_SPECULATIVE_TOKENS} were seen to be accepted"
-            " less often and to lower throughput (ROCm 2026: Speculative decoding)"
-        )
-    low, high = _SPECULATION
-    if request.speculative is not None and not low <= load <= high:
-        yield (
-            f"speculative decoding was seen to pay between {low} and {high} requests in flight, not at {load}: measure"
-            " without it (ROCm 2026: Speculative decoding)"
-        )
     if not request.len_given and request.max_model_len < facts.context:
         yield (
             f"planned for {request.max_model_len:,} tokens of the {facts.context:,} that the model knows, because"
