@@ -146,7 +146,7 @@ def tune(
     axes = given_axes(given, version=subject.vllm.version) if given else opened.default_axes()
     axes = without_base_values(axes, subject.plan(BASE), lambda knob: table()[knob].default)
     if tunableop:
-        axes = (Axis(TUNABLEOP, ("1",), source="ROCm FP8 2024: GEMM tuning"), *axes)
+        axes = (Axis(TUNABLEOP, ("1",)), *axes)
     sweep = Sweep(subject, Design(axes, mode, repeat), Objective(objective, max_ttft, max_itl))
     if mode == "grid" and grid_size(axes) > _LARGEST_GRID:
         raise UserError(

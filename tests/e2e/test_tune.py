@@ -73,8 +73,7 @@ def test_a_killed_sweep_goes_on_and_measures_nothing_twice(
 def test_the_sweep_sees_what_its_knobs_do(tuned: tuple[Project, dict[str, int], dict[str, Any]]) -> None:
     """Two requests at a time while sixteen wait: most first tokens come late, whatever else the machine does."""
     _, _, found = tuned
-    effects = {effect["label"]: effect for effect in found["effects"]}
-    few = effects["max-num-seqs 2"]
+    few = {point["label"]: point for point in found["points"]}["max-num-seqs 2"]
     assert few["ratios"]["ttft_p50"] > 1
     assert {point["kv_tokens"] for point in found["points"]} == {found["points"][0]["kv_tokens"]}
     assert found["points"][0]["kv_tokens"] > 0

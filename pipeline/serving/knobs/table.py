@@ -126,11 +126,6 @@ def value_of(rule: Rule, facts: Mapping[str, Fact]) -> str | None:
     return _PLACEHOLDER.sub(lambda found: _text(facts[found[1]]), rule.value)
 
 
-def known_in(name: str, version: str) -> bool:
-    """Whether a version of vLLM has a knob. UserError, with the nearest spelling, for a name without an entry."""
-    return knob(name).known(parse_version(version))
-
-
 def knob(name: str) -> Knob:
     """An entry by its name. UserError where there is none, with what took its place or the nearest spelling."""
     entry = table().get(name)
@@ -233,7 +228,7 @@ def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict
             raise UserError(f"{name} cannot be set in a plan: {entry.never}")
         if value is False:
             continue
-        if not known_in(name, version):
+        if not entry.known(parse_version(version)):
             raise UserError(f"vLLM {version} does not know {name}", hint=entry.never or None)
         if name in _NUMBERS and (isinstance(value, bool) or not value.isdecimal()):
             raise UserError(f"{name} is {value!r}: expected a whole number")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import median
 from typing import Any, TypeAlias
 
 import yaml
@@ -20,14 +20,12 @@ from pipeline.serving.tuning.space import (
     BASE,
     TUNABLEOP,
     Point,
-    Tuned,
     Value,
     change_label,
     device_name,
     label,
-    value_in,
 )
-from pipeline.serving.tuning.sweep import FIGURES, Figures, Objective, Sweep, by_point, frontier, ratios
+from pipeline.serving.tuning.sweep import FIGURES, Objective, Sweep, by_point, frontier
 from pipeline.serving.tuning.trials import Budget, Outcome
 from pipeline.store.disk import write_atomic
 
@@ -38,9 +36,8 @@ Report: TypeAlias = dict[str, Any]
 """`tuning.json`. Throughputs are output tokens per second of one server, latencies ms, `noise` factors.
 
 A point has medians and `spread` (least and most) over its `runs` sound launches, by cell, and `ratios` to the base
-plan; `number` is its mark in the plots, 0 for the base plan; `score` is None where a limit is broken; `frontier` names
-the plots (CELL:FIGURE) on whose frontier it lies. An effect is what one value of a knob does, everything else the same,
-over `pairs` comparisons. `gated` changes what the model answers.
+plan; `number` is its mark in the plots, 0 for the base plan; `score` is None where a limit is broken. `gated` changes
+what the model answers.
 """
 
 
@@ -73,14 +70,13 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
         noise=judge.noise(),
         score_noise=judge.score_noise(),
         points=points,
-        effects=_effects(sweep),
         best=None if best is None else numbers[best],
         verdict=_verdict(sweep, best),
         gate_again=[change_label(knob, value) for knob, value in best or () if knob in gated],
         not_tried=[label(point) for point in sweep.not_tried],
         refused={label(point): why for point, why in sweep.refused.items()},
         notes=_notes(sweep),
-        tunableop=None if subject.tuned is None else _tuned(subject.tuned),
+        tunableop=None if subject.tuned is None else {"digest": subject.tuned.digest, "shapes": subject.tuned.shapes},
         serve=serve,
         serve_yaml=None if serve is None else serve_yaml(serve),
     )
@@ -88,14 +84,12 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
 
 def _points(sweep: Sweep) -> list[dict[str, Any]]:
     judge, gated = sweep.judge, {axis.knob for axis in sweep.design.axes if axis.gated}
-    measured, noise = judge.points(), judge.score_noise()
-    lines = _frontiers(measured)
+    measured = judge.points()
     found = []
     for number, (point, runs) in enumerate(by_point(sweep.outcomes).items()):
         sound = [run for run in runs if run.status == "ok"]
         odd = next((run for run in runs if run.status != "ok"), None)
         shown = sound[0] if sound else runs[0]
-        score = judge.score(point)
         found.append(
             {
                 "number": number,
@@ -111,9 +105,7 @@ def _points(sweep: Sweep) -> list[dict[str, Any]]:
                 "cells": {cell: dict(row) for cell, row in measured[point].items()} if sound else {},
                 "spread": _spread(sound),
                 "ratios": judge.ratios(point) or {},
-                "score": score,
-                "noise": point != BASE and score is not None and 1 / noise <= score <= noise,
-                "frontier": [plot for plot, line in lines.items() if point in line],
+                "score": judge.score(point),
                 "seconds": sum(run.seconds for run in runs),
                 "started_seconds": median(run.started_seconds or 0.0 for run in sound) if sound else None,
                 "kv_tokens": shown.kv_tokens,
@@ -128,49 +120,6 @@ def _spread(runs: Sequence[Outcome]) -> dict[str, dict[str, tuple[float, float]]
     cells = runs[0].cells if runs else {}
     values = {cell: {name: [getattr(run.cells[cell], name) for run in runs] for name in FIGURES} for cell in cells}
     return {cell: {name: (min(row), max(row)) for name, row in rows.items()} for cell, rows in values.items()}
-
-
-def _frontiers(measured: Mapping[Point, Figures]) -> dict[str, list[Point]]:
-    points = list(measured)
-    lines = {}
-    for cell in measured[points[0]] if points else ():
-        for name in COMPARED[1:]:
-            rows = [measured[point][cell] for point in points]
-            line = frontier([(row["output_throughput"], row[name]) for row in rows])
-            lines[f"{cell}:{name}"] = [points[index] for index in line]
-    return lines
-
-
-def _effects(sweep: Sweep) -> list[dict[str, Any]]:
-    """Over all pairs of points that differ in one knob only; one at a time that is one pair, in a grid many."""
-    judge, base = sweep.judge, sweep.subject.plan(BASE)
-    measured, noise = judge.points(), judge.noise()
-    effects = []
-    for axis in sweep.design.axes:
-        for value in axis.values:
-            pairs = [
-                ratios(found, measured[without])
-                for point, found in measured.items()
-                if (axis.knob, value) in point
-                and (without := tuple(change for change in point if change[0] != axis.knob)) in measured
-            ]
-            if not pairs:
-                continue
-            means = {name: geometric_mean([pair[name] for pair in pairs]) for name in FIGURES}
-            effects.append(
-                {
-                    "knob": axis.knob,
-                    "value": value,
-                    "base": value_in(base, axis.knob),
-                    "label": change_label(axis.knob, value),
-                    "gated": axis.gated,
-                    "source": axis.source,
-                    "pairs": len(pairs),
-                    "ratios": means,
-                    "noise": {n: noise is not None and 1 / noise[n] <= means[n] <= noise[n] for n in FIGURES},
-                }
-            )
-    return effects
 
 
 def _verdict(sweep: Sweep, best: Point | None) -> str:
@@ -216,15 +165,6 @@ def _notes(sweep: Sweep) -> list[str]:
     if sweep.judge.noise() is None:
         notes.append("The base plan was measured once: its noise is unknown, and small differences mean nothing.")
     return notes
-
-
-def _tuned(tuned: Tuned) -> dict[str, Any]:
-    return {
-        "digest": tuned.digest,
-        "shapes": {str(device): count for device, count in tuned.shapes.items()},
-        "operators": dict(tuned.operators),
-        "validators": dict(tuned.validators),
-    }
 
 
 def serve_section(point: Point, existing: Mapping[str, Any], tunableop: str | None) -> dict[str, Any]:
@@ -287,7 +227,6 @@ def render(report: Report) -> str:
         bad=[point for point in points if point["status"] != "ok"],
         compared=COMPARED,
         short=SHORT,
-        tone=_tone,
         command=command(Process(0, "server", 0, (), None, base_plan["env"], tuple(base_plan["argv"]))),
     )
 
@@ -300,12 +239,6 @@ def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
             wide = WIDE if name == "ttft_p99" else (WIDE - 32) // 2
             found[name] = drawn(partial(pareto, report, cell, name), f"c{index}-{name}", wide=wide)
     return found
-
-
-def _tone(name: str, change: float, noise: bool) -> str:
-    if noise:
-        return "shown"
-    return "pass" if (change > 1) == (name == "output_throughput") else "fail"
 
 
 def pareto(report: Report, cell: str, latency: str, *, width: int, name: str) -> str:

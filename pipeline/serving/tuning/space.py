@@ -6,7 +6,6 @@ base plan itself. `True` is a flag without a value, `False` a knob that the laun
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -24,9 +23,9 @@ from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
 from pipeline.base.machine import Machine, cpu_name
-from pipeline.serving.environment import VllmEnvironment
+from pipeline.serving.environment import VllmEnvironment, parse_version
 from pipeline.serving.host.detect import Detected, detect
-from pipeline.serving.knobs.table import known_in, table
+from pipeline.serving.knobs.table import knob as knob_of
 from pipeline.serving.plan import LaunchPlan, Layout
 from pipeline.serving.planning.target import Target
 
@@ -46,7 +45,6 @@ class Axis:
     knob: str
     values: tuple[Value, ...]
     gated: bool = False
-    source: str = "the command line"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ def without_base_values(
         before = value_in(base, knob)
         return not same(value, before) and not (before is False and same(value, default(knob)))
 
-    left = (Axis(a.knob, tuple(v for v in a.values if new(a.knob, v)), a.gated, a.source) for a in axes)
+    left = (Axis(a.knob, tuple(v for v in a.values if new(a.knob, v)), a.gated) for a in axes)
     return tuple(axis for axis in left if axis.values)
 
 
@@ -162,10 +160,11 @@ def default_axes(
     axes = []
     for row in sweeps()[kind]:
         holds = all(facts.get(fact) in values for fact, values in row.get("when", {}).items())
-        if holds and known_in(row["knob"], version):
-            values = row.get("values") or table()[row["knob"]].sweep
+        knob = knob_of(row["knob"])
+        if holds and knob.known(parse_version(version)):
+            values = row.get("values") or knob.sweep
             found = dict.fromkeys(_filled(value, numbers) for value in values)
-            axes.append(Axis(row["knob"], tuple(found), bool(row.get("gated", False)), row["why"]))
+            axes.append(Axis(knob.name, tuple(found), bool(row.get("gated", False))))
     return tuple(axes)
 
 
@@ -173,14 +172,10 @@ def given_axes(given: Sequence[tuple[str, tuple[Value, ...]]], *, version: str) 
     """The axes of ``--knob``; a repeated knob collects its values. UserError for one that this vLLM does not have."""
     axes: dict[str, Axis] = {}
     for knob, values in given:
-        if knob not in table():
-            near = difflib.get_close_matches(knob, table(), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "`docs/serving-knobs.md` lists them"
-            raise UserError(f"--knob {knob}: not a knob of the table", hint=hint)
-        entry = table()[knob]
+        entry = knob_of(knob)
         if entry.kind not in {"flag", "env"}:
             raise UserError(f"--knob {knob}: a sweep changes arguments and variables of vLLM, this is a {entry.kind}'s")
-        if not known_in(knob, version):
+        if not entry.known(parse_version(version)):
             raise UserError(f"--knob {knob}: vLLM {version} does not know it")
         earlier = axes[knob].values if knob in axes else ()
         axes[knob] = Axis(knob, tuple(dict.fromkeys((*earlier, *values))), knob in gated())
@@ -222,16 +217,11 @@ _LAYOUT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The files of a pass. ``shapes`` counts tuned operator shapes by device, ``operators`` those of each kind.
-
-    ``validators`` are the versions that the files hold for: PyTorch ignores a file that was made with others.
-    """
+    """The files of a pass; ``shapes`` is how many operator shapes were tuned, by the number of the device."""
 
     folder: Path
     digest: str
-    shapes: Mapping[int, int]
-    operators: Mapping[str, int]
-    validators: Mapping[str, str]
+    shapes: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

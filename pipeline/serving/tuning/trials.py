@@ -5,12 +5,10 @@ from __future__ import annotations
 import csv
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from eval.errors import MeasurementError
@@ -253,7 +251,6 @@ def log_path(store: Store, subject: Subject) -> Path:
 
 FOLDER = "tunableop"
 STOP_GRACE_S = 120.0
-_MUST_SAY = ("PT_VERSION", "ROCM_VERSION", "GCN_ARCH_NAME")
 
 
 def refuse_unless_rocm(kind: str) -> None:
@@ -268,32 +265,19 @@ def refuse_unless_rocm(kind: str) -> None:
 
 def read_tuned(folder: Path, devices: int) -> Tuned:
     """Read the files of a pass over ``devices`` devices; StageError for one that PyTorch would not use."""
-    shapes: dict[int, int] = {}
-    operators: Counter[str] = Counter()
-    validators: dict[str, str] = {}
+    shapes: dict[str, int] = {}
     digests = {}
     for device in range(devices):
         path = folder / (TUNED_FILE % device)
         if not path.is_file():
             raise StageError(f"TunableOp wrote no {path.name} for device {device}", hint=f"see the log beside {folder}")
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            rows = [row for row in csv.reader(file) if len(row) >= 3]
-        validators |= {row[1]: ",".join(row[2:]) for row in rows if row[0] == "Validator"}
-        tuned = {(row[0], row[1]) for row in rows if row[0] != "Validator"}
-        missing = [name for name in _MUST_SAY if name not in validators]
-        if missing or not tuned:
-            lack = f"no Validator line for {', '.join(missing)}" if missing else "no tuned shape"
-            raise StageError(f"{path} has {lack}: PyTorch would not use it")
-        shapes[device] = len(tuned)
-        operators.update(operator for operator, _ in tuned)
+            tuned = {(row[0], row[1]) for row in csv.reader(file) if len(row) >= 3 and row[0] != "Validator"}
+        if not tuned:
+            raise StageError(f"{path} has no tuned shape: PyTorch would not use it")
+        shapes[str(device)] = len(tuned)
         digests[path.name] = sha256_of(path)
-    return Tuned(
-        folder,
-        fingerprint(digests),
-        MappingProxyType(shapes),
-        MappingProxyType(dict(operators)),
-        MappingProxyType(validators),
-    )
+    return Tuned(folder, fingerprint(digests), shapes)
 
 
 def first_pass(subject: Subject, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> Tuned:

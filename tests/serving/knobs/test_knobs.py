@@ -18,7 +18,6 @@ from pipeline.serving.knobs.table import (
     OLDEST_READ,
     checked_arguments,
     knob,
-    known_in,
     parse_condition,
     table,
 )
@@ -118,8 +117,8 @@ def test_rules_are_complete_and_ask_what_can_be_known() -> None:
 
 
 def test_a_name_without_an_entry() -> None:
-    assert known_in("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM", "0.31.2")
-    assert not known_in("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM", "0.30")
+    assert knob("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM").known((0, 31, 2))
+    assert not knob("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM").known((0, 30))
     with pytest.raises(UserError, match="did you mean '--block-size'"):
         knob("--blok-size")
     with pytest.raises(UserError, match="have no VLLM_ATTENTION_BACKEND") as caught:

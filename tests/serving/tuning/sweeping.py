@@ -79,7 +79,7 @@ def sweep_of(folder: Path, axes: dict[str, list[Value]], **options: Any) -> Swee
     objective = options.pop("objective", Objective())
     gated = options.pop("gated", ())
     design = {key: options.pop(key) for key in ("mode", "repeat") if key in options}
-    made = tuple(Axis(knob, tuple(values), knob in gated, "a test") for knob, values in axes.items())
+    made = tuple(Axis(knob, tuple(values), knob in gated) for knob, values in axes.items())
     return Sweep(subject_in(folder, **options), Design(made, **design), objective)
 
 

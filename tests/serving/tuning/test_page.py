@@ -23,7 +23,7 @@ from tests.serving.tuning.sweeping import FakeVllm, planner_for
 QUICK = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
 CELLS = (Cell("in1024-out1024-c64", 1024, 1024, 64, 512, 64), Cell("in1024-out1024-c256", 1024, 1024, 256, 512, 64))
 AXES = (
-    Axis("--max-num-batched-tokens", ("8192", "32768"), source="a guide"),
+    Axis("--max-num-batched-tokens", ("8192", "32768")),
     Axis("--compilation-config", ('{"cudagraph_mode": "FULL"}',)),
     Axis("--max-num-seqs", ("<script>alert(1)</script>",)),
     Axis(QUICK, ("INT4",), gated=True),
