@@ -217,7 +217,6 @@ def _plain(process: Process) -> dict[str, Any]:
 )
 @click.option("--port", type=click.IntRange(1, 65535), help="Port that a server is to listen on.")
 @click.option("--model", help="Checkpoint's folder, or a recipe: what its scheme needs is checked too.")
-@click.option("--nodes", type=click.IntRange(1), help="Machines like this one that serve together.")
 @vllm_option
 @json_option
 @click.option("--fix-script", is_flag=True, help="Print a bash script of the fixes that need root; nothing is run.")
@@ -225,7 +224,6 @@ def doctor(
     target: str | None,
     port: int | None,
     model: str | None,
-    nodes: int | None,
     vllm: str | None,
     as_json: bool,
     fix_script: bool,
@@ -234,20 +232,16 @@ def doctor(
 
     Ends with 0 when nothing fails, warnings allowed, with 1 when something does.
     """
-    from dataclasses import replace
-
     from pipeline.base.machine import Machine
     from pipeline.serving.host.checks import examine
     from pipeline.serving.host.subject import look, script, wanted_of
-    from pipeline.serving.planning.target import checked, parse_target
+    from pipeline.serving.planning.target import parse_target
 
     if as_json and fix_script:
         raise click.UsageError("--json and --fix-script both print on standard output: give one of them")
     wanted, meant = (None, None) if model is None else wanted_of(model)
     asked = meant if target is None else None if target == "auto" else parse_target(target)
-    if asked is not None and nodes is not None:
-        asked = checked(replace(asked, nodes=nodes))
-    subject = look(Machine(), target=asked, vllm=vllm, port=port, wanted=wanted, nodes=nodes or 1)
+    subject = look(Machine(), target=asked, vllm=vllm, port=port, wanted=wanted)
     findings = examine(subject)
     failed = any(finding.status == "fail" for finding in findings)
     if as_json:

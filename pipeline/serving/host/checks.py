@@ -37,8 +37,6 @@ LOOKS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
         "vllm": looks.vllm,
         "amd-quark": looks.quark,
         "checkpoint": looks.checkpoint,
-        "CPU flags": looks.flags,
-        "memory": looks.memory,
     }
 )
 

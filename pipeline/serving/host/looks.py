@@ -142,7 +142,6 @@ def user_of(subject: Subject) -> str:
 _SHARED = 16 << 30
 _SHARED_LEAST = 1 << 30  # Docker's default is 64 MB
 _PASSING = ("iommu=pt", "iommu.passthrough=1", "iommu=off", "amd_iommu=off", "intel_iommu=off")
-_LEAST = 4 << 30  # what vLLM's own processes and a small KV cache take
 _FIRST, _LAST = (parse_version(version)[:2] for version in (OLDEST_READ, NEWEST_READ))
 
 
@@ -210,31 +209,6 @@ def rdma(subject: Subject) -> Outcome:
     rates = sorted({rate for place in up if (rate := machine.text(place / "rate"))})
     found = f"{len(up)} of {len(ports)} ports active" + (f", {', '.join(rates)}" if rates else "")
     return Outcome("ok" if len(up) == len(ports) else "warn", found)
-
-
-def flags(subject: Subject) -> Outcome:
-    """Instruction sets that vLLM's kernels use."""
-    known = hardware.local_cpu_flags(subject.machine.text("proc/cpuinfo") or "")
-    if known is None:
-        return Outcome("skipped", "this processor lists no flags")
-    has = [name for flag, name in (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("amx_tile", "AMX")) if flag in known]
-    status: Status = "ok" if "AVX-512" in has else "warn" if has else "fail"
-    return Outcome(status, ", ".join(has) or "neither AVX2 nor AVX-512")
-
-
-def memory(subject: Subject) -> Outcome:
-    """Room for the weights, and for what vLLM needs beside them."""
-    weights = 0 if subject.wanted is None or subject.wanted.weights is None else subject.wanted.weights
-    wanted = weights + _LEAST
-    of_which = f" ({_gib(weights)} of weights)" if weights else ""
-    values = {"wanted": f"{_gib(wanted)} free{of_which}"}
-    # "MemAvailable:   12345 kB"
-    available = subject.machine.table("proc/meminfo").get("MemAvailable", "").split()
-    if not available:
-        return Outcome("skipped", "this system does not say how much is free", values)
-    free = int(available[0]) << 10
-    status: Status = "ok" if free >= wanted else "fail" if free < weights else "warn"
-    return Outcome(status, f"{_gib(free)} free", values)
 
 
 def vllm(subject: Subject) -> Outcome:

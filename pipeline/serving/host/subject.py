@@ -91,12 +91,11 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The checkpoint: its scheme, the cache's type ("auto" or "fp8"), its layout, and the bytes of its weights."""
+    """The checkpoint: its scheme, the cache's type ("auto" or "fp8"), and its layout."""
 
     scheme: str
     kv_cache: str
     checkpoint_format: str
-    weights: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,6 @@ def look(
     vllm: str | Path | None = None,
     port: int | None = None,
     wanted: Wanted | None = None,
-    nodes: int = 1,
     utilization: float = 0.92,
 ) -> Subject:
     """Gather what checks need. Without a target the machine is it: UserError where it cannot be told what it is."""
@@ -149,7 +147,7 @@ def look(
         unknown = error.message
     if target is None:
         assert detected is not None  # noqa: S101 - detect() either returned or raised
-        target = Target(detected.hardware, detected.gpus, nodes, detected.hbm_bytes)
+        target = Target(detected.hardware, detected.gpus, hbm_bytes=detected.hbm_bytes)
     there, missing = _environment(machine, vllm)
     return Subject(
         machine=machine,
@@ -201,4 +199,4 @@ def wanted_of(model: str) -> tuple[Wanted, Target | None]:
 
 def wanted_by(facts: ModelFacts) -> Wanted:
     """What a checkpoint with these facts asks of a machine."""
-    return Wanted(facts.quantization, facts.kv_cache_scheme or "auto", facts.checkpoint_format, facts.weights)
+    return Wanted(facts.quantization, facts.kv_cache_scheme or "auto", facts.checkpoint_format)

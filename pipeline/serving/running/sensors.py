@@ -91,12 +91,11 @@ def _grown(cell: Sequence[Reading]) -> Iterator[str]:
 
 
 def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[str, str]) -> Sensor | None:
-    """The sensor of a server on so many accelerators of a kind, started with these variables beside our own."""
-    return sensor_of(kind, gpus=gpus, machine=host.Machine(environ={**os.environ, **env}))
+    """The sensor of a server on so many accelerators of a kind, started with these variables beside our own.
 
-
-def sensor_of(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, machine: host.Machine) -> Sensor | None:
-    """The same on any machine. None where a GPU server has no GPU that tells: its cores say nothing about it."""
+    None where a GPU server has no GPU that tells: its cores say nothing about it.
+    """
+    machine = host.Machine(environ={**os.environ, **env})
     if kind == "rocm":
         return amd_sensor(machine, gpus)
     return nvidia_sensor(machine, gpus) if kind == "cuda" else CpuSensor()

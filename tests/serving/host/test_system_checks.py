@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.machine import Machine, Space, bind_port, file_system, open_device, run_command
-from pipeline.serving.host.subject import Wanted
 from tests.serving.host import trees
 from tests.serving.host.trees import GIB, machine
 
@@ -77,30 +76,6 @@ def test_rdma(tmp_path: Path, finding):
     assert "ibstat" in seen.fix
     trees.infiniband(root, [("4: ACTIVE", "5: LinkUp"), ("4: ACTIVE", "6: LinkErrorRecovery")])
     assert finding("ibstat", machine(root), target="mi300x:16").status == "warn"
-
-
-@pytest.mark.parametrize(
-    ("flags", "status"), [("avx2 avx512f amx_tile", "ok"), ("avx2 avx512f", "ok"), ("avx2", "warn"), ("sse", "fail")]
-)
-def test_instruction_sets(tmp_path: Path, finding, flags: str, status: str):
-    root = trees.healthy(tmp_path)
-    trees.write(root, "proc/cpuinfo", f"processor : 0\nflags : fpu {flags}\n")
-    assert finding("CPU flags", machine(root)).status == status
-    trees.write(root, "proc/cpuinfo", "processor : 0\nFeatures : asimd\n")
-    assert finding("CPU flags", machine(root)).status == "skipped"
-
-
-def test_memory_of_a_cpu_machine(tmp_path: Path, finding):
-    def model(weights: int) -> Wanted:
-        return Wanted("ptpc_fp8", "auto", "quark", weights)
-
-    box = machine(trees.healthy(tmp_path))  # 32 GiB are free
-    assert finding("memory", box).status == "ok"
-    assert finding("memory", box, wanted=model(16 * GIB)).expected == "20.0 GiB free (16.0 GiB of weights)"
-    assert finding("memory", box, wanted=model(30 * GIB)).status == "warn"
-    assert finding("memory", box, wanted=model(60 * GIB)).status == "fail"
-    trees.write(box.root, "proc/meminfo", "MemTotal: 1 kB")
-    assert finding("memory", box).status == "skipped"
 
 
 def test_the_real_questions(tmp_path: Path):
