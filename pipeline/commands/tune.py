@@ -77,9 +77,7 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
 )
 @click.option("--workload", metavar="NAME", help="Default: the recipe's.")
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Launches of each plan.")
-@click.option(
-    "--objective", type=click.Choice(["throughput", "latency", "balanced"]), default="throughput", show_default=True
-)
+@click.option("--objective", type=click.Choice(["throughput", "latency"]), default="throughput", show_default=True)
 @click.option("--max-ttft", type=click.FloatRange(0, min_open=True), metavar="MS", help="Limit of TTFT p99.")
 @click.option("--max-itl", type=click.FloatRange(0, min_open=True), metavar="MS", help="Limit of ITL p99.")
 @click.option("--tunableop", is_flag=True, help="Tune matrix kernels first (ROCm); the CSV files are kept.")
@@ -99,7 +97,7 @@ def tune(
     budget: str | None,
     workload: str | None,
     repeat: int,
-    objective: Literal["throughput", "latency", "balanced"],
+    objective: Literal["throughput", "latency"],
     max_ttft: float | None,
     max_itl: float | None,
     tunableop: bool,

@@ -35,9 +35,8 @@ class HostCheck(NamedTuple):
 class Layout:
     """How accelerators share the work.
 
-    One server holds ``data`` engines of ``tensor`` x ``pipeline`` accelerators and spans ``nodes``; ``replicas``
-    servers are independent of each other. ``packed`` servers share one accelerator. ``expert`` spreads whole experts
-    over an engine's (with ``data``: a server's) accelerators instead of slices of each.
+    One server holds ``data`` engines of ``tensor`` x ``pipeline`` accelerators and spans ``nodes``; ``packed`` servers
+    share one accelerator. ``expert`` spreads whole experts over a server's accelerators instead of slices of each.
     """
 
     tensor: int = 1

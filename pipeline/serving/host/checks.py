@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -26,8 +26,8 @@ LOOKS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
         "GPU memory": looks.memory_in_use,
         "/dev/kfd": looks.kfd,
         "/dev/dri": looks.dri,
-        "group video": looks.group_video,
-        "group render": looks.group_render,
+        "group video": partial(looks.group, name="video"),
+        "group render": partial(looks.group, name="render"),
         "HIP_VISIBLE_DEVICES": looks.visible_devices,
         "numa_balancing": looks.numa_balancing,
         "iommu": looks.iommu,
@@ -99,7 +99,14 @@ def preflight(
     """
     if not plan.host:
         return ()
-    subject = look(machine, target=target_of(plan), vllm=vllm, port=port, wanted=wanted, utilization=_utilization(plan))
+    subject = look(
+        machine,
+        target=target_of(plan),
+        vllm=vllm,
+        port=port,
+        wanted=wanted,
+        utilization=float(plan.option("--gpu-memory-utilization") or 0.92),
+    )
     found = {finding.name: finding for finding in examine(subject, {check.name for check in plan.host})}
     return tuple(
         replace(found[check.name], expected=check.expected, why=check.why, source=check.source)
@@ -107,8 +114,3 @@ def preflight(
         else Finding(check.name, "skipped", "nothing here looks at it", check.expected, check.why, "", (), check.source)
         for check in plan.host
     )
-
-
-def _utilization(plan: LaunchPlan) -> float:
-    flag = "--gpu-memory-utilization"
-    return float(plan.argv[plan.argv.index(flag) + 1]) if flag in plan.argv else 0.92

@@ -1,10 +1,5 @@
 """What this machine is, for ``--target auto`` and for records: its accelerators, and those that a launch may use.
 
-    >>> detect(Machine()).target
-    Target(hardware='mi300x', gpus=8, nodes=1, hbm_bytes=206141652992)
-    >>> device_here("cpu")
-    Device(hardware='cpu', name='AMD EPYC 9654 96-Core Processor')
-
 Instinct GPUs are read from the kernel's files, no ROCm tool is needed: KFD has a node for each GPU that computes, or
 for each *partition* of one, in the order of ROCm's numbers (Linux, drivers/gpu/drm/amd/amdkfd/kfd_topology.c). NVIDIA's
 are asked of nvidia-smi; a machine with neither serves on its CPU. Only GPUs that the environment leaves visible count.
@@ -35,12 +30,10 @@ _GPU_NAME = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 @dataclass(frozen=True, slots=True)
 class AmdGpu:
-    """A GPU, or a partition of one, as its driver sees it.
+    """A GPU, or a partition of one, as its driver sees it; None is what that does not say.
 
-    ``arch`` is the compiler's name ("gfx942"). ``memory`` and ``used`` are bytes: of its own banks, and of the whole
-    device that anybody holds (None where amdgpu does not say).
-    ``compute_partition`` and ``memory_partition`` are the device's modes ("SPX", "NPS1"), None where it has none.
-    ``render`` numbers /dev/dri/renderD*, None for a driver too old to say. ``device`` is its folder on the bus.
+    ``memory`` and ``used`` are bytes: of its own banks, and of the whole device that anybody holds. ``render`` numbers
+    /dev/dri/renderD*. ``device`` is its folder on the bus.
     """
 
     device_id: int
@@ -107,11 +100,9 @@ def _device(machine: Machine, facts: dict[str, str]) -> Path | None:
 class Detected:
     """The accelerators that a launch could use here.
 
-    ``hardware`` is a name of the table; ``gpus`` counts what ROCm or CUDA numbers, so partitions where GPUs are
-    partitioned; ``hbm_bytes`` is the memory of the smallest, as its driver says, None on a CPU. ``compute_partition``
-    and ``memory_partition`` are the modes of Instinct GPUs ("SPX", "NPS1"; "CPX+SPX" where they differ), None where
-    the driver has none. ``memory`` has the bytes of each GPU, and of them those in use, None where the driver does not
-    say. ``devices`` are the Instinct GPUs.
+    ``gpus`` counts what ROCm or CUDA numbers, so partitions where GPUs are partitioned; ``hbm_bytes`` is the memory of
+    the smallest, None on a CPU. The partitions are modes of Instinct GPUs ("SPX", "NPS1"; "CPX+SPX" where they
+    differ). ``memory`` has the bytes of each GPU, and of them those in use. ``devices`` are the Instinct GPUs.
     """
 
     hardware: str

@@ -99,27 +99,18 @@ def _device(subject: Subject, paths: list[Path]) -> Outcome:
     return Outcome("ok", "open" if len(paths) == 1 else f"{len(paths)} render nodes are open")
 
 
-def group_video(subject: Subject) -> Outcome:
-    """The user is in the group that owns the devices on older systems."""
-    return _member(subject, "video")
-
-
-def group_render(subject: Subject) -> Outcome:
-    """The user is in the group that owns them on current ones."""
-    return _member(subject, "render")
-
-
-def _member(subject: Subject, group: str) -> Outcome:
+def group(subject: Subject, name: str) -> Outcome:
+    """The user is in a group that owns the devices: video on older systems, render on current ones."""
     machine, values = subject.machine, {"user": user_of(subject)}
     devices = [machine.path("dev/kfd"), *machine.glob("dev/dri/renderD*")]
     lines = (line.split(":") for line in (machine.text("etc/group") or "").splitlines())
-    number = next((int(fields[2]) for fields in lines if len(fields) > 2 and fields[0] == group), None)
+    number = next((int(fields[2]) for fields in lines if len(fields) > 2 and fields[0] == name), None)
     owned = [path for path in devices if number is not None and machine.owned_by(path) == number]
     if not owned:
-        return Outcome("skipped", f"a group {group} owns no device here", values)
+        return Outcome("skipped", f"a group {name} owns no device here", values)
     if all(machine.opens(path) is None for path in owned):
         return Outcome("ok", "its devices are open to this user", values)
-    return Outcome("fail", f"not a member of {group}, which owns {len(owned)} devices", values)
+    return Outcome("fail", f"not a member of {name}, which owns {len(owned)} devices", values)
 
 
 def visible_devices(subject: Subject) -> Outcome:

@@ -102,9 +102,8 @@ class Wanted:
 class Subject:
     """A machine and what it is to serve.
 
-    ``target`` counts the accelerators of every node; ``detected`` is what this one has, or ``unknown`` why that cannot
-    be said. ``installed`` is the serving environment, or ``missing`` why there is none. ``utilization`` is the share of
-    a GPU's memory that one server takes. ``port`` and ``wanted`` are None where nothing is known of them.
+    ``detected`` is what this node has, or ``unknown`` why that cannot be said. ``installed`` is the serving environment,
+    or ``missing`` why there is none. ``utilization`` is the share of a GPU's memory that one server takes.
     """
 
     machine: Machine

@@ -1,8 +1,5 @@
 """The table of serving knobs: what each is, in which versions of vLLM it exists, and which value it gets when.
 
-    >>> table()["--numa-bind"].known((0, 19)), table()["--numa-bind"].known((0, 33))
-    (False, True)
-
 A knob is chosen by facts about model, hardware, layout, workload and version: `Knob.choose` takes the first of its
 rules that holds. The table is ``entries/*.yaml``, whose files and entries keep their order; its syntax is described
 in the first of them.
@@ -87,8 +84,7 @@ class Knob:
     """One entry of the table.
 
     It exists from ``first`` up to ``end``, without the ``gaps``; an empty version leaves that side open. ``outside``
-    says that it is not vLLM's own, but torch's, RCCL's, the kernel's or Docker's. ``replaces`` are names of it in older
-    versions than those supported, ``sweep`` holds what tuning tries, ``never`` why no rule sets it.
+    says that it is not vLLM's own. ``sweep`` holds what tuning tries, ``never`` why no rule sets it.
     """
 
     name: str

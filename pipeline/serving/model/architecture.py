@@ -1,9 +1,5 @@
 """The shape of a language model, read from its config.json: one vocabulary for the many names of the same thing.
 
-    >>> shape = read_shape({"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, ...})
-    >>> shape.kinds[0], shape.head_dim
-    ('full', 128)
-
 Where a configuration leaves out what its class in transformers has a default for, that default is here.
 """
 

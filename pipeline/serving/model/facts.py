@@ -1,9 +1,5 @@
 """What a model is, as far as serving it depends on it: from config.json and the headers of its shards, never a weight.
 
-    >>> facts = model_facts(Path("Qwen3-30B-A3B"))
-    >>> facts.family, facts.density
-    ('moe', 6.25)
-
 A folder with nothing but a config.json is enough: parameters and bytes are then counted, and `counted` says so. What a
 configuration declares about its quantization is read by `pipeline.quantize.formats` for the two layouts that this
 project writes; of the others only what serving depends on.
@@ -45,12 +41,10 @@ class ModelFacts:
     """A model for `vllm serve`; sizes are elements of one layer or head unless said otherwise.
 
     ``attention`` is "none" where no layer has any. ``experts`` is 0 for a dense model. ``sliding_layers`` keep the last
-    tokens only, ``linear_layers`` (Mamba, gated delta nets) a state of constant size. ``context`` counts tokens as vLLM
-    derives it. ``quantization`` is a scheme of
+    tokens only, ``linear_layers`` (Mamba, gated delta nets) a state of constant size. ``quantization`` is a scheme of
     schemes.yaml where it is one of ours, else the method's own name, "none" for 16 bit. ``group`` is how many elements
-    of a quantized weight's input share a scale: what tensor parallelism must not cut. ``weights`` are bytes, measured
-    from headers or, with ``counted``, computed from the configuration. ``parameters`` and ``weights`` leave out a
-    predictor of further tokens, which vLLM loads for speculative decoding only; ``pieces`` has it.
+    of a quantized weight's input share a scale. ``weights`` are bytes, measured from headers or, with ``counted``,
+    computed from the configuration. ``parameters`` and ``weights`` leave out a predictor of further tokens.
     """
 
     architecture: str
@@ -184,10 +178,8 @@ def as_quantized(
 ) -> ModelFacts:
     """The facts of what a recipe makes of a model: every linear layer of the decoder in ``scheme``.
 
-    ``assigned`` says the scheme of a module by its name, None for 16 bit, where a recipe has exceptions
-    (`pipeline.recipe.modules.assigned`). Embeddings, output head, routers, norms, the vision tower and a predictor
-    stay as they are, as `quantmint quantize` leaves them. UserError for a scheme that is not in schemes.yaml, and for
-    a source that is neither in 16 bit nor in FP8 blocks, as DeepSeek's releases are.
+    ``assigned`` says the scheme of a module by its name, None for 16 bit, where a recipe has exceptions. UserError for a
+    scheme that is not in schemes.yaml, and for a source that is neither in 16 bit nor in FP8 blocks.
     """
     if scheme not in table():
         raise UserError(f"found scheme {scheme!r}, expected one of {', '.join(table())}.")

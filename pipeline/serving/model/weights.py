@@ -1,8 +1,5 @@
 """The weights of a model in pieces: how many parameters, how vLLM divides them, how many bytes they take when stored.
 
-    >>> sum(piece.parameters for piece in count_pieces(config))
-    8030261248
-
 A piece is one module's weight, or the same module's of all experts of a layer. `count_pieces` makes them by arithmetic
 from a configuration, as transformers 5.17 builds its layers; `measure_pieces` from the headers of shards.
 """
@@ -64,8 +61,8 @@ _SORTS: tuple[tuple[str, Role, Split], ...] = (
 class Piece:
     """``name`` is the module's on disk, of expert 0 for experts; ``layer`` is None outside the decoder's layers.
 
-    ``rows`` counts output channels, over all experts: scales by channel need it. ``linear`` says that it is a matrix
-    that quantization may touch; ``scheme`` is what it is stored in, None for the model's 16 bit.
+    ``rows`` counts output channels, over all experts. ``linear`` matrices are those that quantization may touch;
+    ``scheme`` None is the model's 16 bit.
     """
 
     name: str

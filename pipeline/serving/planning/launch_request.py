@@ -1,8 +1,7 @@
 """Everything that a launch is planned from except its layout, and what a layout makes of it: knobs with reasons.
 
-The facts that the rules of the knob table ask for are put together here and nowhere else; among them which attention
-backend an Instinct GPU runs, and what that takes (`attention.yaml`). AITER's kernels for latent attention assert the
-heads of one accelerator when layers are built, after the weights of a 700 GB model were read.
+The facts that the rules of the knob table ask for are put together here; among them which attention backend an Instinct
+GPU runs, and what that takes (`attention.yaml`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """How accelerators share a model: the rows of `layouts.yaml`, the layouts that a row allows, and the first that fits.
 
-    >>> choose(facts, parse_target("mi300x:8"), profile("throughput"), memory_of, max_model_len=8192).layout
-    Layout(tensor=1, pipeline=1, data=1, expert=False, replicas=8, packed=1, nodes=1)
-
-Pure: what a layout leaves for the KV cache is asked of ``memory_of``. A layout *has room* when one request of full
-length fits; it is *comfortable* when the KV caches of all servers also hold the profile's share of what is in flight.
+A layout *has room* when one request of full length fits; it is *comfortable* when the KV caches of all servers also
+hold the profile's share of what is in flight.
 
 Whether a model can be cut up as a layout says is read from vLLM 0.32 (config/model.py, layers/linear.py,
 layers/quantization, layers/fused_moe).
@@ -165,10 +162,7 @@ def _first(case: _Case, row: Row) -> Layout | None:
 
 
 def _layouts(case: _Case, form: str, *, expert: bool = False) -> list[Layout]:
-    """The layouts of a form that the model can be cut up for, in the order in which they are tried.
-
-    ``pipeline`` has its stages within a node; ``spread`` and ``stages`` are servers over all nodes.
-    """
+    """The layouts of a form that the model can be cut up for, in the order in which they are tried."""
     gpus, nodes = case.target.gpus, case.target.nodes
     found = []
     for tensor in range(1, gpus + 1):

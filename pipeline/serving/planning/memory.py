@@ -1,13 +1,8 @@
 """Whether a model fits: bytes of the fullest accelerator, and the tokens of the KV cache that is left.
 
-    >>> memory = fit(facts, hardware("mi300x"), Layout(tensor=8), hbm_bytes=None, utilization=0.95, max_model_len=32768,
-    ...              max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_dtype="fp8")
-    >>> memory.kv_cache > 0, memory.concurrency
-
-Everything is arithmetic, in vLLM's own order: weights divided among ranks and layers among stages; what the profiling
-run finds at its peak, which is once ``max_num_batched_tokens`` dummy tokens and then ``max_num_seqs`` rows of logits
-(vLLM 0.26 v1/worker/gpu_worker.py, determine_available_memory); graphs; and the cache in what is left. Nothing is
-read, and nothing is refused but hardware whose memory nobody has told.
+Arithmetic in vLLM's own order: weights divided among ranks and layers among stages; what the profiling run finds at its
+peak, which is once ``max_num_batched_tokens`` dummy tokens and then ``max_num_seqs`` rows of logits (vLLM 0.26
+v1/worker/gpu_worker.py, determine_available_memory); graphs; and the cache in what is left.
 """
 
 from __future__ import annotations
@@ -275,16 +270,22 @@ def profile_peak(
     tokens = max_num_batched_tokens
     hidden = 2 * tokens * facts.hidden
     attention = _attention(facts, layout, tokens)
-    if facts.shape.latent:
+    if latent := facts.shape.latent:
+        # Keys and values of every head for a chunk of cached latents, allocated as if in a prefill:
         # 8 requests of full length or 4 blocks a request, at most 64k tokens, at least a block a request.
         chunk = min(max(8 * max_model_len, 4 * max_num_seqs * block_size), _LATENT_CHUNK)
-        attention += _expanded(facts, layout, max(chunk, max_num_seqs * block_size))
+        cached = max(chunk, max_num_seqs * block_size)
+        attention += 2 * cached * -(-facts.heads // layout.tensor) * (latent.nope + latent.value)
+    # Gate and up of all tokens in one tensor, and their product.
+    dense = 2 * tokens * 3 * max(facts.intermediate, facts.shape.shared_intermediate) // layout.tensor
     # The experts' workspaces stay allocated from one layer to the next.
-    body = hidden * 2 + max(attention, _dense(facts, layout, tokens)) + _mixture(facts, layout, tokens)
+    body = hidden * 2 + max(attention, dense) + _mixture(facts, layout, tokens)
     rows = min(max_num_seqs, tokens)
     sampler = hidden + rows * facts.vocabulary * _SAMPLER_BYTES
     outside = _OUTSIDE[kind] + (_COMMUNICATION[kind] if layout.gpus > 1 else 0)
-    return max(body, sampler) + outside + _rope(facts) + (_ENCODER_PEAK if facts.multimodal else 0)
+    # One table of sines and cosines for all layers: [context, rotated elements] in 16 bit.
+    rope = 2 * facts.context * (latent.rope if latent else facts.head_dim)
+    return max(body, sampler) + outside + rope + (_ENCODER_PEAK if facts.multimodal else 0)
 
 
 def graph_bytes(facts: ModelFacts, cudagraph_mode: str | None, max_num_seqs: int) -> int:
@@ -312,19 +313,6 @@ def _attention(facts: ModelFacts, layout: Layout, tokens: int) -> int:
     return 2 * tokens * facts.head_dim * (2 * heads + 2 * max(1, facts.kv_heads // layout.tensor))
 
 
-def _expanded(facts: ModelFacts, layout: Layout, tokens: int) -> int:
-    """Keys and values of every head for a chunk of cached latents, which the profile allocates as if in a prefill."""
-    latent = facts.shape.latent
-    assert latent is not None  # noqa: S101 - the caller asked
-    return 2 * tokens * -(-facts.heads // layout.tensor) * (latent.nope + latent.value)
-
-
-def _dense(facts: ModelFacts, layout: Layout, tokens: int) -> int:
-    """Gate and up of all tokens in one tensor, and their product."""
-    width = max(facts.intermediate, facts.shape.shared_intermediate)
-    return 2 * tokens * 3 * width // layout.tensor
-
-
 def _mixture(facts: ModelFacts, layout: Layout, tokens: int) -> int:
     """The two workspaces of the fused experts and the router's logits in float32.
 
@@ -339,12 +327,6 @@ def _mixture(facts: ModelFacts, layout: Layout, tokens: int) -> int:
         width = -(-width // (layout.tensor * layout.data))
     elements = max(width, facts.hidden) + max(2 * width, facts.hidden)
     return 2 * gathered * facts.experts_per_token * elements + 4 * gathered * facts.experts
-
-
-def _rope(facts: ModelFacts) -> int:
-    """The table of sines and cosines, one for all layers: [context, rotated elements] in 16 bit."""
-    latent = facts.shape.latent
-    return 2 * facts.context * (latent.rope if latent else facts.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,10 @@
 
     >>> plan = plan_serving("/models/m", facts, target=parse_target("mi300x:8"), profile=profile("throughput"),
     ...                     vllm_version="0.33.0")
-    >>> plan.argv[:3], plan.layout.replicas
-    (('vllm', 'serve', '/models/m'), 8)
 
-Pure: the same arguments give the same plan, and nothing is read but the package's tables. The layout comes first
-(`layout.py`), then the knobs that it calls for (`launch_request.py`), then what they leave for the KV cache
-(`memory.py`), and last what a reader should know. A model that does not fit is refused with the smallest changes that
-would make it fit.
+Pure: nothing is read but the package's tables. The layout comes first (`layout.py`), then the knobs that it calls for
+(`launch_request.py`), then what they leave for the KV cache (`memory.py`). A model that does not fit is refused with
+the smallest changes that would make it fit.
 """
 
 from __future__ import annotations
@@ -68,12 +65,10 @@ def plan_serving(
 ) -> LaunchPlan:
     """Plan how ``model`` is served.
 
-    ``profile`` holds the load: its ``max_model_len`` may be None, and is then chosen. ``purpose`` "measure" leaves out
-    what would measure a cache instead of the model. ``overrides`` win over the table, by the knob's name: True is a
-    flag without a value, False leaves the knob out. ``layout`` is taken as it is, for a pair that must share one.
-    ``kv_cache_dtype`` None follows the checkpoint. ``packed`` servers share each accelerator. ``cpu_threads`` are the
-    cores that a CPU server may use. ``tunableop`` is the file of kernels that tuning found.
-    ``arguments`` are passed on to vLLM behind the plan's own.
+    ``purpose`` "measure" leaves out what would measure a cache instead of the model. ``overrides`` win over the table,
+    by the knob's name: True is a flag without a value, False leaves the knob out. ``layout`` is taken as it is, for a
+    pair that must share one. ``kv_cache_dtype`` None follows the checkpoint. ``packed`` servers share each accelerator.
+    ``tunableop`` is the file of kernels that tuning found. ``arguments`` are passed on behind the plan's own.
 
     UserError, with what would do instead, for what does not load, does not fit or cannot be split.
     """

@@ -2,8 +2,6 @@
 
     >>> parse_target("mi300x:16")
     Target(hardware='mi300x', gpus=8, nodes=2, hbm_bytes=None)
-    >>> profile("throughput", concurrency=256).request_tokens
-    2048
 
 ``NAME:GPUS`` fills nodes one after the other; ``NAME:GPUSxNODES`` says how they are shared out. A profile is latency,
 streaming, throughput or offline work: the rows of `profiles.yaml`. A workload of ``eval/workloads`` names its own.
@@ -83,11 +81,10 @@ def checked(target: Target) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One row, with the load at hand.
+    """One row, with the load at hand: ``concurrency`` requests in flight over all servers of a launch.
 
-    ``concurrency`` counts requests in flight over all servers of a launch. ``max_model_len`` (tokens of a prompt with
-    its answer) is None where the plan shall choose. ``request_tokens`` are those of a usual request, and ``share`` is
-    how much of ``concurrency * request_tokens`` the KV caches must hold before a layout counts as fitting.
+    ``max_model_len`` (tokens) is None where the plan shall choose. ``share`` is how much of ``concurrency *
+    request_tokens``, those of a usual request, the KV caches must hold before a layout counts as fitting.
     """
 
     name: str

@@ -1,9 +1,4 @@
-"""A checkpoint as a model of transformers that computes what the stored bytes stand for.
-
->>> loaded = load(Path("model-fp8"), "cpu")
->>> loaded.runtime
-'transformers 5.17.0 in float32, dequantized weights, simulated FP8 activations, FP8 KV cache'
-"""
+"""A checkpoint as a model of transformers that computes what the stored bytes stand for."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """A launch in containers: the arguments of ``docker run``, a list and never a shell string, and a compose file.
 
-    >>> docker_run(plan, processes[0])[:3]
-    ('docker', 'run', '--rm')
-
 ``docker compose up`` runs all of a node; on several nodes every service has a profile, and ``docker compose --profile
 node-1 up`` is what the second node runs.
 

@@ -1,11 +1,6 @@
 """Starts vLLM from a plan, and leaves nothing behind: on this machine, in containers, on a Ray cluster that is there;
 or takes a server that already runs.
 
-::
-
-    with LocalLauncher(find_vllm().executable).launch(plan, log_path, startup_timeout=600) as server:
-        print(server.base_url, server.scan_log().kv_tokens)
-
 Servers listen on 127.0.0.1 only. What tells replicas apart (port, devices) comes with each process of the plan. A
 container is no child of the docker client, whose output is the server's log: the supervisor stops and removes it by its
 name, also when our own end was SIGKILL.

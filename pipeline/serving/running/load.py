@@ -1,9 +1,5 @@
 """One cell of a workload against a server that runs; looking at the machine and the load generator meanwhile.
 
-    with LoadWatch(sensor, log) as watch:
-        run_cell(vllm, cell, server, ..., log=log, started=watch.follow)
-    watch.seen(duration)            # of the measured requests alone
-
 `vllm bench serve` is one asyncio thread: where it uses all of a core, answers wait for it, and what is measured is the
 client. Its log says when the measured requests are about to be sent, and its result how long they took.
 """

@@ -1,8 +1,5 @@
 """What a server's log says: the facts of a measurement, what makes its numbers void, why it did not start.
 
-    >>> diagnose("ERROR OSError: [Errno 98] Address already in use").message
-    'the port was taken by another process'
-
 vLLM would rather serve otherwise than not at all: another attention backend, another graph mode, 16 bit where the
 configuration was not understood. Nothing fails; the numbers just belong to something else. Patterns are data, in
 `log_patterns.yaml` and `failures.yaml`, each with what it means.
@@ -36,9 +33,7 @@ class Finding(NamedTuple):
 class LogScan:
     """Facts are None, or empty, where this version of vLLM does not say them.
 
-    `kv_tokens` is the capacity of the KV cache in tokens, `concurrency` how many requests of full length fit it: both
-    of the smallest engine, where the server has several. `attention_backend` is the first of `attention_backends`, all
-    that layers run on, by the names of --attention-backend.
+    `kv_tokens`, and `concurrency`, how many requests of full length fit them, are those of the smallest engine.
     """
 
     vllm_version: str | None
@@ -165,9 +160,8 @@ _TOLERANCE = 0.10
 def broken_promises(plan: LaunchPlan, scan: LogScan, *, quantization: str | None = None) -> tuple[Finding, ...]:
     """Each promise that the log contradicts, or that it should confirm and does not.
 
-    ``quantization`` is the method that the checkpoint's configuration names. A fact that this version of vLLM does not
-    log breaks nothing. ``line`` of a finding says both values. "invalid" is what makes a measurement one of another
-    checkpoint: the KV cache or the weights are not what they were to be.
+    ``quantization`` is the method that the checkpoint's configuration names. "invalid" is what makes a measurement one
+    of another checkpoint: the KV cache or the weights are not what they were to be.
     """
     return tuple(
         finding

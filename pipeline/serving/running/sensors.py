@@ -44,9 +44,8 @@ _SLOWDOWNS = {
 class Reading:
     """One look at all accelerators of a server, empty or None where nothing tells.
 
-    `clocks_mhz` has one value an accelerator, `temperature_c` is the hottest, `power_w` that of all together.
-    `throttled` names what slows them down right now; `counters` count since the machine's start, by what they count:
-    one that grows between two looks names what slowed them down in between.
+    `temperature_c` is the hottest, `power_w` that of all together. `throttled` names what slows them down right now; one
+    of the `counters` that grows between two looks names what slowed them down in between.
     """
 
     clocks_mhz: tuple[float, ...] = ()

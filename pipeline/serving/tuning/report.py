@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,8 @@ from pipeline.serving.tuning.space import (
     device_name,
     label,
 )
-from pipeline.serving.tuning.sweep import FIGURES, Objective, Sweep, by_point, frontier
-from pipeline.serving.tuning.trials import Budget, Outcome
+from pipeline.serving.tuning.sweep import Objective, Sweep, by_point, frontier
+from pipeline.serving.tuning.trials import Budget
 from pipeline.store.disk import write_atomic
 
 COMPARED = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
@@ -35,9 +35,8 @@ COMPARED = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 Report: TypeAlias = dict[str, Any]
 """`tuning.json`. Throughputs are output tokens per second of one server, latencies ms, `noise` factors.
 
-A point has medians and `spread` (least and most) over its `runs` sound launches, by cell, and `ratios` to the base
-plan; `number` is its mark in the plots, 0 for the base plan; `score` is None where a limit is broken. `gated` changes
-what the model answers.
+A point has medians over its `runs` sound launches, by cell, and `ratios` to the base plan; `number` is its mark in the
+plots, 0 for the base plan; `score` is None where a limit is broken. `gated` changes what the model answers.
 """
 
 
@@ -103,7 +102,6 @@ def _points(sweep: Sweep) -> list[dict[str, Any]]:
                 "why": None if odd is None else odd.why,
                 "fix": None if odd is None else odd.fix,
                 "cells": {cell: dict(row) for cell, row in measured[point].items()} if sound else {},
-                "spread": _spread(sound),
                 "ratios": judge.ratios(point) or {},
                 "score": judge.score(point),
                 "seconds": sum(run.seconds for run in runs),
@@ -116,12 +114,6 @@ def _points(sweep: Sweep) -> list[dict[str, Any]]:
     return found
 
 
-def _spread(runs: Sequence[Outcome]) -> dict[str, dict[str, tuple[float, float]]]:
-    cells = runs[0].cells if runs else {}
-    values = {cell: {name: [getattr(run.cells[cell], name) for run in runs] for name in FIGURES} for cell in cells}
-    return {cell: {name: (min(row), max(row)) for name, row in rows.items()} for cell, rows in values.items()}
-
-
 def _verdict(sweep: Sweep, best: Point | None) -> str:
     judge, limits = sweep.judge, _limits(sweep.objective)
     if best is None:
@@ -132,7 +124,6 @@ def _verdict(sweep: Sweep, best: Point | None) -> str:
     shown = {
         "throughput": f"{percent(relative['output_throughput'])} output tokens/s",
         "latency": f"{percent(1 / score)} latency (time to first token and between tokens, 99th percentile)",
-        "balanced": f"{percent(score)} in tokens/s and latency together",
     }[sweep.objective.goal]
     broken = "" if judge.score(BASE) is not None else f"; the base plan does not keep {limits}"
     return f"{shown} against the base plan{broken}."
@@ -162,8 +153,6 @@ def _notes(sweep: Sweep) -> list[str]:
             f"The plan has {layout.replicas * layout.packed} servers: one was measured, with a replica's share of the"
             " requests in flight."
         )
-    if sweep.judge.noise() is None:
-        notes.append("The base plan was measured once: its noise is unknown, and small differences mean nothing.")
     return notes
 
 
@@ -246,14 +235,13 @@ def pareto(report: Report, cell: str, latency: str, *, width: int, name: str) ->
     left, right, top, bottom, height = 58, 14, 14, 46, 320
     points = [point for point in report["points"] if point["status"] == "ok"]
     at = [(point["cells"][cell][latency], point["cells"][cell]["output_throughput"]) for point in points]
-    ranges = [(point["spread"][cell][latency], point["spread"][cell]["output_throughput"]) for point in points]
     with figure(width, height) as (drawing, axis):
         drawing.subplots_adjust(
             left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height
         )
         for side, setter in enumerate((axis.set_xlim, axis.set_ylim)):
             # Points that lie close together are not blown up to look far apart.
-            values = [value for both in ranges for value in both[side]]
+            values = [both[side] for both in at]
             room, middle = max(max(values) - min(values), 0.04 * max(values), 1e-6), (max(values) + min(values)) / 2
             setter(max(0.0, middle - 0.62 * room), middle + 0.62 * room)
         axis.grid(color=colour("rule"))
@@ -269,8 +257,6 @@ def pareto(report: Report, cell: str, latency: str, *, width: int, name: str) ->
         for index in sorted(range(len(points)), key=lambda index: (numbers[index] == report["best"], index == 0)):
             (x, y), base, best = at[index], numbers[index] == 0, numbers[index] == report["best"]
             ink = colour("pass" if best else "ink" if base else "candidate" if index in line else "muted")
-            for xs, ys in ((ranges[index][0], (y, y)), ((x, x), ranges[index][1])):
-                axis.plot(xs, ys, color=ink, linewidth=1.2, alpha=0.55, solid_capstyle="butt", zorder=2)
             axis.plot([x], [y], "o", markersize=2 * _RADIUS, markerfacecolor=colour("paper"),
                       markeredgecolor=ink, markeredgewidth=2.6 if best else 1.4, zorder=3)  # fmt: skip
             axis.annotate("B" if base else str(numbers[index]), (x, y), (0, -0.5), ha="center", va="center",

@@ -56,7 +56,7 @@ class Trial:
 
 
 def parse_knob(text: str) -> tuple[str, tuple[Value, ...]]:
-    """Read ``NAME=v1,v2``: 16k is 16384, on and off are a switch; commas inside braces and quotes do not separate."""
+    """Read ``NAME=v1,v2``: 16k is 16384, on and off are a switch; commas inside braces do not separate."""
     name, _, values = text.partition("=")
     found = tuple(dict.fromkeys(_value(word) for word in _words(values)))
     if not found or not name.strip():
@@ -65,16 +65,8 @@ def parse_knob(text: str) -> tuple[str, tuple[Value, ...]]:
 
 
 def _words(text: str) -> list[str]:
-    words, depth, quoted = [""], 0, False
-    for letter in text:
-        quoted ^= letter == '"'
-        if not quoted:
-            depth += (letter in "{[") - (letter in "}]")
-        if letter == "," and not quoted and not depth:
-            words.append("")
-        else:
-            words[-1] += letter
-    return [word.strip() for word in words if word.strip()]
+    """Separated by commas, but for those within braces."""
+    return [word.strip() for word in re.findall(r"(?:\{[^}]*\}|[^,{])+", text) if word.strip()]
 
 
 def _value(word: str) -> Value:

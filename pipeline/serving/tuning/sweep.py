@@ -29,7 +29,7 @@ FIGURES = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "t
 
 LEAST = 1.01
 """The least noise that is believed: a factor."""
-Goal: TypeAlias = Literal["throughput", "latency", "balanced"]
+Goal: TypeAlias = Literal["throughput", "latency"]
 
 
 Figures: TypeAlias = Mapping[str, Mapping[str, float]]
@@ -72,12 +72,11 @@ class Objective:
         """1 for the base plan, more is better.
 
         throughput: the ratio of output tokens/s. latency: the inverse ratio of the time to first token and the gap
-        between tokens, both at the 99th percentile, of which each counts half. balanced: throughput and latency, of
-        which each counts half.
+        between tokens, both at the 99th percentile, of which each counts half.
         """
-        speed = ratios["output_throughput"]
-        quickness = geometric_mean([1 / ratios["ttft_p99"], 1 / ratios["itl_p99"]])
-        return {"throughput": speed, "latency": quickness, "balanced": geometric_mean([speed, quickness])}[self.goal]
+        if self.goal == "throughput":
+            return ratios["output_throughput"]
+        return geometric_mean([1 / ratios["ttft_p99"], 1 / ratios["itl_p99"]])
 
 
 def ratios(found: Figures, base: Figures) -> dict[str, float]:
