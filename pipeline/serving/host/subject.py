@@ -102,8 +102,8 @@ class Wanted:
 class Subject:
     """A machine and what it is to serve.
 
-    ``detected`` is what this node has, or ``unknown`` why that cannot be said. ``installed`` is the serving environment,
-    or ``missing`` why there is none. ``utilization`` is the share of a GPU's memory that one server takes.
+    ``detected`` is what this node has, or ``unknown`` why that cannot be said; ``installed`` is the environment, or
+    ``missing`` why there is none. ``utilization`` is the share of a GPU's memory that one server takes.
     """
 
     machine: Machine

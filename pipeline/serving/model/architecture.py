@@ -89,7 +89,6 @@ class Shape:
     latent: Latent | None
     indexer: tuple[int, int] | None
     recurrent: Delta | None
-    mtp_layers: int
     tied: bool
     fields: Mapping[str, Any]
 
@@ -154,7 +153,6 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
         latent=_latent(text),
         indexer=(integer(text, "index_n_heads"), integer(text, "index_head_dim")) if text.get("index_topk") else None,
         recurrent=_recurrent(text, hidden) if {"delta", "mamba2"} & set(kinds) else None,
-        mtp_layers=integer(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
         tied=bool(text.get("tie_word_embeddings", False)),
         fields=text,
     )

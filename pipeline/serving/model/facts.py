@@ -120,7 +120,6 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
     pieces = count_pieces(config)
     linear = {piece.name: piece.parameters for piece in pieces if piece.linear}
     declared = _declared(_quantization(config), tuple(linear))
-    # A checkpoint of a whole model is declared by names of its own; the predictor is stored as its layers are.
     pieces = tuple(piece.stored(declared.schemes[piece.name]) if piece.linear else piece for piece in pieces)
     return _facts(config, shape, pieces, declared, declared.most(linear))
 
@@ -178,8 +177,8 @@ def as_quantized(
 ) -> ModelFacts:
     """The facts of what a recipe makes of a model: every linear layer of the decoder in ``scheme``.
 
-    ``assigned`` says the scheme of a module by its name, None for 16 bit, where a recipe has exceptions. UserError for a
-    scheme that is not in schemes.yaml, and for a source that is neither in 16 bit nor in FP8 blocks.
+    ``assigned`` says the scheme of a module by its name, None for 16 bit, where a recipe has exceptions. UserError for
+    a scheme that is not in schemes.yaml, and for a source that is neither in 16 bit nor in FP8 blocks.
     """
     if scheme not in table():
         raise UserError(f"found scheme {scheme!r}, expected one of {', '.join(table())}.")

@@ -106,8 +106,9 @@ def _prefixes(config: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def count_pieces(config: Mapping[str, Any]) -> tuple[Piece, ...]:
-    """Every weight of a model in 16 bit; a predictor of further tokens (MTP) and a vision tower have roles of their
-    own. UserError where the configuration names no layers.
+    """Every weight of a model in 16 bit, but for a predictor of further tokens (MTP): vLLM loads it only to speculate.
+
+    UserError where the configuration names no layers.
     """
     shape, (body, head) = read_shape(config), _prefixes(config)
     pieces = [_piece(f"{body}embed_tokens", None, "embeddings", "vocabulary", shape.vocabulary, shape.hidden)]
@@ -116,7 +117,6 @@ def count_pieces(config: Mapping[str, Any]) -> tuple[Piece, ...]:
     pieces.append(_vector(f"{body}norm", None, "norms", shape.hidden))
     if not shape.tied:
         pieces.append(_piece(head, None, "head", "vocabulary", shape.vocabulary, shape.hidden))
-    pieces += _predictor(shape, body)
     pieces += _encoder(config, shape.hidden)
     return tuple(pieces)
 
@@ -209,20 +209,6 @@ def _experts(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
     if shape.model_type in _CORRECTED:
         # In float32, in every release.
         yield Piece(f"{prefix}gate.e_score_correction_bias", number, "router", "copied", count, 4 * count)
-
-
-def _predictor(shape: Shape, body: str) -> Iterator[Piece]:
-    """Layers of multi-token prediction: a decoder layer each, and the projection of two hidden states into one."""
-    feed = "experts" if shape.experts else "dense"
-    for number in range(shape.mtp_layers):
-        at = f"{body}layers.{len(shape.kinds) + number}."
-        layer = (
-            *_layer(shape, at, number, "full", feed),
-            _linear(f"{at}eh_proj", None, "mtp", "copied", shape.hidden, 2 * shape.hidden),
-            _vector(f"{at}enorm", None, "mtp", 3 * shape.hidden),
-        )
-        for piece in layer:
-            yield replace(piece, layer=None, role="mtp")
 
 
 def _linear(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> Piece:

@@ -199,11 +199,7 @@ class LaunchRequest:
 
 
 def speculative_config(speculative: Speculative) -> str:
-    """The value of --speculative-config.
-
-    Without two keys of the guides' example: `dtype`, which vLLM refuses, and a tensor parallelism of 1 for the draft,
-    which vLLM takes from the target by itself and refuses where it differs.
-    """
+    """The value of --speculative-config, without two keys of the guides' example that vLLM refuses."""
     model = {} if speculative.model is None else {"model": speculative.model}
     return json.dumps({"method": speculative.method, **model, "num_speculative_tokens": speculative.tokens})
 

@@ -1,11 +1,8 @@
 """A launch in containers: the arguments of ``docker run``, a list and never a shell string, and a compose file.
 
-``docker compose up`` runs all of a node; on several nodes every service has a profile, and ``docker compose --profile
-node-1 up`` is what the second node runs.
-
-The options are the plan's, from the table of knobs. The network is always the host's, so that the server can listen on
-the loopback interface like one without a container. Devices are all passed and selected by CUDA_VISIBLE_DEVICES: a
-number means the same inside and outside.
+On several nodes every service has a profile: ``docker compose --profile node-1 up`` is what the second node runs. The
+network is always the host's, so that the server can listen on the loopback interface like one without a container.
+Devices are all passed and selected by CUDA_VISIBLE_DEVICES: a number means the same inside and outside.
 """
 
 from __future__ import annotations
@@ -98,7 +95,7 @@ def docker_run(
 
 
 def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None = None, host: str = LOOPBACK) -> str:
-    """The file, with the reasons of the plan as comments at its top."""
+    """The file, with the warnings of the plan as comments at its top."""
     several = len({process.node for process in processes}) > 1
     services: dict[str, Any] = {}
     for process in processes:

@@ -26,7 +26,6 @@ LOOPBACK = "127.0.0.1"
 """Where a server listens unless something stands between it and the network: it asks nobody for a password."""
 
 _WIDTH = 100
-_COMMENT_WIDTH = 116
 _TRAP = "trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null || true; wait' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM"
 
 
@@ -146,18 +145,9 @@ def dump(*documents: Mapping[str, Any]) -> str:
 
 
 def comments(plan: LaunchPlan) -> str:
-    """Lines that begin with ``#``, each ended by a newline."""
-    lines = [title(plan), "made by `quantmint serve`; make it again rather than edit it: the knobs belong together", ""]
-    lines += [line for warning in plan.warnings for line in _wrapped(f"warning: {warning}")]
-    lines += [line for reason in plan.reasons for line in _wrapped(f"{reason.knob}: {reason.why} [{reason.source}]")]
-    lines += [line for check in plan.host for line in _wrapped(f"host: {check.name} {check.expected}: {check.why}")]
-    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
-
-
-def _wrapped(text: str) -> Iterator[str]:
-    yield from textwrap.wrap(
-        text, _COMMENT_WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
+    """Lines that begin with ``#``, each ended by a newline; `explain` has the reason of every knob."""
+    lines = [title(plan), "made by `quantmint serve`; make it again rather than edit it: the knobs belong together"]
+    return "".join(f"# {line}\n" for line in (*lines, *(f"warning: {warning}" for warning in plan.warnings)))
 
 
 LAYOUT = "layout"

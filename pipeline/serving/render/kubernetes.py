@@ -30,7 +30,7 @@ _SELECTING = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVIC
 def manifests(
     plan: LaunchPlan, processes: Sequence[Process], *, image: str | None = None, claim: str | None = None
 ) -> str:
-    """The YAML documents, with the reasons of the plan as comments at their top.
+    """The YAML documents, with the warnings of the plan as comments at their top.
 
     The model comes from the nodes' own disks, or with ``claim`` from a PersistentVolumeClaim of that name whose root
     is the model's folder. UserError for servers that share one GPU, which device plugins do not hand out.

@@ -221,9 +221,6 @@ def _memory(plan: LaunchPlan, scan: LogScan) -> Iterator[Finding]:
     if scan.kv_tokens is not None and abs(change) > _TOLERANCE:
         values = _both(f"{memory.kv_tokens:,} tokens", f"{scan.kv_tokens:,} ({change:+.0%})")
         yield Finding("caution", "the KV cache has not the size that was predicted", values)
-    elif scan.concurrency is not None and scan.concurrency < memory.concurrency * (1 - _TOLERANCE):
-        values = _both(f"{memory.concurrency:.1f} of full length", f"{scan.concurrency:.1f}")
-        yield Finding("caution", "fewer requests fit than was predicted", values)
 
 
 def _both(promised: object, seen: object) -> str:

@@ -9,7 +9,6 @@ NVIDIA's GPUs by nvidia-smi; a CPU by its cores' clocks.
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 import struct
@@ -21,7 +20,7 @@ from typing import Literal, Protocol
 
 from eval.measurements import Machine
 from pipeline.base import machine as host
-from pipeline.serving.host.detect import amd_gpus, visible_amd, visible_cuda
+from pipeline.serving.host.detect import amd_gpus, nvidia_smi, visible_amd, visible_cuda
 
 _HEADER = struct.Struct("<HBB")  # bytes of the table, its format, its content
 _REVISIONS = {(1, 6), (1, 7), (1, 8)}
@@ -44,8 +43,8 @@ _SLOWDOWNS = {
 class Reading:
     """One look at all accelerators of a server, empty or None where nothing tells.
 
-    `temperature_c` is the hottest, `power_w` that of all together. `throttled` names what slows them down right now; one
-    of the `counters` that grows between two looks names what slowed them down in between.
+    `temperature_c` is the hottest, `power_w` that of all together. `throttled` names what slows them down right now;
+    one of the `counters` that grows between two looks names what slowed them down in between.
     """
 
     clocks_mhz: tuple[float, ...] = ()
@@ -166,7 +165,7 @@ class NvidiaSensor:
 
     def read(self) -> Reading | None:
         """See `Sensor`."""
-        rows = _ask(self.machine, _FIELDS, "-i", ",".join(self.uuids))
+        rows = nvidia_smi(self.machine, _FIELDS, "-i", ",".join(self.uuids))
         if not rows:
             return None
         clocks, temperatures, powers = ([number for row in rows if (number := _number(row[at]))] for at in range(3))
@@ -183,17 +182,9 @@ class NvidiaSensor:
 
 def nvidia_sensor(machine: host.Machine, gpus: int) -> NvidiaSensor | None:
     """The first so many GPUs that the environment leaves; None without nvidia-smi or without any."""
-    found = [row[0] for row in _ask(machine, ("uuid",))]
+    found = [row[0] for row in nvidia_smi(machine, ("uuid",))]
     uuids = tuple(found[index] for index in visible_cuda(machine.environ, found)[:gpus])
     return NvidiaSensor(machine, uuids) if uuids else None
-
-
-def _ask(machine: host.Machine, fields: Sequence[str], *more: str) -> list[list[str]]:
-    """Rows of as many cells as there are fields; none where a field is not known here."""
-    query = f"--query-gpu={','.join(fields)}"
-    printed = machine.run(("nvidia-smi", query, "--format=csv,noheader,nounits", *more)) or ""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines())]
-    return [row for row in rows if len(row) == len(fields)]
 
 
 def _number(cell: str) -> float | None:

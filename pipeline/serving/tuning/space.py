@@ -137,11 +137,7 @@ def change_label(knob: str, value: Value) -> str:
 def default_axes(
     kind: str, *, facts: Mapping[str, str], version: str, cores: int, concurrency: int
 ) -> tuple[Axis, ...]:
-    """The axes for a target of ``kind`` (rocm, cuda, cpu).
-
-    ``facts`` are those that the file's ``when`` asks for. ``version`` is vLLM's; a knob that it does not know is left
-    out.
-    """
+    """The axes for a target of ``kind`` (rocm, cuda, cpu) that a vLLM knows; ``facts`` are those of `when`."""
     numbers = {
         "cores": cores,
         "half_cores": max(1, cores // 2),
@@ -236,7 +232,7 @@ class Subject:
         changes = dict(point)
         tunableop = changes.pop(TUNABLEOP, None)
         plan = self.planner(changes)
-        return serving_with(plan, self.tuned.folder) if tunableop and self.tuned else plan
+        return with_tunableop(plan, self.tuned.folder, search=False) if tunableop and self.tuned else plan
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -285,21 +281,12 @@ def _share(cell: Cell, replicas: int) -> Cell:
     )
 
 
-def tuning(plan: LaunchPlan, folder: Path) -> LaunchPlan:
-    """The plan of the first pass: it searches, and writes what it finds into ``folder``."""
-    return _with(plan, "1", folder / TUNED_FILE)
-
-
-def serving_with(plan: LaunchPlan, folder: Path) -> LaunchPlan:
-    """A plan that uses what was found and searches no more."""
-    return _with(plan, "0", folder / TUNED_FILE)
-
-
-def _with(plan: LaunchPlan, search: str, filename: Path) -> LaunchPlan:
+def with_tunableop(plan: LaunchPlan, folder: Path, *, search: bool) -> LaunchPlan:
+    """The plan of the first pass, which searches and writes what it finds into ``folder``; or one that only uses it."""
     variables = {
         TUNABLEOP: "1",
-        "PYTORCH_TUNABLEOP_TUNING": search,
-        "PYTORCH_TUNABLEOP_FILENAME": str(filename),
+        "PYTORCH_TUNABLEOP_TUNING": "1" if search else "0",
+        "PYTORCH_TUNABLEOP_FILENAME": str(folder / TUNED_FILE),
     }
     return replace(plan, env=MappingProxyType({**plan.env, **variables}))
 

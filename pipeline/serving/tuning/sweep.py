@@ -1,11 +1,8 @@
 """A sweep: trial after trial until everything was tried or the budget is used up.
 
-What is done is read from the store, in the order in which it would be done; so a sweep that was killed goes on where it
-was, and one with more knobs takes over the trials that are the same.
-
-The guides say: vary one knob at a time. So by default every value is measured against the same base plan, which makes
-effects comparable and independent of the order; then what won is measured together, because effects need not add up,
-and only what was measured is recommended. A grid finds what only works in combination, at the price of a product.
+What is done is read from the store: a killed sweep goes on where it was. By default every value is measured against the
+same base plan, then what won is measured together, because effects need not add up. A grid finds what only works in
+combination, at the price of a product.
 """
 
 from __future__ import annotations

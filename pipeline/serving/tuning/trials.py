@@ -22,7 +22,7 @@ from pipeline.serving.running.launchers import LocalLauncher
 from pipeline.serving.running.load import run_cell
 from pipeline.serving.running.log import diagnose, scan_log
 from pipeline.serving.running.server import Server
-from pipeline.serving.tuning.space import BASE, STAGE, TUNED_FILE, Subject, Trial, Tuned, tuning
+from pipeline.serving.tuning.space import BASE, STAGE, TUNED_FILE, Subject, Trial, Tuned, with_tunableop
 from pipeline.store.disk import sha256_of
 from pipeline.store.tree import Store
 
@@ -87,11 +87,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One trial. ``seconds`` is its whole wall time, from the start of the server until it was gone.
+    """One trial. ``seconds`` is its whole wall time, ``started_seconds`` until the server answered.
 
-    ``status`` is "ok"; "failed" where the server did not start or a request did not come back; "void" where the log
-    says that the numbers do not mean what they should. ``why`` says so in words. ``started_seconds`` counts until the
-    server answered. ``sweep`` names the sweep that paid for it.
+    ``status`` is "failed" where the server did not start or a request did not come back; "void" where the log says that
+    the numbers do not mean what they should. ``sweep`` names the sweep that paid for it.
     """
 
     status: Literal["ok", "failed", "void"]
@@ -288,7 +287,7 @@ def first_pass(subject: Subject, store: Store, budget: Budget, reporter: Reporte
     """
     layout = subject.plan(BASE).layout
     devices = layout.tensor * layout.pipeline
-    payload = subject.payload_of(tuning(subject.plan(BASE), Path())) | {"stage": FOLDER}
+    payload = subject.payload_of(with_tunableop(subject.plan(BASE), Path(), search=True)) | {"stage": FOLDER}
     entry = store.find(FOLDER, fingerprint(payload))
     if redo and entry is not None:
         store.retire(entry)
@@ -301,7 +300,7 @@ def first_pass(subject: Subject, store: Store, budget: Budget, reporter: Reporte
             started = datetime.now(UTC)
             outcome = measure(
                 subject,
-                tuning(subject.plan(BASE), work.path),
+                with_tunableop(subject.plan(BASE), work.path, search=True),
                 work.path,
                 log=log_path(store, subject),
                 sweep=FOLDER,

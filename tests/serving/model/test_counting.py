@@ -42,7 +42,7 @@ RECURRENT = {
 
 
 def counted(config: dict[str, object]) -> int:
-    return sum(piece.parameters for piece in count_pieces(config) if piece.role != "mtp")
+    return sum(piece.parameters for piece in count_pieces(config))
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir()))

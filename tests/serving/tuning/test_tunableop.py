@@ -13,7 +13,7 @@ from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
-from pipeline.serving.tuning.space import BASE, Trial, serving_with, tuning
+from pipeline.serving.tuning.space import BASE, Trial, with_tunableop
 from pipeline.serving.tuning.space import TUNED_FILE as FILE
 from pipeline.serving.tuning.trials import read_tuned, refuse_unless_rocm
 from tests.serving.conftest import write_tiny_llama
@@ -35,7 +35,7 @@ def test_the_launches_say_exactly_what_they_must(tmp_path: Path) -> None:
     base = subject_in(
         tmp_path, kind="rocm", tensor=2, base={"--max-num-seqs": "64", "HIP_FORCE_DEV_KERNARG": "1"}
     ).plan(())
-    plan = tuning(base, tmp_path / "csv")
+    plan = with_tunableop(base, tmp_path / "csv", search=True)
     assert dict(plan.env) == {
         "HIP_FORCE_DEV_KERNARG": "1",
         "PYTORCH_TUNABLEOP_ENABLED": "1",
@@ -44,7 +44,7 @@ def test_the_launches_say_exactly_what_they_must(tmp_path: Path) -> None:
     }
     assert plan.argv == base.argv
     tuned = read_tuned(written(tmp_path / "kept"), 2)
-    assert dict(serving_with(base, tuned.folder).env) == {
+    assert dict(with_tunableop(base, tuned.folder, search=False).env) == {
         "HIP_FORCE_DEV_KERNARG": "1",
         "PYTORCH_TUNABLEOP_ENABLED": "1",
         "PYTORCH_TUNABLEOP_TUNING": "0",
@@ -121,8 +121,8 @@ def test_what_was_measured_is_what_the_planner_makes_of_the_section_in_a_recipe(
         )
 
     served = plan(str(tmp_path / FILE))
-    assert dict(serving_with(plan(None), tmp_path).env) == dict(served.env)
-    assert serving_with(plan(None), tmp_path).argv == served.argv
+    used = with_tunableop(plan(None), tmp_path, search=False)
+    assert (dict(used.env), used.argv) == (dict(served.env), served.argv)
 
 
 def test_where_the_files_lie_does_not_shape_a_trial(tmp_path: Path) -> None:
