@@ -72,9 +72,10 @@ def terms(metadata: Mapping[str, Any], files: Collection[str], section: Licence 
     named = _text(metadata, "license") not in (None, "other")  # by the Hub's own identifier
     granted = own and bool(row)
     other = key is not None and (granted or row.get("hub") == "other" or (not row and not named))
+    unnamed = "not stated" if key is None else "terms that were granted" if granted else key
     return Terms(
         id="unknown" if key is None else "other" if other else key,
-        name=(None if granted else row.get("name")) or _text(metadata, "license_name") or _unnamed(key, granted),
+        name=(None if granted else row.get("name")) or _text(metadata, "license_name") or unnamed,
         link=given.link or _address(_text(metadata, "license_link"), files) or row.get("link"),
         hub_name=("granted" if granted else key if key != "other" else None) if other else None,
         redistribution="conditions" if own else row.get("redistribution", "unknown"),
@@ -151,10 +152,6 @@ def _address(text: str | None, files: Collection[str]) -> str | None:
 def _text(metadata: Mapping[str, Any], key: str) -> str | None:
     found = metadata.get(key)
     return found.strip() or None if isinstance(found, str) else None
-
-
-def _unnamed(key: str | None, granted: bool) -> str:
-    return "not stated" if key is None else "terms that were granted" if granted else key
 
 
 def _is_one(name: str, patterns: Collection[str]) -> bool:

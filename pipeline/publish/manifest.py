@@ -156,13 +156,6 @@ def encode(manifest: Manifest) -> bytes:
     return raw
 
 
-def write(path: Path, manifest: Manifest) -> str:
-    """Write a manifest; returns its identity."""
-    raw = encode(manifest)
-    path.write_bytes(raw)
-    return identity(raw)
-
-
 def read(path: Path) -> Manifest:
     """Read a manifest. Raises `ManifestError`."""
     try:

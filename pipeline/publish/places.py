@@ -13,17 +13,17 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pydantic import ValidationError
 
 from pipeline.base.errors import UserError, did_you_mean
-from pipeline.publish.folder import RELEASES
+from pipeline.publish.bucket import BucketPlace
+from pipeline.publish.folder import RELEASES, FolderPlace
+from pipeline.publish.hub.place import HubPlace
+from pipeline.publish.place import Place
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sections import Hub, Publish, Storage
-
-if TYPE_CHECKING:
-    from pipeline.publish.place import Place
 
 HUB_SCHEME: Final = "hf://"
 REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -42,14 +42,12 @@ def open_place(text: str) -> Place:
         repo = text.removeprefix(HUB_SCHEME)
         if not REPO.fullmatch(repo):
             raise UserError(f"{text}: found {repo!r} after {HUB_SCHEME}, expected org/name")
-        return _hub(repo)
+        return HubPlace(repo)
     if "://" in text:
         return _storage(text)
     path = Path(text).absolute()
     releases = path.parent / RELEASES
     if path.name and (releases / path.name).is_dir():
-        from pipeline.publish.folder import FolderPlace
-
         return FolderPlace(path.parent, path.name)
     if text and os.path.lexists(path):
         raise UserError(
@@ -57,7 +55,7 @@ def open_place(text: str) -> Place:
             hint=f"Name {_EXPECTED}.",
         )
     if REPO.fullmatch(text) and not releases.is_dir():
-        return _hub(text)
+        return HubPlace(text)
     known = releases.iterdir() if releases.is_dir() else ()
     near = did_you_mean(text, [str(Path(text).with_name(one.name)) for one in known])
     raise UserError(
@@ -81,16 +79,10 @@ def places_of(recipe: Recipe, home: Path) -> tuple[Place, ...]:
     found: list[Place] = []
     folder = published_folder(recipe, home)
     if folder is not None:
-        from pipeline.publish.folder import FolderPlace
-
         found.append(FolderPlace(folder.parent, name))
     if section.storage is not None:
-        from pipeline.publish.bucket import BucketPlace
-
         found.append(BucketPlace(section.storage.url, name, endpoint=section.storage.endpoint))
     if section.hub is not None:
-        from pipeline.publish.hub.place import HubPlace
-
         found.append(HubPlace(section.hub.repo, section.hub))
     return tuple(found)
 
@@ -155,12 +147,6 @@ def _reason(error: ValidationError) -> str:
     return f"--{option}: found {fault['input']!r}, expected {expected.get(option, fault['msg'])}"
 
 
-def _hub(repo: str) -> Place:
-    from pipeline.publish.hub.place import HubPlace
-
-    return HubPlace(repo)
-
-
 def _storage(text: str) -> Place:
     if text.startswith(("https://", "http://")):
         page = re.fullmatch(rf"https?://[^/]+/({REPO.pattern})/?", text)
@@ -169,6 +155,4 @@ def _storage(text: str) -> Place:
     found = _URL.fullmatch(text)
     if found is None:
         raise UserError(f"{text}: expected a bucket's URL that ends with a release's name: s3://bucket/prefix/NAME")
-    from pipeline.publish.bucket import BucketPlace
-
     return BucketPlace(found["base"], found["name"])

@@ -209,7 +209,6 @@ def _by_keyword(detector: object) -> Callable[[str], Iterator[tuple[int, int]]]:
 
 
 _WINDOW = 1 << 20  # bytes; read and searched at once, whatever the length of a line
-_LONGEST_TEXT: Final = 1 << 32  # bytes; a text that is longer was made to keep a reader busy
 _BEFORE = 2  # characters before a match that say whether it stands alone
 _VOCABULARY = re.compile(
     r"(tokenizer|vocab|added_tokens|special_tokens_map|merges).*\.(json|txt)|.*\.(model|tiktoken|safetensors)"
@@ -275,7 +274,7 @@ def _opened(name: str, path: Path) -> Iterator[BufferedIOBase]:
                 yield unpacked
         elif name.endswith(".safetensors"):
             size = file.read(8)
-            yield BytesIO(file.read(struct.unpack("<Q", size)[0] % _LONGEST_TEXT if len(size) == 8 else 0))
+            yield BytesIO(file.read(struct.unpack("<Q", size)[0] % (1 << 32) if len(size) == 8 else 0))
         else:
             yield file
 
@@ -299,9 +298,6 @@ def _search(file: BufferedIOBase, known: Sequence[Detector]) -> Iterator[tuple[i
                     if first <= start < last:
                         yield line + text.count("\n", 0, start), detector.kind
         if not chunk:
-            return
-        if read > _LONGEST_TEXT:
-            yield line, "more text than can be searched"
             return
         kept = max(0, last - _BEFORE)
         line += text.count("\n", 0, kept)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.transience import is_transient
 from pipeline.publish.release import SIGNATURE
+from pipeline.store.files import digest_of
 
 if TYPE_CHECKING:
     from model_signing.signing import Config as Signing
@@ -236,7 +237,6 @@ def _no_key(path: Path, kind: str, found: str) -> UserError:
 
 IGNORED: Final = (".cache/huggingface", ".git", ".gitattributes", ".github", ".gitignore", SIGNATURE)
 """Paths that no signature covers: itself, git's, what the Hub adds to a repository and its client to a download."""
-_CHUNK = 1 << 22  # bytes
 _READERS = 8  # files at once; beyond that a disk is what limits
 
 Advance = Callable[[int], None]
@@ -374,14 +374,9 @@ def hashed(files: Mapping[str, Path], advance: Advance) -> dict[str, str]:
     """SHA-256 of files by their names, several at once; ``advance`` is told of the bytes."""
     lock = Lock()
 
-    def digest(path: Path) -> str:
-        found, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                found.update(buffer[:count])
-                with lock:
-                    advance(count)
-        return found.hexdigest()
+    def told(count: int) -> None:
+        with lock:
+            advance(count)
 
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
-        return dict(zip(files, readers.map(digest, files.values()), strict=True))
+        return dict(zip(files, readers.map(lambda path: digest_of(path, told), files.values()), strict=True))

@@ -47,11 +47,15 @@ _TOOLS = {
 }
 
 
+def has_static_scales(quantization: Quantization) -> bool:
+    """Whether anything in the checkpoint is scaled by a range."""
+    names = {quantization.scheme, *(override.scheme for override in quantization.overrides)}
+    return quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in names)
+
+
 def calibrated(quantization: Quantization) -> bool:
     """Whether the library looks at calibration data."""
-    names = {quantization.scheme, *(override.scheme for override in quantization.overrides)}
-    static = quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in names)
-    return static or algorithm(quantization.algorithm).calibrated
+    return has_static_scales(quantization) or algorithm(quantization.algorithm).calibrated
 
 
 def settings(setting: Setting) -> Mapping[str, object]:

@@ -32,9 +32,8 @@ from pipeline.stages.quantize import needs_ranges
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Costs by stage, and the machine whose rates they were computed from."""
+    """Costs by stage, and the rates that they were computed from."""
 
-    machine: str
     origin: Origin
     rates: Rates
     stages: Mapping[str, Cost]
@@ -61,7 +60,7 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
         choice, shared = select(structure, quantization), quantization.shared_scales
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
         stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
-    return Forecast(machine.rates.machine, origin, machine.rates, stages)
+    return Forecast(origin, machine.rates, stages)
 
 
 def machine_here(device: str) -> tuple[Machine, Origin]:

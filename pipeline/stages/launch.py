@@ -38,7 +38,6 @@ from pipeline.publish.places import published_folder, serving_name
 from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
 from pipeline.recipe.modules import assigned
 from pipeline.recipe.schema import Recipe, Speculative
-from pipeline.recipe.schema import Source as SourceSection
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.knobs.table import table
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
@@ -47,7 +46,7 @@ from pipeline.serving.planning.launch_request import KvDtype
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
 from pipeline.serving.running.log import broken_promises, checkpoint_quantization
-from pipeline.stages.source import config_folder, fetch, identify
+from pipeline.stages.source import config_folder, fetch, identify, repository
 from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
 
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
     from pipeline.serving.running.server import Server
 
 
-_REPO = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\S+))?")
 _VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?([.+a-z]\S*)?")
 
 
@@ -93,13 +91,13 @@ def find_model(
         raise UserError(f"--baseline: found {text}, expected a recipe")
     if Path(text).is_dir():
         return _folder(Path(text))
-    found = _REPO.fullmatch(text)
+    found = repository(text)
     if found is None:
         raise UserError(
             f"MODEL: found {text!r}, expected a folder with a model, org/name[@revision] of the Hub, or a recipe"
             f"{did_you_mean(text, recipe_names())}"
         )
-    return _repository(identify(SourceSection(repo=found["repo"], revision=found["revision"] or "main"), None, store))
+    return _repository(identify(found, None, store))
 
 
 def fetched(found: ServedModel, *, with_code: bool, progress: Progress) -> ServedModel:

@@ -114,8 +114,8 @@ class PackageStage(Stage):
             files=manifests.digests(files),
             quantmint=__version__,
         )
-        identity = manifests.write(job.path / MANIFEST, manifest)
-        files[MANIFEST] = _file(job.path / MANIFEST)
+        _write(job.path, files, MANIFEST, manifests.encode(manifest))
+        identity = files[MANIFEST].sha256
         _require_clean(files, setting, job.progress)
         tag = tag_of(datetime.fromisoformat(lineage.judged), identity)
         size = sum(file.size for file in files.values())
@@ -249,16 +249,11 @@ def _add(files: dict[str, File], more: Mapping[str, File]) -> None:
     files.update(more)
 
 
-def _file(path: Path) -> File:
-    raw = path.read_bytes()
-    return File(path, len(raw), hashlib.sha256(raw).hexdigest())
-
-
 def _write(folder: Path, files: dict[str, File], name: str, content: bytes) -> None:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
-    _add(files, {name: _file(path)})
+    _add(files, {name: File(path, len(content), hashlib.sha256(content).hexdigest())})
 
 
 def _write_texts(job: Job, files: dict[str, File]) -> str:

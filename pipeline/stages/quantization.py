@@ -11,7 +11,6 @@ model. What was made from what stays with the checkpoint, in ``OUT/quantmint``.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -33,13 +32,12 @@ from pipeline.stages.preflight import Prediction, model_for, predict, require_me
 from pipeline.stages.quantize import CHECKPOINT, ERRORS, INSPECTION, checkpoint_files
 from pipeline.stages.runner import Outcome, run_plan
 from pipeline.stages.session import open_setting
-from pipeline.stages.source import config_folder, fetch
+from pipeline.stages.source import config_folder, fetch, repository
 from pipeline.stages.stage import Planned, Setting
 from pipeline.store.disk import disk_errors, fsync, write_atomic
 from pipeline.store.locks import Lock
 from pipeline.store.tree import Store
 
-_REPO: Final = re.compile(r"(?P<repo>[^/@\s]+/[^/@\s]+)(@(?P<revision>\S+))?")
 _WORK: Final = ".quantmint"
 _EVIDENCE: Final = "quantmint"
 _JOB: Final = "job.json"
@@ -136,12 +134,12 @@ def source_section(text: str) -> dict[str, str]:
     """What SRC names: a folder that is here, else ``org/name[@revision]`` of the Hub."""
     if text and Path(text).is_dir():
         return {"folder": text}
-    found = _REPO.fullmatch(text)
-    if found is None or text.startswith((".", "~")):
+    found = repository(text)
+    if found is None:
         raise UserError(
             f"SRC: found {text!r}, expected a folder with a model, or organisation/name[@revision] of the Hub."
         )
-    return {"repo": found["repo"], "revision": found["revision"] or "main"}
+    return {"repo": str(found.repo), "revision": str(found.revision)}
 
 
 def open_job(

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipeline.base.errors import StageError
 from pipeline.base.machine import versions
 from pipeline.quantize.device import device_title, resolve_devices
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
@@ -22,7 +21,6 @@ from pipeline.stages import by_library
 from pipeline.stages.calibrate import RANGES
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
-from pipeline.store.disk import free_bytes
 from pipeline.store.entries import Entry, FileFact
 from pipeline.store.toolchain import ENVIRONMENT, environment_here
 
@@ -78,10 +76,6 @@ class QuantizeStage(Stage):
         structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
         choice = select(structure, quantization)
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=quantization.shared_scales)
-        needed, free = sum(plan.nbytes for plan in plans), free_bytes(job.path)
-        present = sum(path.stat().st_size for path in (job.path / CHECKPOINT).glob("*.safetensors"))
-        if needed - present > free:
-            raise StageError(f"{job.path}: the checkpoint takes {needed:,} bytes, {free:,} are free.")
         with job.progress.bar(sum(plan.read_bytes for plan in plans), "B") as advance:
             written = write_checkpoint(
                 source,
@@ -136,12 +130,7 @@ def checkpoint_files(entry: Entry) -> dict[str, FileFact]:
 
 def needs_ranges(quantization: Quantization) -> bool:
     """Whether anything in the checkpoint is scaled by a range that we measure; libraries measure their own."""
-    from pipeline.base.schemes import scheme
-
-    if quantization.engine != "stream":
-        return False
-    names = {quantization.scheme, *(override.scheme for override in quantization.overrides)}
-    return quantization.kv_cache == "fp8" or any(scheme(name).needs_ranges for name in names)
+    return quantization.engine == "stream" and by_library.has_static_scales(quantization)
 
 
 def _ranges(job: Job, choice: Choice) -> Mapping[str, torch.Tensor]:

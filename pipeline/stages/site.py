@@ -1,11 +1,11 @@
-"""A static index of all runs: what each recipe came to, how that moved from run to run, and the reports themselves.
+"""A static index of all runs: what each recipe came to, run by run, and the reports themselves.
 
     site/index.html                    the index: it loads nothing and runs no script; its style sheet filters
     site/index.json                    its rows: what an earlier run came to stays, also when the store forgets it
     site/reports/<digest>/             each report once, named by the digest of its files
 
-Only what is new is read and copied. Reports come first and the index last, and what neither the site nor the store has
-is not linked: a reader finds the old file or the new one, and a link never leads nowhere.
+Reports come first and the index last, and what neither the site nor the store has is not linked: a reader finds the old
+file or the new one, and a link never leads nowhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,9 +23,8 @@ from eval.accuracy import margin_in_units
 from eval.comparison.model import Contender, read
 from eval.errors import MeasurementError
 from eval.records import Record
-from eval.report.numbers import signed, unit_of
+from eval.report.numbers import unit_of
 from eval.report.page import environment
-from eval.report.plots import Grid, colour, drawn, inline, panels, plain_ticks, shorten, title
 from eval.verdict import Verdict
 from pipeline.base.errors import UserError
 from pipeline.stages.finished import of_run
@@ -159,7 +157,6 @@ def _reasons(run: Run) -> list[str]:
 
 
 STATUSES = (*(verdict.value for verdict in Verdict), NO_VERDICT, BROKEN, UNFINISHED)
-WIDE = 1012
 OPEN = 8
 """Runs of a recipe that are shown at once; older ones can be opened."""
 
@@ -177,53 +174,8 @@ def render(rows: Sequence[Row], at_hand: Collection[str]) -> str:
 
 def _recipe(name: str, number: int, runs: Sequence[Row]) -> dict[str, Any]:
     """The runs of one recipe, newest first; `latest` is the newest that was judged."""
-    judged = [row for row in runs if row.judged is not None]
-    # A run that found everything in the store has the report of the run before: one point, not two.
-    distinct = list({row.judged.page: row for row in judged if row.judged}.values())[::-1]
-    tasks = any(row.judged and row.judged.tasks for row in distinct)
-    plot = drawn(partial(history, distinct), f"r{number}", wide=WIDE) if len(distinct) > 1 and tasks else None
-    latest = judged[0] if judged else None
-    return {"name": name, "anchor": f"recipe-{number}", "runs": runs, "latest": latest, "plot": plot}
-
-
-def history(rows: Sequence[Row], *, width: int, name: str) -> str:
-    """A panel a task: the change from the baseline with its interval by run, the oldest at the left, and the margin.
-
-    `rows` have a report each. Up is better: the axis of a perplexity is turned round.
-    """
-    tasks = [[] if row.judged is None else row.judged.tasks for row in rows]
-    names = list(dict.fromkeys((task.task, task.kind) for found in tasks for task in found))
-    grid = Grid(width, 1, len(names), 96, left=44, top=26, bottom=26)
-    with panels(width, grid.height, grid.rows, 1) as (drawing, axes):
-        for axis, (task, kind) in zip(grid.place(axes), names, strict=True):
-            unit = unit_of(kind)
-            found = [(at, t) for at, mine in enumerate(tasks) for t in mine if (t.task, t.kind) == (task, kind)]
-            for at, result in found:
-                ink = colour((result.verdict or "muted").lower())
-                axis.plot([at] * 2, unit.span(result.low, result.high), color=ink, linewidth=2, alpha=0.6,
-                          solid_capstyle="butt")  # fmt: skip
-                axis.plot([at], [unit.scale(result.difference)], "o", color=ink, markersize=7,
-                          markeredgecolor=colour("paper"), markeredgewidth=1.2)  # fmt: skip
-            axis.step([at for at, _ in found], [unit.margin(result.margin) for _, result in found], where="mid",
-                      color=colour("fail"), linewidth=1.2, linestyle=(0, (3, 2)))  # fmt: skip
-            axis.axhline(0, color=colour("muted"), linewidth=1)
-            axis.set_xlim(-0.5, len(rows) - 0.5)
-            axis.margins(y=0.12)
-            if unit.perplexity:
-                axis.invert_yaxis()
-            plain_ticks(axis, y=3)
-            axis.grid(axis="y")
-            # Evenly spread, as many as there is room for, the newest among them.
-            places = list(range(len(rows) - 1, -1, -max(1, -(-len(rows) // max(1, width // 100)))))[::-1]
-            axis.set_xticks(places, [rows[at].started[5:16].replace("T", " ") for at in places])
-            words = f"{task}, {'perplexity, %' if unit.perplexity else 'points'}"
-            title(axis, shorten(words, width - 20, 13), left=grid.left)
-        said = [
-            f"{row.started[:16].replace('T', ' ')}: "
-            + ", ".join(f"{t.task} {signed(unit_of(t.kind).scale(t.difference))}" for t in found)
-            for row, found in zip(rows, tasks, strict=True)
-        ]
-        return inline(drawing, name=name, label=f"Change from the baseline by run. {'; '.join(said)}")
+    latest = next((row for row in runs if row.judged is not None), None)
+    return {"name": name, "anchor": f"recipe-{number}", "runs": runs, "latest": latest}
 
 
 INDEX, ROWS, REPORTS = "index.html", "index.json", "reports"
@@ -251,8 +203,6 @@ def build(output: Path, store: Store) -> Built:
             rows, copied = dict(known), 0
             for run in list_runs(store.root):
                 before = known.get(run.id)
-                if before is not None and _stays(before, output):
-                    continue
                 row, folder = row_of(run, store)
                 if folder is not None and row.judged is not None:
                     copied += _copy(folder, output / REPORTS / row.judged.page)
@@ -282,13 +232,6 @@ def _known(output: Path) -> Mapping[str, Row]:
     except (MeasurementError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}", hint="without it, it is made anew from the store") from None
     return {row.run: row for row in rows}
-
-
-def _stays(row: Row, output: Path) -> bool:
-    """Whether nothing about the row can be new: the run has ended, and its report, if it has one, is here."""
-    if row.status == UNFINISHED:
-        return False
-    return row.judged is None or (output / REPORTS / row.judged.page / PAGE).is_file()
 
 
 def _copy(source: Path, target: Path) -> int:

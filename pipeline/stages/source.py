@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 
 LOCATION = "location.json"
+_REPO = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\S+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,12 @@ class SourceStage(Stage):
             return False
         paths = {folder / name: facts["size"] for name, facts in location["files"].items()}
         return folder.is_dir() and all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
+
+def repository(text: str) -> SourceSection | None:
+    """``org/name[@revision]`` of the Hub, as a person types it; None for anything else."""
+    found = _REPO.fullmatch(text)
+    return None if found is None else SourceSection(repo=found["repo"], revision=found["revision"] or "main")
 
 
 def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed: bool = True) -> SourceIdentity:

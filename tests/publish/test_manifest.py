@@ -67,9 +67,8 @@ def edited(manifest: Manifest) -> Edited:
 
 def test_what_is_written_is_read_again(manifest: Manifest, tmp_path: Path) -> None:
     path = tmp_path / MANIFEST
-    identity = manifests.write(path, manifest)
+    path.write_bytes(manifests.encode(manifest))
     assert manifests.read(path) == manifest
-    assert manifests.identity(path.read_bytes()) == identity
     assert manifests.contradictions(manifests.read(path)) == ()
 
 

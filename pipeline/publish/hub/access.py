@@ -205,8 +205,6 @@ def restrict(client: Client, repository: Repository, section: Hub | None) -> Non
     if section is not None and before:
         gated = section.gated
         client.call("make it gated", lambda: client.api.update_repo_settings(client.repo, gated=gated))
-    if section is not None and section.gated is None and repository.gated is not None and client.progress is not None:
-        client.progress.warn(f"{client.repo} is gated ({repository.gated}), of which the recipe says nothing: left so")
 
 
 def settle(client: Client, repository: Repository, section: Hub | None) -> None:

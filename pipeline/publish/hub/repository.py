@@ -150,15 +150,6 @@ def history(client: Client, revision: str) -> list[Any]:
     )
 
 
-def head(client: Client, branch: str) -> str:
-    """The commit of a branch now."""
-    refs = client.call("read its branches", lambda: client.api.list_repo_refs(client.repo))
-    found = next((str(ref.target_commit) for ref in refs.branches if ref.name == branch), None)
-    if found is None:
-        raise MissingError(f"{client.repo}: the branch {branch} is gone", status=404)
-    return found
-
-
 def tree(client: Client, revision: str) -> dict[str, Remote]:
     """Every file at a revision by its name, without the Hub's own."""
     from huggingface_hub.hf_api import RepoFile

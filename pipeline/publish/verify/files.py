@@ -142,8 +142,9 @@ def check_signature(subject: Subject, trust: Trust) -> Check:
         return fails("signature", _short(subject, error), *faults)
     except StageError as error:
         return not_checked("signature", error.message)
+    on_word = [f"of {len(subject.vouched)} files the digest was taken on the Hub's word"] if subject.vouched else ()
     said = f"signed by {signed.signer}, over every one of {len(signed.digests)} files"
-    return judged("signature", faults, said, details=_on_word(subject))
+    return judged("signature", faults, said, details=on_word)
 
 
 def _short(subject: Subject, error: SignatureError) -> str:
@@ -177,8 +178,3 @@ def _differences(subject: Subject, signed: Signed) -> list[str]:
         return [f"{SIGNATURE} signs another model, {signed.name}: {count} of {total} digests differ, all weights' too"]
     more = [f"{len(faults) - _SHOWN} more files"] if len(faults) > _SHOWN else []
     return faults[:_SHOWN] + more
-
-
-def _on_word(subject: Subject) -> tuple[str, ...]:
-    word = f"of {len(subject.vouched)} files the digest was taken on the Hub's word"
-    return (word,) if subject.vouched else ()

@@ -64,7 +64,7 @@ def held(folder: Path) -> dict[str, File]:
 def remanifest(folder: Path, **changes: Any) -> None:
     """What a forger does: quantmint.json lists the files as they are now."""
     manifest = manifests.read(folder / MANIFEST)
-    manifests.write(folder / MANIFEST, replace(manifest, files=listed(folder), **changes))
+    (folder / MANIFEST).write_bytes(manifests.encode(replace(manifest, files=listed(folder), **changes)))
 
 
 def _inspect(folder: Path, source: Path) -> Inspection:
@@ -205,5 +205,5 @@ def make(folder: Path, source: Path) -> Path:
     (folder / CARD).write_text(render(_facts(folder, manifest)))
     (folder / SBOM).write_bytes(sbom(lineage, held(folder), manifest.title, __version__))
     (folder / PROVENANCE).write_bytes(encode(statement(lineage, held(folder), __version__)))
-    manifests.write(folder / MANIFEST, replace(manifest, files=listed(folder)))
+    (folder / MANIFEST).write_bytes(manifests.encode(replace(manifest, files=listed(folder))))
     return folder

@@ -128,6 +128,8 @@ def assembled(job: Job, option: int) -> Mapping[str, object]:
         files=manifests.digests(files),
         quantmint="0.1.0",
     )
-    identity = manifests.write(job.path / MANIFEST, made)
+    raw = manifests.encode(made)
+    (job.path / MANIFEST).write_bytes(raw)
+    identity = manifests.identity(raw)
     size = sum(file.size for file in files.values())
     return {"identity": identity, "tag": tag_of(day, identity), "title": title, "size": size}
