@@ -10,7 +10,6 @@ from pipeline.base.machine import versions
 from pipeline.quantize.device import device_title, resolve_devices
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
 from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.engines.stream.shard import Error
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
@@ -92,7 +91,11 @@ class QuantizeStage(Stage):
             )
         if spread is not None:
             spread.release()  # what follows may want the GPUs of this machine
-        write_json(job.path / ERRORS, {module: _error(error) for module, error in sorted(written.errors.items())})
+        errors = {  # signal to noise in dB of the rows that were compared on the way, and elements that were clipped
+            module: {"sqnr_db": error.sqnr_db, "clipped": error.clipped, "compared": error.count}
+            for module, error in sorted(written.errors.items())
+        }
+        write_json(job.path / ERRORS, errors)
         (job.path / _MANIFEST).unlink()
         size = sum(shard.size for shard in written.shards)
         tensor_bytes = sum(plan.nbytes - len(plan.header) for plan in plans)
@@ -115,11 +118,6 @@ def _hardware(setting: Setting) -> str:
     devices = resolve_devices(setting.device)
     # Libraries compute on the first.
     return device_title(devices if setting.recipe.quantization.engine == "stream" else devices[:1])
-
-
-def _error(error: Error) -> dict[str, float | int | None]:
-    """Signal to noise of the rows that were compared on the way, dB, and how many of their elements were clipped."""
-    return {"sqnr_db": error.sqnr_db, "clipped": error.clipped, "compared": error.count}
 
 
 def checkpoint_files(entry: Entry) -> dict[str, FileFact]:

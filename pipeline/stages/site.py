@@ -166,16 +166,14 @@ def render(rows: Sequence[Row], at_hand: Collection[str]) -> str:
     made = environment(Path(__file__).parent)
     made.globals |= {"unit_of": unit_of, "OPEN": OPEN}
     names = list(dict.fromkeys(row.recipe for row in rows))
-    recipes = [_recipe(name, number, [row for row in rows if row.recipe == name]) for number, name in enumerate(names)]
+    recipes: list[dict[str, Any]] = []
+    for number, name in enumerate(names):
+        runs = [row for row in rows if row.recipe == name]
+        latest = next((row for row in runs if row.judged is not None), None)
+        recipes.append({"name": name, "anchor": f"recipe-{number}", "runs": runs, "latest": latest})
     newest = [recipe["runs"][0].status for recipe in recipes]
     counts = {status: newest.count(status) for status in STATUSES if status in newest}
     return made.get_template("site.html.j2").render(rows=rows, recipes=recipes, at_hand=at_hand, counts=counts)
-
-
-def _recipe(name: str, number: int, runs: Sequence[Row]) -> dict[str, Any]:
-    """The runs of one recipe, newest first; `latest` is the newest that was judged."""
-    latest = next((row for row in runs if row.judged is not None), None)
-    return {"name": name, "anchor": f"recipe-{number}", "runs": runs, "latest": latest}
 
 
 INDEX, ROWS, REPORTS = "index.html", "index.json", "reports"

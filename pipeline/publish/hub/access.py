@@ -43,8 +43,9 @@ def require_access(client: Client, section: Hub | None) -> Repository | None:
     """The repository, None where it would be created; raises `UserError` where this token could publish nothing."""
     who = _who(client)
     repository = look(client)
-    wants_collection = section is not None and section.collection is not None
-    reason = _refusal(who, client.repo, exists=repository is not None, collection=wants_collection)
+    exists, collection = repository is not None, section is not None and section.collection is not None
+    namespace = client.repo.split("/")[0]
+    reason = _of_member(who, namespace) or _of_token(who, namespace, client.repo, exists=exists, collection=collection)
     if reason is not None:
         raise UserError(f"{client.repo}: {reason}")
     changes(repository, section)
@@ -136,12 +137,6 @@ def validate(client: Client, card: str) -> None:
         hf_raise_for_status(answer)
 
     client.call("have the card's metadata accepted", ask)
-
-
-def _refusal(who: Mapping[str, Any], repo: str, *, exists: bool, collection: bool) -> str | None:
-    """Why this token cannot publish there, in a sentence; None where nothing speaks against it."""
-    namespace = repo.split("/")[0]
-    return _of_member(who, namespace) or _of_token(who, namespace, repo, exists=exists, collection=collection)
 
 
 def _of_member(who: Mapping[str, Any], namespace: str) -> str | None:

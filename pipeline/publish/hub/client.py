@@ -94,15 +94,13 @@ class Client:
         except Exception as error:
             raise self._translate(what, error) from None  # the library's errors quote requests
 
-    def _warn(self, message: str) -> None:
-        """On stderr where no progress is shown: who waits for a minute must know for what."""
-        (self.progress or reporter_for(json=False)).warn(redact(message))
-
     def _tell(self, what: str, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
         seconds = state.next_action.sleep if state.next_action is not None else 0
         reason = _reason(error) if error is not None else "no answer"
-        self._warn(f"{self.repo}: {what}: {reason}; try {state.attempt_number + 1} of {self.tries} in {seconds:.0f} s")
+        told = f"{self.repo}: {what}: {reason}; try {state.attempt_number + 1} of {self.tries} in {seconds:.0f} s"
+        # On stderr where no progress is shown: who waits for a minute must know for what.
+        (self.progress or reporter_for(json=False)).warn(redact(told))
 
     def _translate(self, what: str, error: Exception) -> StageError | UserError:
         from huggingface_hub.errors import (

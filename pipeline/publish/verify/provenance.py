@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.base.canonical import Change, difference
+from pipeline.base.canonical import difference
 from pipeline.publish.licences import table, terms
 from pipeline.publish.manifest import Manifest
 from pipeline.publish.provenance import BUILD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE, Lineage, statement
@@ -28,13 +28,17 @@ def check_provenance(subject: Subject) -> Check:
     if kinds != (STATEMENT_TYPE, PREDICATE_TYPE) or not isinstance(predicate, dict):
         return fails("provenance", f"{PROVENANCE} is no in-toto statement of SLSA provenance v1")
     faults = list(_subjects(subject, found.get("subject")))
-    expected = statement(_lineage(manifest), _files(subject), manifest.quantmint)
+    files = {name: File(subject.folder / name, file.size, file.sha256) for name, file in manifest.files.items()}
+    expected = statement(_lineage(manifest), files, manifest.quantmint)
     other = [change for change in difference(expected, found) if not change.path.startswith("$.subject")]
     definition = predicate.get("buildDefinition")
     known = isinstance(definition, Mapping) and definition.get("buildType") == BUILD_TYPE
     if not known:  # of another build type only what every one has is compared
         other = [change for change in other if change.path.startswith(_ESSENTIAL)]
-    faults += [f"{PROVENANCE}: {_told(change)}" for change in other[:_SHOWN]]
+    faults += [
+        f"{PROVENANCE}: {change.path[2:]} is {_short(change.new)}, quantmint.json says {_short(change.old)}"
+        for change in other[:_SHOWN]
+    ]
     if len(other) > _SHOWN:
         faults.append(f"{PROVENANCE}: {len(other) - _SHOWN} more differences from quantmint.json")
     base = manifest.base
@@ -80,16 +84,6 @@ def _lineage(manifest: Manifest) -> Lineage:
     )
 
 
-def _files(subject: Subject) -> dict[str, File]:
-    return {
-        name: File(subject.folder / name, digest.size, digest.sha256) for name, digest in subject.known.files.items()
-    }
-
-
-def _told(change: Change) -> str:
-    return f"{change.path[2:]} is {_short(change.new)}, quantmint.json says {_short(change.old)}"
-
-
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
@@ -105,7 +99,7 @@ def check_sbom(subject: Subject) -> Check:
         f"{SBOM} does not list {tool} {version}, which quantmint.json names"
         for tool, versions in subject.known.tools.items()
         for version in versions.split(", ")
-        if (_name(tool), version) not in listed
+        if (tool.lower().replace("_", "-"), version) not in listed
     ]
     faults += _model(subject, data)
     return judged("sbom", faults, f"{len(listed)} components, every recorded tool among them")
@@ -118,11 +112,6 @@ def _model(subject: Subject, data: Mapping[str, Any]) -> Iterator[str]:
         here = subject.known.files.get(entry["name"])
         if here is None or found != {here.sha256}:
             yield f"{SBOM} speaks of another {entry['name']} than quantmint.json"
-
-
-def _name(distribution: str) -> str:
-    """A distribution's name as the document spells it."""
-    return distribution.lower().replace("_", "-")
 
 
 def check_licence(subject: Subject) -> Check:

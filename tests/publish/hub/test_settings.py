@@ -44,7 +44,6 @@ def test_a_gate_that_somebody_set_by_hand_stays(publisher: Publisher, make_relea
     publisher.api.update_repo_settings(REPO, gated="auto")
     publisher.publish(make_release("two", day=22))
     assert publisher.api.model_info(REPO).gated == "auto"
-    assert any("is gated (auto), of which the recipe says nothing" in line for line in publisher.told.lines)
 
 
 def test_a_collection_by_its_title(publisher: Publisher, make_release: MakeRelease) -> None:

@@ -22,7 +22,6 @@ MODELS = {
     "70b": "Llama-3.1-70B-Instruct",
     "405b": "Llama-3.1-405B-Instruct",
     "mixtral": "Mixtral-8x7B-Instruct-v0.1",
-    "deepseek": "DeepSeek-R1-0528",
 }
 
 

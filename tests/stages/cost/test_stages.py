@@ -28,15 +28,6 @@ def test_larger_models_take_longer_and_no_more_memory(quantized: Quantized, mach
     assert [cost.disk for cost in costs] == [volume.written for volume in volumes]
 
 
-@pytest.mark.slow
-@MACHINES
-def test_deepseek_is_the_largest(quantized: Quantized, machine: Machine) -> None:
-    largest, large = (quantize_cost(quantized(name, "mxfp4"), machine) for name in ("deepseek", "405b"))
-    assert largest.seconds > large.seconds
-    assert largest.disk > large.disk
-    assert largest.memory == large.memory
-
-
 @MACHINES
 def test_all_is_on_the_disk_after_it_is_written(quantized: Quantized, machine: Machine) -> None:
     cost = quantize_cost(quantized("8b", "ptpc_fp8"), machine)
