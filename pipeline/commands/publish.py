@@ -160,20 +160,16 @@ def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *,
 @click.command(name="prune")
 @click.argument("place")
 @click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="The newest N releases stay.")
-@click.option("--older-than", type=click.IntRange(min=0), metavar="DAYS", help="Only those made longer ago than that.")
 @_dry_run_option
 @json_option
-def prune(place: str, keep: int, older_than: int | None, dry_run: bool, as_json: bool) -> int:
+def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> int:
     """Remove old releases from PLACE, never the current one or a candidate."""
-    from datetime import UTC, datetime, timedelta
-
     from pipeline.base.progress import reporter_for
     from pipeline.publish.place import outdated
     from pipeline.publish.places import open_place
 
     there = open_place(place)
-    age = None if older_than is None else timedelta(days=older_than)
-    tags = outdated(there.releases(), keep=keep, older_than=age, now=datetime.now(UTC))
+    tags = outdated(there.releases(), keep=keep)
     done = there.remove(tags, dry_run=dry_run, progress=reporter_for(json=as_json)) if tags else ()
     if as_json:
         emit({"place": there.address, "removed": list(tags), "dry_run": dry_run, "operations": _as_json(done)})

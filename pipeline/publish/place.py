@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -364,20 +364,10 @@ def removable(releases: Sequence[Listed], tags: Collection[str], place: str) -> 
     return found
 
 
-def outdated(
-    releases: Sequence[Listed], *, keep: int, older_than: timedelta | None = None, now: datetime | None = None
-) -> tuple[str, ...]:
+def outdated(releases: Sequence[Listed], *, keep: int) -> tuple[str, ...]:
     """Tags of the releases beyond the newest ``keep``, the newest first; never the current one or a candidate.
 
-    A candidate is not one of those that are counted either, because nobody can go back to what readers never had. With
-    ``older_than`` only those that were made longer ago than that, counted back from ``now`` (with a time zone).
+    A candidate is not one of those that are counted either, because nobody can go back to what readers never had.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}, expected at least 1")
     counted = newest_first(release for release in releases if not release.candidate)
-    latest = None if older_than is None or now is None else now - older_than
-    return tuple(
-        release.tag
-        for release in counted[keep:]
-        if not release.current and (latest is None or datetime.fromisoformat(release.created) < latest)
-    )
+    return tuple(release.tag for release in counted[keep:] if not release.current)

@@ -130,7 +130,7 @@ def detectors(environment: Mapping[str, str] | None = None) -> tuple[Detector, .
 
 def exactly(kind: str, value: str) -> Detector:
     """A detector of one value, as it stands or as JSON or HTML writes it; known by its beginning where it is long."""
-    # A text is read byte by byte: see `pipeline.publish.secrets`.
+    # A text is read byte by byte: see `_search`.
     forms = {text.encode()[:LONGEST].decode("latin-1") for text in (value, json.dumps(value)[1:-1], html.escape(value))}
     pattern = re.compile("|".join(re.escape(form) for form in sorted(forms)))
     return Detector(

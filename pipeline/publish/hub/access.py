@@ -19,8 +19,6 @@ from pipeline.store.files import require_safe
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
-LARGEST_FILE: Final = 500 * 10**9
-"""Bytes: "the hard limit for a single file" (https://huggingface.co/docs/hub/storage-limits)."""
 _WRITERS: Final = frozenset({"admin", "write", "contributor"})
 """Roles of an organisation's members that may create repositories (https://huggingface.co/docs/hub/organizations-security);
 a contributor writes to what it created."""
@@ -57,7 +55,7 @@ def require_access(client: Client, section: Hub | None) -> Repository | None:
 
 
 def require_names(repo: str, release: Release) -> None:
-    """Raise `UserError` for a name that the Hub, or the client, refuses, and for a file above the Hub's limit."""
+    """Raise `UserError` for a name that the Hub, or the client, refuses."""
     from huggingface_hub import CommitOperationDelete
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -69,15 +67,6 @@ def require_names(repo: str, release: Release) -> None:
             CommitOperationDelete(name, is_folder=False)  # the client's own rule of what may be a path
     except (HFValidationError, ValueError) as error:
         raise UserError(f"{repo}: {error}") from None
-    if MANIFEST not in release.files:
-        raise UserError(f"{repo}: the release has no {MANIFEST}, by which it would be known again")
-    for name, file in release.files.items():
-        if file.size > LARGEST_FILE:
-            raise UserError(
-                f"{repo}: {name} has {file.size / 1e9:,.1f} GB, and the Hub takes at most {LARGEST_FILE / 1e9:.0f} GB "
-                "a file",
-                hint="Shards follow the source's: save that in smaller ones (`save_pretrained(max_shard_size=...)`).",
-            )
 
 
 def _who(client: Client) -> dict[str, Any]:
@@ -98,8 +87,6 @@ def _require_open(client: Client, repository: Repository) -> None:
     repo = client.repo
     if repository.name != repo:
         raise UserError(f"{repo} is called {repository.name} now", hint="Write its new name in the recipe.")
-    if repository.disabled:
-        raise UserError(f"{repo} is disabled on the Hub", hint="Its page there says why.")
     there = tree(client, repository.head)
     if MANIFEST not in there and any(name.endswith((".safetensors", ".bin", ".gguf")) for name in there):
         raise UserError(

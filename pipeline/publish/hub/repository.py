@@ -67,7 +67,6 @@ class Repository:
     name: str
     private: bool
     gated: str | None
-    disabled: bool
     branches: Mapping[str, str]
     tags: Mapping[str, str]
     requests: Mapping[int, tuple[str, str]] = field(default_factory=dict)
@@ -104,7 +103,6 @@ def look(client: Client) -> Repository | None:
         name=str(info.id),
         private=bool(info.private),
         gated=info.gated or None,
-        disabled=bool(info.disabled),
         branches={ref.name: ref.target_commit for ref in refs.branches},
         tags={ref.name: ref.target_commit for ref in refs.tags},
         requests={number: (heads[number], title) for number, title in opened.items() if number in heads},

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.publish.hub.access import LARGEST_FILE, require_names
+from pipeline.publish.hub.access import require_names
 from pipeline.publish.release import Release
-from pipeline.store.files import File
 from tests.publish.hub.conftest import REPO, Publisher
 
 MakeRelease = Callable[..., Release]
@@ -118,15 +114,3 @@ def test_names(make_release: MakeRelease, name: str, reason: str) -> None:
     release = make_release("one")
     with pytest.raises(UserError, match=re.escape(reason)):
         require_names(REPO, replace(release, files={**release.files, name: release.files["config.json"]}))
-
-
-def test_a_file_that_the_hub_does_not_take(make_release: MakeRelease) -> None:
-    release, path = make_release("one"), Path("never-read")
-    for size in (LARGEST_FILE, LARGEST_FILE + 10**9):
-        files = {**release.files, "a.safetensors": File(path, size, hashlib.sha256().hexdigest())}
-        with (
-            nullcontext()
-            if size == LARGEST_FILE
-            else pytest.raises(UserError, match=r"has 501\.0 GB, .* 500 GB a file")
-        ):
-            require_names(REPO, replace(release, files=files))
