@@ -17,7 +17,6 @@ What differs between places is a few primitives, the methods of `Place` that are
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -286,30 +285,15 @@ def described(release: Release, revision: str) -> Listed:
 
 
 def said_of(raw: bytes) -> tuple[str, str | None, int | None]:
-    """Title, creation and bytes of all files, as far as the bytes of a ``quantmint.json`` say them; never raises.
+    """Title, creation and bytes of all files, as a ``quantmint.json`` says them; never raises.
 
-    Read leniently, because a list must also show what is damaged; `pipeline.publish.manifest` is strict.
+    Of one that cannot be read nothing is known: a list must also show what is damaged.
     """
     try:
-        data = json.loads(raw)
-    except (ValueError, RecursionError):
-        data = None
-    if not isinstance(data, dict):
+        found = manifest.decode(raw)
+    except manifest.ManifestError:
         return "", None, None
-    title, created, files = data.get("title"), data.get("created"), data.get("files")
-    sizes = [file.get("size") for file in files.values() if isinstance(file, dict)] if isinstance(files, dict) else []
-    return (
-        " ".join(title.split()) if isinstance(title, str) else "",
-        created if isinstance(created, str) and _is_moment(created) else None,
-        sum(size for size in sizes if isinstance(size, int)) + len(raw) if sizes else None,
-    )
-
-
-def _is_moment(created: str) -> bool:
-    try:
-        return datetime.fromisoformat(created).tzinfo is not None
-    except ValueError:
-        return False
+    return found.title, found.created, sum(file.size for file in found.files.values()) + len(raw)
 
 
 def newest_first(releases: Iterable[Listed]) -> tuple[Listed, ...]:

@@ -158,15 +158,12 @@ def _kv_granularity(loaded: LoadedRecipe) -> Iterator[Fault]:
     quantization = loaded.recipe.quantization
     if quantization.kv_cache_granularity == "tensor":
         return
-    if quantization.kv_cache == "auto":
-        told = "found head with a 16-bit cache, expected it with kv_cache: fp8 only"
-    elif quantization.format != "compressed-tensors":
-        told = f"found head in {quantization.format}, expected tensor, or format compressed-tensors"
-    elif quantization.engine != "stream":
-        told = f"found head with engine {quantization.engine}, expected tensor, or engine stream"
-    else:
-        return
-    yield loaded.fault(("quantization", "kv_cache_granularity"), told)
+    made = quantization.kv_cache == "fp8", quantization.format == "compressed-tensors", quantization.engine == "stream"
+    if not all(made):
+        yield loaded.fault(
+            ("quantization", "kv_cache_granularity"),
+            "found head, expected tensor, or kv_cache fp8 in format compressed-tensors by engine stream",
+        )
 
 
 def _serve(loaded: LoadedRecipe) -> Iterator[Fault]:
