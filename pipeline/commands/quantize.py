@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +119,8 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
         "state": state,
         "schemes": dict(expected.schemes),
         "kept": len(expected.choice.kept),
-        "predicted": prediction.to_json(),
-        "costs": forecast(expected.source, expected.structure, recipe, job.setting.device).to_json(),
+        "predicted": asdict(prediction),
+        "costs": forecast(expected.source, expected.structure, recipe, job.setting.device),
         "disk": {"needed": prediction.checkpoint, "free": free_bytes(job.out)},
     }
     if as_json:

@@ -30,24 +30,8 @@ from pipeline.recipe.schema import Calibration, Recipe
 from pipeline.stages.quantize import needs_ranges
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """Costs by stage, and the rates that they were computed from."""
-
-    origin: Origin
-    rates: Rates
-    stages: Mapping[str, Cost]
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
-        return {
-            "rates": {"origin": self.origin, **asdict(self.rates)},
-            "stages": {name: cost.to_json() for name, cost in self.stages.items()},
-        }
-
-
-def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: str) -> Forecast:
-    """Predict from headers, real or imagined, and what is known of such a machine.
+def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: str) -> dict[str, Any]:
+    """Rates of such a machine and costs by stage, predicted from headers, real or imagined, as JSON.
 
     There are no stages where a library quantizes: how long it takes is its own affair.
     """
@@ -60,7 +44,10 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
         choice, shared = select(structure, quantization), quantization.shared_scales
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
         stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
-    return Forecast(origin, machine.rates, stages)
+    return {
+        "rates": {"origin": origin, **asdict(machine.rates)},
+        "stages": {name: asdict(cost) for name, cost in stages.items()},
+    }
 
 
 def machine_here(device: str) -> tuple[Machine, Origin]:
@@ -109,10 +96,6 @@ class Cost:
     bound: str
     parts: Mapping[str, float]
     mode: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
 
 
 def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:

@@ -35,7 +35,6 @@ from pipeline.stages.asking import (
     samples_file,
     tidy,
 )
-from pipeline.stages.asking import TASKS as TASKS  # where the tasks of our own lie
 from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, runtime_tools
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder

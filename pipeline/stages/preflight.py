@@ -7,7 +7,7 @@ How large things will be is exact where the layout decides (the checkpoint), an 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,6 @@ class Prediction:
     calibration_device: int
     weights_per_gpu: int
     kv_bytes_per_token: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return asdict(self)
 
 
 def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Prediction:

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from pipeline.base.machine import Device, versions
 from pipeline.quantize.digest import template_digest, tokenizer_digest
 from pipeline.serving.host.detect import device_here
-from pipeline.serving.knobs.table import (
-    NEWEST_READ as NEWEST_READ,  # what is planned for where no vLLM is installed
-)
+from pipeline.serving.knobs.table import NEWEST_READ
 from pipeline.serving.running.launchers import reference_plan
 from pipeline.serving.running.log import broken_promises, checkpoint_quantization
 from pipeline.stages.servers import ReferenceServer, keep_log
