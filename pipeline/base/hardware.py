@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from typing import Any, Literal
 
 import yaml
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,7 @@ def hardware(name: str) -> Hardware:
     """The accelerator of that name; UserError with the known names where there is none."""
     known = table()
     if name not in known:
-        near = get_close_matches(name.lower(), known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise UserError(f"unknown hardware {name!r}: expected one of {', '.join(known)}{hint}")
+        raise UserError(f"unknown hardware {name!r}: expected one of {', '.join(known)}{did_you_mean(name, known)}")
     return known[name]
 
 

@@ -256,7 +256,6 @@ def _accepted(listener: socket.socket, process: Child, what: str, log: Path) -> 
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user at the other end, as the kernel knows it."""
     _, user, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )

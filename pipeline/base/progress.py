@@ -148,7 +148,6 @@ class RichReporter:
 
 
 def _quoted(text: str) -> str:
-    """A message as it is, whatever brackets or colours it quotes."""
     from rich.markup import escape
 
     return escape(_CONTROL.sub("", text))

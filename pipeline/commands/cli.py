@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from pipeline import __version__
-from pipeline.base.errors import QuantmintError
+from pipeline.base.errors import QuantmintError, did_you_mean
 
 # command: (module below pipeline.commands, heading and line of --help); it is imported when it is called
 _COMMANDS = {
@@ -32,11 +32,7 @@ _COMMANDS = {
     "promote": ("publish", "Publish", "Make a candidate what readers get."),
     "rollback": ("publish", "Publish", "Make an earlier release what readers get again."),
     "prune": ("publish", "Publish", "Remove old releases from a place."),
-    "due": (
-        "requantize",
-        "Keep fresh",
-        "Say which recipes would come out otherwise than when last published.",
-    ),
+    "due": ("requantize", "Keep fresh", "Say which recipes would come out otherwise than when last published."),
     "requantize": ("requantize", "Keep fresh", "Run the recipes that are due, beside each other."),
     "schedule": ("schedule", "Keep fresh", "Look at recipes on their schedules, or write units and manifests that do."),
     "recipes": ("recipes", "Look", "List the recipes, or print one resolved."),
@@ -65,8 +61,6 @@ _EXTRAS = {
 
 
 class _Commands(click.Group):
-    """Commands that are imported when they are called, with the nearest name for one that is none."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order of the table."""
         return list(_COMMANDS)
@@ -93,10 +87,7 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS:
-            from difflib import get_close_matches
-
-            near = get_close_matches(args[0], _COMMANDS, n=1)
-            ctx.fail(f"no command {args[0]!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+            ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], _COMMANDS)}")
         return super().resolve_command(ctx, args)
 
 

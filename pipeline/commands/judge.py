@@ -14,7 +14,7 @@ from rich.markup import escape
 from eval import record
 from eval.accuracy import Accuracy
 from eval.errors import MeasurementError
-from eval.gate import GateReport, Headline, changes, judge
+from eval.gate import GateReport, changes, judge
 from eval.report.numbers import figure, level, percent, ratio, unit_of
 from eval.report.summary import worst_first
 from eval.throughput import Throughput
@@ -94,7 +94,6 @@ def gate(
 
 
 def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
-    """The record that a person named. Raises `UserError` where there is none."""
     from eval.report.model import DATA
     from pipeline.base.errors import UserError
     from pipeline.base.progress import reporter_for
@@ -149,8 +148,6 @@ def print_judgement(
         _print_accuracy(console, report.accuracy)
     if report.throughput:
         _print_throughput(console, report.throughput)
-    if report.headlines:
-        _print_headlines(console, report.headlines)
 
 
 def _print_accuracy(console: Console, results: Sequence[Accuracy]) -> None:
@@ -184,19 +181,6 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
     ]
     numbers = ("launches", "baseline tok/s", "candidate", "ratio", "interval")
     console.print(table("cell", *numbers, right=numbers, rows=rows))
-
-
-def _print_headlines(console: Console, headlines: Sequence[Headline]) -> None:
-    rows = [
-        (
-            escape(one.title),
-            f"{'up to ' if one.upto else ''}{one.promised:g}",
-            "not measured" if one.measured is None else f"{one.measured:.2f}",
-            escape(one.source),
-        )
-        for one in headlines
-    ]
-    console.print(table("the guides say", "factor", "here", "source", right=("factor", "here"), rows=rows))
 
 
 @click.command(name="verify")
@@ -264,7 +248,6 @@ def verify_release(
 
 
 def _print_checks(place: str, checks: Sequence[Check]) -> None:
-    """A line for each check, what it found below it, and what all of them together say."""
     from pipeline.publish.verify.subject import Outcome, exit_code
 
     marks = {Outcome.OK: ("✓", "green"), Outcome.FAILS: ("✗", "red"), Outcome.NOT_CHECKED: ("?", "yellow")}

@@ -23,145 +23,116 @@ STORE_VARIABLE = "QUANTMINT_STORE"
 REMOTE_VARIABLE = "QUANTMINT_REMOTE_STORE"
 
 
-def default_store() -> Path:
-    """The folder of finished stages where nothing else is said."""
-    return Path(os.environ.get(STORE_VARIABLE, "store"))
+def _numbers(context: click.Context, parameter: click.Parameter, given: str) -> tuple[int, ...] | None:
+    if given == "auto":
+        return None
+    try:
+        numbers = tuple(int(part) for part in given.split(","))
+    except ValueError:
+        numbers = (-1,)
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise click.BadParameter(f"found {given!r}, expected numbers such as 0,1,2,3, each once, or auto")
+    return numbers
 
 
-def device_option(function: F) -> F:
-    """``--device``: what computes."""
-    return click.option(
-        "--device", default="auto", show_default=True, help="Where calibration and quantization compute."
-    )(function)
+def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
 
 
-def store_option(function: F) -> F:
-    """``--store``: the folder of finished stages."""
-    return click.option(
-        "--store",
-        "store_path",
-        type=click.Path(path_type=Path, file_okay=False),
-        default=default_store,
-        help=f"Folder of finished stages (default: ${STORE_VARIABLE}, or ./store).",
-    )(function)
-
-
-def remote_option(function: F) -> F:
-    """``--remote-store``: a tier of the store that several sites share."""
-    return click.option(
-        "--remote-store",
-        "remote",
-        metavar="URL",
-        envvar=REMOTE_VARIABLE,
-        help=f"s3://bucket/prefix, gs://, az://, file://: what was measured at another site is taken from there, what "
-        f"is measured here is sent there (default: ${REMOTE_VARIABLE}, or none).",
-    )(function)
-
-
-def on_option(function: F) -> F:
-    """``--on``: machines that calibration and quantization are spread over."""
-    return click.option(
-        "--on",
-        metavar="ray[://HEAD]",
-        help="Calibrate and quantize on a Ray cluster whose nodes see these files: ray is $RAY_ADDRESS or this "
-        "machine's (default: this process).",
-    )(function)
-
-
-def json_option(function: F) -> F:
-    """``--json``: one JSON object on standard output."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")(function)
-
-
-def vllm_option(function: F) -> F:
-    """``--vllm``: the serving environment."""
-    return click.option(
-        "--vllm", help="`vllm` executable or its environment (default: $QUANTMINT_VLLM, .venv-vllm, PATH)."
-    )(function)
-
-
-def devices_option(function: F) -> F:
-    """``--devices``: numbers as this process sees them; None for all of them."""
-    return click.option(
+device_option = click.option(
+    "--device", default="auto", show_default=True, help="Where calibration and quantization compute."
+)
+store_option = click.option(
+    "--store",
+    "store_path",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=lambda: Path(os.environ.get(STORE_VARIABLE, "store")),
+    help=f"Folder of finished stages (default: ${STORE_VARIABLE}, or ./store).",
+)
+remote_option = click.option(
+    "--remote-store",
+    "remote",
+    metavar="URL",
+    envvar=REMOTE_VARIABLE,
+    help=f"s3://bucket/prefix, gs://, az://, file://: what was measured at another site is taken from there, what "
+    f"is measured here is sent there (default: ${REMOTE_VARIABLE}, or none).",
+)
+on_option = click.option(
+    "--on",
+    metavar="ray[://HEAD]",
+    help="Calibrate and quantize on a Ray cluster whose nodes see these files: ray is $RAY_ADDRESS or this "
+    "machine's (default: this process).",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+vllm_option = click.option(
+    "--vllm", help="`vllm` executable or its environment (default: $QUANTMINT_VLLM, .venv-vllm, PATH)."
+)
+jobs_option = click.option(
+    "--on",
+    metavar="ray|http://HEAD:8265",
+    help="Run each recipe as a job of a Ray cluster whose nodes see these files, on a node with GPUs free for it: "
+    "ray is $RAY_ADDRESS or this machine's, else its dashboard.",
+)
+"""``--on``: where a fleet's recipes run, as a person names it; `jobs_address` makes an address of it."""
+fleet_options = _together(
+    click.option(
+        "--jobs",
+        type=click.IntRange(min=1),
+        help="Recipes at a time (default: one for each device, one without any; --on: all).",
+    ),
+    click.option(
         "--devices",
         callback=_numbers,
         default="auto",
         show_default=True,
         metavar="0,1,…|auto",
         help="GPUs that recipes share out among them.",
-    )(function)
-
-
-def jobs_option(function: F) -> F:
-    """``--on``: where a fleet's recipes run, as a person names it; `jobs_address` makes an address of it."""
-    return click.option(
-        "--on",
-        metavar="ray|http://HEAD:8265",
-        help="Run each recipe as a job of a Ray cluster whose nodes see these files, on a node with GPUs free for it: "
-        "ray is $RAY_ADDRESS or this machine's, else its dashboard.",
-    )(function)
-
-
-def fleet_options(function: F) -> F:
-    """What every fleet takes: how many recipes at a time, where, how often again, and who is told."""
-    options = (
-        click.option(
-            "--jobs",
-            type=click.IntRange(min=1),
-            help="Recipes at a time (default: one for each device, one without any; --on: all).",
-        ),
-        devices_option,
-        jobs_option,
-        click.option(
-            "--retries",
-            type=click.IntRange(min=0),
-            default=3,
-            show_default=True,
-            help="How often a recipe is tried again after a fault of a network or a server.",
-        ),
-        click.option(
-            "--metrics-file",
-            type=click.Path(path_type=Path, dir_okay=False),
-            help="Keep metrics for Prometheus in this file, for the node exporter's textfile collector.",
-        ),
-        device_option,
-        vllm_option,
-        store_option,
-        remote_option,
-        json_option,
-    )
-    for option in reversed(options):
-        function = option(function)
-    return function
-
-
-def pod_options(function: F) -> F:
-    """What a pod gets from its cluster; `pod_of` reads them."""
-    options = (
-        click.option("--namespace", help="Kubernetes: namespace (default: the context's)."),
-        click.option(
-            "--image", default=lambda: os.environ.get("QUANTMINT_IMAGE"), help="Kubernetes: best NAME@sha256:..."
-        ),
-        click.option(
-            "--pvc", "claims", metavar="CLAIM[:/PATH]", multiple=True, help="Kubernetes: volume; the first is /work."
-        ),
-        click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="Kubernetes."),
-        click.option(
-            "--pod-template",
-            type=click.Path(path_type=Path, dir_okay=False),
-            help="Kubernetes: YAML file with what the cluster wants of every pod: tolerations, sidecars.",
-        ),
-        click.option(
-            "--secret",
-            "secrets",
-            metavar="VAR=SECRET[:KEY]",
-            multiple=True,
-            help="Kubernetes: such as HF_TOKEN=hub:token. GitHub: NAME, a secret of the repository.",
-        ),
-    )
-    for option in reversed(options):
-        function = option(function)
-    return function
+    ),
+    jobs_option,
+    click.option(
+        "--retries",
+        type=click.IntRange(min=0),
+        default=3,
+        show_default=True,
+        help="How often a recipe is tried again after a fault of a network or a server.",
+    ),
+    click.option(
+        "--metrics-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Keep metrics for Prometheus in this file, for the node exporter's textfile collector.",
+    ),
+    device_option,
+    vllm_option,
+    store_option,
+    remote_option,
+    json_option,
+)
+pod_options = _together(
+    click.option("--namespace", help="Kubernetes: namespace (default: the context's)."),
+    click.option("--image", default=lambda: os.environ.get("QUANTMINT_IMAGE"), help="Kubernetes: best NAME@sha256:..."),
+    click.option(
+        "--pvc", "claims", metavar="CLAIM[:/PATH]", multiple=True, help="Kubernetes: volume; the first is /work."
+    ),
+    click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="Kubernetes."),
+    click.option(
+        "--pod-template",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Kubernetes: YAML file with what the cluster wants of every pod: tolerations, sidecars.",
+    ),
+    click.option(
+        "--secret",
+        "secrets",
+        metavar="VAR=SECRET[:KEY]",
+        multiple=True,
+        help="Kubernetes: such as HF_TOKEN=hub:token. GitHub: NAME, a secret of the repository.",
+    ),
+)
+"""What a pod gets from its cluster; `pod_of` reads them."""
 
 
 def pod_of(given: Mapping[str, Any], **more: Any) -> Pod:
@@ -186,19 +157,7 @@ def jobs_address(on: str | None, devices: tuple[int, ...] | None) -> str | None:
         return None
     if devices is not None:
         raise click.UsageError("expected --devices, which are this machine's, or --on, not both")
-    return jobs_address_of(on, os.environ)
-
-
-def _numbers(context: click.Context, parameter: click.Parameter, given: str) -> tuple[int, ...] | None:
-    if given == "auto":
-        return None
-    try:
-        numbers = tuple(int(part) for part in given.split(","))
-    except ValueError:
-        numbers = (-1,)
-    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
-        raise click.BadParameter(f"found {given!r}, expected numbers such as 0,1,2,3, each once, or auto")
-    return numbers
+    return jobs_address_of(on)
 
 
 def refuse_foreign(context: click.Context, chosen: str, belongs: Mapping[str, Sequence[str]]) -> None:

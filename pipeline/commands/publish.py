@@ -138,7 +138,6 @@ def rollback(place: str, tag: str, dry_run: bool, as_json: bool) -> int:
 
 
 def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *, dry_run: bool, as_json: bool) -> int:
-    """Make a candidate or an earlier release the current one, and say so."""
     from pipeline.base.progress import reporter_for
     from pipeline.publish.places import open_place
 
@@ -278,12 +277,10 @@ def _verdict(outcome: Outcome) -> str:
 
 
 def _as_json(operations: Sequence[Operation]) -> list[dict[str, object]]:
-    """One object for each, in their order; ``bytes`` is null where there is no size."""
     return [{"verb": one.verb, "what": one.what, "bytes": one.size} for one in operations]
 
 
 def _shown(place: str) -> str:
-    """A place as a person would type it from here."""
     from pipeline.base.errors import shown_path
 
     path = Path(place)
@@ -291,7 +288,6 @@ def _shown(place: str) -> str:
 
 
 def _show(operations: Sequence[Operation], *, indent: str = "") -> None:
-    """A line for each."""
     from eval.report.numbers import size
 
     for one in operations:

@@ -79,7 +79,6 @@ def quantize(
 
 
 def _sections(given: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[str, Any]:
-    """The recipe's sections that the options stand for."""
     calibration = {"set": given["calibration"], **{name: given[name] for name in _CALIBRATION}}
     useless = next((name for name, value in calibration.items() if value is not None), None)
     if given["calibration"] is None and useless is not None:
@@ -167,7 +166,7 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
         "checkpoint": str(out),
         "size": f"{size(record['bytes'])} from {size(record['source_bytes'])}",
         "modules": f"{schemes}, {record['kept']:,} kept in 16 bit",
-        "time": _times(record),
+        "time": ", ".join(f"{key} {took:.1f} s" for key, took in record["seconds"].items() if key != "source"),
         "error": None if worst is None else f"least SQNR {worst['sqnr_db']:.1f} dB, of {worst['module']}",
         "inspection": record["inspection"] or later,
         "serve": serve,
@@ -175,17 +174,6 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
     for name, text in lines.items():
         if text is not None:
             click.echo(f"{name:<12}{text}")
-
-
-def _times(record: dict[str, Any]) -> str:
-    """Seconds of each stage; a speed only where nothing had been done before."""
-    seconds = record["seconds"]
-    shown = ", ".join(f"{key} {value:.1f} s" for key, value in seconds.items() if key != "source")
-    if record["resumed"]:
-        return f"{shown} (with an interruption)"
-    if record["engine_seconds"] is None or not seconds["quantize"]:  # a library's time is mostly not reading
-        return shown
-    return f"{shown} ({record['source_bytes'] / seconds['quantize'] / 1e9:.2g} GB/s read)"
 
 
 @click.command(name="inspect")

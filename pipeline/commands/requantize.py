@@ -27,16 +27,10 @@ if TYPE_CHECKING:
 SOMETHING_DUE: Final = 10
 """Exit code where at least one recipe is due: 1 to 5 are verdicts and errors."""
 _SHOWN: Final = 3  # phrases of a line
-_folder_option = click.option(
-    "--folder",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder whose recipes are meant where none is named (default: ./recipes).",
-)
 
 
 @click.command(name="due")
 @click.argument("recipes", nargs=-1)
-@_folder_option
 @click.option("--explain", is_flag=True, help="List every change, and which stages a run would make.")
 @device_option
 @vllm_option
@@ -44,7 +38,6 @@ _folder_option = click.option(
 @json_option
 def due(
     recipes: tuple[str, ...],
-    folder: Path | None,
     explain: bool,
     device: str,
     vllm: str | None,
@@ -66,7 +59,7 @@ def due(
     serving_image()  # a wrong one is one error, and not one of each recipe
     reporter = reporter_for(json=as_json)
     store = Store(store_path, on_warning=reporter.warn)
-    named = recipes or all_recipes(folder)
+    named = recipes or all_recipes()
     found = look(tuple(dict.fromkeys(named)), store=store, vllm=vllm, device=device)
     for sentence in dict.fromkeys(sentence for one in found for sentence in one.unknown):
         reporter.warn(sentence)
@@ -93,7 +86,6 @@ def _print_due(found: Sequence[Due], explain: bool) -> None:
 
 
 def _reruns(one: Due) -> str:
-    """The stages that a run would make, both sides of a stage as one."""
     keys = [key for key, state in one.stages if state == "rerun"]
     if keys and len(keys) == len(one.stages):
         return "all stages"
@@ -123,7 +115,6 @@ def _explained(one: Due) -> Iterator[str]:
     show_default=True,
     help="Only what is due; or all, what was judged before and what failed lately too.",
 )
-@_folder_option
 @click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), help="Hours that all may take together.")
 @click.option(
     "--max-disk",
@@ -140,7 +131,6 @@ def _explained(one: Due) -> Iterator[str]:
 def requantize(
     recipes: tuple[str, ...],
     only_due: bool,
-    folder: Path | None,
     devices: tuple[int, ...] | None,
     on: str | None,
     max_disk: float | None,
@@ -159,7 +149,7 @@ def requantize(
     from pipeline.upkeep.due.due import all_recipes
     from pipeline.upkeep.fleet.jobs import Options
 
-    named = tuple(dict.fromkeys(recipes)) or all_recipes(folder)
+    named = tuple(dict.fromkeys(recipes)) or all_recipes()
     options = Options(
         store=store_path,
         devices=devices,

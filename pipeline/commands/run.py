@@ -201,7 +201,6 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
 
 
 def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
-    """The plan as tables."""
     from rich.markup import escape
 
     from eval.report.numbers import size
@@ -244,12 +243,6 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
     numbers = ("items", "margin", "detectable", "looks", "asked, about")
     console.print(table("task", *numbers, right=numbers, rows=tasks))
     console.print("detectable: the least margin that so many items can test; asked: items for a lossless candidate")
-    speed = told["gate"]["speed"]
-    if speed is not None and speed["detectable_spreads"] is not None:
-        console.print(
-            f"throughput of at least {speed['min_ratio']:g} x the baseline's: {speed['launches']} launches a side show "
-            f"a change of {speed['detectable_spreads']:.1f} standard deviations of a launch"
-        )
     for caution in told["cautions"]:
         console.print(f"[yellow]caution:[/] {escape(caution)}")
 
@@ -278,12 +271,10 @@ def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bo
 
 
 def _short(side: object) -> str:
-    """Of a fingerprint what tells it apart."""
     return side[:12] + "…" if isinstance(side, str) and _DIGEST.fullmatch(side) else repr(side)
 
 
 def _change(change: Change) -> dict[str, object]:
-    """A side that lacks the place has no key."""
     sides = {"old": change.old, "new": change.new}
     return {"path": change.path, **{side: value for side, value in sides.items() if value is not ABSENT}}
 

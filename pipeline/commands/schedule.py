@@ -236,7 +236,6 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
 
 
 def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
-    """What all forms have in common, checked."""
     from pipeline.base.errors import SECRET, UserError
     from pipeline.clusters.ray.connection import jobs_address_of
     from pipeline.clusters.submit.place import program_here
@@ -261,7 +260,7 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
         if form in _HERE and given[name] and not Path(given[name]).is_absolute():
             raise UserError(f"{flags[name]}: found {given[name]!r}, expected an absolute path")
     if given["on"] is not None:
-        jobs_address_of(given["on"], variables if form == "kubernetes" else {})  # a fault is told now, not at night
+        jobs_address_of(given["on"])  # a fault is told now, not at night
         if form == "kubernetes" and given["on"] == "ray" and "RAY_ADDRESS" not in variables:
             raise UserError("--on: found ray, and a pod is no node of a Ray cluster", hint="--on http://HEAD:8265")
     here = program_here(None) if form in _HERE else ("quantmint",)
@@ -277,7 +276,6 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
 
 
 def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[str, Any]) -> dict[str, str]:
-    """The files of one form by their names."""
     from pipeline.base.errors import UserError
     from pipeline.upkeep.schedule.machine import crontab, units, zone_of_machine
 

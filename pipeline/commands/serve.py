@@ -99,7 +99,6 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
 
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
-    """The options as one request; nothing is fetched for a plan but small files."""
     from pipeline.base.progress import reporter_for
     from pipeline.stages.launch import (
         Request,
@@ -148,7 +147,6 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
 
 
 def _serving(text: str | None, launcher: str, *, planning: bool) -> tuple[str, VllmEnvironment | None]:
-    """The version to plan for, and the environment that would serve."""
     from pipeline.base.errors import QuantmintError, UserError
     from pipeline.serving.environment import find_vllm
     from pipeline.serving.knobs.table import NEWEST_READ
@@ -261,7 +259,6 @@ def doctor(
 
 
 def _print_findings(target: Target, findings: Sequence[Finding]) -> None:
-    """What was seen, then for all that is not well why it matters and what to do."""
     from rich.markup import escape
 
     from pipeline.commands.tables import table, terminal

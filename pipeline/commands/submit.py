@@ -49,7 +49,7 @@ _FOR = {
     "--mount",
     metavar="/PATH[:/PATH]",
     multiple=True,
-    help="Slurm: what else the container sees, besides what the recipe names.",
+    help="Slurm: what else the container sees, such as a model's folder.",
 )
 @pod_options
 @click.option("--workdir", metavar="/path", help="Kubernetes: where the run starts (default: the first volume).")
@@ -96,7 +96,12 @@ def command(context: click.Context, /, **given: Any) -> int:
         click.echo(place.text(task), nl=False)
         return _checked(place, task)
     if given["attached"]:
-        return _attached(place, task)
+        from pipeline.clusters.submit.ray import RayJobs, run_attached
+
+        assert isinstance(place, RayJobs)  # noqa: S101 - the option is refused elsewhere
+        code, printed = run_attached(place, task, lambda piece: click.echo(piece, nl=False, err=True))
+        click.echo(printed, nl=False)
+        return code
     submitted = place.submit(task)
     told = {"id": submitted.identifier, "place": name, "log": submitted.log}
     if not given["follow"]:
@@ -188,15 +193,6 @@ def _follow(place: Place, told: dict[str, Any], as_json: bool) -> int:
     else:
         click.echo(f"{told['id']}  {state.word}", err=True)
     return state.exit_code or 0
-
-
-def _attached(place: Place, task: Task) -> int:
-    from pipeline.clusters.submit.ray import RayJobs, run_attached
-
-    assert isinstance(place, RayJobs)  # noqa: S101 - the option is refused elsewhere
-    code, printed = run_attached(place, task, lambda piece: click.echo(piece, nl=False, err=True))
-    click.echo(printed, nl=False)
-    return code
 
 
 def _plain(state: State) -> dict[str, Any]:

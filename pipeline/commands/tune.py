@@ -199,7 +199,6 @@ def _print(report: Report) -> None:
 
 
 def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
-    """What would be tried, in its order."""
     from pipeline.base.errors import UserError
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, label, with_tunableop
     from pipeline.serving.tuning.sweep import planned

@@ -145,7 +145,6 @@ def _delete(root: Path, path: Path) -> bool:
 
 
 def _sort_runs(runs: Iterable[Run], keep: int, now: float) -> tuple[list[Run], list[Run]]:
-    """Runs that count, and runs whose file goes."""
     live: list[Run] = []
     old: list[Run] = []
     seen: Counter[str] = Counter()

@@ -211,7 +211,6 @@ class Objects:
 
     @contextmanager
     def _told(self, doing: str) -> Iterator[None]:
-        """What goes wrong as one sentence, without the library's account of itself."""
         try:
             yield
         except (QuantmintError, ImportError):
@@ -261,7 +260,6 @@ _REFUSALS: Final = (
 
 
 def _translated(error: Exception, url: str, doing: str) -> QuantmintError:
-    """An error of obstore, by the words of the server's answer."""
     said = str(error).partition("\n\nDebug source")[0].strip()
     for marks, sentence, hint in _REFUSALS:
         if any(mark in said for mark in marks):

@@ -191,7 +191,6 @@ class RemoteTier:
             self._tell(f"{entry.stage} was not sent to {self.url}: {error.message}")
 
     def _measured_as_here(self, parcel: Parcel) -> bool:
-        """Whether this machine would have measured on such a device."""
         there = parcel.device
         return there is None or there == self._device("cpu" if there.hardware == "cpu" else "cuda")
 

@@ -72,7 +72,7 @@ def test_every_command_has_help(quantmint: Quantmint, command: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["runn", "tiny-ptpc-fp8kv"], "no command 'runn' (did you mean 'run'?)"),
+        (["runn", "tiny-ptpc-fp8kv"], "no command 'runn' (did you mean \"run\"?)"),
         (["run"], "Missing argument 'RECIPE'"),
         (["gc", "--keep", "-1"], "-1"),
         (["run", "llama70b-fp8k"], 'found no recipe "llama70b-fp8k"\n  did you mean "llama70b-fp8kv"?'),

@@ -50,25 +50,15 @@ def address_of(on: str, environment: Mapping[str, str]) -> str:
     return f"ray://{found[1]}:{found[2] or CLIENT_PORT}"
 
 
-def jobs_address_of(on: str, environment: Mapping[str, str]) -> str:
+def jobs_address_of(on: str) -> str:
     """What `quantmint submit --ray` takes: ``ray`` is the same cluster as for `address_of`, which Ray's client of jobs
-    finds by itself; else its dashboard, ``http://HEAD:8265``.
-
-    Raises `UserError` for anything else, also for the address of Ray's client: jobs go to the dashboard.
+    finds by itself; else its dashboard, ``http://HEAD:8265``. Raises `UserError` for anything else.
     """
-    given, name = (environment.get(VARIABLE, ""), VARIABLE) if on == "ray" else (on, "--on")
-    if given.startswith("ray://"):
-        raise UserError(
-            f"{name}: found {given}, the address of Ray's client, and jobs go to the dashboard",
-            hint="--on http://HEAD:8265 where nothing else was set.",
-        )
-    if on == "ray":
-        return HERE
-    if _DASHBOARD.fullmatch(on) is None:
+    if on != "ray" and _DASHBOARD.fullmatch(on) is None:
         raise UserError(
             f"--on: found {on!r}, expected ray ({VARIABLE}'s cluster or this machine's) or http://HEAD:8265"
         )
-    return on
+    return HERE if on == "ray" else on
 
 
 def connect(address: str) -> None:

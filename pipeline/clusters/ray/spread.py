@@ -77,11 +77,6 @@ def spread_over(
         with disk_errors(shared):
             spread.require_same([] if source is None else [source], [shared])
         progress.say(f"spread over {len(spread.nodes)} nodes: {spread.hardware}")
-        if len(spread.kinds) > 1 and recipe.calibration is not None:
-            progress.warn(
-                f"the nodes are of {len(spread.kinds)} kinds, {spread.hardware}: the last bit of a range depends on "
-                "which of them measures it"
-            )
         yield spread
     finally:
         spread.release()
@@ -98,19 +93,14 @@ class RaySpread:
         self._look()
 
     @property
-    def kinds(self) -> Counter[str]:
-        """How many there are of each kind of GPU, or of CPU, that computes."""
+    def hardware(self) -> str:
+        """What computes, for people."""
         ask, found = self._ask(), Counter[str]()
         for node in self.nodes:
             if ask.slots(node):
                 kind = (node.accelerator or "GPU") if ask.gpus else self._facts[node.id].processor
                 found[kind] += node.gpus if ask.gpus else 1
-        return found
-
-    @property
-    def hardware(self) -> str:
-        """What computes, for people."""
-        return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in self.kinds.items())
+        return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in found.items())
 
     def require_same(self, folders: Sequence[Path], written: Sequence[Path] = ()) -> None:
         """Raise `UserError` for a node that has other versions, or other files in ``folders``.

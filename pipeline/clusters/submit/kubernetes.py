@@ -190,7 +190,6 @@ def _require_name(identifier: str) -> None:
 
 @contextmanager
 def _answers() -> Iterator[None]:
-    """The client's errors as ours."""
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 

@@ -222,12 +222,11 @@ def _environment(task: Task, options: Options) -> list[str]:
 
 
 def _mounts(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
-    paths = (folder, folder / task.store, *options.needs.read, *options.needs.written)
+    paths = (folder, folder / task.store, *options.needs.recipes, *options.needs.caches)
     return tuple(f"{mount.source}:{mount.target}" for mount in mounts_of(paths, options.mounts))
 
 
 def _pyxis(task: Task, options: Options, folder: Path) -> list[str]:
-    """Arguments of srun for an image."""
     if options.container is None or options.container.endswith(".sif"):
         return []
     require_plain("--container", options.container)
@@ -239,7 +238,6 @@ def _pyxis(task: Task, options: Options, folder: Path) -> list[str]:
 
 
 def _apptainer(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
-    """What stands before the command for a ``.sif`` file."""
     image = options.container
     if image is None or not image.endswith(".sif"):
         return ()
@@ -274,7 +272,7 @@ class Slurm:
 
         executor = SlurmExecutor(self._logs)
         executor.update_parameters(**parameters(task, self._options, self._folder, self._logs))
-        for path in self._options.needs.written:  # what is not there cannot be mounted
+        for path in self._options.needs.caches:  # what is not there cannot be mounted
             with disk_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
         try:

@@ -176,7 +176,6 @@ def ask_all(questions: Mapping[K, Callable[[], V]], *, patience: float = PATIENC
 
 
 def _told(what: str, answer: object) -> str:
-    """One sentence of what could not be asked."""
     if isinstance(answer, QuantmintError):
         return answer.message if what in answer.message else f"{what}: {answer.message}"
     return f"{what}: {str(answer) or type(answer).__name__}"
@@ -273,7 +272,6 @@ def _newest(target: Place) -> Released | None:
 
 
 def _manifest(target: Place, release: Listed) -> Manifest:
-    """What a release was made from; its files' sizes are held against it."""
     raw, where = target.manifest_of(release), f"{target.address}: {release.tag}"
     manifest.require_whole(raw, release.tag, target.sizes(release), where)
     return manifest.decode(raw, what=f"{where}/{MANIFEST}")

@@ -168,7 +168,6 @@ def _chosen_by(at: YamlPath) -> YamlPath | None:
 
 
 def _touched(line: YamlPath, edited: Collection[YamlPath]) -> bool:
-    """Whether a line of the recipe, or a section that holds it or that it holds, was edited."""
     return any(place[: len(line)] == line or line[: len(place)] == place for place in edited)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -34,8 +34,8 @@ from pipeline.stages.stage import Planned, Setting, SourceIdentity
 from pipeline.store.tree import Store
 from pipeline.upkeep.due.answers import Answers, Places, Released, UnaskedError, ask
 from pipeline.upkeep.due.causes import RECIPE, Change, apart_from_unknown, changes, what_changed
+from pipeline.upkeep.schedule.recipes import here
 
-FOLDER: Final = Path("recipes")
 State = Literal["current", "due", "held", "broken", "damaged", "unknown"]
 
 
@@ -85,19 +85,16 @@ class Due:
         }
 
 
-def all_recipes(folder: Path | None = None) -> tuple[str, ...]:
-    """The recipes of a folder (None: ``recipes`` below the working directory), by name or path, sorted.
+def all_recipes() -> tuple[str, ...]:
+    """The names of the recipes in ./recipes, sorted.
 
     The shipped ones are examples for whoever names them, and not a team's own; files that begin with an underscore are
     only there to be extended. Raises `UserError` where there is none.
     """
-    where = folder or FOLDER
-    found = sorted(path for path in where.glob("*.yaml") if not path.name.startswith("_")) if where.is_dir() else []
+    found = here()
     if not found:
-        raise UserError(
-            f"no recipe is named, and {where} has none", hint="Name recipes or YAML files, or a folder by --folder."
-        )
-    return tuple(path.stem if folder is None else str(path) for path in found)
+        raise UserError("no recipe is named, and ./recipes has none", hint="Name recipes or YAML files.")
+    return found
 
 
 def look(recipes: Sequence[str], *, store: Store, vllm: str | None = None, device: str = "auto") -> tuple[Due, ...]:
@@ -161,7 +158,6 @@ def _at_fault(state: State, reason: str, said: Places) -> tuple[State, str]:
 def _compared(
     release: Released | None, now: Now, silent: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[Change, ...], tuple[Change, ...]]:
-    """What is not known, what differs from a release, and of that what the recipe's triggers count."""
     if release is None:
         return tuple(dict.fromkeys(silent)), (), ()
     payloads: Mapping[str, Mapping[str, object]] = {planned.key: planned.payload for planned in now.plan}
@@ -182,7 +178,6 @@ def _state(
     said: Places,
     unknown: Sequence[str],
 ) -> tuple[State, str]:
-    """The state, and why in one line."""
     held = None if now.judged is None else f"these inputs were judged {now.judged.value}"
     if release is None and (said.unasked or said.damaged):
         return "unknown", "whether it was ever released is not known"
@@ -219,7 +214,6 @@ def _readers_get(there: Released, ours: str) -> str:
 
 
 def _waits(now: Now) -> bool:
-    """Whether releases of the recipe wait for a person."""
     publish = now.setting.recipe.publish
     return publish.to == "candidate" or (publish.hub is not None and publish.hub.via == "pull-request")
 
@@ -292,7 +286,6 @@ def plan_now(
 
 
 def _source(loaded: LoadedRecipe, answers: Answers, store: Store) -> tuple[SourceIdentity, Path]:
-    """The model, and the folder with its config.json."""
     source = loaded.recipe.source
     if source.repo is None:
         identity = identify(source, loaded.source_folder, store.root)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -97,11 +97,5 @@ def is_gone(state: RecipeState) -> bool:
 
 
 def moment(text: str | None) -> datetime | None:
-    """A time of a state, None for none and for what is no time."""
-    if text is None:
-        return None
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    """A time of a state, None for none."""
+    return None if text is None else datetime.fromisoformat(text)

@@ -150,7 +150,6 @@ def last_line(log: Path, environment: Mapping[str, str]) -> str:
 
 
 def _answer(printed: Path) -> dict[str, Any]:
-    """The last JSON object that a child printed; {} for none."""
     try:
         text = printed.read_text(encoding="utf-8", errors="replace").strip()
         found = json.loads(text[text.rfind("\n{") + 1 :])

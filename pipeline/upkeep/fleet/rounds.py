@@ -271,7 +271,6 @@ class Fleet:
             pass
 
     def _begin_next(self) -> bool:
-        """Begin a recipe; False where none may begin now."""
         room = self._room()
         for job in list(self._waiting.values()):
             reason = unaffordable(job.waiting(self._devices), room)
@@ -377,7 +376,6 @@ class Fleet:
         self._send(kind=kind, recipe=job.name, trigger=job.request.trigger, attempt=job.attempts, **facts)
 
     def _end(self, ended: Ended) -> None:
-        """A recipe left."""
         ended = replace(ended, reason=redact(ended.reason, os.environ))
         self._ended.append(ended)
         told = {name: getattr(ended, name) for name in Ended.__slots__ if name not in ("attempts", "changes")}

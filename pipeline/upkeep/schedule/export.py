@@ -93,11 +93,6 @@ def needed_secrets(recipe: Recipe) -> tuple[str, ...]:
     return (*(["HF_TOKEN"] if hub else []), *(["QUANTMINT_SIGNING_PASSPHRASE"] if signs else []))
 
 
-def signs_keyless(recipe: Recipe) -> bool:
-    """Whether it is signed by an identity that Sigstore knows."""
-    return recipe.publish.sign is not None and recipe.publish.sign.keyless
-
-
 def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = None) -> dict[str, str]:
     """The text of ``quantmint-NAME.yaml``, a CronJob (batch/v1) of such pods.
 
@@ -156,6 +151,7 @@ def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets:
     if item.zone not in UTC_NAMES:
         time["timezone"] = item.zone
     wanted = dict.fromkeys((*needed_secrets(item.recipe), *secrets))
+    sign = item.recipe.publish.sign
     environment = {**export.variables, **{name: f"${{{{ secrets.{name} }}}}" for name in wanted}}
     step: dict[str, Any] = {"name": f"Make {item.name} again if it is due"}
     if export.directory is not None:
@@ -167,7 +163,7 @@ def workflow(item: Scheduled, export: Export, *, runner: Sequence[str], secrets:
     document = {
         "name": f"quantmint: {item.name}",
         "on": {"schedule": [time], "workflow_dispatch": {}},
-        "permissions": {"contents": "read", **({"id-token": "write"} if signs_keyless(item.recipe) else {})},
+        "permissions": {"contents": "read", **({"id-token": "write"} if sign is not None and sign.keyless else {})},
         "concurrency": {"group": f"{PREFIX}{item.name}", "cancel-in-progress": False},
         "jobs": {
             "requantize": {

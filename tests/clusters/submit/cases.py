@@ -51,7 +51,7 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
             task("llama70b-ptpc", gpus=1),
             container="/images/quantmint.sif",
             mounts=(Mount("/nvme", "/shared/models/scratch"),),
-            needs=Needs((Path("/data/llama"),), (Path("/out"), Path("/hf")), {"HF_HOME": "/hf"}),
+            needs=Needs((Path("/data/recipes"),), (Path("/hf"),), {"HF_HOME": "/hf"}),
         ),
         "template.yaml": lambda: _manifest(
             task("llama70b-fp8kv", seconds=8 * 3600.0),

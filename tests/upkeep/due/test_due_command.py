@@ -118,8 +118,6 @@ def test_without_a_name_those_of_the_working_folder(world: World, quantmint: Com
     (mine / "_base.yaml").write_text("description: For others.\n")
     found = quantmint("due", "--json").json["recipes"]
     assert [one["recipe"] for one in found] == ["r"]
-    found = quantmint("due", "--folder", mine, "--json").json["recipes"]
-    assert [one["recipe"] for one in found] == [str(mine / "r.yaml")]
 
 
 @pytest.mark.parametrize("image", ["rocm/vllm:latest"])

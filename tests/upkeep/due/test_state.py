@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.upkeep.due.state import RecipeState, all_states, moment, read_state, state_path, write_state
+from pipeline.upkeep.due.state import RecipeState, all_states, read_state, state_path, write_state
 
 TIMES = st.none() | st.datetimes(timezones=st.just(UTC)).map(datetime.isoformat)
 STATES = st.builds(
@@ -71,8 +71,3 @@ def test_fields_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
     path = state_path(tmp_path, "a")
     path.write_text(json.dumps({**json.loads(path.read_text()), "mood": "good"}))
     assert read_state(tmp_path, "a", warn=pytest.fail).attempts_failed == 2
-
-
-def test_moments() -> None:
-    assert moment("2026-11-21T03:00:00Z") == moment("2026-11-21T04:00:00+01:00") == moment("2026-11-21T03:00:00")
-    assert moment(None) is moment("soon") is None
