@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Colours and other escape sequences, and whatever else moves a cursor: messages quote the logs of other programs.
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Progress(Protocol):
@@ -58,7 +58,7 @@ class PlainReporter:
         self._stream = stream or sys.stderr
 
     def _line(self, text: str) -> None:
-        self._stream.write(_CONTROL.sub("", text) + "\n")
+        self._stream.write(CONTROL.sub("", text) + "\n")
         self._stream.flush()
 
     def started(self, key: str, number: int, total: int) -> None:
@@ -150,7 +150,7 @@ class RichReporter:
 def _quoted(text: str) -> str:
     from rich.markup import escape
 
-    return escape(_CONTROL.sub("", text))
+    return escape(CONTROL.sub("", text))
 
 
 def reporter_for(*, json: bool) -> Reporter:

@@ -101,7 +101,6 @@ def _facts(scheme: Scheme) -> dict[str, Any]:
 
 
 def _cells(scheme: Scheme) -> list[str]:
-    """What stands in each of the columns; every Instinct at once is ``Instinct``."""
     facts = _facts(scheme)
     instinct = {name for name, row in hardware.table().items() if row.kind == "rocm"}
     everywhere = instinct <= set(facts["native"])

@@ -72,7 +72,6 @@ def due(
 
 
 def _print_due(found: Sequence[Due], explain: bool) -> None:
-    """A line a recipe with the first few phrases of the reason; ``--explain`` has them all below it."""
     width = max((len(one.name) for one in found), default=0)
     for one in found:
         phrases = (one.reason.splitlines() or [""])[0].split("; ")

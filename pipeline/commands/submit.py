@@ -164,7 +164,6 @@ def _task(given: dict[str, Any]) -> Task:
 
 
 def _checked(place: Place, task: Task) -> int:
-    """After a dry run: the API server's word on a manifest, where there is one."""
     from pipeline.clusters.submit.kubernetes import Kubernetes
 
     if isinstance(place, Kubernetes) and (away := place.check(task)) is not None:

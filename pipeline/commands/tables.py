@@ -15,18 +15,6 @@ from eval.report.numbers import duration, size
 
 _WIDE = 140
 _READABLE = 120
-_BOUNDS = {
-    "cores": "the cores are busy",
-    "hash": "a file's SHA-256",
-    "device": "the device computes",
-    "link": "the bus to the device",
-    "disk": "reading the disk",
-    "sync": "writing the disk",
-    "load": "loading weights",
-    "products": "matrix products",
-    "scores": "attention's softmax",
-    "spill": "hidden states on the disk",
-}
 _ORIGINS = {
     "table": "by the rates of such machines",
     "borrowed": "by that machine's rates, for nothing is known of this one",
@@ -78,10 +66,9 @@ def print_costs(console: Console, costs: Mapping[str, Any]) -> None:
             size(cost["memory"]),
             size(cost["device_memory"]) if cost["device_memory"] else "-",
             size(cost["disk"]),
-            _BOUNDS[cost["bound"]],
         )
         for stage, cost in costs["stages"].items()
     ]
     right = ("time", "memory", "device", "disk")
-    console.print(table("stage", *right, "mostly", right=right, rows=rows))
+    console.print(table("stage", *right, right=right, rows=rows))
     console.print(f"times on {escape(costs['rates']['machine'])}: {_ORIGINS[costs['rates']['origin']]}")

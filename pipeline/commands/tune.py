@@ -172,7 +172,6 @@ def tune(
 
 
 def _print(report: Report) -> None:
-    """One row a plan: how each figure differs from the base plan's, `~` where that is noise; then what was not done."""
     from pipeline.commands.tables import table, terminal
     from pipeline.serving.tuning.report import COMPARED, SHORT, percent
 

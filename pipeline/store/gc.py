@@ -191,7 +191,6 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _kind(path: Path) -> str | None:
-    """The kind of something in a stage's folder; None for what is not ours."""
     if not FINGERPRINT.match(path.name):
         return None
     rest = path.name[64:]

@@ -195,7 +195,6 @@ class RemoteTier:
         return there is None or there == self._device("cpu" if there.hardware == "cpu" else "cuda")
 
     def _look(self, stage: str, fingerprint: str) -> tuple[Parcel | None, str | None]:
-        """The parcel, where there is a sound one, and the mark of the object, where there is one."""
         if stage in HERE_ONLY or self._away:
             return None, None
         try:

@@ -81,7 +81,7 @@ def test_every_command_has_help(quantmint: Quantmint, command: str) -> None:
         (["run", "r.yaml", "--until", "quantise"], 'did you mean "quantize"'),
         (["plan", "bad.yaml"], "bad.yaml:3:24: quantization.scheme: "),
         (["plan", "torn.yaml"], "torn.yaml:3:1: not valid YAML"),
-        (["report", "r.yaml"], "r: there is no such file or folder, and no run of such a recipe"),
+        (["report", "r.yaml"], "r: there is no such file or folder, and no report of such a recipe"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

@@ -208,8 +208,6 @@ def _last_object(log: str) -> str:
 
 @contextmanager
 def _exit_when_told() -> Iterator[None]:
-    """SIGTERM and SIGHUP as SystemExit with 128 + N."""
-
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 

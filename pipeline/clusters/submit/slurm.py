@@ -8,14 +8,8 @@ submitit's own way to run something is a pickled function that a second process 
 its log while it runs would be lost, SIGTERM would be swallowed, and a file that anyone with the folder's rights could
 replace would be executed. Its writer takes a command as well, and that is what is used here.
 
-Before the time limit the job puts itself back into the queue, a few times; a preempted one is put there by Slurm. Both
-go on where they stopped. The processes of the run get Slurm's SIGTERM, the script's shell does not.
-
 srun, its plugins and `ray symmetric-run` end with 0 and 1 of their own where an image, a node or Ray did not start,
 which a run says of a checkpoint. So the run's code is noted beside its log, and without one the script ends with 5.
-
-submitit asks the accounting for states. Small clusters have none, and it does not tell exit codes: the controller is
-asked, which knows a job for some minutes after its end, then the accounting.
 """
 
 from __future__ import annotations
@@ -268,7 +262,7 @@ class Slurm:
                 "found no sbatch on PATH", hint="Submit from a login node; --dry-run prints the script anywhere."
             )
         from submitit import SlurmExecutor
-        from submitit.core.utils import FailedJobError, FailedSubmissionError
+        from submitit.core.utils import FailedJobError
 
         executor = SlurmExecutor(self._logs)
         executor.update_parameters(**parameters(task, self._options, self._folder, self._logs))
@@ -281,10 +275,6 @@ class Slurm:
                 job = executor._submit_command(command(task, self._options, self._folder))
         except FailedJobError as error:
             raise _failure("sbatch", str(error)) from error
-        except FailedSubmissionError as error:
-            raise StageError(
-                f"sbatch took the job and told no number: {error}", hint="squeue --me tells it."
-            ) from error
         return Submitted(str(job.job_id), str(job.paths.stdout))
 
     def state(self, identifier: str) -> State:

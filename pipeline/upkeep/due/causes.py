@@ -172,7 +172,6 @@ def _touched(line: YamlPath, edited: Collection[YamlPath]) -> bool:
 
 
 def _by_name(payload: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A payload whose tasks are found by their names, not by their places in a list."""
     settings = payload["settings"]
     tasks = settings.get("tasks")
     if not (isinstance(tasks, list | tuple) and all(isinstance(task, dict) for task in tasks)):

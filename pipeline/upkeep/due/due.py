@@ -182,14 +182,16 @@ def _state(
     if release is None and (said.unasked or said.damaged):
         return "unknown", "whether it was ever released is not known"
     words = "never released" if release is None else "; ".join(what_changed(counted))
-    if not words and release is not None and now.unpublished(release):
+    stages = dict(now.stages)
+    if not words and release is not None and now.packaged() == release.tag and stages.get("publish") == "rerun":
         return "due", f"{release.tag} is not in all places of the recipe"
     if not words and said.empty:  # a place that is new to the recipe, or that somebody emptied
         words = f"nothing is in {', '.join(said.empty)}"
     if words and held:
         return "held", f"{held} ({words})"
     if words:
-        return ("current", f"{_made_before(now, said)} ({words})") if now.is_made else ("due", words)
+        made = "rerun" not in stages.values()
+        return ("current", f"{_made_before(now, said)} ({words})") if made else ("due", words)
     if differing:
         causes = ", ".join(dict.fromkeys(change.cause for change in differing))
         return "current", f"left out by refresh.triggers: {causes}: {'; '.join(what_changed(differing))}"
@@ -235,21 +237,12 @@ class Now:
     stages: tuple[tuple[str, Literal["rerun", "cached"]], ...]
     judged: Verdict | None
 
-    @property
-    def is_made(self) -> bool:
-        """Whether a run would find every stage in the store."""
-        return all(found == "cached" for _, found in self.stages)
-
     def packaged(self) -> str | None:
         """The tag of the release that this store has made from these very inputs; None where it has none."""
         package = next((planned for planned in self.plan if planned.key == "package"), None)
         entry = None if package is None else find_entry(package, self.setting)
         found = None if entry is None else entry.record.result.get("tag")
         return found if isinstance(found, str) else None
-
-    def unpublished(self, release: Released) -> bool:
-        """Whether a release lies in this store and is not yet in all places that the recipe names now."""
-        return self.packaged() == release.tag and dict(self.stages).get("publish") == "rerun"
 
 
 def plan_now(
@@ -295,7 +288,6 @@ def _source(loaded: LoadedRecipe, answers: Answers, store: Store) -> tuple[Sourc
 
 
 def _judged(plan: Sequence[Planned], followed: Sequence[Planned], setting: Setting) -> Verdict | None:
-    """What these inputs were found to be, if not good enough to be released."""
     if known_unsound(plan, setting):
         return Verdict.FAIL
     gate = next((planned for planned in followed if planned.key == "gate"), None)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from pipeline.base.errors import redact
 from pipeline.base.processes import Child
+from pipeline.base.progress import CONTROL
 from pipeline.store.disk import disk_errors
 from pipeline.upkeep.due.state import folder_of
 
@@ -21,7 +22,6 @@ _KEPT: Final = 5
 _POLL_S: Final = 0.1
 _LINE: Final = 4096  # bytes
 _STAGE: Final = re.compile(rb"\[(\d+/\d+)\] ([^\s:]+): started")
-_CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LONGEST: Final = 2000
 _TAIL: Final = 65536
 
@@ -134,7 +134,7 @@ def new_log(root: Path, name: str) -> Path:
 
 def quotable(text: str, environment: Mapping[str, str]) -> str:
     """A message as one paragraph without control characters and secrets."""
-    return redact(" ".join(_CONTROL.sub("", text).split()), environment)[:_LONGEST]
+    return redact(" ".join(CONTROL.sub("", text).split()), environment)[:_LONGEST]
 
 
 def last_line(log: Path, environment: Mapping[str, str]) -> str:
@@ -145,7 +145,7 @@ def last_line(log: Path, environment: Mapping[str, str]) -> str:
             text = stream.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
-    lines = [line for line in map(str.strip, _CONTROL.sub("", text.replace("\r", "\n")).splitlines()) if line]
+    lines = [line for line in map(str.strip, CONTROL.sub("", text.replace("\r", "\n")).splitlines()) if line]
     return quotable(lines[-1], environment) if lines else ""
 
 

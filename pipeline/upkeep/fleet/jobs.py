@@ -47,15 +47,11 @@ class Request:
 class Options:
     """How a fleet works.
 
-    ``store`` is the store's root. ``jobs`` is how many recipes run at a time at the most (None: one for each device,
-    one where there are none; with ``on`` all). ``devices`` are numbers as this process's own variables leave them
-    (None: all that are visible). ``retries`` is how often an attempt is repeated after a fault that passes.
-    ``max_hours`` limits the wall clock of all, ``max_disk`` the bytes by which the store grows. ``everything`` also
-    runs what is not due, is held or rests; so do ``redo``, stages that run again. ``wait`` is whether a recipe that
-    another fleet has is waited for. ``on`` is what `quantmint submit --ray` takes, a cluster that runs the recipes by
-    what their targets need (None: this machine does). ``command`` is the start of a child's command line, and
-    ``submit_command`` of one with ``on``. ``grace_s`` is the time between SIGTERM and SIGKILL, and ``first_wait_s`` the
-    wait before the first repetition, which doubles from then on.
+    Most are the options of `quantmint requantize`. ``max_disk`` is in bytes, ``devices`` are numbers as this process's
+    own variables leave them (None: all that are visible). ``everything`` also runs what is not due, is held or rests;
+    so do ``redo``, stages that run again. ``on`` is what `quantmint submit --ray` takes. ``command`` is the start of a
+    child's command line, and ``submit_command`` of one with ``on``. ``grace_s`` is the time between SIGTERM and
+    SIGKILL, and ``first_wait_s`` the wait before the first repetition, which doubles from then on.
     """
 
     store: Path

@@ -161,7 +161,6 @@ class Fleet:
             self._in_background(lambda: self._find([one.recipe for one in new]), partial(self._queue, new))
 
     def _turn_away(self, requests: Iterable[Request], state: State, code: int, reason: str) -> None:
-        """The end of requests of which not even the name is known."""
         for one in requests:
             self._end(Ended(recipe=one.recipe, trigger=one.trigger, state=state, exit_code=code, reason=reason))
 
@@ -387,7 +386,6 @@ class Fleet:
     # What is known now.
 
     def _left_s(self) -> float | None:
-        """Seconds that are left, below zero when they are overdrawn; None where there is no limit."""
         limit = self._options.max_s
         return None if limit is None else self._began + limit - time.monotonic()
 

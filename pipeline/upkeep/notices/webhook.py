@@ -80,7 +80,6 @@ class Webhook:
             away = fault is not None
 
     def _fault_of(self, notice: Mapping[str, Any]) -> str | None:
-        """Send a notice, several times where that may help; what is wrong with the receiver, None for nothing."""
         fault = None
         for attempt in range(ATTEMPTS):
             try:

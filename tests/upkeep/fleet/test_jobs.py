@@ -55,4 +55,3 @@ def test_waits_double_up_to_an_hour_and_rests_up_to_a_day() -> None:
     written = [moment(rests_until(rounds, NOW)) for rounds in (1, 2, 3, 50)]
     assert written == [NOW + timedelta(seconds=rest) for rest in (900, 1800, 3600, 86400)]
     assert rests(not_before="2026-11-22T03:00:00Z") == NOW + timedelta(days=1)
-    assert rests(not_before="yesterday") is None
