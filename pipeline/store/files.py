@@ -61,18 +61,15 @@ def require_safe(names: Iterable[str]) -> None:
             raise ValueError(f"found the file name {name!r}, expected a relative path without '..'")
         if len(name.encode()) > 1024 or any(len(part.encode()) > 255 for part in parts):
             raise ValueError(f"found the file name {name[:40]!r}..., which is too long for a file system")
-        other = seen.setdefault(_folded(name), name)
+        # Unicode 3.13, canonical caseless matching: what some file system takes for one.
+        folded = unicodedata.normalize("NFD", unicodedata.normalize("NFD", name).casefold())
+        other = seen.setdefault(folded, name)
         if other != name:
             raise ValueError(f"found the file names {other!r} and {name!r}, which are one on some file systems")
     for name in seen:
         for end in (at for at, character in enumerate(name) if character == "/"):
             if name[:end] in seen:
                 raise ValueError(f"found {seen[name[:end]]!r} as a file and as a folder of {seen[name]!r}")
-
-
-def _folded(name: str) -> str:
-    """What two names have in common that some file system takes for one (Unicode 3.13, canonical caseless matching)."""
-    return unicodedata.normalize("NFD", unicodedata.normalize("NFD", name).casefold())
 
 
 def chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:

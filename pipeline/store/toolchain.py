@@ -90,16 +90,12 @@ def _there(path: Sequence[str] | None) -> dict[str, Message]:
 
     there: dict[str, Message] = {}
     for found in metadata.distributions() if path is None else metadata.distributions(path=list(path)):
-        fields = _fields_of(found)
+        # Without the description: ``found.metadata`` parses hundreds of README files again.
+        fields = HeaderParser().parsestr((found.read_text("METADATA") or "").partition("\n\n")[0])
         name = fields["Name"]
         if name:  # a folder that was removed by halves has none
             there.setdefault(canonicalize_name(str(name)), fields)
     return there
-
-
-def _fields_of(found: metadata.Distribution) -> Message:
-    """The fields, read once and without the description: ``found.metadata`` parses hundreds of README files again."""
-    return HeaderParser().parsestr((found.read_text("METADATA") or "").partition("\n\n")[0])
 
 
 def _facts(found: Mapping[str, Message]) -> dict[str, Distribution]:

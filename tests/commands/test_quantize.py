@@ -78,7 +78,7 @@ def test_what_it_says(quantmint: Quantmint, source: Path) -> None:
     assert lines["inspection"] == "PASS"
     assert lines["error"].startswith("least SQNR ")
     assert lines["modules"] == "14 modules in ptpc_fp8, 1 kept in 16 bit"
-    assert "GB/s" in lines["time"]
+    assert lines["time"].startswith("calibrate ")
     assert not Path("out/.quantmint").exists()
     assert not list(Path("out").glob(".*"))
 
@@ -199,7 +199,6 @@ def test_what_was_measured_is_not_measured_again(
     ended = quantmint(*command)
     assert ended.code == 0, ended.err
     assert "calibrate: cached" in ended.err
-    assert "with an interruption" in ended.out
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "model"])

@@ -19,10 +19,9 @@ from pipeline.clusters.submit.pod import CONTAINER, Pod, manifest
 from pipeline.serving.render.invocation import dump
 
 _TIMEOUT_S = 60
-_RUNNING = "Running"
 _NO_LOG = (400, 404)
 """What is said of the log of a container that does not run yet, and of a pod that was evicted with it."""
-_STARTED = (_RUNNING, "Succeeded", "Failed")
+_STARTED = ("Running", "Succeeded", "Failed")
 
 
 class Kubernetes:
@@ -35,7 +34,6 @@ class Kubernetes:
         self._pod = pod
         self._namespace = namespace
         self._logs: defaultdict[str, Log] = defaultdict(Log)  # by pod
-        self._whole: set[str] = set()
 
     def text(self, task: Task) -> str:
         """The manifest, for `kubectl create -f -` as well."""
@@ -84,11 +82,8 @@ class Kubernetes:
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
         """The logs of its pods, one after the other as they are tried."""
         for pod in self._pods(identifier):
-            uid, phase = str(pod.metadata.uid), pod.status.phase
-            if uid not in self._whole and phase in _STARTED:
-                show(self._logs[uid].new(self._log(pod.metadata.name)))
-                if phase != _RUNNING:
-                    self._whole.add(uid)
+            if pod.status.phase in _STARTED:
+                show(self._logs[str(pod.metadata.uid)].new(self._log(pod.metadata.name)))
 
     def cancel(self, identifier: str) -> None:
         """Delete the Job with its pods, which get their time to end."""
