@@ -83,6 +83,8 @@ def test_hardware_facts():
         ("cpu", "fp8_block", "auto", None, None),
         ("cpu", "ptpc_fp8", "fp8", {"avx2"}, "AVX-512"),
         ("cpu", "ptpc_fp8", "fp8", {"avx512f"}, None),
+        ("cpu", "w4a16", "auto", {"avx2"}, "AVX-512"),
+        ("cpu", "w4a16", "auto", {"avx512f"}, None),
         ("cpu", "int8_w8a8", "auto", {"avx2"}, None),
         ("cpu", "bf16", "auto", {"avx2"}, None),
         ("mi300x", "mxfp4", "fp8", None, None),

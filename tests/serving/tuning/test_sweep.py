@@ -105,15 +105,15 @@ def test_other_knobs_take_over_the_trials_that_are_the_same(surface: Surface) ->
 
 
 def test_the_budget_is_kept_and_what_it_cut_off_is_named(surface: Surface) -> None:
-    folder = surface(throughput=FACTORS, bench=0.5)
-    found = run(folder, sweep_of(folder, TWO), budget=4.0)
+    folder = surface(throughput=FACTORS, bench=1.0)
+    found = run(folder, sweep_of(folder, TWO), budget=8.0)
     assert found["budget"]["spent"] is not None
-    assert found["budget"]["spent"] < 4.0 + 15.0  # what a server may take to end
+    assert found["budget"]["spent"] < 8.0 + 15.0  # what a server may take to end
     assert found["not_tried"]
     done = [entry.get("--max-num-seqs", entry.get("--max-num-batched-tokens", "base")) for entry in starts(folder)]
     assert done[0] == done[-1] == "base"  # time for the closing one was kept
     assert len([knob for knob in done if knob != "base"]) + len(found["not_tried"]) == 4
-    again = run(folder, sweep_of(folder, TWO), budget=4.0)
+    again = run(folder, sweep_of(folder, TWO), budget=8.0)
     assert len(starts(folder)) <= len(done) + 1  # the same command with the same budget is done, but for rounding
     assert set(again["not_tried"]) <= set(found["not_tried"])
     more = run(folder, sweep_of(folder, TWO), budget=60.0)
