@@ -84,7 +84,7 @@ def run(job: Job) -> Output:
     structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
     choice = select(structure, quantization)
     device = resolve_devices(job.setting.device)[0]
-    require_library(source, structure, choice, job.setting, device)
+    require_library(source, structure, job.setting, device)
     final = job.path / CHECKPOINT
     if not final.is_dir():  # it is there where a run was stopped between the rename and the record
         _make(job, source, structure, choice, device, final)
@@ -104,7 +104,7 @@ def run(job: Job) -> Output:
     )
 
 
-def require_library(source: Checkpoint, structure: Structure, choice: Choice, setting: Setting, device: str) -> None:
+def require_library(source: Checkpoint, structure: Structure, setting: Setting, device: str) -> None:
     """Raise `UserError` for a model that the library could not be given."""
     quantization = setting.recipe.quantization
     engine = quantization.engine

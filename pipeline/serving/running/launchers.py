@@ -92,6 +92,7 @@ def listening(process: Process, port: int) -> list[str]:
     return [*([] if "--host" in process.argv else ["--host", HOST]), "--port", str(port)]
 
 
+# A name in fingerprints, not what is run: it stays where the module moved, or what was measured would be again.
 _COMMAND = ("python", "-mpipeline.reference")
 _ROOT = Path(__file__).parents[3]  # where `pipeline` is found, however this process found it
 
