@@ -26,13 +26,13 @@ from eval.suites import SuiteTask
 from pipeline.base.errors import InvalidMeasurementError
 from pipeline.base.machine import versions
 from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.stages.asking import (
+from pipeline.stages.lm_eval import (
     SAMPLES,
-    Asker,
-    asked_settings,
-    asking,
+    Harness,
+    open_harness,
     remember_data,
     samples_file,
+    task_settings,
     tidy,
 )
 from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, runtime_tools
@@ -68,7 +68,7 @@ class EvaluateStage(Stage):
         evaluation = setting.recipe.evaluation
         stops = {"policy": _policy(setting)} if self.side == "candidate" and evaluation.looks > 1 else {}
         return {
-            **asked_settings(setting, *setting.suite.tasks),
+            **task_settings(setting, *setting.suite.tasks),
             "limit": evaluation.limit,
             "looks": evaluation.looks,
             **stops,
@@ -89,14 +89,14 @@ class EvaluateStage(Stage):
         try:
             if unfinished:
                 concurrency = setting.recipe.evaluation.concurrency
-                with asking(job, server, tokenizer, unfinished, concurrency=concurrency) as asker:
+                with open_harness(job, server, tokenizer, unfinished, concurrency=concurrency) as lm:
                     # All of them first: data that cannot be had is told before the first hour of asking.
-                    loaded = {task.task: asker.load(task) for task in unfinished}
+                    loaded = {task.task: lm.load(task) for task in unfinished}
                     for task in unfinished:
                         _require_whole(task, loaded[task.task]["documents"])
                         remember_data(setting, task)
                     for task in unfinished:
-                        _evaluate(job, task, asker, loaded[task.task], self._baseline(job, task))
+                        _evaluate(job, task, lm, loaded[task.task], self._baseline(job, task))
             sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}
             scores = {name: samples.mean for name, samples in sets.items()}
         except (MeasurementError, DefinitionError, InvalidMeasurementError) as error:
@@ -140,7 +140,7 @@ def _require_whole(task: SuiteTask, documents: Mapping[str, Sequence[str]]) -> N
         )
 
 
-def _evaluate(job: Job, task: SuiteTask, asker: Asker, loaded: Mapping[str, Any], baseline: SampleSet | None) -> None:
+def _evaluate(job: Job, task: SuiteTask, lm: Harness, loaded: Mapping[str, Any], baseline: SampleSet | None) -> None:
     """Ask a task until it is decided or over, and keep its samples and answers."""
     evaluation = job.setting.recipe.evaluation
     looks = draw.draw(loaded["documents"], looks=evaluation.looks, seed=evaluation.seed, limit=evaluation.limit)
@@ -150,7 +150,7 @@ def _evaluate(job: Job, task: SuiteTask, asker: Asker, loaded: Mapping[str, Any]
     decision: str | None = None
     with job.progress.bar(planned, f"{task.task} items") as advance:
         for number, items in enumerate(looks):
-            found = asker.ask(task, items, number, advance)
+            found = lm.ask(task, items, number, advance)
             asked.append(replace(found, samples=tuple(replace(sample, look=number) for sample in found.samples)))
             samples = _together(job.setting, task, asked, planned, len(looks))
             decision = None if baseline is None else _decision(job, task, baseline, samples)
@@ -227,7 +227,7 @@ class ControlStage(Stage):
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """What is asked, and how many of it."""
-        return {**asked_settings(setting, *_scored(setting)), "control": setting.recipe.evaluation.control}
+        return {**task_settings(setting, *_scored(setting)), "control": setting.recipe.evaluation.control}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """What asks, tokenizes and answers."""
@@ -245,15 +245,15 @@ class ControlStage(Stage):
         (job.path / SAMPLES).mkdir(exist_ok=True)
         flips: dict[str, list[int]] = {}
         try:
-            with asking(job, server, tokenizer, tasks, concurrency=concurrency, batch_size=_BATCH_SIZE) as asker:
+            with open_harness(job, server, tokenizer, tasks, concurrency=concurrency, batch_size=_BATCH_SIZE) as lm:
                 for task in tasks:
                     baseline = read_samples(job.inputs["baseline"].path, task)
                     first = [(sample.task, sample.doc_id) for sample in baseline.samples if sample.look == 0]
                     evaluation = setting.recipe.evaluation
                     items = draw.some(first, evaluation.control or len(first), evaluation.seed)
-                    asker.load(task)
+                    lm.load(task)
                     with job.progress.bar(len(items), f"{task.task} items") as advance:
-                        asked = asker.ask(task, items, 0, advance)
+                        asked = lm.ask(task, items, 0, advance)
                     settings = {**asked.settings, "limit": setting.recipe.evaluation.limit}
                     again = SampleSet(task.task, task.metric, asked.samples, task.kind, settings=settings)
                     pairs = pair(baseline.on(again), again)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from calibration.errors import CalibrationError
 from eval.suites import SuiteTask
 from pipeline.recipe.commits import Commits
-from pipeline.stages import asking
-from pipeline.stages.asking import asked_settings
+from pipeline.stages import lm_eval
+from pipeline.stages.lm_eval import task_settings
 from pipeline.stages.stage import Setting
 
 A, B = "a" * 40, "b" * 40
@@ -30,19 +30,19 @@ def hub(setting: Setting, *answers: str) -> Setting:
 def test_each_is_asked_once_and_stays(setting: Setting) -> None:
     asked = hub(setting, A)
     for _ in range(2):
-        assert asking.data_commits(asked, TASK) == {"openai/gsm8k": A, "org/fixed": B}
+        assert lm_eval.data_commits(asked, TASK) == {"openai/gsm8k": A, "org/fixed": B}
 
 
 def test_the_commit_is_in_the_fingerprint_and_its_name_alone_is_not(setting: Setting) -> None:
     own = SuiteTask("tiny_facts", "acc", 2000, 0.02)
-    (known, ours) = asked_settings(hub(setting, A, A), TASK, own)["tasks"]  # type: ignore[misc]
+    (known, ours) = task_settings(hub(setting, A, A), TASK, own)["tasks"]  # type: ignore[misc]
     assert known["data"] == {"openai/gsm8k": A, "org/more": A, "org/fixed": B}
     assert "data" not in ours
     unnamed = replace(TASK, data=("openai/gsm8k",))
-    assert asked_settings(hub(setting), unnamed) == asked_settings(hub(setting), replace(TASK, data=()))
+    assert task_settings(hub(setting), unnamed) == task_settings(hub(setting), replace(TASK, data=()))
 
 
 def test_without_a_network_what_was_read_last(setting: Setting) -> None:
-    asking.remember_data(hub(setting, A, B), TASK)
-    assert asking.data_commits(hub(setting), TASK) == {"openai/gsm8k": A, "org/more": B, "org/fixed": B}
-    assert asking.data_commits(hub(setting, B), TASK)["openai/gsm8k"] == B
+    lm_eval.remember_data(hub(setting, A, B), TASK)
+    assert lm_eval.data_commits(hub(setting), TASK) == {"openai/gsm8k": A, "org/more": B, "org/fixed": B}
+    assert lm_eval.data_commits(hub(setting, B), TASK)["openai/gsm8k"] == B

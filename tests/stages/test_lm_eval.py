@@ -1,4 +1,4 @@
-"""The stages that ask: a real lm-eval and the real runner, against stand-ins for both servers."""
+"""The stages that evaluate: a real lm-eval and the real runner, against stand-ins for both servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from eval.statistics.sequential import decide
 from eval.suites import Suite, SuiteTask
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.serving.running.server import Server
-from pipeline.stages import asking
+from pipeline.stages import lm_eval
 from pipeline.stages.evaluate import ControlStage, EvaluateStage, read_samples
 from pipeline.stages.runner import Outcome
 from tests.eval.completions import Completions
@@ -104,7 +104,7 @@ BASELINE, CONTROL, CANDIDATE = EvaluateStage("baseline"), ControlStage(), Evalua
 def world(orchestra: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Make a world: which tasks, and how much of the candidate's answers differ."""
     write_tasks(tmp_path / "tasks")
-    monkeypatch.setattr(asking, "TASKS", tmp_path / "tasks")
+    monkeypatch.setattr(lm_eval, "TASKS", tmp_path / "tasks")
     log = tmp_path / "server.log"
     log.write_text("all is well\n")
 
@@ -257,7 +257,7 @@ def answered(
         baseline: Answers, candidate: Answers, task: SuiteTask, **options: object
     ) -> tuple[World, Answers, Outcome]:
         sides = iter((baseline, candidate))
-        monkeypatch.setattr("pipeline.stages.evaluate.asking", lambda *_, **__: nullcontext(next(sides)))
+        monkeypatch.setattr("pipeline.stages.evaluate.open_harness", lambda *_, **__: nullcontext(next(sides)))
         with world(task, **options) as w:
             return w, candidate, w.run(BASELINE, CANDIDATE)
 
@@ -333,7 +333,7 @@ def test_only_what_is_on_the_hub_gets_its_token(
         raise StageError("heard enough")
         yield
 
-    monkeypatch.setattr(asking, "conversation", listen)
+    monkeypatch.setattr(lm_eval, "conversation", listen)
     with world(replace(FACTS, task=task)) as w, pytest.raises(StageError, match="heard enough"):
         w.run(BASELINE)
     assert given["secrets"] == tokens

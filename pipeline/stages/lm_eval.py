@@ -1,7 +1,7 @@
-"""Asking a server the items of a task by lm-eval: one process for all tasks of a stage, every batch kept.
+"""lm-eval against a server: one process for all tasks of a stage, the answers of every batch saved.
 
 Tasks read data sets of the Hub at the commits that a fingerprint names and lm-eval is then given. Where the Hub cannot
-be asked, the commits are those that this store's evaluations read last: they are what its cache holds, and a run that
+be reached, the commits are those that this store's evaluations read last: they are what its cache holds, and a run that
 goes on without a network finds what it has measured.
 """
 
@@ -21,7 +21,8 @@ from calibration.errors import CalibrationError
 from eval import harness
 from eval.errors import MeasurementError
 from eval.harness import Asked, read_asked
-from eval.suites import TASKS_FOLDER, SuiteTask, located
+from eval.suites import TASKS_FOLDER as TASKS
+from eval.suites import SuiteTask, located
 from pipeline.base.errors import QuantmintError, StageError, StoreError
 from pipeline.base.processes import Conversation, conversation
 from pipeline.base.transience import says_transient
@@ -41,7 +42,7 @@ def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
         try:
             found[repo] = setting.commits.dataset(repo, revision)
         except (CalibrationError, QuantmintError):
-            known = _remembered(setting).get(_key(name))
+            known = _remembered(setting).get(f"{repo}@{revision}")
             if known is not None:
                 found[repo] = known
     return found
@@ -49,18 +50,13 @@ def data_commits(setting: Setting, task: SuiteTask) -> dict[str, str]:
 
 def remember_data(setting: Setting, task: SuiteTask) -> None:
     """Keep the commits of what was read; a store that refuses is told of by what must be written to it."""
-    known = _remembered(setting)
-    found = data_commits(setting, task)
-    fresh = {_key(name): found[located(name)[0]] for name in task.data if located(name)[0] in found}
+    known, found = _remembered(setting), data_commits(setting, task)
+    fresh = {f"{repo}@{revision}": found[repo] for repo, revision in map(located, task.data) if repo in found}
     if fresh.items() - known.items():
         path = setting.store.root / _MEMORY
         raw = (json.dumps({**known, **fresh}, indent=1, sort_keys=True) + "\n").encode()
         with suppress(OSError, StoreError):
             write_atomic(path, raw, temporary=path.with_suffix(f".{os.getpid()}.tmp"))
-
-
-def _key(name: str) -> str:
-    return "@".join(located(name))
 
 
 def _remembered(setting: Setting) -> Mapping[str, str]:
@@ -71,7 +67,6 @@ def _remembered(setting: Setting) -> Mapping[str, str]:
     return memory if isinstance(memory, dict) else {}
 
 
-TASKS = TASKS_FOLDER
 SAMPLES = "samples"
 LOG = "lm-eval.log"
 _BATCHES = "asked"
@@ -79,7 +74,7 @@ _OURS = "tasks"
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class Harness:
     """lm-eval while it runs."""
 
     job: Job
@@ -99,13 +94,13 @@ class Asker:
         return loaded
 
     def ask(self, task: SuiteTask, items: Sequence[harness.Item], batch: int, advance: Callable[[int], None]) -> Asked:
-        """The answers to items of a task that was loaded; not asked again where this batch was kept.
+        """The answers to items of a task that was loaded; not asked again where this batch is saved.
 
         ``advance`` is called with numbers of items as they are answered.
         """
         path = self.job.path / _BATCHES / task.task / f"{batch}.jsonl.gz"
-        kept = _kept(path, items)
-        if kept is not None:
+        answers = _saved(path, items)
+        if answers is not None:
             advance(len(items))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,16 +111,16 @@ class Asker:
                     f"{task.task}: {told['full']} prompts fill the server's {room} tokens, and what is longer was cut "
                     "at its beginning; target.max_model_len should be larger"
                 )
-            kept = _kept(path, items)
-        if kept is None:
+            answers = _saved(path, items)
+        if answers is None:
             raise MeasurementError(f"{task.task}: lm-eval did not answer the {len(items)} items that it was asked")
-        return kept
+        return answers
 
 
 @contextmanager
-def asking(
+def open_harness(
     job: Job, server: Server, tokenizer: Path, tasks: Sequence[SuiteTask], *, concurrency: int, batch_size: int = 32
-) -> Iterator[Asker]:
+) -> Iterator[Harness]:
     """Start lm-eval for these tasks; it has ended at the exit.
 
     A token of the Hub goes to it only where a task's data is there, and without such a task it stays offline.
@@ -146,7 +141,7 @@ def asking(
     if isinstance(server, ReferenceServer):  # lm-eval is in its process
         server.ask("open", **opening["open"])
         assert server.talk is not None  # noqa: S101 - it answered
-        yield Asker(job, server.talk)
+        yield Harness(job, server.talk)
         return
     env = {**server.client_environment(), "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"} | (
         {"HF_HUB_OFFLINE": "1"} if local else {}
@@ -157,7 +152,7 @@ def asking(
         with conversation(argv, job.path / LOG, what="lm-eval", env=env, secrets=secrets) as talk:
             job.progress.say(f"starting lm-eval, log in {job.path / LOG}")
             talk.ask(opening)
-            yield Asker(job, talk)
+            yield Harness(job, talk)
     except StageError as error:
         server.get("/health")  # where the server has died, that is the error to tell
         error.transient = says_transient(error.message)
@@ -165,7 +160,7 @@ def asking(
 
 
 def tidy(folder: Path) -> None:
-    """Remove what only asking needed from a stage's folder, when all is kept otherwise."""
+    """Remove what only lm-eval needed from a stage's folder."""
     for name in (_OURS, _BATCHES):
         shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -175,7 +170,7 @@ def samples_file(folder: Path, task: SuiteTask) -> Path:
     return folder / SAMPLES / f"{task.task}.json"
 
 
-def asked_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
+def task_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
     """What shapes the answers to tasks, for a fingerprint: the tasks by content, and how they are asked.
 
     Of a task of ours there are the files by their SHA-256, of one with data on the Hub the commits that are known.
@@ -201,7 +196,7 @@ def asked_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
     }
 
 
-def _kept(path: Path, items: Sequence[harness.Item]) -> Asked | None:
+def _saved(path: Path, items: Sequence[harness.Item]) -> Asked | None:
     """A batch that was asked before an interruption, where it is of these items."""
     if not path.is_file():
         return None
