@@ -16,12 +16,10 @@ import html
 import json
 import os
 import re
-import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedIOBase, BytesIO
+from importlib import import_module
 from pathlib import Path
 from typing import Final, Literal
 
@@ -31,8 +29,6 @@ Scope = Literal["everything", "texts", "prose"]
 """Where a form is looked for. A vocabulary holds any word, so there only what cannot be one; a word such as "password:"
 before a value proves something only in what is written for people."""
 
-LONGEST: Final = 1024
-"""Characters of the longest form; a longer value is known by its beginning."""
 _SHORTEST = 8  # characters; a shorter value of a variable is a word that stands anywhere
 _NAMES = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|KEY|CREDENTIALS|PAT)(_|$)")
 _WORD = re.compile(r"[A-Z]?[a-z]{0,15}|[A-Z]{0,16}|\d{0,11}")  # which no text can be kept free of
@@ -46,75 +42,60 @@ _EXAMPLES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Detector:
-    """A kind of credential.
-
-    ``anchors`` are lower-case literals, one of which is in whatever fits: a text without them need not be searched.
-    ``places`` gives start and end of each that a text holds.
-    """
+    """A kind of credential; ``places`` gives the start of each that a text holds."""
 
     kind: str
     scope: Scope
-    anchors: tuple[str, ...]
-    places: Callable[[str], Iterator[tuple[int, int]]]
+    places: Callable[[str], Iterator[int]]
 
 
-# kind -> (module and class in detect-secrets, anchors)
-_KNOWN: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "AWS key": ("aws.AWSKeyDetector", ("a3t", "abia", "acca", "akia", "asia", "aws")),
-    "Azure storage key": ("azure_storage_key.AzureStorageKeyDetector", ("accountkey=",)),
-    "Discord token": ("discord.DiscordBotTokenDetector", (".",)),
-    "GitHub token": ("github_token.GitHubTokenDetector", ("ghp_", "gho_", "ghu_", "ghs_", "ghr_")),
-    "GitLab token": ("gitlab_token.GitLabTokenDetector", ("gl", "gr1348941")),
-    "Mailchimp key": ("mailchimp.MailchimpDetector", ("-us",)),
-    "OpenAI key": ("openai.OpenAIDetector", ("t3blbkfj",)),
-    "PyPI token": ("pypi_token.PypiTokenDetector", ("pypi-",)),
-    "SendGrid key": ("sendgrid.SendGridDetector", ("sg.",)),
-    "Slack token": ("slack.SlackDetector", ("xox", "hooks.slack.com")),
-    "Square secret": ("square_oauth.SquareOAuthDetector", ("sq0csp-",)),
-    "Stripe key": ("stripe.StripeDetector", ("k_live_",)),
-    "Telegram token": ("telegram_token.TelegramBotTokenDetector", (":",)),
-    "Twilio key": ("twilio.TwilioKeyDetector", ("ac", "sk")),
+# kind -> module and class in detect-secrets
+_KNOWN: Final[Mapping[str, str]] = {
+    "AWS key": "aws.AWSKeyDetector",
+    "Azure storage key": "azure_storage_key.AzureStorageKeyDetector",
+    "Discord token": "discord.DiscordBotTokenDetector",
+    "GitHub token": "github_token.GitHubTokenDetector",
+    "GitLab token": "gitlab_token.GitLabTokenDetector",
+    "Mailchimp key": "mailchimp.MailchimpDetector",
+    "OpenAI key": "openai.OpenAIDetector",
+    "PyPI token": "pypi_token.PypiTokenDetector",
+    "SendGrid key": "sendgrid.SendGridDetector",
+    "Slack token": "slack.SlackDetector",
+    "Square secret": "square_oauth.SquareOAuthDetector",
+    "Stripe key": "stripe.StripeDetector",
+    "Telegram token": "telegram_token.TelegramBotTokenDetector",
+    "Twilio key": "twilio.TwilioKeyDetector",
 }
-# kind -> (scope, anchors, form); a group is a value that must not be an example's
-_OWN: Final[Mapping[str, tuple[Scope, tuple[str, ...], str]]] = {
-    "Hugging Face token": (
-        "everything",
-        ("hf_", "api_org_"),
-        r"(?:hf|api_org)_[A-Za-z0-9]{30,}|hf_(?:oauth|jwt)_[A-Za-z0-9._-]{20,900}",
-    ),
-    "private key": ("everything", ("private key",), r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,3}PRIVATE KEY"),
-    "GitHub fine-grained token": ("everything", ("github_pat_",), r"github_pat_[A-Za-z0-9_]{60,}"),
-    "npm token": ("everything", ("npm_",), r"npm_[A-Za-z0-9]{36}"),
-    "Google key": ("everything", ("aiza",), r"AIza[A-Za-z0-9_-]{35}"),
-    "Anthropic key": ("everything", ("sk-ant-",), r"sk-ant-[A-Za-z0-9_-]{32,}"),
-    "Databricks token": ("everything", ("dapi",), r"dapi[0-9a-f]{32}(?:-\d+)?"),
-    "signed address": ("texts", ("x-amz-signature=",), r"(?i)x-amz-signature=[0-9a-f]{64}"),
+# kind -> (scope, form); a group is a value that must not be an example's
+_OWN: Final[Mapping[str, tuple[Scope, str]]] = {
+    "Hugging Face token": ("everything", r"(?:hf|api_org)_[A-Za-z0-9]{30,}|hf_(?:oauth|jwt)_[A-Za-z0-9._-]{20,900}"),
+    "private key": ("everything", r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,3}PRIVATE KEY"),
+    "GitHub fine-grained token": ("everything", r"github_pat_[A-Za-z0-9_]{60,}"),
+    "npm token": ("everything", r"npm_[A-Za-z0-9]{36}"),
+    "Google key": ("everything", r"AIza[A-Za-z0-9_-]{35}"),
+    "Anthropic key": ("everything", r"sk-ant-[A-Za-z0-9_-]{32,}"),
+    "Databricks token": ("everything", r"dapi[0-9a-f]{32}(?:-\d+)?"),
+    "signed address": ("texts", r"(?i)x-amz-signature=[0-9a-f]{64}"),
     "W&B key": (
         "everything",
-        ("wandb",),
         r"(?i)wandb_v\d_[A-Za-z0-9_]{40,}|wandb[_-]?(?:api[_-]?)?key\\?[\"']?\s{0,3}[:=]\s{0,3}\\?[\"']?[0-9a-f]{40}",
     ),
     "MLflow credentials": (
         "texts",
-        ("mlflow_tracking_",),
         r"(?i)mlflow_tracking_(?:password|token)\\?[\"']?\s{0,3}[:=]\s{0,3}\\?[\"']?([^\s\"'\\,<]{4,900})",
     ),
     "Authorization header": (
         "texts",
-        ("authorization", "bearer"),
         r"(?i)authorization\\?[\"']?\s{0,3}[:=]\s{0,3}\\?[\"']?(?:bearer|basic|token)\s{1,3}([A-Za-z0-9._~+/=-]{8,900})"
         r"|\bbearer\s{1,3}((?=[A-Za-z._~+/=-]{0,40}\d)[A-Za-z0-9._~+/=-]{20,900})",
     ),
     "password in an address": (
         "texts",
-        ("://",),
         r"://[^\s:/?#\[\]@\"'\\<>]{1,200}:([^\s:/?#\[\]@\"'\\<>]{3,200})@(?=[A-Za-z0-9\[])",
     ),
 }
 _TOKEN = re.compile(r"eyJ[A-Za-z0-9_-]{8,600}\.[A-Za-z0-9_-]{8,900}(?:\.[A-Za-z0-9_-]{0,900})?")
-_WEB_TOKEN = "JSON web token"  # noqa: S105 - a kind
 _VALUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z]{2})\S{8,}")
-_KEYWORD = "password or key by its name"
 
 
 def detectors(environment: Mapping[str, str] | None = None) -> tuple[Detector, ...]:
@@ -122,32 +103,26 @@ def detectors(environment: Mapping[str, str] | None = None) -> tuple[Detector, .
     from detect_secrets.plugins.jwt import JwtTokenDetector
     from detect_secrets.plugins.keyword import KeywordDetector
 
-    own = (Detector(kind, scope, anchors, _matching(re.compile(form))) for kind, (scope, anchors, form) in _OWN.items())
-    token = Detector(_WEB_TOKEN, "texts", ("eyj",), _matching(_TOKEN, valid=JwtTokenDetector.is_formally_valid))
-    word = Detector(_KEYWORD, "prose", ("",), _by_keyword(KeywordDetector()))
-    return (*_of_library(), *own, token, word, *_own_values(environment))
+    library = (
+        Detector(kind, "everything", _matching(*_denylist(name), example=False)) for kind, name in _KNOWN.items()
+    )
+    own = (Detector(kind, scope, _matching(re.compile(form))) for kind, (scope, form) in _OWN.items())
+    token = Detector("JSON web token", "texts", _matching(_TOKEN, valid=JwtTokenDetector.is_formally_valid))
+    word = Detector("password or key by its name", "prose", _by_keyword(KeywordDetector()))
+    return (*library, *own, token, word, *_own_values(environment))
+
+
+def _denylist(name: str) -> Sequence[re.Pattern[str]]:
+    module, _, cls = name.partition(".")
+    return getattr(import_module(f"detect_secrets.plugins.{module}"), cls).denylist  # type: ignore[no-any-return]
 
 
 def exactly(kind: str, value: str) -> Detector:
-    """A detector of one value, as it stands or as JSON or HTML writes it; known by its beginning where it is long."""
-    # A text is read byte by byte: see `_search`.
-    forms = {text.encode()[:LONGEST].decode("latin-1") for text in (value, json.dumps(value)[1:-1], html.escape(value))}
-    pattern = re.compile("|".join(re.escape(form) for form in sorted(forms)))
-    return Detector(
-        kind,
-        "everything",
-        tuple(form.lower() for form in forms),
-        lambda text: (match.span() for match in pattern.finditer(text)),
-    )
-
-
-def _of_library() -> Iterator[Detector]:
-    from importlib import import_module
-
-    for kind, (name, anchors) in _KNOWN.items():
-        module, _, cls = name.partition(".")
-        detector = getattr(import_module(f"detect_secrets.plugins.{module}"), cls)()
-        yield Detector(kind, "everything", anchors, _matching(*detector.denylist, example=False))
+    """A detector of one value, as it stands or as JSON or HTML writes it."""
+    # A text is read byte by byte: see `_text`.
+    forms = {text.encode().decode("latin-1") for text in (value, json.dumps(value)[1:-1], html.escape(value))}
+    pattern = re.compile("|".join(map(re.escape, sorted(forms))))
+    return Detector(kind, "everything", lambda text: (match.start() for match in pattern.finditer(text)))
 
 
 def _own_values(environment: Mapping[str, str] | None) -> Iterator[Detector]:
@@ -167,15 +142,15 @@ def _own_values(environment: Mapping[str, str] | None) -> Iterator[Detector]:
 
 def _matching(
     *forms: re.Pattern[str], valid: Callable[[str], bool] = lambda _: True, example: bool = True
-) -> Callable[[str], Iterator[tuple[int, int]]]:
+) -> Callable[[str], Iterator[int]]:
     """Where a form stands by itself, not in the middle of a digest or a picture, and is no example (``example``)."""
 
-    def places(text: str) -> Iterator[tuple[int, int]]:
+    def places(text: str) -> Iterator[int]:
         for match in (match for form in forms for match in form.finditer(text)):
             value = next((group for group in match.groups() if group), None) if example else None
             alone = _is_edge(text, match.start() - 1, match.start()) and _is_edge(text, match.end(), match.end() - 1)
             if alone and valid(match.group()) and not (value is not None and _EXAMPLES.fullmatch(value)):
-                yield match.span()
+                yield match.start()
 
     return places
 
@@ -190,11 +165,11 @@ def _is_word(character: str) -> bool:
     return character.isascii() and character.isalnum()
 
 
-def _by_keyword(detector: object) -> Callable[[str], Iterator[tuple[int, int]]]:
+def _by_keyword(detector: object) -> Callable[[str], Iterator[int]]:
     """Where a line gives a password or a key by its name; what is short, a number or an example is none."""
     analyze = detector.analyze_string  # type: ignore[attr-defined]
 
-    def places(text: str) -> Iterator[tuple[int, int]]:
+    def places(text: str) -> Iterator[int]:
         from detect_secrets.plugins.keyword import REGEX_BY_FILETYPE
         from detect_secrets.util.filetype import FileType
 
@@ -202,14 +177,13 @@ def _by_keyword(detector: object) -> Callable[[str], Iterator[tuple[int, int]]]:
         for line in text.splitlines(keepends=True):
             values = analyze(line.rstrip(), denylist_regex_to_group=REGEX_BY_FILETYPE[FileType.YAML])
             if any(_VALUE.fullmatch(value) and not _EXAMPLES.fullmatch(value) for value in values):
-                yield start, start + len(line)
+                yield start
             start += len(line)
 
     return places
 
 
-_WINDOW = 1 << 20  # bytes; read and searched at once, whatever the length of a line
-_BEFORE = 2  # characters before a match that say whether it stands alone
+_HEADER = 100_000_000  # bytes of the longest header that safetensors reads
 _VOCABULARY = re.compile(
     r"(tokenizer|vocab|added_tokens|special_tokens_map|merges).*\.(json|txt)|.*\.(model|tiktoken|safetensors)"
 )
@@ -249,13 +223,14 @@ def private_paths(files: Mapping[str, Path], home: Path | None = None) -> tuple[
 def _found(files: Mapping[str, Path], known: Sequence[Detector]) -> tuple[Secret, ...]:
     found: set[Secret] = set()
     for name, path in files.items():
-        wanted = _scopes(name)
-        asked = [detector for detector in known if detector.scope in wanted]
         try:
-            with _opened(name, path) as file:
-                found.update(Secret(name, line, kind) for line, kind in _search(file, asked))
+            text = _text(name, path)
         except (OSError, EOFError, zlib.error) as error:
             raise StageError(f"{path} cannot be searched for secrets: {error}") from error
+        wanted = _scopes(name)
+        for detector in known:
+            if detector.scope in wanted:
+                found |= {Secret(name, text.count("\n", 0, at) + 1, detector.kind) for at in detector.places(text)}
     return tuple(sorted(found))
 
 
@@ -266,39 +241,13 @@ def _scopes(name: str) -> tuple[Scope, ...]:
     return ("everything", "texts", "prose") if _PROSE.fullmatch(base) else ("everything", "texts")
 
 
-@contextmanager
-def _opened(name: str, path: Path) -> Iterator[BufferedIOBase]:
-    with path.open("rb") as file:
-        if name.endswith(".gz"):
-            with gzip.GzipFile(fileobj=file) as unpacked:
-                yield unpacked
-        elif name.endswith(".safetensors"):
-            size = file.read(8)
-            yield BytesIO(file.read(struct.unpack("<Q", size)[0] % (1 << 32) if len(size) == 8 else 0))
-        else:
-            yield file
-
-
-def _search(file: BufferedIOBase, known: Sequence[Detector]) -> Iterator[tuple[int, str]]:
-    """Line and kind of each match, with no more than two windows in memory.
-
-    A window ends with what the next one begins with, so that a match is whole in one of them; one byte is one
-    character, so that no bytes are refused and places are exact.
-    """
-    text, line, read = "", 1, 0
-    while True:
-        chunk = file.read(_WINDOW)
-        read += len(chunk)
-        text += chunk.decode("latin-1")
-        first, last = (_BEFORE if read > len(text) else 0), len(text) - (LONGEST if chunk else 0)
-        lowered = text.lower()
-        for detector in known:
-            if any(anchor in lowered for anchor in detector.anchors):
-                for start, _ in detector.places(text):
-                    if first <= start < last:
-                        yield line + text.count("\n", 0, start), detector.kind
-        if not chunk:
-            return
-        kept = max(0, last - _BEFORE)
-        line += text.count("\n", 0, kept)
-        text = text[kept:]
+def _text(name: str, path: Path) -> str:
+    """What a file says, a character a byte, so that no bytes are refused: of weights the header."""
+    if name.endswith(".gz"):
+        raw = gzip.decompress(path.read_bytes())
+    elif name.endswith(".safetensors"):
+        with path.open("rb") as file:
+            raw = file.read(min(int.from_bytes(file.read(8), "little"), _HEADER))
+    else:
+        raw = path.read_bytes()
+    return raw.decode("latin-1")

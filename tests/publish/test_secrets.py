@@ -76,13 +76,8 @@ def test_each_kind_where_it_stands_and_without_the_secret(tmp_path: Path, kind: 
     assert [secret.kind for secret in looked(tmp_path, "s/a.json.gz", gzip.compress(escaped.encode()))] == [kind]
 
 
-def test_every_detector_is_asked_and_has_an_anchor() -> None:
-    """A text that an anchor keeps from being searched would be a hole."""
-    kinds = {detector.kind for detector in detectors({})}
-    assert kinds == {*SECRETS, "password or key by its name"}
-    for detector in detectors({}):
-        if detector.kind in SECRETS:
-            assert any(anchor in SECRETS[detector.kind].lower() for anchor in detector.anchors), detector.kind
+def test_every_detector_is_asked() -> None:
+    assert {detector.kind for detector in detectors({})} == {*SECRETS, "password or key by its name"}
 
 
 @pytest.mark.parametrize(
@@ -169,15 +164,6 @@ def test_the_header_of_weights(tmp_path: Path) -> None:
     assert findings({"model.safetensors": path}, {}) == (Secret("model.safetensors", 1, "Hugging Face token"),)
     path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     assert findings({"model.safetensors": path}, {}) == ()
-
-
-@pytest.mark.parametrize("at", [0, 1 << 20, (1 << 20) - 20, (1 << 20) - 1024, (1 << 20) - 1025, (1 << 20) + 1])
-@pytest.mark.parametrize("end", [0, 5, 3 << 20])
-def test_across_the_edges_of_what_is_read_at_once(tmp_path: Path, at: int, end: int) -> None:
-    """In one long line, as JSON is written."""
-    secret = SECRETS["Hugging Face token"]
-    text = "\n" + "." * at + secret + "." * end
-    assert looked(tmp_path, "a.json", text) == (Secret("a.json", 2, "Hugging Face token"),)
 
 
 def test_paths_in_a_home_folder(tmp_path: Path) -> None:
