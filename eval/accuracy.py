@@ -7,12 +7,15 @@ test, the flips, and the share of the baseline's score that is left.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import eval.statistics.paired as paired
+from eval.errors import MeasurementError
 from eval.records import Record
-from eval.samples import Pairs
+from eval.samples import Pairs, SampleSet, pair
 from eval.statistics.paired import bootstrap_interval, mcnemar
 
 Kind = paired.Kind
@@ -105,6 +108,53 @@ def compare(pairs: Pairs, confidence: float = 0.95, *, bound_confidence: float |
         recovery_high=left.high,
         method=found.method,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Direct(Record):
+    """One candidate against another on the items that both answered: `second` minus `first`, by their places.
+
+    The difference to the shared baseline cannot tell which is better: two candidates that each lose half a point may
+    lose it on the same items or on different ones.
+
+    In `results` the side called baseline is `first`, the one called candidate `second`. `unknown` are sentences about
+    tasks that could not be paired.
+    """
+
+    first: int
+    second: int
+    results: tuple[Accuracy, ...]
+    unknown: tuple[str, ...]
+
+
+def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: float = 0.95) -> tuple[Direct, ...]:
+    """Compare every two candidates on every task that both were asked.
+
+    `answers` maps a place to a candidate's samples by task. The two-sided intervals hold together at `confidence`:
+    each is at 1 - (1 - confidence) / intervals (Bonferroni), since with many pairs one would err by chance.
+    """
+    combined = list(itertools.combinations(sorted(answers), 2))
+    count = sum(len(answers[first].keys() & answers[second].keys()) for first, second in combined)
+    each = 1 - (1 - confidence) / max(1, count)
+    found = []
+    for first, second in combined:
+        results, unknown = [], []
+        for task, one in answers[first].items():
+            if (two := answers[second].get(task)) is None:
+                continue
+            try:
+                results.append(compare(pair(one.on(two), two.on(one)), each))
+            except MeasurementError as error:
+                unknown.append(str(error))
+        found.append(Direct(first, second, tuple(results), tuple(unknown)))
+    return tuple(found)
+
+
+def better(result: Accuracy) -> str:
+    """What the interval says of the second of two candidates."""
+    if result.interval_low > 0:
+        return "better"
+    return "worse" if result.interval_high < 0 else "no difference shown"
 
 
 def change(kind: Kind | str, difference: float) -> float:

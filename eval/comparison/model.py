@@ -8,23 +8,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from string import ascii_uppercase
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from eval import accuracy
-from eval.accuracy import Accuracy
+from eval.accuracy import Accuracy, Direct, compare_all
 from eval.errors import MeasurementError
 from eval.gate import GateReport
 from eval.record import read as read_record
-from eval.records import Part, Record
-from eval.samples import Pairs, SampleSet, pair
+from eval.records import Part
+from eval.samples import SampleSet
 from eval.throughput import Throughput
 from eval.verdict import Verdict
 
@@ -185,64 +184,6 @@ def front(scores: Sequence[Score | None]) -> tuple[bool, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Direct(Record):
-    """One candidate against another on the items that both answered: `second` minus `first`, by their places.
-
-    The difference to the shared baseline cannot tell which is better: two candidates that each lose half a point may
-    lose it on the same items or on different ones.
-
-    In `results` the side called baseline is `first`, the one called candidate `second`. `unknown` are sentences about
-    tasks that could not be paired.
-    """
-
-    first: int
-    second: int
-    results: tuple[Accuracy, ...]
-    unknown: tuple[str, ...]
-
-
-def compare_all(answers: Mapping[int, Mapping[str, SampleSet]], confidence: float = 0.95) -> tuple[Direct, ...]:
-    """Compare every two candidates on every task that both were asked.
-
-    `answers` maps a place to a candidate's samples by task. The two-sided intervals hold together at `confidence`:
-    each is at 1 - (1 - confidence) / intervals (Bonferroni), since with many pairs one would err by chance.
-    """
-    joined: list[tuple[int, int, list[Pairs], list[str]]] = []
-    for first, second in itertools.combinations(sorted(answers), 2):
-        pairs: list[Pairs] = []
-        unknown: list[str] = []
-        for task in answers[first]:
-            if task not in answers[second]:
-                continue
-            one, two = answers[first][task], answers[second][task]
-            try:
-                pairs.append(pair(one.on(two), two.on(one)))
-            except MeasurementError as error:
-                unknown.append(str(error))
-        joined.append((first, second, pairs, unknown))
-    count = sum(len(pairs) for _, _, pairs, _ in joined)
-    each = 1 - (1 - confidence) / max(1, count)
-    return tuple(_judged(first, second, pairs, unknown, each) for first, second, pairs, unknown in joined)
-
-
-def _judged(first: int, second: int, pairs: Sequence[Pairs], unknown: Sequence[str], confidence: float) -> Direct:
-    results, faults = [], list(unknown)
-    for joined in pairs:
-        try:
-            results.append(accuracy.compare(joined, confidence))
-        except MeasurementError as error:
-            faults.append(str(error))
-    return Direct(first, second, tuple(results), tuple(faults))
-
-
-def better(result: Accuracy) -> str:
-    """What the interval says of the second candidate."""
-    if result.interval_low > 0:
-        return "better"
-    return "worse" if result.interval_high < 0 else "no difference shown"
-
-
-@dataclass(frozen=True, slots=True)
 class TaskRow:
     """One task by one metric, with each contender's result by its place in the group; None where it was not asked."""
 
@@ -305,18 +246,9 @@ class Comparison:
     warnings: tuple[str, ...]
 
 
-def letter(number: int) -> str:
-    """A, B, ... Z, AA, AB, ..."""
-    text = ""
-    while number >= 0:
-        number, digit = number // 26 - 1, number % 26
-        text = chr(ord("A") + digit) + text
-    return text
-
-
 def side_by_side(contenders: Sequence[Contender], confidence: float = 0.95) -> Comparison:
     """Put contenders side by side, lettered in their order; `confidence` is that of the direct differences."""
-    lettered = [(letter(number), contender) for number, contender in enumerate(contenders)]
+    lettered = [(f"{ascii_uppercase[n % 26]}{n // 26 or ''}", contender) for n, contender in enumerate(contenders)]
     baselines: dict[str, list[tuple[str, Contender]]] = {}
     for name, contender in lettered:
         baselines.setdefault(contender.baseline, []).append((name, contender))

@@ -1,4 +1,4 @@
-"""What every page draws with: matplotlib's figures as inline SVG, panels and ticks, and the plot of intervals.
+"""What every page draws with: matplotlib's figures as inline SVG, panels and ticks, intervals, points in a plane.
 
 A figure is drawn with stand-in colours, which become variables of the page's style sheet afterwards: one picture then
 serves the light and the dark theme. Text stays text, so that it can be searched, copied and read aloud. Each plot is
@@ -324,3 +324,90 @@ def _limits(rows: Sequence[Row], neutral: float, least: float) -> Span:
     low, high = min(values), max(values)
     pad = 0.08 * (high - low)
     return low - pad, high + pad
+
+
+_RADIUS = 8.5  # of a lettered mark, in pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A lettered mark in a plane, with its intervals; nothing beats those on the front."""
+
+    letter: str
+    x: float
+    y: float
+    tone: str
+    on_front: bool
+    x_range: Span | None = None
+    y_range: Span | None = None
+
+
+def plane(
+    spots: Sequence[Spot],
+    *,
+    titles: tuple[str, str],
+    least: tuple[float, float],
+    width: int,
+    name: str,
+    origin: tuple[float, float] | None = None,
+    stairs: bool = False,
+) -> str:
+    """Marks in a plane, those of the front on top and filled: an inline SVG. ``titles`` are those of the two axes.
+
+    What lies closer together than ``least`` is not blown up to look far apart. ``origin`` is a point to compare with,
+    drawn as a cross. ``stairs``: more of y at less x is better and nothing else counts, so that the front is a line
+    with all that is beaten below it, and no mark is filled.
+    """
+    left, right, top, bottom, height = 58, 14, 14, 46, 330
+    with figure(width, height) as (drawing, axis):
+        drawing.subplots_adjust(
+            left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height
+        )
+        across = [end for s in spots for end in (s.x, *(s.x_range or ()))]
+        upwards = [end for s in spots for end in (s.y, *(s.y_range or ()))]
+        if origin is not None:
+            across.append(origin[0])
+            upwards.append(origin[1])
+            axis.axvline(origin[0], color=colour("muted"), linewidth=1)
+            axis.axhline(origin[1], color=colour("muted"), linewidth=1)
+        for values, span, setter in zip((across, upwards), least, (axis.set_xlim, axis.set_ylim), strict=True):
+            middle, room = (min(values) + max(values)) / 2, max(max(values) - min(values), span)
+            setter(middle - 0.6 * room, middle + 0.6 * room)
+        axis.grid(color=colour("rule"))
+        if stairs:
+            front = sorted((s.x, s.y) for s in spots if s.on_front)
+            xs, ys = [x for x, _ in front], [y for _, y in front]
+            axis.step([xs[0], *xs, axis.get_xlim()[1]], [axis.get_ylim()[0], *ys, ys[-1]], where="post",
+                      color=colour("candidate"), linewidth=1.6)  # fmt: skip
+        ordered = sorted(spots, key=lambda spot: spot.on_front)
+        true = [tuple(map(float, axis.transData.transform((spot.x, spot.y)))) for spot in ordered]
+        shown = axis.transData.inverted().transform(apart(true, 2 * _RADIUS + 2))
+        for spot, (x, y) in zip(ordered, shown, strict=True):
+            ink, filled = colour(spot.tone), spot.on_front and not stairs
+            for wide, high in ((spot.x_range, (spot.y, spot.y)), ((spot.x, spot.x), spot.y_range)):
+                if wide is not None and high is not None:
+                    axis.plot(wide, high, color=ink, linewidth=1.4, alpha=0.6, solid_capstyle="butt", zorder=2)
+            axis.plot([x], [y], "o", markersize=2 * _RADIUS, markeredgecolor=ink, zorder=3,
+                      markerfacecolor=ink if filled else colour("paper"), markeredgewidth=1.6)  # fmt: skip
+            axis.annotate(spot.letter, (x, y), (0, -0.5), ha="center", va="center", fontsize=11, zorder=4,
+                          textcoords="offset points", fontweight="bold",
+                          color=colour("paper") if filled else ink)  # fmt: skip
+        plain_ticks(axis, x=max(3, width // 90), y=5)
+        axis.yaxis.set_major_formatter(lambda value, _: number(value) if value >= 1000 else f"{value:.4g}")
+        axis.set_xlabel(titles[0])
+        axis.set_ylabel(titles[1])
+        said = "; ".join(f"{s.letter}: {number(s.y)} at {number(s.x)}" for s in spots)
+        return inline(drawing, name=name, label=f"{titles[1]} over {titles[0]}. {said}")
+
+
+def apart(places: Sequence[tuple[float, ...]], room: float) -> list[tuple[float, float]]:
+    """Where marks at (x, y) are drawn so that each can be read: one that would cover another moves to its right.
+
+    `room` is the least distance of two marks, in the pixels of `places`. Their intervals stay where they are.
+    """
+    taken: list[tuple[float, float]] = []
+    for x, y in places:
+        while (hidden := next((t for t in taken if math.dist(t, (x, y)) < room), None)) is not None:
+            x = hidden[0] + math.sqrt(max(room**2 - (y - hidden[1]) ** 2, 0.0)) + 1e-6
+        taken.append((x, y))
+    return taken

@@ -188,7 +188,7 @@ def _print_tasks(console: Console, group: Group) -> None:
 
 
 def _print_direct(console: Console, group: Group) -> None:
-    from eval.comparison.model import better
+    from eval.accuracy import better
     from eval.report.numbers import unit_of
     from pipeline.commands.tables import table
 

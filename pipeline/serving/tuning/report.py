@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from eval.report.page import environment
-from eval.report.plots import WIDE, colour, drawn, figure, inline, plain_ticks
+from eval.report.plots import WIDE, Spot, drawn, plane
 from pipeline.serving.plan import Process
 from pipeline.serving.render.invocation import command
 from pipeline.serving.tuning.space import (
@@ -191,7 +191,6 @@ SHORT = {
     "itl_p50": "ITL p50",
     "itl_p99": "ITL p99",
 }
-_RADIUS = 8.5  # of a mark, in pixels
 
 
 def write(folder: Path, report: Report) -> Path:
@@ -232,37 +231,13 @@ def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
 
 def pareto(report: Report, cell: str, latency: str, *, width: int, name: str) -> str:
     """Throughput against a latency, one numbered mark a point, with the frontier that nothing beats: an inline SVG."""
-    left, right, top, bottom, height = 58, 14, 14, 46, 320
     points = [point for point in report["points"] if point["status"] == "ok"]
     at = [(point["cells"][cell][latency], point["cells"][cell]["output_throughput"]) for point in points]
-    with figure(width, height) as (drawing, axis):
-        drawing.subplots_adjust(
-            left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height
-        )
-        for side, setter in enumerate((axis.set_xlim, axis.set_ylim)):
-            # Points that lie close together are not blown up to look far apart.
-            values = [both[side] for both in at]
-            room, middle = max(max(values) - min(values), 0.04 * max(values), 1e-6), (max(values) + min(values)) / 2
-            setter(max(0.0, middle - 0.62 * room), middle + 0.62 * room)
-        axis.grid(color=colour("rule"))
-        axis.set_xlabel(TITLES[latency])
-        axis.set_ylabel("output tokens/s")
-        plain_ticks(axis, x=width // 90, y=6)
-        line = frontier([(y, x) for x, y in at])
-        # From the lower edge, through the points, to the right edge: what lies below the line is beaten.
-        across = [at[line[0]][0], *(at[index][0] for index in line), axis.get_xlim()[1]]
-        up = [axis.get_ylim()[0], *(at[index][1] for index in line), at[line[-1]][1]]
-        axis.step(across, up, where="post", color=colour("candidate"), linewidth=1.6)
-        numbers = [point["number"] for point in points]
-        for index in sorted(range(len(points)), key=lambda index: (numbers[index] == report["best"], index == 0)):
-            (x, y), base, best = at[index], numbers[index] == 0, numbers[index] == report["best"]
-            ink = colour("pass" if best else "ink" if base else "candidate" if index in line else "muted")
-            axis.plot([x], [y], "o", markersize=2 * _RADIUS, markerfacecolor=colour("paper"),
-                      markeredgecolor=ink, markeredgewidth=2.6 if best else 1.4, zorder=3)  # fmt: skip
-            axis.annotate("B" if base else str(numbers[index]), (x, y), (0, -0.5), ha="center", va="center",
-                          textcoords="offset points", fontsize=11, color=ink, zorder=4,
-                          fontweight="bold" if best or base else "normal")  # fmt: skip
-        said = "; ".join(
-            f"{point['label']}: {y:,.0f} tokens/s at {x:,.1f} ms" for point, (x, y) in zip(points, at, strict=True)
-        )
-        return inline(drawing, name=name, label=f"Output tokens/s against {TITLES[latency]}. {said}")
+    unbeaten = set(frontier([(y, x) for x, y in at]))
+    spots = []
+    for index, (point, (x, y)) in enumerate(zip(points, at, strict=True)):
+        base, best = point["number"] == 0, point["number"] == report["best"]
+        tone = "pass" if best else "ink" if base else "candidate" if index in unbeaten else "muted"
+        spots.append(Spot("B" if base else str(point["number"]), x, y, tone, index in unbeaten))
+    least = (0.04 * max(x for x, _ in at), 0.04 * max(y for _, y in at))
+    return plane(spots, titles=(TITLES[latency], "output tokens/s"), least=least, stairs=True, width=width, name=name)

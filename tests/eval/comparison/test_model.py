@@ -10,16 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.accuracy import compare
+from eval.accuracy import better, compare, compare_all
 from eval.comparison.model import (
     Comparison,
     Contender,
     Score,
-    better,
-    compare_all,
     dominates,
     front,
-    letter,
     read,
     side_by_side,
     to_json,
@@ -36,10 +33,6 @@ def contender(checkpoint: Checkpoint, folder: Path) -> Contender:
 
 def compared(folder: Path, *checkpoints: Checkpoint) -> Comparison:
     return side_by_side([contender(checkpoint, folder) for checkpoint in checkpoints])
-
-
-def test_letters_go_on_after_z() -> None:
-    assert [letter(number) for number in (0, 1, 25, 26, 27, 701, 702)] == ["A", "B", "Z", "AA", "AB", "ZZ", "AAA"]
 
 
 def test_three_of_one_baseline(tmp_path: Path) -> None:

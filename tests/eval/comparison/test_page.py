@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.comparison.model import Comparison, read, side_by_side
-from eval.comparison.page import apart, render
+from eval.comparison.page import render
+from eval.report.plots import apart
 from tests.checkpoints import GOOD, SMALL, WORSE
 from tests.pages import visit
 
