@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,17 +114,16 @@ def _place(name: str, given: dict[str, Any]) -> Place:
 
     variables = parse_pairs("--env", given["env"])
     if name == "slurm":
-        from pipeline.clusters.submit import slurm
-        from pipeline.clusters.submit.mounts import Needs, needs_of, parse_mount
-        from pipeline.recipe.load import load_recipe
+        from huggingface_hub import constants
 
-        inside = given["container"] is not None and given["recipe"] is not None
+        from pipeline.clusters.submit import slurm
+
         options = slurm.Options(
             **{key: given[key] for key in ("partition", "account", "gres", "venv", "container")},
             sbatch=slurm.parse_options(given["sbatch"]),
             setup=given["setup"],
-            mounts=tuple(map(parse_mount, given["mount"])),
-            needs=needs_of(load_recipe(given["recipe"]), Path.cwd(), os.environ) if inside else Needs(),
+            mounts=tuple(map(slurm.parse_mount, given["mount"])),
+            hub=Path(constants.HF_HOME).absolute() if given["container"] else None,
         )
         return slurm.Slurm(options, folder=Path.cwd(), logs=given["store_path"].absolute() / "logs" / "slurm")
     if name == "kubernetes":

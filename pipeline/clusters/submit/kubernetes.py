@@ -1,4 +1,4 @@
-"""Kubernetes as a place, through its own client and the user's kubeconfig (or the pod's service account)."""
+"""Kubernetes as a place, through its own client and the user's kubeconfig."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -113,7 +112,6 @@ class Kubernetes:
     def _connect(self) -> tuple[Any, Any, str]:
         """Clients of jobs and of pods, and the namespace."""
         from kubernetes import client, config
-        from kubernetes.config import incluster_config
         from kubernetes.config.config_exception import ConfigException
 
         settings = client.Configuration()
@@ -122,13 +120,9 @@ class Kubernetes:
             _, active = config.list_kube_config_contexts()
             namespace = active["context"].get("namespace")
         except (ConfigException, OSError, yaml.YAMLError) as error:  # OSError: a program that it names for credentials
-            try:
-                config.load_incluster_config(client_configuration=settings)
-            except ConfigException:
-                raise UserError(
-                    f"found no way to a cluster: {error}", hint="KUBECONFIG or ~/.kube/config says where one is."
-                ) from error
-            namespace = Path(incluster_config.SERVICE_TOKEN_FILENAME).with_name("namespace").read_text("utf-8").strip()
+            raise UserError(
+                f"found no way to a cluster: {error}", hint="KUBECONFIG or ~/.kube/config says where one is."
+            ) from error
         api = client.ApiClient(settings)
         return client.BatchV1Api(api), client.CoreV1Api(api), self._namespace or namespace or "default"
 

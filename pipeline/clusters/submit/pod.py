@@ -131,8 +131,6 @@ def job_spec(pod: Pod, *, retries: int = RETRIES, hours: float | None = None) ->
 def template(pod: Pod) -> dict[str, Any]:
     """The pod's PodTemplateSpec. UserError for a secret among its plain variables."""
     for name in pod.variables:
-        if name == IMAGE_VARIABLE:
-            raise UserError(f"--env: found {name}, which --image says", hint="By its digest: --image NAME@sha256:...")
         require_no_secret("--env", name, f"Put it into a Secret of the cluster: --secret {name}=SECRET:KEY")
     memory, mount = shared_memory()
     claims = {f"work-{number}" if number else "work": claim for number, claim in enumerate(pod.claims)}

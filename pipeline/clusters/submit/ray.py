@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -165,8 +166,8 @@ def run_attached(jobs: RayJobs, task: Task, show: Callable[[str], None]) -> tupl
 
     ``show`` takes the log, piece by piece. Ray gives up a job that it found no room for (after 15 minutes, unless its
     head says otherwise): that is submitted again, which is what waiting in a queue means. SIGTERM, SIGHUP and Ctrl-C
-    end the job. Raises a transient `StageError` for a cluster that stays away and for a job whose node is gone,
-    `StageError` for one that was stopped there, and what `RayJobs.submit` raises.
+    end the job, and from then on this process. Raises a transient `StageError` for a cluster that stays away and for a
+    job whose node is gone, `StageError` for one that was stopped there, and what `RayJobs.submit` raises.
     """
     log = identifier = ""
 
@@ -175,24 +176,23 @@ def run_attached(jobs: RayJobs, task: Task, show: Callable[[str], None]) -> tupl
         log = (log + piece)[-_TAIL:]
         show(piece)
 
-    with _exit_when_told():
-        try:
-            while True:
-                identifier = jobs.submit(task).identifier
-                show(f"{identifier} was submitted\n")
-                state = follow(jobs, identifier, shown, lambda _: None)
-                job = jobs.job(identifier)
-                if job.error_type != _UNPLACED:
-                    break
-                show(f"{identifier} found no room; it is asked for again\n")
-        except (KeyboardInterrupt, SystemExit):
-            if identifier:
-                with suppress(QuantmintError):
-                    jobs.cancel(identifier)
-            raise
-    if state.word == "STOPPED":
-        raise StageError(f"{identifier} was stopped at the cluster")
-    if state.word == "FAILED" and job.driver_exit_code is None:
+    for told in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(told, lambda number, _: sys.exit(128 + number))
+    try:
+        while True:
+            identifier = jobs.submit(task).identifier
+            show(f"{identifier} was submitted\n")
+            state = follow(jobs, identifier, shown, lambda _: None)
+            job = jobs.job(identifier)
+            if job.error_type != _UNPLACED:
+                break
+            show(f"{identifier} found no room; it is asked for again\n")
+    except (KeyboardInterrupt, SystemExit):
+        if identifier:
+            with suppress(QuantmintError):
+                jobs.cancel(identifier)
+        raise
+    if state.word == "STOPPED" or (state.word == "FAILED" and job.driver_exit_code is None):
         raise StageError(f"{identifier}: {job.message or state.word}", transient=job.error_type in _LOST)
     return state.exit_code or 0, _last_object(log)
 
@@ -204,19 +204,6 @@ def _last_object(log: str) -> str:
             _, end = json.JSONDecoder().raw_decode(log, begin)
             return log[begin:end] + "\n"
     return ""
-
-
-@contextmanager
-def _exit_when_told() -> Iterator[None]:
-    def leave(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

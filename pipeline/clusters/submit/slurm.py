@@ -24,11 +24,11 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
 from math import ceil
+from os.path import normpath
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.base.errors import StageError, UserError
-from pipeline.clusters.submit.mounts import Mount, Needs, mounts_of
 from pipeline.clusters.submit.place import (
     BROKEN,
     State,
@@ -95,7 +95,7 @@ class Options:
     ``sbatch`` are further options by their long names, True for one that has no value, and count before ours.
     ``setup`` are commands that come first, each read as words. ``venv`` is an environment on the shared filesystem,
     ``container`` an image for the cluster's container plugin (pyxis), or a ``.sif`` file for Apptainer, with ``mounts``
-    besides what the run ``needs`` at its own paths.
+    ("/path:/path-inside") besides the working folder, the store, the recipe's folder and ``hub``, the Hub's cache.
     """
 
     partition: str | None = None
@@ -105,8 +105,8 @@ class Options:
     setup: tuple[str, ...] = ()
     venv: str | None = None
     container: str | None = None
-    mounts: tuple[Mount, ...] = ()
-    needs: Needs = field(default_factory=Needs)
+    mounts: tuple[str, ...] = ()
+    hub: Path | None = None
 
 
 def script(task: Task, options: Options, *, folder: Path, logs: Path) -> str:
@@ -127,6 +127,16 @@ def parse_options(given: tuple[str, ...]) -> dict[str, str | Literal[True]]:
             raise UserError(f"--sbatch: found {name!r}, expected NAME=VALUE or NAME, as in mail-type=END or exclusive")
         options[name] = value if found else True
     return options
+
+
+def parse_mount(text: str) -> str:
+    """``/path``, or ``/path:/path-in-the-container``, as source and target."""
+    source, _, target = text.partition(":")
+    for path in (source, target or source):
+        require_plain("--mount", path)
+        if not path.startswith("/") or set(path) & set(",:"):
+            raise UserError(f"--mount: found {text!r}, expected /path or /path:/path, without commas")
+    return f"{source}:{target or source}"
 
 
 def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[str, Any]:
@@ -173,11 +183,9 @@ def command(task: Task, options: Options, folder: Path) -> str:
     inside = options.container is not None
     if inside and options.venv is not None:
         raise UserError("found --venv and --container, expected one of them: an image has its own environment")
-    if options.mounts and not inside:
-        raise UserError("found --mount without --container: a run outside of an image sees what its node sees")
     words = task.words("quantmint") if inside else task.words(*program_here(options.venv))
-    if inside and options.needs.variables:
-        words = ("env", *(f"{name}={value}" for name, value in options.needs.variables.items()), *words)
+    if inside and options.hub is not None:  # an image may have a value of its own
+        words = ("env", f"HF_HOME={options.hub}", *words)
     before = _apptainer(task, options, folder)
     noted = f'{shlex.join(("sh", "-c", _NOTED))} "$ended" {shlex.join(words)}'
     if task.nodes == 1:
@@ -215,9 +223,14 @@ def _environment(task: Task, options: Options) -> list[str]:
     return lines
 
 
-def _mounts(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
-    paths = (folder, folder / task.store, *options.needs.recipes, *options.needs.caches)
-    return tuple(f"{mount.source}:{mount.target}" for mount in mounts_of(paths, options.mounts))
+def _mounts(task: Task, options: Options, folder: Path) -> str:
+    """The host's folders at their own paths, by links' names and by where they lead; outer ones come first."""
+    recipe = folder / task.recipe
+    paths = [folder, folder / task.store, *([recipe.parent] if recipe.is_file() else []), options.hub or folder]
+    names = dict.fromkeys(Path(normpath(name)) for path in paths for name in (path, path.resolve()))
+    taken = {Path(mount.partition(":")[2]) for mount in options.mounts}
+    ours = [f"{name}:{name}" for name in names if name not in taken and not (taken | names.keys()) & {*name.parents}]
+    return ",".join(sorted([*options.mounts, *ours], key=lambda mount: mount.partition(":")[2].count("/")))
 
 
 def _pyxis(task: Task, options: Options, folder: Path) -> list[str]:
@@ -226,7 +239,7 @@ def _pyxis(task: Task, options: Options, folder: Path) -> list[str]:
     require_plain("--container", options.container)
     return [
         f"--container-image={options.container}",
-        f"--container-mounts={','.join(_mounts(task, options, folder))}",
+        f"--container-mounts={_mounts(task, options, folder)}",
         f"--container-workdir={folder}",
     ]
 
@@ -237,8 +250,7 @@ def _apptainer(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
         return ()
     require_plain("--container", image)
     device = {"rocm": ("--rocm",), "cuda": ("--nv",), "cpu": ()}[task.kind]
-    binds = ",".join(_mounts(task, options, folder))
-    return ("apptainer", "exec", *device, "--bind", binds, "--pwd", str(folder), image)
+    return ("apptainer", "exec", *device, "--bind", _mounts(task, options, folder), "--pwd", str(folder), image)
 
 
 class Slurm:
@@ -266,9 +278,9 @@ class Slurm:
 
         executor = SlurmExecutor(self._logs)
         executor.update_parameters(**parameters(task, self._options, self._folder, self._logs))
-        for path in self._options.needs.caches:  # what is not there cannot be mounted
-            with disk_errors(path):
-                path.mkdir(parents=True, exist_ok=True)
+        if self._options.hub is not None:  # what is not there cannot be mounted
+            with disk_errors(self._options.hub):
+                self._options.hub.mkdir(parents=True, exist_ok=True)
         try:
             with disk_errors(self._logs), redirect_stderr(StringIO()):  # submitit prints what it raises
                 self._logs.mkdir(parents=True, exist_ok=True)

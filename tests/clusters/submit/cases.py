@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline.clusters.submit import slurm as slurm_script
-from pipeline.clusters.submit.mounts import Mount, Needs
 from pipeline.clusters.submit.place import Task, task_for
 from pipeline.clusters.submit.pod import Claim, Pod, Reference, manifest, read_template
 from pipeline.recipe.load import load_recipe
@@ -50,8 +49,8 @@ GOLDEN: Mapping[str, Callable[[], str]] = MappingProxyType(
         "apptainer.sh": lambda: script(
             task("llama70b-ptpc", gpus=1),
             container="/images/quantmint.sif",
-            mounts=(Mount("/nvme", "/shared/models/scratch"),),
-            needs=Needs((Path("/data/recipes"),), (Path("/hf"),), {"HF_HOME": "/hf"}),
+            mounts=("/nvme:/shared/models/scratch",),
+            hub=Path("/hf"),
         ),
         "template.yaml": lambda: _manifest(
             task("llama70b-fp8kv", seconds=8 * 3600.0),

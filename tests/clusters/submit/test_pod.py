@@ -100,9 +100,8 @@ def test_no_secret_stands_in_a_manifest(kind: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"found the value of HF_TOKEN") as failure:
         given(tmp_path, f"{kind}: [{{name: quantmint, env: [{{name: HF_TOKEN, value: of some kind}}]}}]\n")
     assert "of some kind" not in str(failure.value)
-    for name in ("HF_TOKEN", "QUANTMINT_IMAGE"):
-        with pytest.raises(UserError, match=f"--env: found {name}"):
-            pod(None, variables={name: "x"})
+    with pytest.raises(UserError, match="--env: found HF_TOKEN"):
+        pod(None, variables={"HF_TOKEN": "x"})
 
 
 def test_a_job_is_on_one_node() -> None:
