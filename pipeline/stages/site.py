@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ from eval.errors import MeasurementError
 from eval.records import Record
 from eval.report.numbers import unit_of
 from eval.report.page import environment
-from eval.verdict import Verdict
 from pipeline.base.errors import UserError
 from pipeline.stages.finished import of_run
 from pipeline.stages.report import DATA, PAGE
@@ -34,10 +34,12 @@ from pipeline.store.locks import Lock
 from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import Store
 
-NO_VERDICT = "NO VERDICT"
-UNFINISHED = "UNFINISHED"
-BROKEN = "BROKEN"
 PAGE_DIGITS = 16
+OPEN = 8
+"""Runs of a recipe that are shown at once; older ones can be opened."""
+INDEX, ROWS, REPORTS = "index.html", "index.json", "reports"
+SCHEMA = 1
+_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,21 @@ class Row(Record):
 
 def row_of(run: Run, store: Store) -> tuple[Row, Path | None]:
     """A run's row, and the folder that its report is copied from (None: it has no report, or it is gone)."""
-    entry = of_run(run, store)
-    judged, status, reasons = None, run.verdict or NO_VERDICT, list(_reasons(run))
+    entry, judged = of_run(run, store), None
+    reasons: list[str] = []
     if run.finished is None:
-        status = UNFINISHED
+        status = "UNFINISHED"
+        reasons.append("It still runs, or was killed: the same command goes on from its last finished stage.")
     elif "error" in run.facts:
-        status = BROKEN
+        status = "BROKEN"
+        reasons.append(str(run.facts["error"]))
+    elif run.verdict is None:
+        status = "NO VERDICT"
+        stages = run.facts.get("stages")
+        last = list(stages)[-1] if isinstance(stages, dict) and stages else "its first stage"
+        reasons.append(f"It was only to run up to {last}.")
+    else:
+        status = run.verdict
     if entry is not None:
         page = entry.digest[:PAGE_DIGITS]
         try:
@@ -126,8 +137,7 @@ def judgement(found: Contender, page: str) -> Judged:
         if (margin := gate.policy.margins.get(result.task)) is not None:
             verdict = gate.verdict_of("accuracy", result.task)
             ends = (result.interval_low, result.interval_high)
-            word = None if verdict is None else verdict.value
-            tasks.append(Task(result.task, result.kind, result.difference, *ends, margin, word))
+            tasks.append(Task(result.task, result.kind, result.difference, *ends, margin, verdict and verdict.value))
     cells = [cell for cell in gate.throughput if cell.cell not in found.paced]
     cell = min(cells, key=lambda cell: cell.ratio, default=None)
     return Judged(
@@ -144,41 +154,17 @@ def judgement(found: Contender, page: str) -> Judged:
     )
 
 
-def _reasons(run: Run) -> list[str]:
-    if run.finished is None:
-        return ["It still runs, or was killed: the same command goes on from its last finished stage."]
-    if "error" in run.facts:
-        return [str(run.facts["error"])]
-    if run.verdict is None:
-        stages = run.facts.get("stages")
-        last = list(stages)[-1] if isinstance(stages, dict) and stages else "its first stage"
-        return [f"It was only to run up to {last}."]
-    return []
-
-
-STATUSES = (*(verdict.value for verdict in Verdict), NO_VERDICT, BROKEN, UNFINISHED)
-OPEN = 8
-"""Runs of a recipe that are shown at once; older ones can be opened."""
-
-
 def render(rows: Sequence[Row], at_hand: Collection[str]) -> str:
     """Render the index of runs, which come newest first; `at_hand` are the folders of reports that can be linked."""
     made = environment(Path(__file__).parent)
     made.globals |= {"unit_of": unit_of, "OPEN": OPEN}
-    names = list(dict.fromkeys(row.recipe for row in rows))
     recipes: list[dict[str, Any]] = []
-    for number, name in enumerate(names):
+    for number, name in enumerate(dict.fromkeys(row.recipe for row in rows)):
         runs = [row for row in rows if row.recipe == name]
         latest = next((row for row in runs if row.judged is not None), None)
         recipes.append({"name": name, "anchor": f"recipe-{number}", "runs": runs, "latest": latest})
-    newest = [recipe["runs"][0].status for recipe in recipes]
-    counts = {status: newest.count(status) for status in STATUSES if status in newest}
+    counts = Counter(recipe["runs"][0].status for recipe in recipes)
     return made.get_template("site.html.j2").render(rows=rows, recipes=recipes, at_hand=at_hand, counts=counts)
-
-
-INDEX, ROWS, REPORTS = "index.html", "index.json", "reports"
-SCHEMA = 1
-_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +194,10 @@ def build(output: Path, store: Store) -> Built:
                     rows[run.id] = row
             ordered = tuple(sorted(rows.values(), key=lambda row: row.run, reverse=True))
             data = {"schema": SCHEMA, "runs": [row.to_json() for row in ordered]}
-            _write(output / ROWS, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-            at_hand = frozenset(path.parent.name for path in (output / REPORTS).glob(f"*/{PAGE}"))
-            _write(output / INDEX, render(ordered, at_hand))
+            text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+            at_hand = {path.parent.name for path in (output / REPORTS).glob(f"*/{PAGE}")}
+            for name, content in ((ROWS, text), (INDEX, render(ordered, at_hand))):
+                write_atomic(output / name, content.encode(), temporary=output / (name + _PARTIAL))
     return Built(ordered, copied)
 
 
@@ -233,7 +220,7 @@ def _known(output: Path) -> Mapping[str, Row]:
 
 
 def _copy(source: Path, target: Path) -> int:
-    """Copy a report's page and data; its name is its digest, so what is there is never other bytes."""
+    """Copy a report's page and data unless they are there: its name is its digest."""
     if target.is_dir():
         return 0
     partial = target.with_name(target.name + _PARTIAL)
@@ -243,8 +230,3 @@ def _copy(source: Path, target: Path) -> int:
         shutil.copyfile(source / name, partial / name)
     partial.rename(target)
     return 1
-
-
-def _write(path: Path, text: str) -> None:
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        write_atomic(path, text.encode(), temporary=path.with_name(path.name + _PARTIAL))

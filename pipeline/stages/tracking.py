@@ -1,8 +1,7 @@
-"""Figures of a finished run in MLflow, beside the report: logged once for each report.
+"""Figures of a finished run in MLflow: one MLflow run for each report, of which all is read from `report.json`.
 
-All is read from `report.json`, so that last month's run logs as one of now does: parameters are the recipe, flattened;
-metrics the gate's figures; tags what one searches by. A recipe holds no secret: what is none has no place in it. A run
-that was begun and not finished, because the server went away, is gone on with: what it holds by then is the same.
+Parameters are the recipe, flattened; metrics the gate's figures; tags what one searches by. A run that was begun and
+not finished, because the server went away, is filled again with the same.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ import yaml
 from eval.comparison.model import Contender, from_report
 from eval.errors import MeasurementError
 from eval.gate import GateReport
-from pipeline.base.errors import QuantmintError, UserError, first_line
+from pipeline.base.errors import QuantmintError, UserError, first_line, redact
 from pipeline.stages.finished import Finished, of_entry
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
 
     from pipeline.stages.stage import Setting
     from pipeline.store.entries import Entry
 
 FINGERPRINT = "quantmint.fingerprint"
 """Tag that tells whether a run is there already: the SHA-256 of its report.json, wherever that lies."""
-LONGEST_PARAM, LONGEST_TAG, LONGEST_KEY = 6000, 5000, 250  # characters that every MLflow of the last years takes
+_LONGEST_VALUE, _LONGEST_KEY = 5000, 250  # characters that every MLflow of the last years takes
 
 _LATENCIES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2el_p50", "e2el_p99")
 _QUIET: Mapping[str, str] = {
@@ -49,13 +47,9 @@ _QUIET: Mapping[str, str] = {
 _BATCH = 100  # parameters or tags in one request
 
 
-class TrackingError(UserError):
-    """The figures were not logged; the run that they are of is not affected."""
-
-
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One run of a tracker. `artifacts` are files, logged under their names."""
+    """What a report is logged as. `artifacts` are files, logged under their names."""
 
     name: str
     fingerprint: str
@@ -70,7 +64,6 @@ class Logged:
     """Where a run was logged; `new` is false where it had been before."""
 
     run_id: str
-    experiment: str
     new: bool
 
 
@@ -81,8 +74,6 @@ def content_of(finished: Finished) -> Content:
         report = json.loads(raw)
         found = from_report(report, finished.report)
         recipe = yaml.safe_load(report["recipe"])
-        if not isinstance(recipe, dict):
-            raise MeasurementError(f"{finished.report}: its recipe is no mapping")
     except (OSError, MeasurementError, KeyError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot be logged: {error}") from None
     fingerprint = hashlib.sha256(raw).hexdigest()
@@ -100,18 +91,19 @@ def content_of(finished: Finished) -> Content:
 def params(recipe: Mapping[str, Any]) -> dict[str, str]:
     """The recipe with dotted keys; where it is logged is left out."""
     kept = {name: value for name, value in recipe.items() if name != "tracking"}
-    return {_key(name): _short(value, LONGEST_PARAM) for name, value in _flat(kept, "")}
+    return {_key(name): _short(value) for name, value in _flat(kept, "")}
 
 
 def metrics(found: Contender) -> dict[str, float]:
     """Every figure of the gate, by task, cell and kind; what is no finite number is left out."""
-    figures = _metrics(found, found.gate)
+    figures = _figures(found, found.gate)
     return {_key(name): float(value) for name, value in figures if value is not None and math.isfinite(value)}
 
 
 def tags(found: Contender) -> dict[str, str]:
     """What one searches by, and a note with the verdict's reasons."""
     gate = found.gate
+    note = "\n".join([f"**{gate.verdict.value}**", "", *(f"- {reason}" for reason in gate.reasons)])
     named = {
         "verdict": gate.verdict.value,
         "recipe": found.name,
@@ -124,12 +116,10 @@ def tags(found: Contender) -> dict[str, str]:
         "artefact": gate.artefact,
         "created": found.created,
     }
-    note = "\n".join([f"**{gate.verdict.value}**", "", *(f"- {reason}" for reason in gate.reasons)])
-    kept = {f"quantmint.{name}": _short(value, LONGEST_TAG) for name, value in named.items()}
-    return {**kept, "mlflow.note.content": _short(note, LONGEST_TAG)}
+    return {f"quantmint.{name}": _short(value) for name, value in named.items()} | {"mlflow.note.content": _short(note)}
 
 
-def _metrics(found: Contender, gate: GateReport) -> Iterator[tuple[str, float | None]]:
+def _figures(found: Contender, gate: GateReport) -> Iterator[tuple[str, float | None]]:
     yield "size/bytes", found.size[1]
     yield "size/ratio", found.size_ratio
     for result in gate.accuracy:
@@ -142,10 +132,9 @@ def _metrics(found: Contender, gate: GateReport) -> Iterator[tuple[str, float | 
         yield f"{at}/margin", gate.policy.margins.get(result.task)
     for cell in gate.throughput:
         at = f"throughput/{cell.cell}"
-        for field in ("ratio", "baseline", "candidate"):
+        repeated = ("ratio_low", "ratio_high", "p_faster") if cell.repeated else ()  # one launch has no interval
+        for field in ("ratio", "baseline", "candidate", *repeated):
             yield f"{at}/{field}", getattr(cell, field)
-        for field in ("ratio_low", "ratio_high", "p_faster"):  # of one launch there is no interval, and no test
-            yield f"{at}/{field}", getattr(cell, field) if cell.repeated else None
         for field in _LATENCIES:
             before, after = cell.latency.get(field, (None, None))
             yield f"{at}/{field}_ms", after
@@ -169,55 +158,55 @@ def _flat(value: Any, at: str) -> Iterator[tuple[str, Any]]:
 
 def _key(name: str) -> str:
     """A name in the letters that MLflow allows."""
-    return re.sub(r"[^\w\-. :/]", "_", name)[:LONGEST_KEY]
+    return re.sub(r"[^\w\-. :/]", "_", name)[:_LONGEST_KEY]
 
 
-def _short(value: Any, longest: int) -> str:
+def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= longest else text[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def log(content: Content, uri: str, experiment: str) -> Logged:
     """Log a finished run, unless this very report is there already.
 
     Keys are MLflow's own affair: it reads MLFLOW_TRACKING_TOKEN, or ..._USERNAME and ..._PASSWORD. Raises
-    `TrackingError` in one sentence, which never holds a key.
+    `UserError` in one sentence, which never holds a key.
     """
-    parts = urlsplit(uri)
-    if "@" in parts.netloc:  # it would stand in recipes, histories and messages
-        raise TrackingError(
-            f"found a user or a password in the address of MLflow ({parts.hostname}), expected none",
+    if "@" in urlsplit(uri).netloc:  # it would stand in recipes, histories and messages
+        raise UserError(
+            "found a user or a password in the address of MLflow, expected none",
             hint="MLflow reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
         )
     if "://" not in uri and not uri.startswith("databricks"):  # MLflow would take it for a folder
-        raise TrackingError(
-            f"found {uri}, expected the address of an MLflow server", hint=f"with its scheme: http://{uri}"
-        )
+        raise UserError(f"found {uri}, expected the address of an MLflow server", hint=f"with its scheme: http://{uri}")
     try:
-        client = _client(uri)
+        for name, value in _QUIET.items():  # where the user has no settings of their own
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+
+        for name in ("mlflow", "urllib3"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        client = MlflowClient(tracking_uri=uri)
         found = client.get_experiment_by_name(experiment)
         where = client.create_experiment(experiment) if found is None else found.experiment_id
-        run = _begun(client, where, content.fingerprint)
-        if run is not None and run.info.status == "FINISHED":
-            return Logged(run.info.run_id, experiment, new=False)
-        if run is None:
-            run = client.create_run(where, run_name=content.name, tags={FINGERPRINT: content.fingerprint})
+        tag = {FINGERPRINT: content.fingerprint}
+        begun = client.search_runs([where], filter_string=f"tags.`{FINGERPRINT}` = '{content.fingerprint}'")
+        if done := [run for run in begun if run.info.status == "FINISHED"]:
+            return Logged(done[0].info.run_id, new=False)
+        run = begun[0] if begun else client.create_run(where, run_name=content.name, tags=tag)
         _fill(client, run.info.run_id, content)
         client.set_terminated(run.info.run_id)
     except ModuleNotFoundError as error:
-        raise TrackingError(
+        raise UserError(
             f"logging to MLflow needs {error.name}, which is not installed", hint="pip install 'quantmint[mlflow]'"
         ) from None
     except Exception as error:  # whatever a client, a network or a server raises
-        said = first_line(error)
-        for name in ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
-            if secret := os.environ.get(name):
-                said = said.replace(secret, "(hidden)")
-        raise TrackingError(
-            f"nothing, or not all, was logged to MLflow at {uri}: {said[:300]}",
+        said = redact(first_line(error), os.environ)[:300]
+        raise UserError(
+            f"nothing, or not all, was logged to MLflow at {uri}: {said}",
             hint="the same command goes on, and logs nothing twice",
         ) from error
-    return Logged(run.info.run_id, experiment, new=True)
+    return Logged(run.info.run_id, new=True)
 
 
 def log_run(setting: Setting, report: Entry, warn: Callable[[str], None]) -> str | None:
@@ -236,33 +225,16 @@ def log_run(setting: Setting, report: Entry, warn: Callable[[str], None]) -> str
         return None
 
 
-def _client(uri: str) -> MlflowClient:
-    """MLflow's client, quiet, with our settings where the user has none of their own."""
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    from mlflow import MlflowClient
-
-    for name in ("mlflow", "urllib3"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    return MlflowClient(tracking_uri=uri)
-
-
-def _begun(client: MlflowClient, experiment: str, fingerprint: str) -> Run | None:
-    runs = client.search_runs([experiment], filter_string=f"tags.`{FINGERPRINT}` = '{fingerprint}'")
-    finished = [run for run in runs if run.info.status == "FINISHED"]
-    return next(iter(finished or runs), None)
-
-
 def _fill(client: MlflowClient, run_id: str, content: Content) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
     now = int(time.time() * 1000)
-    listed: list[tuple[str, list[Any]]] = [
-        ("params", [Param(name, value) for name, value in content.params.items()]),
-        ("tags", [RunTag(name, value) for name, value in content.tags.items()]),
-        ("metrics", [Metric(name, value, now, 0) for name, value in content.metrics.items()]),
-    ]
-    for kind, entities in listed:
+    listed: dict[str, list[Any]] = {
+        "params": [Param(name, value) for name, value in content.params.items()],
+        "tags": [RunTag(name, value) for name, value in content.tags.items()],
+        "metrics": [Metric(name, value, now, 0) for name, value in content.metrics.items()],
+    }
+    for kind, entities in listed.items():
         for start in range(0, len(entities), _BATCH):
             client.log_batch(run_id, **{kind: entities[start : start + _BATCH]})
     for path in content.artifacts:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.errors import UserError
 from pipeline.stages import tracking as server_side
 from pipeline.stages.finished import find
-from pipeline.stages.tracking import FINGERPRINT, Content, TrackingError, content_of, log, log_run
+from pipeline.stages.tracking import FINGERPRINT, Content, content_of, log, log_run
 from pipeline.store.tree import Store
 from tests.checkpoints import GOOD, run
 from tests.stages.tracking.conftest import free_port
@@ -77,7 +78,7 @@ def test_what_was_begun_is_gone_on_with(
         raise ConnectionResetError("the server went away")
 
     monkeypatch.setattr(server_side, "_fill", half)
-    with pytest.raises(TrackingError, match=r"nothing, or not all, was logged .* the server went away"):
+    with pytest.raises(UserError, match=r"nothing, or not all, was logged .* the server went away"):
         log(content, mlflow_server, "half")
     monkeypatch.undo()
     (begun,) = runs(mlflow_server, "half")
