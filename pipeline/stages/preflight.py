@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from eval.report.numbers import size
 from pipeline.base.errors import UserError
 from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.engines.libraries.job import checkpoint_bytes
@@ -101,9 +102,9 @@ def require_disk(needed: Mapping[str, int], free: int, where: str) -> None:
     """Raise `UserError` where the disk is too small for what is still to be written."""
     total = sum(needed.values())
     if total > free:
-        parts = ", ".join(f"{name} {count / 1e9:,.2f} GB" for name, count in needed.items())
+        parts = ", ".join(f"{name} {size(count)}" for name, count in needed.items())
         raise UserError(
-            f"{where}: {total / 1e9:,.2f} GB are needed ({parts}), {free / 1e9:,.2f} GB are free.",
+            f"{where}: {size(total)} are needed ({parts}), {size(free)} are free.",
             hint="Free space, or write to another disk; `quantmint gc` removes from a store what no recent run uses.",
         )
 

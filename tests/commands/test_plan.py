@@ -149,7 +149,7 @@ def test_a_disk_that_is_too_small(
     monkeypatch.setattr("pipeline.store.disk.free_bytes", lambda path: 10_000_000)
     ended = quantmint("plan", "r.yaml", *(["--json"] if as_json else []))
     assert ended.code == 2
-    assert "0.01 GB are free" in ended.err
+    assert "10.0 MB are free" in ended.err
     assert ended.err.count("quantmint:") == 1
     if as_json:
         assert ended.json["exit_code"] == 2
@@ -164,7 +164,7 @@ def test_a_run_refuses_such_a_disk_before_it_begins(
     monkeypatch.setattr("pipeline.stages.preflight.free_bytes", lambda path: 10_000_000)
     ended = quantmint("run", "r.yaml")
     assert (ended.code, orchestra.ran) == (2, [])
-    assert "(checkpoint 0.00 GB, logs and samples 0.07 GB), 0.01 GB are free" in ended.err
+    assert "logs and samples 67.1 MB), 10.0 MB are free" in ended.err
 
 
 def test_a_cached_run_needs_no_room(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:

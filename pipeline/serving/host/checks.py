@@ -46,19 +46,17 @@ class Check:
     """One row of `checks.yaml`; its texts have {values} that the look fills."""
 
     name: str
-    kinds: tuple[str, ...]
+    kinds: list[str]
     expected: str
     why: str
     fix: str
     source: str
-    as_root: tuple[str, ...] = ()
 
     def finding(self, subject: Subject) -> Finding:
         """Look, and say what was seen; a fix only where something is wrong."""
         seen = LOOKS[self.name](subject)
         values = dict(seen.values or {})
         wrong = seen.status in ("warn", "fail")
-        commands = tuple(text.format_map(values) for text in self.as_root) if wrong else ()
         return Finding(
             name=self.name,
             status=seen.status,
@@ -66,7 +64,6 @@ class Check:
             expected=self.expected.format_map(values),
             why=self.why,
             fix=self.fix.format_map(values) if wrong else "",
-            as_root=commands,
             source=self.source,
         )
 
@@ -75,8 +72,7 @@ class Check:
 def checks() -> Mapping[str, Check]:
     """Every check by name, in the order of the file."""
     text = resources.files("pipeline.serving.host").joinpath("checks.yaml").read_text(encoding="utf-8")
-    rows = (row | {key: tuple(row.get(key, ())) for key in ("kinds", "as_root")} for row in yaml.safe_load(text))
-    return MappingProxyType({row["name"]: Check(**row) for row in rows})
+    return MappingProxyType({row["name"]: Check(**row) for row in yaml.safe_load(text)})
 
 
 def examine(subject: Subject, names: Collection[str] | None = None) -> tuple[Finding, ...]:
@@ -111,6 +107,6 @@ def preflight(
     return tuple(
         replace(found[check.name], expected=check.expected, why=check.why, source=check.source)
         if check.name in found
-        else Finding(check.name, "skipped", "nothing here looks at it", check.expected, check.why, "", (), check.source)
+        else Finding(check.name, "skipped", "nothing here looks at it", check.expected, check.why, "", check.source)
         for check in plan.host
     )

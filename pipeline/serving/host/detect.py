@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from pipeline.base import hardware as accelerators
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import Hardware
 from pipeline.base.machine import Device, Machine, cpu_name
-from pipeline.serving.planning.target import Target
+from pipeline.serving.planning.target import Target, checked
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 AMD = 0x1002
@@ -48,10 +48,7 @@ class AmdGpu:
 
 def amd_gpus(machine: Machine) -> tuple[AmdGpu, ...]:
     """Every GPU of this machine that computes, in the order of ROCm's indices."""
-    return tuple(_gpus(machine))
-
-
-def _gpus(machine: Machine) -> Iterator[AmdGpu]:
+    found = []
     for folder in machine.glob(f"{_NODES}/[0-9]*"):
         facts = machine.table(folder / "properties")
         if int(facts.get("simd_count", "0")) == 0 or int(facts.get("vendor_id", AMD)) != AMD:
@@ -59,7 +56,7 @@ def _gpus(machine: Machine) -> Iterator[AmdGpu]:
         device = _device(machine, facts)
         whole = None if device is None else machine.number(device / "mem_info_vram_total")
         minor = int(facts.get("drm_render_minor", "0"))
-        yield AmdGpu(
+        gpu = AmdGpu(
             device_id=int(facts.get("device_id", "0")),
             arch=_arch(int(facts.get("gfx_target_version", "0"))),
             memory=_memory(machine, folder) or whole or 0,
@@ -70,6 +67,8 @@ def _gpus(machine: Machine) -> Iterator[AmdGpu]:
             render=minor if minor > 0 else None,
             device=device,
         )
+        found.append(gpu)
+    return tuple(found)
 
 
 def _arch(version: int) -> str:
@@ -123,15 +122,7 @@ class Detected:
 
         UserError where partitions are more GPUs than such a node has, which no launch is planned over.
         """
-        most = self.accelerator.gpus_per_node
-        if self.gpus > most:
-            raise UserError(
-                f"this machine's {self.accelerator.title} are partitioned ({self.compute_partition} with"
-                f" {self.memory_partition}): {self.gpus} GPUs, expected up to {most} in a node",
-                hint="sudo amd-smi set --compute-partition SPX makes them whole; or choose some: "
-                f"{CUDA}={','.join(str(number) for number in range(most))}",
-            )
-        return Target(self.hardware, self.gpus, hbm_bytes=self.hbm_bytes)
+        return checked(Target(self.hardware, self.gpus, hbm_bytes=self.hbm_bytes))
 
     @property
     def partitioned(self) -> bool:

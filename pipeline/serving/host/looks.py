@@ -88,14 +88,13 @@ def _device(subject: Subject, paths: list[Path]) -> Outcome:
     absent = [path for path in paths if not path.exists()]
     if absent:
         fix = f"load the driver: sudo modprobe amdgpu; in a container: {_DOCKER}"
-        return Outcome("fail", f"{name(absent[0])} is not there", {"fix": fix, "root": "modprobe amdgpu"})
+        return Outcome("fail", f"{name(absent[0])} is not there", {"fix": fix})
     for path in paths:
         reason = subject.machine.opens(path)
         if reason is not None:
             user = user_of(subject)
             fix = f"sudo usermod -a -G video,render {user}, then log in again; in a container: {_DOCKER}"
-            values = {"fix": fix, "root": f"usermod -a -G video,render {user}"}
-            return Outcome("fail", f"{name(path)} cannot be opened: {reason}", values)
+            return Outcome("fail", f"{name(path)} cannot be opened: {reason}", {"fix": fix})
     return Outcome("ok", "open" if len(paths) == 1 else f"{len(paths)} render nodes are open")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.machine import Machine
@@ -43,8 +43,8 @@ class Outcome:
 class Finding:
     """One line of `quantmint doctor`.
 
-    ``fix`` is what to do, a command where one does it, and empty where nothing is wrong; ``as_root`` are the commands
-    of it that need root. ``source`` names the guide and its section.
+    ``fix`` is what to do, a command where one does it, and empty where nothing is wrong. ``source`` names the guide and
+    its section.
     """
 
     name: str
@@ -53,27 +53,7 @@ class Finding:
     expected: str
     why: str
     fix: str
-    as_root: tuple[str, ...]
     source: str
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping of the fields."""
-        return {**asdict(self), "as_root": list(self.as_root)}
-
-
-def script(findings: tuple[Finding, ...]) -> str:
-    """A bash script of the fixes that need root, each below a comment that says why. Nothing runs it but its reader."""
-    lines = ["#!/usr/bin/env bash", "# Fixes that need root, found by `quantmint doctor`. Read it before you run it."]
-    lines += ["set -euo pipefail"]
-    given: set[str] = set()
-    for finding in findings:
-        commands = [command for command in finding.as_root if command not in given]
-        if commands:
-            lines += ["", f"# {finding.name}: found {finding.found}, expected {finding.expected}", *commands]
-            given.update(commands)
-    if not given:
-        lines += ["", "# nothing to fix as root"]
-    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, slots=True)

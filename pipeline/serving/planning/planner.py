@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from eval.report.numbers import size
 from pipeline.base import hardware as accelerators
 from pipeline.base.errors import UserError
 from pipeline.recipe.schema import Speculative
@@ -267,10 +268,10 @@ def _shortfall(request: LaunchRequest, packed: int) -> UserError:
     each = "the process" if request.target.accelerator.kind == "cpu" else "each accelerator"
     needed = memory.kv_bytes_per_token * request.max_model_len
     message = (
-        f"{request.facts.architecture or 'the model'} does not fit {target}: of {_gb(memory.total)} GB in {each} vLLM"
-        f" may take {_gb(memory.budget)}; with {layout_words(layout)} weights take {_gb(memory.weights)}, activations"
-        f" {_gb(memory.activations)} and graphs {_gb(memory.graphs)}, which leaves {_gb(max(0, memory.kv_cache))} for a"
-        f" KV cache that needs {_gb(needed)} for one request of {request.max_model_len:,} tokens"
+        f"{request.facts.architecture or 'the model'} does not fit {target}: of {size(memory.total)} in {each} vLLM"
+        f" may take {size(memory.budget)}; with {layout_words(layout)} weights take {size(memory.weights)}, activations"
+        f" {size(memory.activations)} and graphs {size(memory.graphs)}, which leaves {size(max(0, memory.kv_cache))}"
+        f" for a KV cache that needs {size(needed)} for one request of {request.max_model_len:,} tokens"
     )
     return UserError(message, hint=_hint(request, packed, max(0, memory.kv_tokens)))
 
@@ -321,7 +322,3 @@ def _ways(request: LaunchRequest, packed: int, kv_tokens: int) -> Iterator[str]:
     context = kv_tokens // 1024 * 1024
     if 0 < context < request.max_model_len and fits(max_model_len=context):
         yield f"a context of {context:,} tokens"
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:,.1f}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from eval.report.numbers import size
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import Hardware, hardware
 from pipeline.serving.knobs.table import table
@@ -199,8 +200,8 @@ def _model(plan: LaunchPlan, facts: ModelFacts) -> Iterator[str]:
     yield _row("", ", ".join([*about, f"{_count(facts.parameters)} parameters"]))
     stored = "16 bit" if facts.quantization == "none" else facts.quantization
     stored += f" with {facts.kv_cache_scheme} KV scales" if facts.kv_cache_scheme else ""
-    weights = f"{facts.weights / 1e9:,.1f} GB" if facts.weights >= 1e8 else f"{facts.weights / 1e6:,.1f} MB"
-    yield _row("", f"{stored}, {weights} of weights" + (", counted from config.json" if facts.counted else ""))
+    counted = ", counted from config.json" if facts.counted else ""
+    yield _row("", f"{stored}, {size(facts.weights)} of weights{counted}")
 
 
 def _count(parameters: int) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.report.numbers import size
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
 from pipeline.quantize.formats.layout import Choice, layout, weight_tensors
@@ -150,7 +151,6 @@ def require_memory(source_bytes: int, memory: int, device: str, engine: str) -> 
     needed = int(source_bytes * _FACTOR)
     if needed > memory:
         raise UserError(
-            f"engine {engine} holds the whole 16-bit model: about {needed / 1e9:,.1f} GB, "
-            f"{device} has {memory / 1e9:,.1f} GB.",
+            f"engine {engine} holds the whole 16-bit model: about {size(needed)}, {device} has {size(memory)}.",
             hint="The engine stream does not: it takes a few tensors at a time, whatever the model's size.",
         )
