@@ -24,7 +24,7 @@ from pipeline.base.progress import Progress
 from pipeline.publish import manifest
 from pipeline.publish.place import Difference, Listed, Place, State, named, newest_first, said_of
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in
-from pipeline.store.disk import FULL, folders, free_bytes, fsync
+from pipeline.store.disk import disk_errors, folders, free_bytes, fsync
 from pipeline.store.files import chunks, copy, digest_of, fetch
 from pipeline.store.locks import Lock
 
@@ -50,7 +50,12 @@ class FolderPlace(Place):
 
     def preflight(self, release: Release | None) -> None:
         """What is in the way, whether the folder can be written, and whether the release fits on its disk."""
-        there = self._writable()
+        self._refuse_foreign()
+        there = self._home
+        while not there.exists():
+            there = there.parent
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise UserError(f"{self.address}: {there} cannot be written", hint="Give this user the right to write.")
         free = free_bytes(there) + sum(sum(_sizes(path).values()) for path in self._home.glob(f"*{_PARTIAL}"))
         if release is not None and not self._looks_whole(release) and free < release.size:
             raise StageError(
@@ -169,9 +174,9 @@ class FolderPlace(Place):
 
     @contextmanager
     def changing(self, progress: Progress) -> Iterator[None]:
-        """Alone here; what the disk refuses is told as an error that says that nothing changed."""
+        """Alone here."""
         self._refuse_foreign()
-        try:
+        with disk_errors(self._folder):
             self._home.mkdir(parents=True, exist_ok=True)
             lock = Lock(self._home / "lock")
             lock.acquire(on_wait=lambda holder: progress.say(f"{self.address}: waiting for {holder}"))
@@ -180,23 +185,6 @@ class FolderPlace(Place):
                 yield
             finally:
                 lock.release()
-        except OSError as error:
-            if error.errno in FULL:
-                raise StageError(
-                    f"{self._folder}: the disk is full; nothing was published.",
-                    hint="Free space and run the same command again.",
-                ) from error
-            raise StageError(f"{self._folder}: nothing was published: {error}") from error
-
-    def _writable(self) -> Path:
-        """The folder that all would be written below, the nearest that is there; raises `UserError`."""
-        self._refuse_foreign()
-        there = self._home
-        while not there.exists() and there != there.parent:
-            there = there.parent
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise UserError(f"{self.address}: {there} cannot be written", hint="Give this user the right to write.")
-        return there
 
     def _refuse_foreign(self) -> None:
         if os.path.lexists(self._link) and self._current() is None:

@@ -16,7 +16,6 @@ What differs between places is a few primitives, the methods of `Place` that are
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +27,7 @@ from typing import Any
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest
-from pipeline.publish.release import MANIFEST, SIGNATURE, Release, day_in, identity_in
+from pipeline.publish.release import MANIFEST, Release, day_in, identity_in
 from pipeline.store.files import DamagedError
 
 
@@ -191,8 +190,6 @@ class Place(ABC):
             else:
                 revision = known.revision
             listed = described(release, revision)
-            if known is not None and SIGNATURE in release.files and not self._has_signature_of(release, listed):
-                progress.warn(f"{release.tag} is there with another signature, which stays: a release never changes.")
             shown = state.current.tag if state.current else None
             if self._is_due(listed, state, candidate=candidate):
                 self._point(listed, state, "Publish", candidate=candidate)
@@ -272,10 +269,6 @@ class Place(ABC):
                 self.finish(release)
             self._point(release, state, why, candidate=False)
         return () if release.current else self._pointing(release, False)
-
-    def _has_signature_of(self, release: Release, listed: Listed) -> bool:
-        there = self.read(listed, SIGNATURE)
-        return there is not None and hashlib.sha256(there).hexdigest() == release.files[SIGNATURE].sha256
 
 
 def described(release: Release, revision: str) -> Listed:

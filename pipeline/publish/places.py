@@ -5,7 +5,7 @@
     open_place("my-org/Llama-3.3-70B-FP8-KV")        a repository of the Hub, also as hf://my-org/...
     elsewhere(recipe.publish, hub="my-org/name")     a recipe's publish section with the places of a command line
 
-Nothing is asked of a place before its methods are called.
+Nothing is asked of a place before its methods are called, and only what speaks to that kind of place is imported.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from pipeline.base.errors import UserError, did_you_mean
-from pipeline.publish.bucket import BucketPlace
 from pipeline.publish.folder import RELEASES, FolderPlace
-from pipeline.publish.hub.place import HubPlace
 from pipeline.publish.place import Place
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sections import Hub, Publish, Storage
+from pipeline.recipe.sections import Hub, Publish
 
 HUB_SCHEME: Final = "hf://"
 REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -42,7 +40,7 @@ def open_place(text: str) -> Place:
         repo = text.removeprefix(HUB_SCHEME)
         if not REPO.fullmatch(repo):
             raise UserError(f"{text}: found {repo!r} after {HUB_SCHEME}, expected org/name")
-        return HubPlace(repo)
+        return _repository(repo)
     if "://" in text:
         return _storage(text)
     path = Path(text).absolute()
@@ -55,7 +53,7 @@ def open_place(text: str) -> Place:
             hint=f"Name {_EXPECTED}.",
         )
     if REPO.fullmatch(text) and not releases.is_dir():
-        return HubPlace(text)
+        return _repository(text)
     known = releases.iterdir() if releases.is_dir() else ()
     near = did_you_mean(text, [str(Path(text).with_name(one.name)) for one in known])
     raise UserError(
@@ -81,9 +79,9 @@ def places_of(recipe: Recipe, home: Path) -> tuple[Place, ...]:
     if folder is not None:
         found.append(FolderPlace(folder.parent, name))
     if section.storage is not None:
-        found.append(BucketPlace(section.storage.url, name, endpoint=section.storage.endpoint))
+        found.append(_bucket(section.storage.url, name, section.storage.endpoint))
     if section.hub is not None:
-        found.append(HubPlace(section.hub.repo, section.hub))
+        found.append(_repository(section.hub.repo, section.hub))
     return tuple(found)
 
 
@@ -123,9 +121,11 @@ def elsewhere(
     changes: dict[str, Any] = {} if to is None else {"to": to}
     if (hub, folder, storage) != (None, None, None):
         changes |= {
-            "hub": None if hub is None else _of_section(section.hub, repo=hub),
+            "hub": None if hub is None else {**(section.hub.model_dump() if section.hub else {}), "repo": hub},
             "folder": folder,
-            "storage": None if storage is None else _of_section(section.storage, url=storage),
+            "storage": None
+            if storage is None
+            else {**(section.storage.model_dump() if section.storage else {}), "url": storage},
         }
     if not changes:
         return section
@@ -133,10 +133,6 @@ def elsewhere(
         return Publish.model_validate({**section.model_dump(), **changes})
     except ValidationError as error:
         raise UserError(_reason(error)) from None
-
-
-def _of_section(section: Hub | Storage | None, **named: str) -> dict[str, Any]:
-    return {**({} if section is None else section.model_dump()), **named}
 
 
 def _reason(error: ValidationError) -> str:
@@ -155,4 +151,16 @@ def _storage(text: str) -> Place:
     found = _URL.fullmatch(text)
     if found is None:
         raise UserError(f"{text}: expected a bucket's URL that ends with a release's name: s3://bucket/prefix/NAME")
-    return BucketPlace(found["base"], found["name"])
+    return _bucket(found["base"], found["name"])
+
+
+def _bucket(url: str, name: str, endpoint: str | None = None) -> Place:
+    from pipeline.publish.bucket import BucketPlace
+
+    return BucketPlace(url, name, endpoint)
+
+
+def _repository(repo: str, section: Hub | None = None) -> Place:
+    from pipeline.publish.hub.place import HubPlace
+
+    return HubPlace(repo, section)

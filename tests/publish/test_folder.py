@@ -83,7 +83,7 @@ def test_a_file_that_is_gone(folder: Path, make_release: MakeRelease) -> None:
     publish(folder, make_release("one"))
     new = make_release("two")
     new.files["model.safetensors"].path.unlink()
-    with pytest.raises(StageError, match="nothing was published"):
+    with pytest.raises(StageError, match=r"No such file or directory: .*model\.safetensors"):
         publish(folder, new)
     assert shown(folder) == contents(make_release("one"))
 
@@ -214,9 +214,9 @@ def test_a_full_disk(small_disk: Path, make_release: MakeRelease) -> None:
     large = make_release("large", files={"model.safetensors": b"x" * (2 << 20)})
     with pytest.raises(StageError, match=r"the release has 2,[0-9,]+ bytes, the disk has [0-9,]+ free"):
         FolderPlace(folder, "r").preflight(large)
-    with pytest.raises(StageError, match="the disk is full; nothing was published") as refused:
+    with pytest.raises(StageError, match="the disk is full") as refused:
         publish(folder, large)
-    assert "Free space" in str(refused.value.hint)
+    assert "make room" in str(refused.value.hint)
     assert shown(folder) == contents(make_release("one"))
     FolderPlace(folder, "r").preflight(make_release("two"))  # what the attempt left there will not be in the way
     publish(folder, make_release("two"))

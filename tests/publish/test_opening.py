@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +53,14 @@ def test_a_bucket(text: str) -> None:
     target = open_place(text)
     assert isinstance(target, BucketPlace)
     assert target.address == text.rstrip("/")
+
+
+@pytest.mark.parametrize(("text", "named"), [("s3://bucket/llama", "bucket"), ("my-org/llama", "hub.place")])
+def test_only_what_speaks_to_the_place_is_imported(text: str, named: str) -> None:
+    code = f"import sys; from pipeline.publish.places import open_place; open_place({text!r}); print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    kinds = {"pipeline.publish.bucket", "pipeline.publish.hub.place"}
+    assert kinds & set(told.stdout.split()) == {f"pipeline.publish.{named}"}
 
 
 @pytest.mark.parametrize(

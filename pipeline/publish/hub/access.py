@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pipeline.base.errors import UserError, did_you_mean
-from pipeline.publish.hub.client import Client, RefusedError, redact
+from pipeline.publish.hub.client import Client, redact
 from pipeline.publish.hub.repository import Repository, content, look, tree
 from pipeline.publish.release import CARD, MANIFEST, Release
 from pipeline.recipe.sections import Hub
@@ -39,48 +39,33 @@ def preflight(client: Client, release: Release, section: Hub | None) -> Reposito
 
 def require_access(client: Client, section: Hub | None) -> Repository | None:
     """The repository, None where it would be created; raises `UserError` where this token could publish nothing."""
-    who = _who(client)
+    who = client.call("ask whose token it is", client.api.whoami)
     repository = look(client)
-    exists, collection = repository is not None, section is not None and section.collection is not None
-    namespace = client.repo.split("/")[0]
-    reason = _of_member(who, namespace) or _of_token(who, namespace, client.repo, exists=exists, collection=collection)
+    slug = None if section is None else section.collection
+    namespace, exists = client.repo.split("/")[0], repository is not None
+    reason = _of_member(who, namespace) or _of_token(
+        who, namespace, client.repo, exists=exists, collection=slug is not None
+    )
     if reason is not None:
         raise UserError(f"{client.repo}: {reason}")
     changes(repository, section)
     if repository is not None:
         _require_open(client, repository)
-    if section is not None and section.collection is not None and _SLUG.fullmatch(slug := section.collection):
+    if slug is not None and _SLUG.fullmatch(slug):
         client.call(f"read the collection {slug}", lambda: client.api.get_collection(slug))
     return repository
 
 
 def require_names(repo: str, release: Release) -> None:
-    """Raise `UserError` for a name that the Hub, or the client, refuses."""
-    from huggingface_hub import CommitOperationDelete
+    """Raise `UserError` for a name that the Hub refuses."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(repo)
         require_safe(release.files)
-        for name in release.files:
-            CommitOperationDelete(name, is_folder=False)  # the client's own rule of what may be a path
     except (HFValidationError, ValueError) as error:
         raise UserError(f"{repo}: {error}") from None
-
-
-def _who(client: Client) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = client.call("ask whose token it is", client.api.whoami)
-    except RefusedError as error:
-        if error.status != 401:
-            raise
-        raise UserError(
-            f"{client.repo}: the Hub does not know the token",
-            hint="HF_TOKEN goes before what `hf auth login` has stored; https://huggingface.co/settings/tokens makes a "
-            "new one.",
-        ) from None
-    return found
 
 
 def _require_open(client: Client, repository: Repository) -> None:

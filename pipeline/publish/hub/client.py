@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from eval.report.numbers import duration
 from pipeline.base import errors
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress, reporter_for
@@ -32,6 +31,10 @@ TRIES: Final = 6
 _HUB: Final = "https://huggingface.co"
 _LONGEST_WAIT: Final = 60.0  # seconds, where the server does not say
 _PATIENCE: Final = 600.0  # seconds that a server may ask for: the Hub's windows of rate limits are 300
+_TOKENS: Final = (
+    "https://huggingface.co/settings/tokens says what a token may do; HF_TOKEN goes before what `hf auth login` stored."
+)
+_KEPT: Final = "What was sent is kept: the same command goes on."
 _SAID: Final = 4  # lines of a server's answer
 _SECONDS: Final = re.compile(r"\s*(\d+)\s*")
 _RESET: Final = re.compile(r"\bt\s*=\s*(\d+)")  # of the header `ratelimit: "api";r=0;t=55`
@@ -121,18 +124,14 @@ class Client:
             )
         if _is_passing(error) or (status is not None and is_transient_status(status)):
             where = "" if status else f"Check that {redact(os.environ.get('HF_ENDPOINT') or _HUB)} can be reached. "
-            asked = _asked_for(error)
-            later = "" if asked is None else f" The Hub asks to wait {duration(asked)}."
-            kept = f"{where}What was sent is kept: the same command goes on.{later}"
-            return UnreachableError(text, hint=kept, transient=True)
+            return UnreachableError(text, hint=f"{where}{_KEPT}", transient=True)
         if status == 412:
             return MovedError(text, hint="Nothing was changed. Run the same command again.")
         if status == 404 or isinstance(error, EntryNotFoundError | RepositoryNotFoundError):
             return MissingError(text, status=404)
         if status is not None or isinstance(error, ValueError):
-            hint = "See https://huggingface.co/settings/tokens for what the token may do." if status == 403 else None
-            return RefusedError(text, status=status, hint=hint)
-        return StageError(text, hint="What was sent is kept: the same command goes on.")
+            return RefusedError(text, status=status, hint=_TOKENS if status in (401, 403) else None)
+        return StageError(text, hint=_KEPT)
 
 
 def connect(

@@ -126,9 +126,9 @@ class HubPlace(Place):
                 self._close(client, opened, f"`{MAIN}` has moved since this was opened; another one takes its place.")
 
             def found() -> str | None:
-                now = look(client)
+                now = self._require_repository(client)
                 number = self._opened(release, now)
-                return now.requests[number][0] if now is not None and number is not None else None
+                return None if number is None else now.requests[number][0]
 
             made = self._commit(client, release, MAIN, parent, found)
         else:
@@ -160,7 +160,7 @@ class HubPlace(Place):
 
     def _give(self, release: Listed, state: State, why: str) -> None:
         client = self._client()
-        repository: Repository = look(client) or self._create(client)
+        repository = self._require_repository(client)
         wanted = tree(client, release.revision)
         if not differing(tree(client, repository.head), wanted):
             return
@@ -182,11 +182,11 @@ class HubPlace(Place):
     def _end_wait(self, release: Listed) -> None:
         """Close its pull request, where it was not merged; delete its branch."""
         client = self._client()
-        repository = look(client)
-        number = repository.request_of(release.revision) if repository else None
+        repository = self._require_repository(client)
+        number = repository.request_of(release.revision)
         if number is not None:
             self._close(client, number, f"Promoted by a commit on {MAIN}, which had moved since.")
-        if repository is not None and repository.branches.get(CANDIDATE) == release.revision:
+        if repository.branches.get(CANDIDATE) == release.revision:
             with suppress(MissingError):
                 client.call(
                     f"delete the branch {CANDIDATE}", lambda: client.api.delete_branch(self.repo, branch=CANDIDATE)
@@ -195,9 +195,7 @@ class HubPlace(Place):
     def finish(self, release: Listed) -> None:
         """Tag it, where it is not tagged; open the repository and have its collection list it, as the recipe says."""
         client = self._client()
-        repository = look(client)
-        if repository is None:
-            raise unseen(self.repo)
+        repository = self._require_repository(client)
         if release.tag not in repository.tags:
             client.call(
                 f"tag {release.tag}",
@@ -219,7 +217,7 @@ class HubPlace(Place):
     def drop(self, release: Listed) -> None:
         """Delete the tag; the files stay as long as the history refers to them, which only its owner can rewrite."""
         client = self._client()
-        with suppress(MissingError):
+        with suppress(MissingError):  # the answer to an earlier try got lost
             client.call(f"delete the tag {release.tag}", lambda: client.api.delete_tag(self.repo, tag=release.tag))
 
     def fetch(
@@ -235,9 +233,7 @@ class HubPlace(Place):
     def revision_of(self, tag: str | None) -> str:
         """The commit of a release (None: the current one); raises `UserError` where there is none."""
         client = self._client()
-        repository = look(client)
-        if repository is None:
-            raise unseen(self.repo)
+        repository = self._require_repository(client)
         return repository.head if tag is None else named(releases(client, repository), tag, self.repo).revision
 
     def _client(self) -> Client:
@@ -252,9 +248,11 @@ class HubPlace(Place):
         """Make the repository; another publisher may do so at the same time."""
         private = self.section is None or self.section.private
         client.call("create the repository", lambda: client.api.create_repo(self.repo, private=private, exist_ok=True))
-        repository = look(client)
-        if repository is None:
-            raise MissingError(f"{self.repo}: was created, and cannot be seen by this token", status=404)
+        return self._require_repository(client)
+
+    def _require_repository(self, client: Client) -> Repository:
+        if (repository := look(client)) is None:
+            raise unseen(self.repo)
         return repository
 
     def _require_own(self, release: Release, repository: Repository) -> bool:
@@ -272,9 +270,9 @@ class HubPlace(Place):
             raise StageError(f"{self.repo}: the release {release.tag} is damaged on the Hub: {some(wrong)}")
         return True
 
-    def _opened(self, release: Release, repository: Repository | None) -> int | None:
+    def _opened(self, release: Release, repository: Repository) -> int | None:
         """The open pull request that an earlier attempt left, where it holds the release."""
-        if repository is None or not self._by_request:
+        if not self._by_request:
             return None
         known = repository.requests.items()
         heads = {number: commit for number, (commit, title) in known if title == title_of(release)}
@@ -283,8 +281,7 @@ class HubPlace(Place):
 
     def _landed(self, client: Client, release: Release, branch: str) -> str | None:
         """The head of a branch, where it holds the release: the answer to its commit was lost."""
-        repository = look(client)
-        commit = repository.branches.get(branch) if repository else None
+        commit = self._require_repository(client).branches.get(branch)
         return commit if commit is not None and not differences(tree(client, commit), release) else None
 
     def _starts_from(self, commit: str, parent: str) -> bool:

@@ -253,15 +253,9 @@ def read(client: Client, revision: str, name: str, start: int, stop: int) -> byt
 
     def ask() -> bytes:
         headers = build_hf_headers(headers={"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"})
-        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
-            hf_raise_for_status(answer)
-            skipped = 0 if answer.status_code == 206 else start  # a server that knows no ranges begins at the beginning
-            found = bytearray()
-            for chunk in answer.iter_bytes():
-                found += chunk
-                if len(found) >= skipped + stop - start:  # no more is taken of a shard that is sent whole
-                    break
-        return bytes(found[skipped : skipped + stop - start])
+        answer = get_session().get(url, headers=headers, follow_redirects=True)
+        hf_raise_for_status(answer)
+        return bytes(answer.content)
 
     if stop <= start:
         return b""

@@ -14,9 +14,8 @@ from eval.gate import GateReport, Policy, changes
 from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.base.canonical import Change, difference, plain
-from pipeline.base.errors import UserError
 from pipeline.publish.release import RECIPE
-from pipeline.publish.verify.subject import Check, Subject, UnknownModelError, fails, judged, not_checked
+from pipeline.publish.verify.subject import Check, Subject, UnknownModelError, fails, first, judged, not_checked
 from pipeline.quantize.formats.layout import layout_of
 from pipeline.quantize.inspection.findings import Finding
 from pipeline.quantize.inspection.findings import check_structure as structure_findings
@@ -26,8 +25,6 @@ from pipeline.recipe.json_schema import faults_of
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.yaml_positions import parse
 
-_SHOWN = 5
-
 
 def check_recipe(subject: Subject) -> Check:
     """Read the recipe as a run would, and hold it against the manifest and the configuration."""
@@ -36,8 +33,6 @@ def check_recipe(subject: Subject) -> Check:
         recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
         return fails("recipe", *(str(fault) for fault in faults_of(error, document)))
-    except UserError as error:
-        return fails("recipe", error.message)
     faults = []
     if subject.manifest is not None:
         faults += [
@@ -55,17 +50,11 @@ def check_recipe(subject: Subject) -> Check:
 
 def _against_config(subject: Subject, recipe: Recipe) -> list[str]:
     """Where the layout, the schemes of the modules or the KV cache are not what was asked for."""
-    try:
-        checkpoint, structure = subject.model
-        form = layout_of(checkpoint.config)
-        modules = [*structure.linear, *structure.kept]
-        claims = form.claims(checkpoint.config["quantization_config"], modules)
-        # What the wishes are applied to is the model that was quantized, which has the same modules.
-        choice = select(replace(structure, quantized_by=None), recipe.quantization)
-    except UnknownModelError:
-        raise
-    except UserError as error:
-        return [error.message]
+    checkpoint, structure = subject.model
+    form = layout_of(checkpoint.config)
+    claims = form.claims(checkpoint.config["quantization_config"], [*structure.linear, *structure.kept])
+    # What the wishes are applied to is the model that was quantized, which has the same modules.
+    choice = select(replace(structure, quantized_by=None), recipe.quantization)
     faults = []
     if form.name != recipe.quantization.format:
         faults.append(f"{RECIPE} asks for the format {recipe.quantization.format}, config.json says {form.name}")
@@ -79,8 +68,7 @@ def _against_config(subject: Subject, recipe: Recipe) -> list[str]:
         for module in structure.linear
         if choice.schemes.get(module) != claims.schemes.get(module)
     ]
-    more = [f"{len(other) - _SHOWN} more modules have another scheme"] if len(other) > _SHOWN else []
-    return faults + other[:_SHOWN] + more
+    return faults + first(other, "modules have another scheme")
 
 
 def check_structure(subject: Subject) -> Check:
@@ -100,8 +88,6 @@ def check_structure(subject: Subject) -> Check:
             inspection = inspect_checkpoint(checkpoint, structure, advance=advance)
     except UnknownModelError as error:
         return not_checked("structure", error.message)
-    except UserError as error:
-        return fails("structure", error.message)
     return judged("structure", list(map(_told, inspection.findings)), f"{form.name}: {inspection.summary()}")
 
 
@@ -111,20 +97,15 @@ def _told(finding: Finding) -> str:
 
 def check_gate(subject: Subject) -> Check:
     """Judge again from the samples and launches; nothing of the recorded verdict is used."""
-    try:
-        measurements, recorded, found = subject.record
-    except MeasurementError as error:
-        return fails("gate", str(error).replace(f"{subject.folder}/", ""))
+    measurements, recorded, found = subject.record
     faults = []
     if found.verdict is not Verdict.PASS:
         faults.append(f"the numbers lead to {found.verdict.value}, only a PASS is published: {found.reasons[0]}")
     faults += [f"gate.json does not follow from its own numbers: {sentence}" for sentence in changes(recorded, found)]
-    manifest = subject.manifest
-    if manifest is not None and manifest.artefact != recorded.artefact:
-        faults.append(f"gate.json judged {recorded.artefact[:16]}…, quantmint.json says {manifest.artefact[:16]}…")
-    artefact = subject.artefact
-    if artefact != recorded.artefact:
-        faults.append(f"gate.json judged {recorded.artefact[:16]}…, the checkpoint here is {artefact[:16]}…")
+    said = subject.manifest.artefact if subject.manifest else recorded.artefact
+    for who, artefact in (("quantmint.json says", said), ("the checkpoint here is", subject.artefact)):
+        if artefact != recorded.artefact:
+            faults.append(f"gate.json judged {recorded.artefact[:16]}…, {who} {artefact[:16]}…")
     faults += [
         f"gate.json was judged by other limits than the recipe's: {change.path[2:]} is {change.new}, not {change.old}"
         for change in _promises(subject, recorded)

@@ -12,7 +12,7 @@ from pipeline.publish.allowed import misnamed, refused
 from pipeline.publish.manifest import contradictions
 from pipeline.publish.release import MANIFEST, SIGNATURE, UNLISTED, identity_in, tag_of
 from pipeline.publish.signing import SignatureError, Signed, read_signature
-from pipeline.publish.verify.subject import Check, Outcome, Subject, fails, judged, not_checked
+from pipeline.publish.verify.subject import Check, Outcome, Subject, fails, first, judged, not_checked
 
 
 def check_manifest(subject: Subject) -> Check:
@@ -51,26 +51,20 @@ def check_files(subject: Subject) -> Check:
     """Hold the names in the folder against those in the manifest, both ways."""
     there, listed = subject.listing.files, subject.known.files
     code = subject.known.recipe.get("trust_remote_code") is True
-    faults = [f"{name} is missing" for name in listed if name not in there and not _strange(subject, name)]
+    faults = [f"{name} is missing" for name in listed if name not in there]
     faults += subject.listing.strange
     faults += [f"{name} is there, but not in quantmint.json" for name in there if name not in {*listed, *UNLISTED}]
     faults += refused(there, with_code=code)
-    faults += misnamed(_readable(subject))
+    # What can be looked into: bytes that were fetched, and of text no more than a tokenizer has.
+    faults += misnamed(
+        {
+            name: (subject.folder / name).resolve()  # a link was followed to see that it stays inside
+            for name, size in there.items()
+            if name not in subject.vouched and (size <= _LARGEST or name.endswith(".safetensors"))
+        }
+    )
     aside = [f"{name} is not of the release: the Hub's client left it" for name in subject.listing.aside[:3]]
     return judged("files", faults, f"{len(listed)} files, as quantmint.json lists them", details=aside)
-
-
-def _readable(subject: Subject) -> dict[str, Path]:
-    """What can be looked into: bytes that were fetched, and of text no more than a tokenizer has."""
-    return {
-        name: (subject.folder / name).resolve()  # a link was followed to see that it stays inside
-        for name, size in subject.listing.files.items()
-        if name not in subject.vouched and (size <= _LARGEST or name.endswith(".safetensors"))
-    }
-
-
-def _strange(subject: Subject, name: str) -> bool:
-    return any(line.startswith(f"{name} ") for line in subject.listing.strange)
 
 
 def check_digests(subject: Subject) -> Check:
@@ -98,7 +92,6 @@ def check_digests(subject: Subject) -> Check:
     )
 
 
-_SHOWN = 5
 _UNSIGNED = (
     "the other checks prove that what lies here agrees with itself; whoever can write here could have made all of it "
     "anew, scores of items included: only a signature says who vouches for it"
@@ -171,5 +164,4 @@ def _differences(subject: Subject, signed: Signed) -> list[str]:
     faults = [f"{name} is not what was signed: it was changed since" for name in other]
     faults += [f"{name} was signed, and is not here" for name in lost]
     faults += [f"{name} is not covered by the signature" for name in added]
-    more = [f"{len(faults) - _SHOWN} more files"] if len(faults) > _SHOWN else []
-    return faults[:_SHOWN] + more
+    return first(faults, "files")

@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from eval.errors import MeasurementError
 from eval.gate import GateReport
 from eval.measurements import Launch, Measurements
 from eval.report.flips import flips
@@ -20,36 +19,27 @@ from eval.report.model import DATA
 from eval.report.numbers import level
 from pipeline.base.canonical import difference, plain
 from pipeline.publish.allowed import SCORES
-from pipeline.publish.release import CARD, RECIPE
-from pipeline.publish.verify.subject import Check, Subject, fails, judged
+from pipeline.publish.release import CARD, EVIDENCE, RECIPE
+from pipeline.publish.verify.subject import Check, Subject, first, judged
 from pipeline.quantize.inspection.findings import INSPECTION
 from pipeline.quantize.inspection.inspect import layer_errors
-from pipeline.recipe.yaml_positions import parse
 
-_SHOWN = 3
 _LARGEST = 1 << 27  # bytes of report.json, which quotes answers, and models that reason write long ones
-_FRONT = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)")
 
 
 def check_report(subject: Subject) -> Check:
     """Compare, number by number."""
-    try:
-        measurements, gate, _ = subject.record
-    except MeasurementError as error:
-        return fails("report", f"there is no record of the gate to hold it against: {error}")
-    data = subject.object(subject.evidence(DATA), largest=_LARGEST)
+    measurements, gate, _ = subject.record
+    data = subject.object(f"{EVIDENCE}/{DATA}", largest=_LARGEST)
     return judged("report", list(_data(subject, data, measurements, gate)), "its figures are the gate's")
 
 
 def check_card(subject: Subject) -> Check:
     """Hold every row about a task, the metadata, and the scores for the Hub against the evidence."""
-    try:
-        _, gate, _ = subject.record
-    except MeasurementError as error:
-        return fails("card", f"there is no record of the gate to hold it against: {error}")
+    _, gate, _ = subject.record
     text = subject.text(CARD)
-    faults = [*_tables(text, gate), *_metadata(subject, text), *_scores(subject, gate)]
+    faults = [*_tables(text, gate), *_metadata(subject), *_scores(subject, gate)]
     manifest = subject.known
     for what, wanted in (("checkpoint", manifest.artefact), ("commit of the base", manifest.base.commit)):
         if wanted is not None and wanted not in text:
@@ -73,7 +63,7 @@ def _data(subject: Subject, data: Mapping[str, Any], measurements: Measurements,
         changed = [_place(flip) for flip in flips(baseline, candidate, {}, {})["flips"]]
         if task in found and found[task] != changed:
             yield f"{DATA} lists other changed answers of {task} than the samples have"
-    layers = subject.object(subject.evidence(INSPECTION))
+    layers = subject.object(f"{EVIDENCE}/{INSPECTION}")
     if layers.get("verdict") != "PASS":
         yield f"{INSPECTION} says {layers.get('verdict')!r}, only a sound checkpoint is published"
     yield from _other("the error of the layers", layer_errors(layers["layers"]), data["layers"])
@@ -88,11 +78,11 @@ def _data(subject: Subject, data: Mapping[str, Any], measurements: Measurements,
 
 def _other(what: str, expected: object, found: object) -> Iterator[str]:
     """The places where two trees differ; the first few, each with both values."""
-    other = difference(plain(expected), plain(found))
-    for change in other[:_SHOWN]:
-        yield f"{DATA}: {what}: {change.path[2:]} is {change.new!r:.60}, the evidence says {change.old!r:.60}"
-    if len(other) > _SHOWN:
-        yield f"{DATA}: {what}: {len(other) - _SHOWN} more differences"
+    other = [
+        f"{DATA}: {what}: {change.path[2:]} is {change.new!r:.60}, the evidence says {change.old!r:.60}"
+        for change in difference(plain(expected), plain(found))
+    ]
+    yield from first(other, f"differences of {what}")
 
 
 def _place(flip: Mapping[str, Any]) -> tuple[object, ...]:
@@ -127,12 +117,8 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def _metadata(subject: Subject, text: str) -> Iterator[str]:
-    front = _FRONT.match(text)
-    if front is None:
-        yield f"{CARD} has no metadata"
-        return
-    data = parse(front[1], CARD).data
+def _metadata(subject: Subject) -> Iterator[str]:
+    data = subject.front_matter
     repo = subject.known.base.repo
     found = data.get("base_model")
     if ([found] if isinstance(found, str) else found) != ([repo] if repo else None):

@@ -96,8 +96,6 @@ def _made(name: str, check: Callable[[Subject], Check], subject: Subject) -> Che
         return check(subject)
     except ModuleNotFoundError as error:
         return not_checked(name, f"this needs {error.name}, which is not installed", "pip install 'quantmint[all]'")
-    except UnreadableError as error:
-        return fails(name, str(error))
     except QuantmintError as error:
         return fails(name, error.message.replace(f"{subject.folder}/", ""))
     except Exception as error:  # the files are anybody's: whatever they break is named with its check

@@ -6,6 +6,7 @@ No key twice, nothing that lies elsewhere, no code that is run; and what several
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from eval import record as gate_record
+from eval.errors import MeasurementError
 from eval.gate import judge
 from pipeline.base.errors import UserError
 from pipeline.publish.manifest import strict_object
 from pipeline.publish.release import CARD, EVIDENCE, UNLISTED
 from pipeline.quantize.digest import NAMED_TEMPLATES, folder_digest
 from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.recipe.yaml_positions import parse
 
 if TYPE_CHECKING:
     from eval.gate import GateReport
@@ -76,13 +79,19 @@ def not_checked(name: str, reason: str, *details: str) -> Check:
     return Check(name, Outcome.NOT_CHECKED, reason, details)
 
 
+def first(faults: Sequence[str], what: str) -> list[str]:
+    """The first five of many, and how many more ``what`` there are."""
+    more = [f"{len(faults) - 5} more {what}"] if len(faults) > 5 else []
+    return [*faults[:5], *more]
+
+
 def exit_code(checks: Sequence[Check]) -> int:
     """1 where something fails, 3 where nothing does but something could not be checked, else 0."""
     outcomes = {check.outcome for check in checks}
     return 1 if Outcome.FAILS in outcomes else 3 if Outcome.NOT_CHECKED in outcomes else 0
 
 
-class UnreadableError(ValueError):
+class UnreadableError(UserError):
     """A file is not there, too large, or not what its name says; the message names it."""
 
 
@@ -177,18 +186,19 @@ class Subject:
         except UnicodeDecodeError as error:
             raise UnreadableError(f"{name} is not UTF-8 at byte {error.start}") from None
 
+    @cached_property
+    def front_matter(self) -> dict[str, Any]:
+        """The card's metadata, empty where it has none; raises `UserError` for what is no YAML."""
+        found = re.match(r"---\n(.*?\n)---\n", self.text(CARD), re.DOTALL)
+        return parse(found[1], CARD).data if found else {}
+
     def object(self, name: str, *, largest: int = LARGEST) -> dict[str, Any]:
         """A file as one JSON object."""
+        raw = self._bytes(name, largest)
         try:
-            return strict_object(self._bytes(name, largest))
-        except UnreadableError:
-            raise
+            return strict_object(raw)
         except ValueError as error:
             raise UnreadableError(f"{name} is not JSON: {error}") from None
-
-    def evidence(self, name: str) -> str:
-        """The name of a file of the evidence."""
-        return f"{EVIDENCE}/{name}"
 
     def _bytes(self, name: str, largest: int) -> bytes:
         if not self.has(name):
@@ -214,11 +224,15 @@ class Subject:
     def record(self) -> tuple[Measurements, GateReport, GateReport]:
         """The gate's measurements, its recorded judgement, and the one that follows from the numbers now.
 
-        Raises `UnreadableError`, or `eval.errors.MeasurementError` for what is no record.
+        Raises `UnreadableError` for what is no record.
         """
-        self.object(self.evidence(gate_record.NAME))  # no key twice
-        measurements, recorded = gate_record.read(self.folder / EVIDENCE / gate_record.NAME)
-        return measurements, recorded, judge(measurements, recorded.policy)
+        name = f"{EVIDENCE}/{gate_record.NAME}"
+        self.object(name)  # no key twice
+        try:
+            measurements, recorded = gate_record.read(self.folder / name)
+            return measurements, recorded, judge(measurements, recorded.policy)
+        except MeasurementError as error:
+            raise UnreadableError(str(error)) from None
 
     @cached_property
     def model(self) -> tuple[Checkpoint, Structure]:
