@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,7 @@ from pipeline.commands.options import emit, json_option, store_option
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from eval.comparison.model import Comparison, Contender, Group
-    from pipeline.store.tree import Store
+    from eval.comparison.model import Comparison, Group
 
 FORMATS = ("html", "markdown", "junit", "json")
 
@@ -82,14 +80,20 @@ def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as
 
     A, B, ... are published folders, report.json files, reports in the store, or names of recipes that were run.
     """
-    from eval.comparison.model import side_by_side, to_json
+    from eval.comparison.model import read, side_by_side, to_json
     from eval.comparison.page import render
-    from pipeline.base.errors import UserError
+    from eval.errors import MeasurementError
+    from pipeline.base.errors import UserError, shown_path
+    from pipeline.stages.finished import find
     from pipeline.store.tree import Store
 
     if len(finished) < 2:
         raise UserError(f"found one checkpoint, {finished[0]}, expected at least two to compare")
-    comparison = side_by_side(_contenders(finished, Store(store_path)))
+    found = [find(name, Store(store_path)) for name in finished]
+    try:
+        comparison = side_by_side([read(one.report, one.gate) for one in found])
+    except MeasurementError as error:
+        raise UserError(str(error), hint="`quantmint run` makes a report of this version") from None
     if output is not None:
         _write(output, render(comparison).encode())
     if as_json:
@@ -97,23 +101,8 @@ def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as
         return 0
     _show(comparison)
     if output is not None:
-        from pipeline.base.errors import shown_path
-
         click.echo(f"page  {shown_path(output.resolve())}")
     return 0
-
-
-def _contenders(given: Sequence[str], store: Store) -> list[Contender]:
-    from eval.comparison.model import read
-    from eval.errors import MeasurementError
-    from pipeline.base.errors import UserError
-    from pipeline.stages.finished import find
-
-    found = [find(name, store) for name in given]
-    try:
-        return [read(one.report, one.gate) for one in found]
-    except MeasurementError as error:
-        raise UserError(str(error), hint="`quantmint run` makes a report of this version") from None
 
 
 def _show(comparison: Comparison) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -83,8 +82,6 @@ _TAG: Final = re.compile(r"\w[\w .+/-]{0,63}")  # with a colon are those that th
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LANGUAGE: Final = re.compile(r"[a-z]{2,3}(-[A-Za-z]+)?|code|multilingual")
 _REPO: Final = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-_LIBRARY: Final = "transformers"
-_TEXT, _PICTURES = "text-generation", "image-text-to-text"
 #: Tags of the base that speak of its files, or of services that run them: no longer true of these.
 _GONE: Final = frozenset(
     (
@@ -114,7 +111,7 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
         "license": terms.id,
         "license_name": terms.hub_name,
         "license_link": linked,
-        "library_name": _word(own.get("library_name")) or _LIBRARY,
+        "library_name": _word(own.get("library_name")) or "transformers",
         "pipeline_tag": _word(own.get("pipeline_tag")) or _pipeline_tag(base),
         "language": list(_words(own.get("language"), _LANGUAGE)),
         "tags": list(_tags(facts)),
@@ -138,8 +135,8 @@ def _tags(facts: CardFacts) -> Iterator[str]:
 
 def _pipeline_tag(base: Base) -> str | None:
     if base.pictures and base.architecture.endswith("ForConditionalGeneration"):
-        return _PICTURES
-    return _TEXT if base.architecture.endswith("ForCausalLM") else None
+        return "image-text-to-text"
+    return "text-generation" if base.architecture.endswith("ForCausalLM") else None
 
 
 def _word(value: object) -> str | None:
@@ -167,18 +164,8 @@ def base_link(base: Base) -> Markdown:
     return Markdown(escaped(base.name)) if base.repo is None else link(base.repo, f"{_HUB}/{base.repo}")
 
 
-def figures(facts: CardFacts, gate: GateReport) -> Markdown:
-    """What people ask for first: size, the worst change of accuracy, throughput, room in the cache."""
-    rows = [(caption, Markdown(f"**{escaped(figure)}**"), said) for caption, figure, said in tiles(facts.report, gate)]
-    return table(("Measure", "Value", "Detail"), rows)
-
-
-def made(facts: CardFacts) -> Markdown:
-    """How it was made, a row for each thing that a reader could choose otherwise."""
-    return table(("What", "How"), _made(facts))
-
-
 def _made(facts: CardFacts) -> Iterator[tuple[str, str]]:
+    """How it was made, a row for each thing that a reader could choose otherwise."""
     how, base = facts.made, facts.base
     if base.commit is not None:
         origin = f"{base_link(base)} at {code(base.commit, cell=True)}"
@@ -216,12 +203,8 @@ def _texts(texts: Calibrated) -> Markdown:
     return Markdown(f"{where}: {texts.samples:,} samples of at most {texts.sequence_length:,} tokens{total}")
 
 
-def limits(facts: CardFacts, gate: GateReport) -> list[Markdown]:
-    """What the figures do not say, those of the report first."""
-    return [*map(Markdown, markdown.limits(gate)), *(Markdown(escaped(said)) for said in _limits(facts, gate))]
-
-
 def _limits(facts: CardFacts, gate: GateReport) -> Iterator[str]:
+    """What the figures do not say, beside what the report says of that."""
     if gate.canary is not None:
         yield (
             f"The canary compared the next token at {gate.canary.positions:,} places of {gate.canary.prompts} prompts:"
@@ -268,8 +251,7 @@ def licence(facts: CardFacts) -> Markdown:
     terms = facts.terms
     base = base_link(facts.base)
     if terms.id == "unknown":
-        said = f"The card of {base} states no licence: nobody has said that its weights may be passed on."
-        return Markdown(said)
+        return Markdown(f"The card of {base} states no licence: nobody has said that its weights may be passed on.")
     name = escaped(terms.name) if terms.link is None else link(terms.name, terms.link)
     parts = [
         f"{base} is under the {name}, and so is this checkpoint. It is not the base: its weights were quantized, its"
@@ -284,17 +266,14 @@ def licence(facts: CardFacts) -> Markdown:
     return Markdown("\n\n".join(parts))
 
 
-FOLDER = ".eval_results"
-
-
 def eval_results(facts: CardFacts) -> dict[str, str]:
     """The files by their names in the release; none for tasks that are no benchmark of the Hub."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
-    gate = GateReport.from_json(facts.report["gate"])
+    benchmarks = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8"))
     found: dict[str, str] = {}
-    for result in gate.accuracy:
-        row = _table().get(result.task)
+    for result in GateReport.from_json(facts.report["gate"]).accuracy:
+        row = benchmarks.get(result.task)
         if row is None or row["metric"] != result.metric:
             continue
         entry = EvalResultEntry(
@@ -307,7 +286,7 @@ def eval_results(facts: CardFacts) -> dict[str, str]:
             notes=_notes(result, row["items"], facts),
         )
         text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True, width=120)
-        found[f"{FOLDER}/{result.task}.yaml"] = text
+        found[f".eval_results/{result.task}.yaml"] = text
     return found
 
 
@@ -324,14 +303,6 @@ def _notes(result: Accuracy, whole: int, facts: CardFacts) -> str:
     ).replace("\N{NO-BREAK SPACE}", " ")
 
 
-@cache
-def _table() -> dict[str, dict[str, Any]]:
-    text = resources.files("pipeline.publish").joinpath("benchmarks.yaml").read_text(encoding="utf-8")
-    rows: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return rows
-
-
-_TEMPLATE: Final = "README.md.j2"
 _MANY: Final = re.compile(r"\n{3,}")  # what is left of parts that have nothing to say
 
 
@@ -349,19 +320,22 @@ def render(facts: CardFacts) -> str:
         "day": facts.judged[:10],
         "not_passed": [Markdown(reason) for reason in markdown.not_passed(gate)],
         "notes": notes(report, gate),
-        "figures": figures(facts, gate),
+        "figures": table(
+            ("Measure", "Value", "Detail"),
+            [(caption, Markdown(f"**{escaped(figure)}**"), said) for caption, figure, said in tiles(report, gate)],
+        ),
         "accuracy": Markdown(markdown.accuracy(gate)),
         "throughput": Markdown(markdown.throughput(report, gate)),
         "size": Markdown(markdown.size(report)),
-        "made": made(facts),
+        "made": table(("What", "How"), _made(facts)),
         "run": block(f"quantmint run {RECIPE}"),
         "recipe": RECIPE,
         "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
-        "limits": limits(facts, gate),
+        "limits": [*map(Markdown, markdown.limits(gate)), *_limits(facts, gate)],
         "verifying": verifying(facts),
         "licence": licence(facts),
     }
-    text = _environment().get_template(_TEMPLATE).render(values).strip()
+    text = _environment().get_template("README.md.j2").render(values).strip()
     return f"{front_matter(facts)}\n{_MANY.sub(chr(10) * 2, text)}\n"
 
 
@@ -382,12 +356,12 @@ def notice(facts: CardFacts) -> str | None:
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    made_once = Environment(  # noqa: S701 - Markdown, escaped by `finalize`
+    made = Environment(  # noqa: S701 - Markdown, escaped by `finalize`
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=escaped,
     )
-    made_once.filters |= {"code": code, "block": block}
-    return made_once
+    made.filters |= {"code": code, "block": block}
+    return made

@@ -14,7 +14,7 @@ import yaml
 
 from eval.report.model import DATA
 from eval.workloads import Workload
-from pipeline.base.errors import StageError, UserError
+from pipeline.base.errors import UserError
 from pipeline.base.schemes import scheme
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Launch, Made
 from pipeline.publish.licences import TEXTS, terms
@@ -68,7 +68,6 @@ def front_matter(folder: Path) -> dict[str, Any]:
 
 SHOWN: Final = ("mi300x", "mi355x")
 """What every card has a command for; the recipe's own target comes first."""
-_THREADS: Final = "OMP_NUM_THREADS"
 
 
 def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, *, vllm: str) -> tuple[Launch, ...]:
@@ -76,17 +75,16 @@ def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, 
 
     ``facts`` are the checkpoint's, ``model`` is what a command calls it, ``vllm`` the version that is planned for.
     """
-    names = dict.fromkeys((recipe.target.hardware, *SHOWN))
-    return tuple(_launch(name, recipe, workload, facts, model, vllm) for name in names)
+    targets = [parse_target(f"{name}:{recipe.target.gpus}") for name in dict.fromkeys((recipe.target.hardware, *SHOWN))]
+    return tuple(_launch(target, recipe, workload, facts, model, vllm) for target in targets)
 
 
-def _launch(name: str, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str) -> Launch:
-    target = parse_target(f"{name}:{recipe.target.gpus}")
+def _launch(target: Target, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str) -> Launch:
     title = target.accelerator.title
     try:
         plan = _plan(target, recipe, workload, facts, model, vllm)
     except UserError as error:
-        return Launch(title=title, target=name, vllm=vllm, refusal=error.message)
+        return Launch(title=title, target=target.hardware, vllm=vllm, refusal=error.message)
     running = processes(plan, port=8000)
     return Launch(
         title=title,
@@ -139,14 +137,10 @@ def _command(plan: LaunchPlan, running: Sequence[Process], *, cpu: bool) -> str:
     if plan.layout.nodes > 1:
         return script(plan, running)
     lines = [
-        f"export {name}=" + ('"$(nproc)"' if cpu and name == _THREADS else shlex.quote(value))
+        f"export {name}=" + ('"$(nproc)"' if cpu and name == "OMP_NUM_THREADS" else shlex.quote(value))
         for name, value in plan.env.items()
     ]
     return "\n".join([*lines, command(servers(running)[0])])
-
-
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_IGNORED = ("ignore", "exclude")  # compressed-tensors, Quark
 
 
 def settings(setting: Setting) -> Mapping[str, object]:
@@ -167,14 +161,11 @@ def gather(job: Job) -> CardFacts:
     """Everything that the card says.
 
     Of the inputs ``source``, ``quantize``, ``inspect``, ``gate`` and ``report`` are needed, ``calibrate`` where there
-    is one. Raises `StageError` for a report that cannot be read.
+    is one.
     """
     setting, inputs, recipe = job.setting, job.inputs, job.setting.recipe
     checkpoint = model_folder(inputs["quantize"])
-    try:
-        report = cast("Report", json.loads(inputs["report"].file(DATA).read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise StageError(f"{inputs['report'].path}: the report cannot be read: {error}") from error
+    report = cast("Report", json.loads(inputs["report"].file(DATA).read_text(encoding="utf-8")))
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     metadata = base_metadata(setting.source, model_folder(inputs["source"]), warn=job.progress.warn)
     texts = [path.name for pattern in TEXTS for path in checkpoint.glob(pattern) if path.is_file()]
@@ -220,7 +211,7 @@ def _made(recipe: Recipe, inputs: Mapping[str, Entry], config: Mapping[str, Any]
     inspection = json.loads(inputs["inspect"].file(INSPECTION).read_text(encoding="utf-8"))
     counted = Counter(str(layer["scheme"]) for layer in inspection["layers"])
     declared = config.get("quantization_config") or {}
-    kept: list[Any] = next((declared[key] for key in _IGNORED if isinstance(declared.get(key), list)), [])
+    kept: list[str] = declared.get("ignore") or declared.get("exclude") or []  # compressed-tensors, Quark
     return Made(
         scheme=quantization.scheme,
         description=scheme(quantization.scheme).description,
@@ -231,7 +222,7 @@ def _made(recipe: Recipe, inputs: Mapping[str, Entry], config: Mapping[str, Any]
         algorithm=quantization.algorithm,
         schemes=dict(sorted(counted.items(), key=lambda item: (item[0] != quantization.scheme, item[0]))),
         excluded=tuple(quantization.exclude),
-        kept=tuple(dict.fromkeys(_NUMBER.sub(".N", str(name)) for name in kept)),
+        kept=tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".N", name) for name in kept)),
         calibration=_calibrated(recipe, inputs),
     )
 
