@@ -92,8 +92,12 @@ def command(context: click.Context, /, **given: Any) -> int:
         raise click.UsageError("missing RECIPE")
     task = _task(given)
     if given["dry_run"]:
+        from pipeline.clusters.submit.kubernetes import Kubernetes
+
         click.echo(place.text(task), nl=False)
-        return _checked(place, task)
+        if isinstance(place, Kubernetes) and (away := place.check(task)) is not None:
+            click.echo(f"note: no API server has looked at it: {away}", err=True)
+        return 0
     if given["attached"]:
         from pipeline.clusters.submit.ray import RayJobs, run_attached
 
@@ -159,14 +163,6 @@ def _task(given: dict[str, Any]) -> Task:
         seconds=None if given["limit"] is None else parse_duration(given["limit"]),
         arguments=given["arguments"],
     )
-
-
-def _checked(place: Place, task: Task) -> int:
-    from pipeline.clusters.submit.kubernetes import Kubernetes
-
-    if isinstance(place, Kubernetes) and (away := place.check(task)) is not None:
-        click.echo(f"note: no API server has looked at it: {away}", err=True)
-    return 0
 
 
 def _follow(place: Place, told: dict[str, Any], as_json: bool) -> int:
