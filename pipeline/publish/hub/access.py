@@ -27,18 +27,15 @@ PUBLIC: Final = "public"
 _SLUG: Final = re.compile(r"[^/\s]+/\S+-[0-9a-f]{24}")
 
 
-def preflight(client: Client, release: Release, section: Hub | None) -> Repository | None:
-    """The repository; raises `UserError` for the first thing that would stop the release, and the client's errors."""
-    require_names(client.repo, release)
-    card = _card(client, release)
-    repository = require_access(client, section)
-    if card is not None:
-        validate(client, str(card))
-    return repository
+def preflight(client: Client, release: Release | None, section: Hub | None) -> Repository | None:
+    """The repository, None where it would be created.
 
-
-def require_access(client: Client, section: Hub | None) -> Repository | None:
-    """The repository, None where it would be created; raises `UserError` where this token could publish nothing."""
+    Raises `UserError` for the first thing that would stop the release (None: any release), and the client's errors.
+    """
+    card = None
+    if release is not None:
+        require_names(client.repo, release)
+        card = _card(client, release)
     who = client.call("ask whose token it is", client.api.whoami)
     repository = look(client)
     slug = None if section is None else section.collection
@@ -53,6 +50,8 @@ def require_access(client: Client, section: Hub | None) -> Repository | None:
         _require_open(client, repository)
     if slug is not None and _SLUG.fullmatch(slug):
         client.call(f"read the collection {slug}", lambda: client.api.get_collection(slug))
+    if card is not None:
+        validate(client, str(card))
     return repository
 
 

@@ -40,10 +40,6 @@ _SECONDS: Final = re.compile(r"\s*(\d+)\s*")
 _RESET: Final = re.compile(r"\bt\s*=\s*(\d+)")  # of the header `ratelimit: "api";r=0;t=55`
 
 
-class UnreachableError(StageError):
-    """The Hub did not answer, or answered 5xx or 429, as often as it was asked."""
-
-
 class MovedError(StageError):
     """412: the branch is no longer where it was read; nothing was changed."""
 
@@ -124,7 +120,7 @@ class Client:
             )
         if _is_passing(error) or (status is not None and is_transient_status(status)):
             where = "" if status else f"Check that {redact(os.environ.get('HF_ENDPOINT') or _HUB)} can be reached. "
-            return UnreachableError(text, hint=f"{where}{_KEPT}", transient=True)
+            return StageError(text, hint=f"{where}{_KEPT}", transient=True)
         if status == 412:
             return MovedError(text, hint="Nothing was changed. Run the same command again.")
         if status == 404 or isinstance(error, EntryNotFoundError | RepositoryNotFoundError):
@@ -154,15 +150,6 @@ def connect(
     logging.getLogger(get_session.__module__).addFilter(_redacted)  # once, however often it is added
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="quantmint")
     return Client(repo, api, progress, sleep or time.sleep, tries)
-
-
-def unseen(repo: str) -> MissingError:
-    """What is said of a repository that is not there: the Hub says the same of one that a token may not see."""
-    return MissingError(
-        f"{repo}: there is no such repository, or this token may not see it",
-        status=404,
-        hint="Check the name; a private one needs HF_TOKEN or `hf auth login`.",
-    )
 
 
 def status_of(error: BaseException) -> int | None:

@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.publish.hub import access
-from pipeline.publish.hub.client import Client, MissingError, RefusedError, connect, unseen
+from pipeline.publish.hub.client import Client, MissingError, RefusedError, connect
 from pipeline.publish.hub.repository import (
     CANDIDATE,
     MAIN,
@@ -66,11 +66,8 @@ class HubPlace(Place):
 
     def preflight(self, release: Release | None) -> None:
         """Token, rights, names, visibility and the card; see `pipeline.publish.hub.access`."""
-        if release is None:
-            access.require_access(self._client(), self.section)
-            return
         repository = access.preflight(self._client(), release, self.section)
-        if repository is not None:
+        if release is not None and repository is not None:
             self._require_own(release, repository)
 
     def state(self) -> State:
@@ -90,10 +87,8 @@ class HubPlace(Place):
 
     def releases(self) -> tuple[Listed, ...]:
         """The tagged releases, the newest first; raises `MissingError` where there is no repository."""
-        state = self.state()
-        if state.mark is None:
-            raise unseen(self.repo)
-        return state.releases
+        client = self._client()
+        return releases(client, self._require_repository(client))
 
     def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
         """With what the commit would go on top of, unless the release is tagged, or a pull request holds it."""
@@ -251,8 +246,13 @@ class HubPlace(Place):
         return self._require_repository(client)
 
     def _require_repository(self, client: Client) -> Repository:
+        """The repository; raises `MissingError`: the Hub says the same of one that a token may not see."""
         if (repository := look(client)) is None:
-            raise unseen(self.repo)
+            raise MissingError(
+                f"{self.repo}: there is no such repository, or this token may not see it",
+                status=404,
+                hint="Check the name; a private one needs HF_TOKEN or `hf auth login`.",
+            )
         return repository
 
     def _require_own(self, release: Release, repository: Repository) -> bool:

@@ -68,12 +68,11 @@ def record_of(subject: str, progress: Progress) -> Path | None:
     place, tag = split(subject, None)
     if Path(subject).exists() or Path(place).exists() or not ("://" in place or REPO.fullmatch(place)):
         return None
-    return open_place(place).fetch(None, tag=tag, progress=progress, wanted=is_evidence) / EVIDENCE
 
+    def wanted(name: str) -> bool:
+        return name == MANIFEST or name.startswith(f"{EVIDENCE}/")
 
-def is_evidence(name: str) -> bool:
-    """Whether a file of a release is what judges it: all but the checkpoint and the card."""
-    return name == MANIFEST or name.startswith(f"{EVIDENCE}/")
+    return open_place(place).fetch(None, tag=tag, progress=progress, wanted=wanted) / EVIDENCE
 
 
 def split(subject: str, revision: str | None) -> tuple[str, str | None]:

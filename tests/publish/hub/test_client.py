@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from huggingface_hub import errors
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import StageError, UserError
 from pipeline.publish.hub.client import (
     TRIES,
     Client,
     MissingError,
     MovedError,
     RefusedError,
-    UnreachableError,
     connect,
 )
 from tests.publish.hub.conftest import Told
@@ -60,14 +59,16 @@ def answered(status: int, headers: Mapping[str, str] = {}, said: str | None = No
 )
 def test_the_server_says_how_long(fails: Fails, headers: Mapping[str, str], expected: float) -> None:
     error, waits = fails(answered(429, headers))
-    assert isinstance(error, UnreachableError)
+    assert isinstance(error, StageError)
+    assert error.transient
     assert len(waits) == TRIES - 1
     assert expected <= waits[0] <= expected + 1
 
 
 def test_a_server_that_asks_for_an_hour_is_not_waited_for(fails: Fails) -> None:
     error, waits = fails(answered(429, {"Retry-After": "3600"}))
-    assert isinstance(error, UnreachableError)
+    assert isinstance(error, StageError)
+    assert error.transient
     assert waits == []
 
 
@@ -84,7 +85,8 @@ def test_a_server_that_asks_for_an_hour_is_not_waited_for(fails: Fails) -> None:
 )
 def test_what_passes_is_asked_again_with_growing_waits(fails: Fails, error: Exception) -> None:
     found, waits = fails(error)
-    assert isinstance(found, UnreachableError)
+    assert isinstance(found, StageError)
+    assert found.transient
     assert len(waits) == TRIES - 1
     assert all(2 ** (n + 1) <= wait <= 2 ** (n + 1) + 1 for n, wait in enumerate(waits))
 
