@@ -102,8 +102,7 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     from pipeline.stages import finished
     from pipeline.stages.gate import GATE
 
-    elsewhere = record_of(subject, reporter_for(json=as_json))
-    path = Path(subject) if elsewhere is None else elsewhere
+    path = record_of(subject, reporter_for(json=as_json)) or Path(subject)
     if path.is_file() and path.name != DATA:
         return path
     places = [path / GATE, path / EVIDENCE / GATE]
@@ -191,7 +190,6 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
 @click.option("--identity", help="Whom you trust, where it was signed without a key: an address or a workflow's URL.")
 @click.option("--issuer", help="Who vouches for that identity: the OpenID provider's URL.")
 @click.option("--unsigned", is_flag=True, help="Accept a release that nobody vouches for.")
-@click.option("--revision", help="Tag of the release, also as REPO@TAG (default: the current one).")
 @click.option(
     "--remote",
     is_flag=True,
@@ -204,14 +202,14 @@ def verify_release(
     identity: str | None,
     issuer: str | None,
     unsigned: bool,
-    revision: str | None,
     remote: bool,
     as_json: bool,
 ) -> int:
     """Check everything that can be checked of a release, with nothing but what was published.
 
-    REPO_OR_PATH is a folder, a repository (org/name, org/name@TAG), or a bucket (s3://bucket/prefix/name). Every file
-    is hashed, the signature and the provenance are followed, the checkpoint is inspected and the gate judges again.
+    REPO_OR_PATH is a folder, a repository (org/name), or a bucket (s3://bucket/prefix/name); @TAG behind it names
+    another release than the current one. Every file is hashed, the signature and the provenance are followed, the
+    checkpoint is inspected and the gate judges again.
 
     Ends with 0 when everything holds, with 1 when something does not, with 3 when nothing fails but something could
     not be checked (a release without a signature, or no key to check one with), with 2 when there is no release.
@@ -235,7 +233,7 @@ def verify_release(
         public_fingerprint(key)  # before a large model is fetched
     progress = reporter_for(json=as_json)
     try:
-        with opened(subject, revision, remote=remote, progress=progress) as found:
+        with opened(subject, remote=remote, progress=progress) as found:
             trust = Trust(key, identity, issuer, unsigned)
             checks = verify(found.folder, trust, progress, vouched=found.vouched, tag=found.tag)
     except OtherBytesError as error:  # what fails already on the way here needs no further check to be false

@@ -32,13 +32,11 @@ def report(subject: str, form: str, output: Path | None, store_path: Path, as_js
     The page is told by its path; the other forms are printed, unless --output says where they go.
     """
     from pipeline.base.errors import UserError, shown_path
-    from pipeline.recipe.load import load_recipe
     from pipeline.stages.finished import find
     from pipeline.stages.report import FILES
     from pipeline.store.tree import Store
 
-    name = load_recipe(subject).recipe.name if subject.endswith((".yaml", ".yml")) else subject
-    folder = find(name, Store(store_path)).report.parent
+    folder = find(subject, Store(store_path)).report.parent
     file = (folder / FILES[form]).absolute()  # as it was named: a link to the newest release stays one
     if not file.is_file():
         raise UserError(

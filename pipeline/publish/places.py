@@ -17,16 +17,15 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from pipeline.base.argument import HUB_SCHEME, classify
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.publish.folder import RELEASES, FolderPlace
 from pipeline.publish.place import Place
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sections import Hub, Publish
 
-HUB_SCHEME: Final = "hf://"
-REPO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _URL: Final = re.compile(
-    r"(?P<base>[a-z][a-z0-9+.-]*://[^\x00-\x1f@?#]*[^/\x00-\x1f@?#])/(?P<name>[^/\x00-\x1f@?#]+)/?"
+    r"(?P<base>(?!http|hf:)[a-z][a-z0-9+.-]*://[^\x00-\x1f@?#]*[^/\x00-\x1f@?#])/(?P<name>[^/\x00-\x1f@?#]+)/?"
 )
 _EXPECTED: Final = "a published folder (published/NAME), a bucket (s3://bucket/prefix/NAME) or a repository (org/name)"
 
@@ -36,29 +35,26 @@ def open_place(text: str) -> Place:
 
     A published folder that is there goes before a repository of the same name; ``hf://org/name`` always means the Hub.
     """
-    if text.startswith(HUB_SCHEME):
-        repo = text.removeprefix(HUB_SCHEME)
-        if not REPO.fullmatch(repo):
-            raise UserError(f"{text}: found {repo!r} after {HUB_SCHEME}, expected org/name")
-        return _repository(repo)
-    if "://" in text:
-        return _storage(text)
+    found = classify(text)
     path = Path(text).absolute()
     releases = path.parent / RELEASES
     if path.name and (releases / path.name).is_dir():
         return FolderPlace(path.parent, path.name)
+    meant = text.startswith(HUB_SCHEME) or not releases.is_dir()
+    if found.kind == "repository" and found.revision is None and meant:
+        return _repository(found.place.removeprefix(HUB_SCHEME))
+    if url := _URL.fullmatch(text):
+        return _bucket(url["base"], url["name"])
     if text and os.path.lexists(path):
         raise UserError(
             f"{text} is there and was not published by quantmint: {releases / path.name} is missing",
             hint=f"Name {_EXPECTED}.",
         )
-    if REPO.fullmatch(text) and not releases.is_dir():
-        return _repository(text)
     known = releases.iterdir() if releases.is_dir() else ()
     near = did_you_mean(text, [str(Path(text).with_name(one.name)) for one in known])
     raise UserError(
         f"{text}: nothing was published there{near}; expected {_EXPECTED}",
-        hint=f"{HUB_SCHEME}{text} is the repository of that name." if REPO.fullmatch(text) else None,
+        hint=f"{HUB_SCHEME}{text} is the repository of that name." if found.kind == "repository" else None,
     )
 
 
@@ -132,26 +128,10 @@ def elsewhere(
     try:
         return Publish.model_validate({**section.model_dump(), **changes})
     except ValidationError as error:
-        raise UserError(_reason(error)) from None
-
-
-def _reason(error: ValidationError) -> str:
-    """The first fault by the option that it stands in."""
-    expected = {"hub": "org/name", "storage": "a URL such as s3://bucket/prefix", "folder": "the path of a folder"}
-    fault = error.errors()[0]
-    option = str(fault["loc"][0]) if fault["loc"] else "publish"
-    return f"--{option}: found {fault['input']!r}, expected {expected.get(option, fault['msg'])}"
-
-
-def _storage(text: str) -> Place:
-    if text.startswith(("https://", "http://")):
-        page = re.fullmatch(rf"https?://[^/]+/({REPO.pattern})/?", text)
-        hint = f"A repository goes by its name: {HUB_SCHEME}{page[1]}" if page else None
-        raise UserError(f"{text}: found a web address, expected {_EXPECTED}", hint=hint)
-    found = _URL.fullmatch(text)
-    if found is None:
-        raise UserError(f"{text}: expected a bucket's URL that ends with a release's name: s3://bucket/prefix/NAME")
-    return _bucket(found["base"], found["name"])
+        fault = error.errors()[0]
+        option = str(fault["loc"][0])
+        expected = {"hub": "org/name", "storage": "a URL such as s3://bucket/prefix", "folder": "the path of a folder"}
+        raise UserError(f"--{option}: found {fault['input']!r}, expected {expected[option]}") from None
 
 
 def _bucket(url: str, name: str, endpoint: str | None = None) -> Place:

@@ -11,7 +11,7 @@ never inherited.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pipeline.base.errors import RecipeError, UserError, nearest, shown_path
+from pipeline.base.errors import RecipeError, UserError, did_you_mean, shown_path
 from pipeline.recipe.faults import OPTIONS, Fault, Place, YamlPath, refuse, shown
 from pipeline.recipe.json_schema import faults_of, place_of
 from pipeline.recipe.schema import Recipe
@@ -95,15 +95,7 @@ def load_recipe(name_or_path: str | Path) -> LoadedRecipe:
     """
     path = find(name_or_path)
     document = _merged(path, ())
-    try:
-        recipe = Recipe.model_validate(document.data)
-    except ValidationError as error:
-        refuse([*faults_of(error, document), *_name_faults(document, path)])
-        raise  # refuse() always raises here: there is at least one error
-    refuse(_name_faults(document, path))
-    folder = recipe.source.folder
-    source = None if folder is None else _beside(("source", "folder"), folder, document)
-    return LoadedRecipe(recipe, path, document, resolved_yaml(recipe), source)
+    return _loaded(document, path, _name_faults(document, path))
 
 
 def recipe_of(sections: Mapping[str, Any]) -> LoadedRecipe:
@@ -117,14 +109,20 @@ def recipe_of(sections: Mapping[str, Any]) -> LoadedRecipe:
         given = isinstance(section, Mapping)
         data[name] = {key: value for key, value in section.items() if value is not None} if given else section
     document = Document(data, {(): OPTIONS}, {(): OPTIONS})
+    return _loaded(document, Path(OPTIONS.file))
+
+
+def _loaded(document: Document, path: Path, faults: Sequence[Fault] = ()) -> LoadedRecipe:
+    """The recipe of a document, unless the models or ``faults`` say what is wrong with it."""
     try:
-        recipe = Recipe.model_validate(data)
+        recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
-        refuse(faults_of(error, document))
+        refuse([*faults_of(error, document), *faults])
         raise  # refuse() always raises here: there is at least one error
+    refuse(faults)
     folder = recipe.source.folder
-    source = None if folder is None else Path(folder).resolve()
-    return LoadedRecipe(recipe, Path(OPTIONS.file), document, resolved_yaml(recipe), source)
+    source = None if folder is None else _beside(("source", "folder"), folder, document)
+    return LoadedRecipe(recipe, path, document, resolved_yaml(recipe), source)
 
 
 def _beside(at: YamlPath, relative: str, document: Document) -> Path:
@@ -159,20 +157,23 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(name for name in _known() if not name.startswith("_")))
 
 
-def find(name_or_path: str | Path) -> Path:
-    """The file of a recipe; `UserError` with the nearest names where there is none."""
+def find(name_or_path: str | Path, beside: Path | None = None) -> Path:
+    """The file of a recipe; `UserError` with the nearest names where there is none.
+
+    ``beside`` is the folder of a file that extends it, which may be one that is only there for that.
+    """
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
-        path = Path(name_or_path)
-        if not path.is_file():
-            raise UserError(f"found no recipe file {shown_path(path)}, expected a path to one or a recipe's name")
-        return path
+        path = (beside or Path()) / text
+        if path.is_file():
+            return path
+        near = did_you_mean(path.name, [item.name for item in path.parent.glob("*.y*ml")])
+        raise UserError(f"found no recipe file {shown_path(path)}{near}, expected a path to one or a recipe's name")
     known = _known()
-    if text in recipe_names():
+    names = recipe_names() if beside is None else tuple(known)
+    if text in names:
         return known[text]
-    near = nearest(text, recipe_names())
-    hint = f'did you mean "{near}"? ' if near else ""
-    raise UserError(f"found no recipe {shown(text)}", hint=f"{hint}There are: {', '.join(recipe_names())}")
+    raise UserError(f"found no recipe {shown(text)}{did_you_mean(text, names)}", hint=f"There are: {', '.join(names)}")
 
 
 def _known() -> dict[str, Path]:
@@ -190,27 +191,15 @@ def _merged(path: Path, below: tuple[Path, ...]) -> Document:
     place = place_of(("extends",), document)
     if not isinstance(wanted, str) or not wanted:
         raise _refused(place, f"found {shown(wanted)}, expected the path of a YAML file or a recipe's name")
-    base = _base(wanted, path, place)
+    try:
+        base = find(wanted, path.parent)
+    except UserError as error:
+        raise _refused(place, error.message) from None
     chain = (*below, path.resolve())
     if base.resolve() in chain:
         names = " -> ".join(shown_path(item) for item in (*chain, base.resolve()))
         raise _refused(place, f"found a circle ({names}), expected a file that does not lead back here")
     return _overlay(_merged(base, chain), document)
-
-
-def _base(wanted: str, path: Path, place: Place) -> Path:
-    if wanted.endswith((".yaml", ".yml")) or "/" in wanted:
-        base = path.parent / wanted
-        if base.is_file():
-            return base
-        near = nearest(Path(wanted).name, [item.name for item in base.parent.glob("*.y*ml")])
-    else:
-        known = _known()
-        if wanted in known:
-            return known[wanted]
-        near = nearest(wanted, known)
-    hint = f' (did you mean "{near}"?)' if near else ""
-    raise _refused(place, f"found {shown(wanted)}, expected the path of a YAML file or a recipe's name{hint}")
 
 
 def _refused(place: Place, message: str) -> RecipeError:

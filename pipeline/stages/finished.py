@@ -3,7 +3,7 @@
     find("published/llama8b-ptpc", store)     the evidence beside a published checkpoint
     find("llama8b-ptpc", store)               the newest report that a run of the recipe made
 
-Nothing of the model is looked at, and no recipe is read: what was made is told by the runs of the store.
+Nothing of the model is looked at: what was made is told by the runs of the store.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.report.model import DATA, JUNIT, PAGE
+from pipeline.base.argument import classify
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.publish.release import EVIDENCE
+from pipeline.recipe.load import load_recipe
 from pipeline.stages.gate import GATE
 from pipeline.store.entries import Entry
 from pipeline.store.runs import Run, list_runs
@@ -32,84 +34,71 @@ class Finished:
 
 def find(given: str, store: Store) -> Finished:
     """Where the evidence of what a person named lies; raises `UserError` where there is none."""
-    path = Path(given)
-    if path.is_file():
-        if path.suffix != ".json":
-            raise UserError(
-                f"{given}: found a {path.suffix or 'file'}, expected a report.json, a folder or a recipe's name"
-            )
+    path, kind = Path(given), classify(given).kind
+    if kind == "recipe":
+        return _of_recipe(load_recipe(given).recipe.name, store)
+    if kind == "name":
+        return _of_recipe(given, store)
+    if kind == "file" and path.suffix == ".json":
         return _beside(path, store)
-    if path.is_dir():
-        for folder in (path / EVIDENCE, path):
-            if (folder / DATA).is_file():
-                return _beside(folder / DATA, store)
-        raise UserError(
-            f"{given}: found neither {EVIDENCE}/{DATA} nor {DATA}",
-            hint="name a published checkpoint, or the folder of a report in the store",
-        )
-    if path.suffix or "/" in given:
+    found = next((file for file in (path / EVIDENCE / DATA, path / DATA) if file.is_file()), None)
+    if found is not None:
+        return _beside(found, store)
+    if not path.exists():
         raise UserError(f"{given}: there is no such file or folder")
-    return _of_recipe(given, store)
+    raise UserError(
+        f"{given}: found neither {EVIDENCE}/{DATA} nor {DATA}",
+        hint="name a published checkpoint, a report.json or its folder in the store, or a recipe that was run",
+    )
 
 
 def of_run(run: Run, store: Store) -> Entry | None:
-    """The report that a run ended with, where the store still has it."""
-    made = made_by(run, "report")
-    return None if made is None else store.find("report", made)
-
-
-def made_by(run: Run, stage: str) -> str | None:
-    """The fingerprint of a stage's result in a run; None where the run did not get that far.
+    """The report that a run ended with, where the store still has it.
 
     What a run really did counts before its plan: one that the canary stopped has a report of another fingerprint.
     """
     stages = run.facts.get("stages")
-    facts = stages.get(stage) if isinstance(stages, dict) else None
-    if isinstance(facts, dict):
-        made = facts.get("fingerprint")
-        return str(made) if made else dict(run.plan).get(stage)
-    return None
+    facts = stages.get("report") if isinstance(stages, dict) else None
+    if not isinstance(facts, dict):
+        return None
+    made = facts.get("fingerprint") or dict(run.plan).get("report")
+    return None if made is None else store.find("report", str(made))
 
 
 def of_entry(entry: Entry, store: Store) -> Finished:
     """The files of a report in the store, with the gate's record that it was made from."""
-    return _beside(entry.file(DATA), store, entry)
-
-
-def last(recipe: str, store: Store) -> tuple[Run, Entry] | None:
-    """The newest run of a recipe whose report the store still has, with that report."""
-    mine = (run for run in list_runs(store.root) if run.recipe == recipe)
-    return next(((run, entry) for run in mine if (entry := of_run(run, store)) is not None), None)
+    return _beside(entry.file(DATA), store)
 
 
 def _of_recipe(name: str, store: Store) -> Finished:
-    found = last(name, store)
+    """The newest run of a recipe whose report the store still has."""
+    runs = list_runs(store.root)
+    found = next((entry for run in runs if run.recipe == name and (entry := of_run(run, store)) is not None), None)
     if found is not None:
-        return of_entry(found[1], store)
-    names = sorted({run.recipe for run in list_runs(store.root)})
+        return of_entry(found, store)
+    names = {run.recipe for run in runs}
     raise UserError(
         f"{name}: there is no such file or folder, and no report of such a recipe in {store.root}"
-        f"{'' if name in names else did_you_mean(name, names)}",
+        f"{'' if name in names else did_you_mean(name, sorted(names))}",
         hint="`quantmint runs` lists the runs, --store names another store",
     )
 
 
-def _beside(report: Path, store: Store, entry: Entry | None = None) -> Finished:
+def _beside(report: Path, store: Store) -> Finished:
     def at_hand(name: str) -> Path | None:
         path = report.parent / name
         return path if path.is_file() else None
 
-    return Finished(report, at_hand(PAGE), at_hand(GATE) or _gate_of(report, store, entry), at_hand(JUNIT))
+    return Finished(report, at_hand(PAGE), at_hand(GATE) or _gate_of(report, store), at_hand(JUNIT))
 
 
-def _gate_of(report: Path, store: Store, entry: Entry | None) -> Path | None:
+def _gate_of(report: Path, store: Store) -> Path | None:
     """The record in the store that a report of the store was made from."""
-    if entry is None:
-        folder = report.parent.resolve()
-        try:
-            entry = store.find("report", folder.name) if folder.parent.name == "report" else None
-        except ValueError:  # the folder's name is no fingerprint
-            return None
+    folder = report.parent.resolve()
+    try:
+        entry = store.find("report", folder.name) if folder.parent.name == "report" else None
+    except ValueError:  # the folder's name is no fingerprint
+        return None
     gate = None if entry is None else entry.record.inputs.get("gate")
     found = None if gate is None else store.find("gate", gate)
     return None if found is None else found.file(GATE)

@@ -32,6 +32,7 @@ import click
 
 from eval import workloads
 from eval.errors import DefinitionError
+from pipeline.base.argument import classify
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.progress import Progress
 from pipeline.publish.places import published_folder, serving_name
@@ -85,11 +86,12 @@ def find_model(
     ``baseline`` takes the 16-bit model of a recipe. ``config`` is a folder with a config.json that stands in for a
     recipe's source where there is no network.
     """
-    if text.endswith((".yaml", ".yml")) or (text in recipe_names() and not Path(text).is_dir()):
+    kind = classify(text).kind
+    if kind == "recipe" or (kind != "folder" and text in recipe_names()):
         return _of_recipe(load_recipe(text), text, store, baseline=baseline, config=config, vllm=vllm)
     if baseline:
         raise UserError(f"--baseline: found {text}, expected a recipe")
-    if Path(text).is_dir():
+    if kind == "folder":
         return _folder(Path(text))
     found = repository(text)
     if found is None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.base.argument import HUB_SCHEME, classify
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import StageError, UserError, first_line
 from pipeline.base.progress import Progress
@@ -21,7 +21,6 @@ from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 
 LOCATION = "location.json"
-_REPO = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\S+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,10 @@ class SourceStage(Stage):
 
 def repository(text: str) -> SourceSection | None:
     """``org/name[@revision]`` of the Hub, as a person types it; None for anything else."""
-    found = _REPO.fullmatch(text)
-    return None if found is None else SourceSection(repo=found["repo"], revision=found["revision"] or "main")
+    found = classify(text)
+    if found.kind != "repository":
+        return None
+    return SourceSection(repo=found.place.removeprefix(HUB_SCHEME), revision=found.revision or "main")
 
 
 def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed: bool = True) -> SourceIdentity:

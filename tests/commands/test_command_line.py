@@ -75,7 +75,7 @@ def test_every_command_has_help(quantmint: Quantmint, command: str) -> None:
         (["runn", "tiny-ptpc-fp8kv"], "no command 'runn' (did you mean \"run\"?)"),
         (["run"], "Missing argument 'RECIPE'"),
         (["gc", "--keep", "-1"], "-1"),
-        (["run", "llama70b-fp8k"], 'found no recipe "llama70b-fp8k"\n  did you mean "llama70b-fp8kv"?'),
+        (["run", "llama70b-fp8k"], 'found no recipe "llama70b-fp8k" (did you mean "llama70b-fp8kv"?)\n  There are: '),
         (["gate", "none.json"], "none.json: there is no such file or folder"),
         (["inspect", "none"], "none: no such folder"),
         (["run", "r.yaml", "--until", "quantise"], 'did you mean "quantize"'),

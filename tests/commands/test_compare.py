@@ -87,7 +87,8 @@ def test_markup_of_a_report_is_not_ours(quantmint: Quantmint, made: Path, tmp_pa
         (["good", "smal"], 'no report of such a recipe in STORE (did you mean "small"?)'),
         (["good", "none/such"], "none/such: there is no such file or folder"),
         (["good", "empty"], "empty: found neither quantmint/report.json nor report.json"),
-        (["good", "x.yaml"], "x.yaml: found a .yaml, expected a report.json, a folder or a recipe's name"),
+        (["good", "x.txt"], "x.txt: found neither quantmint/report.json nor report.json"),
+        (["good", "cut.yaml"], "cut: there is no such file or folder, and no report of such a recipe in STORE"),
         (["good", "torn.json"], "torn.json: not a report of this version: not a Report"),
         (["good", "cut"], "cut: there is no such file or folder, and no report of such a recipe in STORE"),
         (["good", "small", "--output", "none/x.html"], "--output: none/x.html cannot be written"),
@@ -100,7 +101,8 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     shutil.copytree(made / "store", store)
     run(store, "cut", None, until="inspect")
     Path("empty").mkdir()
-    Path("x.yaml").write_text("name: x\n")
+    Path("x.txt").write_text("")
+    Path("cut.yaml").write_text("extends: tiny-ptpc\nname: cut\n")
     Path("torn.json").write_text("{}")
     ended = quantmint("compare", *arguments, "--store", store)
     assert ended.code == 2

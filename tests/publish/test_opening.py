@@ -71,10 +71,11 @@ def test_only_what_speaks_to_the_place_is_imported(text: str, named: str) -> Non
         ("llama", "llama: nothing was published there; expected a published folder"),
         ("a b/c", "nothing was published there"),
         ("", "nothing was published there"),
-        ("hf://llama", "found 'llama' after hf://, expected org/name"),
-        ("https://huggingface.co/my-org/llama", "(?s)found a web address.*hf://my-org/llama"),
-        ("s3://bucket", "expected a bucket's URL that ends with a release's name"),
-        ("s3://user:word@bucket/llama", "expected a bucket's URL"),
+        ("hf://llama", "expected .* or a repository"),
+        ("https://huggingface.co/my-org/llama", "expected .* or a repository"),
+        ("my-org/llama@main", "nothing was published there"),
+        ("s3://bucket", "expected .*a bucket"),
+        ("s3://user:word@bucket/llama", "expected .*a bucket"),
     ],
 )
 def test_what_is_no_place(text: str, said: str) -> None:

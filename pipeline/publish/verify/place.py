@@ -6,7 +6,6 @@ reader have the first bytes of one. So a safetensors file is stood in for by its
 
 from __future__ import annotations
 
-import re
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pipeline.base.argument import classify
 from pipeline.base.errors import UserError
 from pipeline.base.progress import Progress
-from pipeline.publish.places import HUB_SCHEME, REPO, open_place
+from pipeline.publish.places import open_place
 from pipeline.publish.release import EVIDENCE, MANIFEST
 from pipeline.store.files import require_safe
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from pipeline.publish.hub.client import Client
     from pipeline.publish.hub.repository import Remote
     from pipeline.publish.place import Place
-
-
-_TAGGED: Final = re.compile(r"(?P<place>.+)@(?P<tag>v\d{8}-[0-9a-f]{8})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,51 +40,32 @@ class Found:
 
 
 @contextmanager
-def opened(subject: str, revision: str | None, *, remote: bool, progress: Progress) -> Iterator[Found]:
-    """Find what a person named: a folder, ``org/name[@TAG]``, ``s3://bucket/prefix/name[@TAG]``.
+def opened(subject: str, *, remote: bool, progress: Progress) -> Iterator[Found]:
+    """Find what a person named: a folder, or a folder, repository or bucket of releases, each also as PLACE@TAG.
 
-    A folder that is there goes before a repository of its name. Raises `UserError` for a place that does not exist.
+    Raises `UserError` for a place that does not exist.
     """
-    place, tag = (subject, revision) if is_folder(subject) else split(subject, revision)
-    if remote and is_folder(place):
-        raise UserError(f"--remote: found the folder {place}, expected a repository of the Hub")
-    if is_folder(place) and tag is None:
-        yield Found(Path(place))
-    elif remote:
-        with looked_at(open_place(place), tag, progress) as (folder, vouched):
-            yield Found(folder, vouched, tag)
+    named = classify(subject)
+    if remote:
+        with looked_at(open_place(named.place), named.revision, progress) as (folder, vouched):
+            yield Found(folder, vouched, named.revision)
+    elif named.kind == "folder" and named.revision is None:
+        yield Found(Path(subject))
     else:
-        yield Found(open_place(place).fetch(None, tag=tag, progress=progress), tag=tag)
+        place = open_place(named.place)
+        yield Found(place.fetch(None, tag=named.revision, progress=progress), tag=named.revision)
 
 
 def record_of(subject: str, progress: Progress) -> Path | None:
-    """The folder with the evidence of a release that lies elsewhere, fetched without its weights.
-
-    None where what a person named is, by its form or because it is there, something on this machine.
-    """
-    place, tag = split(subject, None)
-    if Path(subject).exists() or Path(place).exists() or not ("://" in place or REPO.fullmatch(place)):
+    """The folder with the evidence of a release that lies elsewhere, fetched without its weights, or None."""
+    named = classify(subject)
+    if named.kind not in ("repository", "bucket"):
         return None
 
     def wanted(name: str) -> bool:
         return name == MANIFEST or name.startswith(f"{EVIDENCE}/")
 
-    return open_place(place).fetch(None, tag=tag, progress=progress, wanted=wanted) / EVIDENCE
-
-
-def split(subject: str, revision: str | None) -> tuple[str, str | None]:
-    """A place and the tag of a release in it; raises `UserError` where two different tags are given."""
-    found = _TAGGED.fullmatch(subject)
-    if found is None:
-        return subject, revision
-    if revision not in (None, found["tag"]):
-        raise UserError(f"found {found['tag']} in {subject} and {revision} as --revision, expected one of them")
-    return found["place"], found["tag"]
-
-
-def is_folder(text: str) -> bool:
-    """Whether a name is that of a folder here."""
-    return not text.startswith(HUB_SCHEME) and "://" not in text and Path(text).is_dir()
+    return open_place(named.place).fetch(None, tag=named.revision, progress=progress, wanted=wanted) / EVIDENCE
 
 
 _WEIGHTS: Final = ".safetensors"

@@ -7,7 +7,6 @@ in the first of them.
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, did_you_mean
 from pipeline.recipe.yaml_positions import parse
 from pipeline.serving.environment import Version, parse_version, within
 from pipeline.serving.plan import Layout, Reason
@@ -130,8 +129,7 @@ def knob(name: str) -> Knob:
     for other in table().values():
         if name in other.replaces:
             raise UserError(f"vLLM {OLDEST_READ} and later have no {name}", hint=f"{other.name} does its work there")
-    near = difflib.get_close_matches(name, table(), n=1)
-    raise UserError(f"no knob {name!r} in the table" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    raise UserError(f"no knob {name!r} in the table{did_you_mean(name, table())}")
 
 
 @cache

@@ -9,7 +9,6 @@ streaming, throughput or offline work: the rows of `profiles.yaml`. A workload o
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from types import MappingProxyType
 import yaml
 
 from pipeline.base import hardware as accelerators
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, did_you_mean
 
 _FORM = re.compile(r"(?P<name>[a-z0-9_.-]+)(?::(?P<gpus>\d+)(?:x(?P<nodes>\d+))?)?", re.IGNORECASE)
 
@@ -102,11 +101,8 @@ class Profile:
 def profile(name: str, *, concurrency: int | None = None, max_model_len: int | None = None) -> Profile:
     """The profile of that name; UserError with the nearest name where there is none, or for a number below one."""
     if name not in profiles():
-        near = difflib.get_close_matches(name, profiles(), n=1)
-        raise UserError(
-            f"unknown profile {name!r}: expected one of {', '.join(profiles())}",
-            hint=f"did you mean {near[0]!r}?" if near else None,
-        )
+        near = did_you_mean(name, profiles())
+        raise UserError(f"unknown profile {name!r}{near}: expected one of {', '.join(profiles())}")
     for noun, number in (("concurrency", concurrency), ("context", max_model_len)):
         if number is not None and number < 1:
             raise UserError(f"{noun} is {number}: expected 1 or more")

@@ -27,9 +27,11 @@ from pipeline.base.canonical import Json
 from pipeline.base.errors import QuantmintError
 from pipeline.publish import manifest
 from pipeline.publish.hub.client import Client, MissingError, connect
+from pipeline.publish.hub.place import HubPlace
 from pipeline.publish.hub.repository import MAIN
 from pipeline.publish.manifest import Manifest, ManifestError
 from pipeline.publish.place import Listed, Place
+from pipeline.publish.places import places_of
 from pipeline.publish.release import MANIFEST, TAG, day_in, identity_in
 from pipeline.recipe.commits import COMMIT
 from pipeline.recipe.load import LoadedRecipe
@@ -237,21 +239,10 @@ def places(recipe: Recipe, home: Path) -> Mapping[str, Callable[[], Released | N
     was ever published, raises `DamagedError` or `ManifestError` for a release that cannot be read, and else whatever
     the place's client does.
     """
-    section, name = recipe.publish, recipe.name
-    found: dict[str, Callable[[], Released | None]] = {}
-    if section.folder is not None:
-        from pipeline.publish.folder import FolderPlace
-
-        folder = FolderPlace((home / section.folder).resolve(), name)
-        found[folder.address] = partial(_newest, folder)
-    if section.storage is not None:
-        from pipeline.publish.bucket import BucketPlace
-
-        bucket = BucketPlace(section.storage.url, name, endpoint=section.storage.endpoint)
-        found[bucket.address] = partial(_newest, bucket)
-    if section.hub is not None:
-        found[section.hub.repo] = partial(_newest_on_hub, section.hub.repo)
-    return found
+    return {
+        place.address: partial(_newest_on_hub, place.repo) if isinstance(place, HubPlace) else partial(_newest, place)
+        for place in places_of(recipe, home)
+    }
 
 
 def newest(found: Iterable[Released]) -> Released | None:

@@ -119,7 +119,7 @@ def test_rules_are_complete_and_ask_what_can_be_known() -> None:
 def test_a_name_without_an_entry() -> None:
     assert knob("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM").known((0, 31, 2))
     assert not knob("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM").known((0, 30))
-    with pytest.raises(UserError, match="did you mean '--block-size'"):
+    with pytest.raises(UserError, match='did you mean "--block-size"'):
         knob("--blok-size")
     with pytest.raises(UserError, match="have no VLLM_ATTENTION_BACKEND") as caught:
         knob("VLLM_ATTENTION_BACKEND")

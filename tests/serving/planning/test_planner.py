@@ -86,7 +86,7 @@ def test_a_flag_that_is_set_silences_its_opposite():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"--max-num-sqs": "4"}, "did you mean '--max-num-seqs'"),
+        ({"--max-num-sqs": "4"}, 'did you mean "--max-num-seqs"'),
         ({"--calculate-kv-scales": True}, "does not know --calculate-kv-scales"),
         ({"VLLM_ATTENTION_BACKEND": "ROCM_AITER_FA"}, "--attention-backend does its work there"),
         ({"numa_balancing": "0"}, "set on the machine"),

@@ -19,9 +19,8 @@ def test_a_profile_with_its_load():
     assert (busy.concurrency, busy.max_model_len, busy.for_throughput) == (256, 4096, True)
     assert profile("latency").concurrency == profiles()["latency"].concurrency
     assert not profile("streaming").for_throughput
-    with pytest.raises(UserError, match="unknown profile 'troughput'") as caught:
+    with pytest.raises(UserError, match=r"unknown profile 'troughput' \(did you mean \"throughput\"\?\)"):
         profile("troughput")
-    assert caught.value.hint == "did you mean 'throughput'?"
     with pytest.raises(UserError, match="concurrency is 0"):
         profile("latency", concurrency=0)
 

@@ -70,7 +70,7 @@ def test_a_cpu_has_knobs_of_its_own() -> None:
 def test_given_knobs_are_checked_against_the_table() -> None:
     (axis,) = given_axes([("--max-num-seqs", ("8", "16")), ("--max-num-seqs", ("16", "32"))], version="0.33.0")
     assert axis.values == ("8", "16", "32")
-    with pytest.raises(UserError, match=r"no knob '--max-num-seq' in the table \(did you mean '--max-num-seqs'\?\)"):
+    with pytest.raises(UserError, match=r"no knob '--max-num-seq' in the table \(did you mean \"--max-num-seqs\"\?\)"):
         given_axes([("--max-num-seq", ("8",))], version="0.33.0")
     with pytest.raises(UserError, match=r"vLLM 0\.19\.0 does not know it"):
         given_axes([("--numa-bind", ("on",))], version="0.19.0")

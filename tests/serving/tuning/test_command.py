@@ -89,8 +89,8 @@ def test_a_dry_run_starts_nothing_and_may_name_another_machine(
     ("arguments", "message"),
     [
         (("nothing",), "found 'nothing', expected a folder"),
-        (("model", "--knob", "--max-num-seq=3"), "did you mean '--max-num-seqs'?"),
-        (("model", "--knob", "max_num_seqs=3"), "did you mean '--max-num-seqs'?"),
+        (("model", "--knob", "--max-num-seq=3"), 'did you mean "--max-num-seqs"?'),
+        (("model", "--knob", "max_num_seqs=3"), 'did you mean "--max-num-seqs"?'),
         (("model", "--budget", "2"), "found the duration '2'"),
         (("model", "--target", "cpu", "--tunableop"), "nothing to tune"),
         (("model", "--target", "mi300x:8x2"), "a sweep starts its servers on this machine"),
