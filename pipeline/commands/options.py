@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-STORE_VARIABLE = "QUANTMINT_STORE"
-REMOTE_VARIABLE = "QUANTMINT_REMOTE_STORE"
-
 
 def _numbers(context: click.Context, parameter: click.Parameter, given: str) -> tuple[int, ...] | None:
     if given == "auto":
@@ -51,16 +48,16 @@ store_option = click.option(
     "--store",
     "store_path",
     type=click.Path(path_type=Path, file_okay=False),
-    default=lambda: Path(os.environ.get(STORE_VARIABLE, "store")),
-    help=f"Folder of finished stages (default: ${STORE_VARIABLE}, or ./store).",
+    default=lambda: Path(os.environ.get("QUANTMINT_STORE", "store")),
+    help="Folder of finished stages (default: $QUANTMINT_STORE, or ./store).",
 )
 remote_option = click.option(
     "--remote-store",
     "remote",
     metavar="URL",
-    envvar=REMOTE_VARIABLE,
-    help=f"s3://bucket/prefix, gs://, az://, file://: what was measured at another site is taken from there, what "
-    f"is measured here is sent there (default: ${REMOTE_VARIABLE}, or none).",
+    envvar="QUANTMINT_REMOTE_STORE",
+    help="s3://bucket/prefix, gs://, az://, file://: what was measured at another site is taken from there, what "
+    "is measured here is sent there (default: $QUANTMINT_REMOTE_STORE, or none).",
 )
 on_option = click.option(
     "--on",

@@ -189,9 +189,9 @@ def published_by(outcome: Outcome) -> Sequence[Published]:
 
 def report_page(outcome: Outcome, setting: Setting) -> Path | None:
     """The report's page: beside the checkpoint where readers get this very release from a folder, else in the store."""
+    from eval.report.model import PAGE
     from pipeline.publish.places import published_folder
     from pipeline.publish.release import EVIDENCE
-    from pipeline.stages.report import PAGE
 
     report = outcome.entry("report")
     if report is None:

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 from eval import prompts, record
 from eval.errors import MeasurementError
 from eval.report import flips
-from eval.report.model import CARD, JUNIT, LaunchPlan, Report, TaskFlips
-from eval.report.model import DATA as DATA
-from eval.report.model import PAGE as PAGE
+from eval.report.model import CARD, DATA, JUNIT, PAGE, LaunchPlan, Report, TaskFlips
 from eval.report.model import Stage as ShownStage
 from eval.verdict import Verdict
 from pipeline import __version__

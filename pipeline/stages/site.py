@@ -24,11 +24,11 @@ from eval.accuracy import margin_in_units
 from eval.comparison.model import Contender, read
 from eval.errors import MeasurementError
 from eval.records import Record
+from eval.report.model import DATA, PAGE
 from eval.report.numbers import unit_of
 from eval.report.page import environment
 from pipeline.base.errors import UserError
 from pipeline.stages.finished import of_run
-from pipeline.stages.report import DATA, PAGE
 from pipeline.store.disk import disk_errors, write_atomic
 from pipeline.store.locks import Lock
 from pipeline.store.runs import Run, list_runs
@@ -38,7 +38,6 @@ PAGE_DIGITS = 16
 OPEN = 8
 """Runs of a recipe that are shown at once; older ones can be opened."""
 INDEX, ROWS, REPORTS = "index.html", "index.json", "reports"
-SCHEMA = 1
 _PARTIAL = ".partial"
 
 
@@ -193,7 +192,7 @@ def build(output: Path, store: Store) -> Built:
                 if before is None or before.judged is None or row.judged is not None:
                     rows[run.id] = row
             ordered = tuple(sorted(rows.values(), key=lambda row: row.run, reverse=True))
-            data = {"schema": SCHEMA, "runs": [row.to_json() for row in ordered]}
+            data = {"schema": 1, "runs": [row.to_json() for row in ordered]}
             text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
             at_hand = {path.parent.name for path in (output / REPORTS).glob(f"*/{PAGE}")}
             for name, content in ((ROWS, text), (INDEX, render(ordered, at_hand))):
@@ -212,8 +211,7 @@ def _known(output: Path) -> Mapping[str, Row]:
             )
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        rows = [Row.from_json(row) for row in data["runs"]]
+        rows = [Row.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))["runs"]]
     except (MeasurementError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}", hint="without it, it is made anew from the store") from None
     return {row.run: row for row in rows}

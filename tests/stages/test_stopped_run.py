@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from eval.report.model import PAGE
 from eval.verdict import Verdict
 from pipeline.base.errors import UserError
 from pipeline.base.progress import PlainReporter
 from pipeline.stages import planning
 from pipeline.stages.preflight import require_means
-from pipeline.stages.report import PAGE
 from pipeline.stages.runner import run_plan
 from pipeline.stages.stage import Job
 
