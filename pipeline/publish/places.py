@@ -10,7 +10,6 @@ Nothing is asked of a place before its methods are called, and only what speaks 
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -45,11 +44,6 @@ def open_place(text: str) -> Place:
         return _repository(found.place.removeprefix(HUB_SCHEME))
     if url := _URL.fullmatch(text):
         return _bucket(url["base"], url["name"])
-    if text and os.path.lexists(path):
-        raise UserError(
-            f"{text} is there and was not published by quantmint: {releases / path.name} is missing",
-            hint=f"Name {_EXPECTED}.",
-        )
     known = releases.iterdir() if releases.is_dir() else ()
     near = did_you_mean(text, [str(Path(text).with_name(one.name)) for one in known])
     raise UserError(

@@ -40,10 +40,10 @@ def find(given: str, store: Store) -> Finished:
     if kind == "name":
         return _of_recipe(given, store)
     if kind == "file" and path.suffix == ".json":
-        return _beside(path, store)
+        return beside(path, store)
     found = next((file for file in (path / EVIDENCE / DATA, path / DATA) if file.is_file()), None)
     if found is not None:
-        return _beside(found, store)
+        return beside(found, store)
     if not path.exists():
         raise UserError(f"{given}: there is no such file or folder")
     raise UserError(
@@ -65,17 +65,12 @@ def of_run(run: Run, store: Store) -> Entry | None:
     return None if made is None else store.find("report", str(made))
 
 
-def of_entry(entry: Entry, store: Store) -> Finished:
-    """The files of a report in the store, with the gate's record that it was made from."""
-    return _beside(entry.file(DATA), store)
-
-
 def _of_recipe(name: str, store: Store) -> Finished:
     """The newest run of a recipe whose report the store still has."""
     runs = list_runs(store.root)
     found = next((entry for run in runs if run.recipe == name and (entry := of_run(run, store)) is not None), None)
     if found is not None:
-        return of_entry(found, store)
+        return beside(found.file(DATA), store)
     names = {run.recipe for run in runs}
     raise UserError(
         f"{name}: there is no such file or folder, and no report of such a recipe in {store.root}"
@@ -84,7 +79,9 @@ def _of_recipe(name: str, store: Store) -> Finished:
     )
 
 
-def _beside(report: Path, store: Store) -> Finished:
+def beside(report: Path, store: Store) -> Finished:
+    """The files of a judgement that lie beside its `report.json`, or that the store made that from."""
+
     def at_hand(name: str) -> Path | None:
         path = report.parent / name
         return path if path.is_file() else None

@@ -40,7 +40,7 @@ from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
 from pipeline.recipe.modules import assigned
 from pipeline.recipe.schema import Recipe, Speculative
 from pipeline.serving.environment import VllmEnvironment
-from pipeline.serving.knobs.table import table
+from pipeline.serving.knobs.table import knob, table
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.launch_request import KvDtype
@@ -272,12 +272,8 @@ def overrides_of(texts: Iterable[str]) -> dict[str, str | bool]:
     found: dict[str, str | bool] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        flag = f"--{name.replace('_', '-')}"
-        knob = next((spelling for spelling in (name, flag) if spelling in table()), None)
-        if knob is None:
-            near = did_you_mean(name, table()) or did_you_mean(flag, table())
-            raise UserError(f"--set: found {name!r}, which is no knob of the table{near}")
-        found[knob] = True if not equals or value == "true" else value != "false" and value
+        entry = table().get(f"--{name.replace('_', '-')}") or knob(name)
+        found[entry.name] = True if not equals or value == "true" else value != "false" and value
     return found
 
 

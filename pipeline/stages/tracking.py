@@ -24,8 +24,9 @@ import yaml
 from eval.comparison.model import Contender, from_report
 from eval.errors import MeasurementError
 from eval.gate import GateReport
+from eval.report.model import DATA
 from pipeline.base.errors import QuantmintError, UserError, first_line, redact
-from pipeline.stages.finished import Finished, of_entry
+from pipeline.stages.finished import Finished, beside
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -218,7 +219,7 @@ def log_run(setting: Setting, report: Entry, warn: Callable[[str], None]) -> str
     if tracking.mlflow is None:
         return None
     try:
-        return log(content_of(of_entry(report, setting.store)), tracking.mlflow, tracking.experiment).run_id
+        return log(content_of(beside(report.file(DATA), setting.store)), tracking.mlflow, tracking.experiment).run_id
     except QuantmintError as error:
         later = f"quantmint track {setting.recipe.name} --mlflow {tracking.mlflow}"
         warn(f"{error.message}; the run is not affected. To log it later: {later}")

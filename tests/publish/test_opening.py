@@ -67,7 +67,7 @@ def test_only_what_speaks_to_the_place_is_imported(text: str, named: str) -> Non
     ("text", "said"),
     [
         ("published/lama", r'nothing was published there \(did you mean "published/llama"\?\)'),
-        ("mine/stuff", "mine/stuff is there and was not published by quantmint"),
+        ("mine/stuff", "mine/stuff: nothing was published there"),
         ("llama", "llama: nothing was published there; expected a published folder"),
         ("a b/c", "nothing was published there"),
         ("", "nothing was published there"),

@@ -233,11 +233,9 @@ def _dataset(repo: str, revision: str) -> str:
 
 
 def places(recipe: Recipe, home: Path) -> Mapping[str, Callable[[], Released | None]]:
-    """How each place of a recipe is asked for its release, by its name, the nearest first.
+    """How each place of a recipe is asked for its release, by its name; None where nothing was ever published.
 
-    ``home`` is what a folder is relative to. Nothing is asked before a value is called: it returns None where nothing
-    was ever published, raises `DamagedError` or `ManifestError` for a release that cannot be read, and else whatever
-    the place's client does.
+    `DamagedError` and `ManifestError` are of a release that cannot be read.
     """
     return {
         place.address: partial(_newest_on_hub, place.repo) if isinstance(place, HubPlace) else partial(_newest, place)
