@@ -142,6 +142,13 @@ class GateReport(Record):
         """Why the verdict is what it is: the reasons of the findings that have it."""
         return tuple(finding.reason for finding in self.findings if finding.verdict is self.verdict)
 
+    @property
+    def unmeasured_speed(self) -> str | None:
+        """That there are no figures of speed, in a sentence; None where there are some."""
+        if self.throughput:
+            return None
+        return f"Throughput was not measured{': nothing is promised of it' if self.policy.min_ratio is None else ''}."
+
     def verdict_of(self, kind: Kind, subject: str | None = None) -> Verdict | None:
         """Verdict of one kind of check, or of one subject in it; None where nothing of it was judged."""
         found = [f.verdict for f in self.findings if f.kind == kind and subject in (None, f.subject)]

@@ -161,8 +161,8 @@ def limits(gate: GateReport) -> list[str]:
         found.append(
             "Accuracy was measured on the tasks above and in their language and format; it says nothing of others."
         )
-    if not gate.throughput:
-        found.append("Throughput was not measured.")
+    if gate.unmeasured_speed is not None:
+        found.append(gate.unmeasured_speed)
     shown = [plain(result.task) for result in gate.accuracy if result.task not in gate.policy.margins]
     if shown:
         found.append(f"Shown, but not decided by: {', '.join(shown)}.")

@@ -147,6 +147,8 @@ def print_judgement(
         _print_accuracy(console, report.accuracy)
     if report.throughput:
         _print_throughput(console, report.throughput)
+    if report.unmeasured_speed is not None:
+        click.echo(report.unmeasured_speed)
 
 
 def _print_accuracy(console: Console, results: Sequence[Accuracy]) -> None:

@@ -10,7 +10,7 @@ refresh: {schedule: 0 3 * * 6}
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -124,6 +124,9 @@ class CanaryGate(Section):
     )
 
 
+_LAUNCHES = 4
+
+
 class ThroughputGate(Section):
     """How fast the checkpoint must be, on the target's hardware."""
 
@@ -131,16 +134,23 @@ class ThroughputGate(Section):
         default=1.0,
         gt=0,
         description="Least ratio of the candidate's output tokens/s to the 16-bit baseline's. Above 1: this gain and a "
-        "significant one. Up to 1: no slower than this, shown by an equivalence test. null: shown only.",
+        "significant one. Up to 1: no slower than this, shown by an equivalence test. null: nothing is promised.",
     )
     launches: int = Field(
-        default=4,
-        ge=1,
+        default=_LAUNCHES,
+        ge=0,
         le=20,
         description="Fresh launches of the server on each side, in the order ABBA BAAB. Three are the fewest that an "
-        "exact test can decide by at 95 %.",
+        "exact test can decide by at 95 %. Where nothing is promised, as many as are asked for are made and shown, and "
+        "by default none: throughput is not measured.",
     )
     confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of the exact one-sided rank test.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _measured_where_promised(cls, data: Any) -> Any:
+        unasked = isinstance(data, dict) and data.get("min_ratio", "") is None
+        return {"launches": 0, **data} if unasked else data
 
 
 class Gate(Section):
@@ -165,7 +175,7 @@ class Gate(Section):
             baseline_tolerance=self.accuracy.baseline_tolerance,
             canary=CanaryPolicy(self.canary.min_agreement, self.canary.max_kl),
             min_ratio=self.throughput.min_ratio,
-            launches=self.throughput.launches,
+            launches=self.throughput.launches or _LAUNCHES,  # nothing is promised: no judgement reads it
             throughput_confidence=self.throughput.confidence,
             hardware=hardware,
             **({} if rate is None else {"expected_flip_rate": rate}),

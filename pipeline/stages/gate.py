@@ -37,8 +37,8 @@ def asks_twice(setting: Setting) -> bool:
 
 
 def has_throughput(setting: Setting) -> bool:
-    """Whether what answers is the server whose speed matters."""
-    return setting.recipe.evaluation.runtime == "vllm"
+    """Whether speed is asked for, by a promise or by launches, and what answers is the server whose speed matters."""
+    return setting.recipe.evaluation.runtime == "vllm" and setting.recipe.gate.throughput.launches > 0
 
 
 def measured_inputs(setting: Setting, *, stopped: bool = False) -> dict[str, str]:

@@ -69,6 +69,7 @@ def test_the_first_screen(quantmint: Quantmint, write_gate: WriteGate, tmp_path:
     assert [(word, kind) for word, kind, _ in findings[:2]] == [("FAIL", "accuracy:"), ("PASS", "canary:")]
     row = next(line for line in lines if line.split()[:2] == ["t", "2,000"])
     assert [cell.strip() for cell in row.split("  ") if cell.strip()][2:5] == [percent(1.0, 2), percent(0.9, 2), POINTS]
+    assert lines[-1] == "Throughput was not measured: nothing is promised of it."
 
 
 def test_the_numbers_are_believed_and_not_the_word(quantmint: Quantmint, write_gate: WriteGate, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from eval.record import rejudge
 from eval.verdict import Verdict
 from pipeline.base.errors import InspectionError
 from pipeline.base.progress import PlainReporter
+from pipeline.recipe.load import load_recipe
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
@@ -109,8 +110,16 @@ def test_the_published_folder_is_complete_and_can_be_judged_again(finished: Fini
     assert verified.returncode == 0, verified.stdout
 
 
-def test_each_side_was_launched_anew_and_says_what_it_ran_on(finished: Finished) -> None:
-    (entry,) = finished.project.store.glob("bench/*/launches.json")
+def test_speed_is_measured_where_it_is_asked_for_and_says_what_it_ran_on(finished: Finished) -> None:
+    """The embedded recipe promises none. Each side is launched anew; all that was measured before it is cached."""
+    project = finished.project
+    assert not list(project.store.glob("bench/*"))
+    recipe = load_recipe(RECIPE).path
+    (project.home / "speed.yaml").write_text(f"name: speed\nextends: {recipe}\ngate: {{throughput: {{launches: 1}}}}\n")
+    done = project.run("run", "speed.yaml", "--until", "bench", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [stage["stage"] for stage in json.loads(done.stdout)["stages"] if not stage["cached"]] == ["bench"]
+    (entry,) = project.store.glob("bench/*/launches.json")
     before, after = read_launches(entry.parent)
     assert (before.side, after.side) == ("baseline", "candidate")
     assert (after.kv_cache_dtype or "").startswith("fp8") == FP8_CACHE

@@ -43,7 +43,7 @@ def test_more_looks_need_more_items(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launches", "confidence", "fewest"), [(2, 0.95, 3), (3, 0.95, None), (4, 0.99, 5), (5, 0.99, None)]
+    ("launches", "confidence", "fewest"), [(0, 0.95, 3), (2, 0.95, 3), (3, 0.95, None), (4, 0.99, 5), (5, 0.99, None)]
 )
 def test_launches_that_no_test_can_decide_by(load: Load, launches: int, confidence: float, fewest: int | None) -> None:
     loaded = load(TEXT + f"gate: {{throughput: {{launches: {launches}, confidence: {confidence}}}}}\n")

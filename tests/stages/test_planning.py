@@ -62,7 +62,11 @@ def test_the_order(setting: Setting) -> None:
 
 
 def test_a_recipe_can_leave_stages_out(setting: Setting) -> None:
-    edit(setting, "gate: {", "gate: {throughput: {min_ratio: null}, ")
+    unpromised = edit(setting, "gate: {", "gate: {throughput: {min_ratio: null}, ")
+    assert changed(setting, unpromised) == {"bench"} | JUDGED
+    assert "bench" not in {planned.key for planned in build_plan(unpromised)}
+    shown = edit(setting, "min_ratio: null", "min_ratio: null, launches: 4")
+    assert changed(setting, shown) == JUDGED
     without = edit(setting, "concurrency: 8", "concurrency: 8, control: null, runtime: reference")
     assert {planned.key for planned in build_plan(without)} == EVERYTHING - {"control", "bench"}
 

@@ -52,7 +52,7 @@ def test_every_variant_is_whole(variant: str) -> None:
 
 
 def test_what_was_not_measured_is_said() -> None:
-    assert "Throughput was not measured." in markdown.render(made.by_reference())
+    assert "Throughput was not measured: nothing is promised of it." in markdown.render(made.by_reference())
     stopped = markdown.render(made.stopped())
     assert "### Accuracy" not in stopped
     assert "- FAIL: No finite log probability" in stopped

@@ -95,6 +95,7 @@ def test_the_reference_runtime_is_named_and_shows_no_throughput() -> None:
     assert sections(text) == [name for name in SECTIONS if name not in ("throughput", "kv")]
     assert "<b>transformers 5.17.0, dequantized weights, simulated MXFP4 activations</b>" in text
     assert "KV cache tokens" not in text
+    assert "Throughput was not measured: nothing is promised of it." in text
 
 
 def test_the_runtime_is_named_as_its_makers_do() -> None:

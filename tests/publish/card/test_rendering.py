@@ -150,7 +150,7 @@ def test_figures_from_elsewhere_are_said_before_they_are_read() -> None:
     assert text.index("> **Before you read the figures.** Both sides were answered by the reference") < text.index(
         "| Size"
     )
-    assert "Throughput was not measured." in section(text, "Limits")
+    assert "Throughput was not measured: nothing is promised of it." in section(text, "Limits")
     assert "\n## Throughput" not in text
     assert "The commands for AMD Instinct MI300X and AMD Instinct MI355X are planned" in section(text, "Limits")
 
