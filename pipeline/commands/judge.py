@@ -235,9 +235,9 @@ def verify_release(
         public_fingerprint(key)  # before a large model is fetched
     progress = reporter_for(json=as_json)
     try:
-        with opened(subject, remote=remote, progress=progress) as found:
+        with opened(subject, remote=remote, progress=progress) as (folder, vouched, tag):
             trust = Trust(key, identity, issuer, unsigned)
-            checks = verify(found.folder, trust, progress, vouched=found.vouched, tag=found.tag)
+            checks = verify(folder, trust, progress, vouched=vouched, tag=tag)
     except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
         checks = (fails("digests", error.message, "it was not fetched; nothing else was checked"),)
     if as_json:

@@ -10,7 +10,6 @@ import struct
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,33 +26,22 @@ if TYPE_CHECKING:
     from pipeline.publish.place import Place
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A release's files, and the ``tag`` that was asked for, which carries the start of its identity.
-
-    ``vouched`` are SHA-256 of those files whose bytes were not fetched, by the word of the place.
-    """
-
-    folder: Path
-    vouched: Mapping[str, str] = field(default_factory=dict)
-    tag: str | None = None
-
-
 @contextmanager
-def opened(subject: str, *, remote: bool, progress: Progress) -> Iterator[Found]:
-    """Find what a person named: a folder, or a folder, repository or bucket of releases, each also as PLACE@TAG.
+def opened(subject: str, *, remote: bool, progress: Progress) -> Iterator[tuple[Path, Mapping[str, str], str | None]]:
+    """What a person named: a folder, or PLACE or PLACE@TAG of releases, which may be a repository or a bucket.
 
-    Raises `UserError` for a place that does not exist.
+    The release's folder, the SHA-256 of files there whose bytes were not fetched, by the word of the place, and the tag
+    that was asked for. Raises `UserError` for a place that does not exist.
     """
     named = classify(subject)
     if remote:
         with looked_at(open_place(named.place), named.revision, progress) as (folder, vouched):
-            yield Found(folder, vouched, named.revision)
+            yield folder, vouched, named.revision
     elif named.kind == "folder" and named.revision is None:
-        yield Found(Path(subject))
+        yield Path(subject), {}, None
     else:
         place = open_place(named.place)
-        yield Found(place.fetch(None, tag=named.revision, progress=progress), tag=named.revision)
+        yield place.fetch(None, tag=named.revision, progress=progress), {}, named.revision
 
 
 def record_of(subject: str, progress: Progress) -> Path | None:
