@@ -36,8 +36,8 @@ def stages_of(setting: Setting) -> tuple[Stage, ...]:
     The baseline comes first, because everything about the candidate is held against it: the canary's answers, and a
     sequential evaluation that stops as soon as the two are told apart. What concerns the baseline alone has nothing of
     the candidate in its fingerprint, so all recipes of a model share it. The canary comes before whatever takes long.
-    Servers are started in the order B, C, B, C, one at a time, as there may be no room for two; where the baseline is
-    known already, only the candidate's is.
+    Servers are started in the order B, C, B, C, one at a time, as there may be no room for two; a CPU that has the room
+    keeps both. Where the baseline is known already, only the candidate's is started.
     """
     return (
         *_until_canary(setting),

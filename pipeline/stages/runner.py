@@ -21,7 +21,9 @@ from pipeline.base.progress import Reporter
 from pipeline.base.transience import is_transient
 from pipeline.stages.planning import after_stop, find_entry, stopped_by
 from pipeline.stages.quantize import reasons_of
+from pipeline.stages.serve import ServeStage, launch_plan
 from pipeline.stages.servers import Servers
+from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Planned, Setting
 from pipeline.store.entries import Entry
 from pipeline.store.runs import RunLog
@@ -90,6 +92,7 @@ def run_plan(
                     if planned.key == RELEASING[-1]:
                         reporter.say(f"not published: the verdict is {verdict.value if verdict else 'missing'}")
                     continue
+                run.expect(left)
                 step = run.step(planned, len(steps) + 1, len(steps) + 1 + len(left))
                 steps.append(step)
                 _stop_if_unsound(step)
@@ -150,6 +153,14 @@ class _Run:
             setting.remote.send(entry, self._inputs(planned), reporter)
         self.entries[planned.key] = entry
         return Step(planned, entry, cached, seconds)
+
+    def expect(self, left: Sequence[Planned]) -> None:
+        """Say which side's server comes next, once there is what it serves."""
+        for planned in left:
+            stage, model = planned.stage, self.entries.get(planned.inputs.get("model", ""))
+            if isinstance(stage, ServeStage) and model is not None and find_entry(planned, self.setting) is None:
+                self.servers.expect(stage.side, launch_plan(self.setting, stage.side, model_folder(model)))
+                return
 
     def _inputs(self, planned: Planned) -> dict[str, Entry]:
         return {name: self.entries[key] for name, key in planned.inputs.items()}

@@ -1,16 +1,19 @@
-"""The servers of a run: one at a time, kept while stages ask the same one, always stopped."""
+"""The servers of a run: kept while stages ask the same one, beside each other where there is room, always stopped."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from calibration.room import free_bytes
 from eval.suites import TASKS_FOLDER
 from pipeline.base.errors import UserError
+from pipeline.base.hardware import hardware
 from pipeline.base.processes import Conversation, conversation
 from pipeline.base.progress import Progress
 from pipeline.quantize.device import give_back_memory
@@ -30,17 +33,23 @@ STARTUP_TIMEOUT = 3600.0
 """Seconds that a server may take to load; a 405B model from a network disk takes most of it."""
 
 
+_PROGRAM = 2 << 30
+"""Bytes that the two processes of a vLLM take beside its model and its cache."""
+
+
 class Servers:
     """Starts a server when a stage first needs it and stops it when another is needed or the run ends.
 
-    Two models side by side may not fit, and would share the machine that is being measured.
+    Two models side by side may not fit. Where they do, which is on a CPU with memory to spare, both sides start beside
+    each other, most of which each does on one core, and stay. What measures the machine has a `fresh` one to itself.
     """
 
     def __init__(self, setting: Setting, progress: Progress) -> None:
         self._setting = setting
         self._progress = progress
         self._running = ExitStack()
-        self._found: tuple[str, Server] | None = None
+        self._ready: dict[str, Callable[[], Server]] = {}
+        self._expected: tuple[str, LaunchPlan] | None = None
 
     def __enter__(self) -> Servers:
         return self
@@ -50,30 +59,47 @@ class Servers:
 
     def get(self, side: str, plan: LaunchPlan) -> Server:
         """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
-        if self._found is None or self._found[0] != side:
-            self.stop()
-            log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-{side}.log"
-            self._found = side, self._running.enter_context(self._launch(side, plan, log))
-        return self._found[1]
+        for name, launch in ((side, plan), *([] if self._expected is None else [self._expected])):
+            if name not in self._ready:
+                if self._ready and not self._both_fit(launch):
+                    if name != side:
+                        break
+                    self.stop()
+                log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-{name}.log"
+                self._ready[name] = cache(self._running.enter_context(self._launch(name, launch, log)))
+        self._expected = None
+        return self._ready[side]()
 
-    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
+    def expect(self, side: str, plan: LaunchPlan) -> None:
+        """A server that will be asked for soon: it is started beside the next one, where there is room for both."""
+        self._expected = side, plan
+
+    def _both_fit(self, plan: LaunchPlan) -> bool:
+        """Whether this launch fits beside the one that is there, which may not have taken its own share yet."""
+        if hardware(self._setting.recipe.target.hardware).kind != "cpu" or plan.memory is None:
+            return False
+        return 2 * (plan.memory.total + _PROGRAM) <= free_bytes("cpu")
+
+    @contextmanager
+    def fresh(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Server]:
         """A server that was started for this block and ends with it; what ran before is stopped.
 
         Its log is ``log``. Raises `ServingError` where it does not start.
         """
         self.stop()
-        return self._launch(side, plan, log)
+        with self._launch(side, plan, log) as ready:
+            yield ready()
 
     @contextmanager
-    def _launch(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Server]:
+    def _launch(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Callable[[], Server]]:
         from pipeline.serving.running.launchers import LocalLauncher
 
         setting = self._setting
         log.parent.mkdir(parents=True, exist_ok=True)
         give_back_memory()
-        context: AbstractContextManager[Server]
+        context: AbstractContextManager[Callable[[], Server]]
         if setting.recipe.evaluation.runtime == "reference":
-            title, context = "the reference runtime", started_reference(setting, plan, log)
+            title, context = "the reference runtime", _at_once(started_reference(setting, plan, log))
         elif setting.vllm is None:
             raise UserError(
                 "no vLLM was found to serve with.",
@@ -85,16 +111,27 @@ class Servers:
             if several and setting.spread is not None:
                 setting.spread.release()  # its workers hold the GPUs
             title = f"vLLM {setting.vllm.version}"
-            context = launcher.launch(plan, log, startup_timeout=STARTUP_TIMEOUT)
+            context = launcher.starting(plan, log, startup_timeout=STARTUP_TIMEOUT)
         self._progress.say(f"starting {title} with the {side}, log in {log}")
-        with context as server:
-            self._progress.say(f"ready after {server.started_seconds:.0f} s at {server.base_url}")
-            yield server
+        with context as wait:
+
+            def ready() -> Server:
+                server = wait()
+                self._progress.say(f"ready after {server.started_seconds:.0f} s at {server.base_url}")
+                return server
+
+            yield ready
 
     def stop(self) -> None:
-        """Stop the server that runs, if one does."""
-        self._found = None
+        """Stop what runs."""
+        self._ready.clear()
         self._running.close()
+
+
+@contextmanager
+def _at_once(started: AbstractContextManager[Server]) -> Iterator[Callable[[], Server]]:
+    with started as server:
+        yield lambda: server
 
 
 @dataclass(frozen=True, slots=True)

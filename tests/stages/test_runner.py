@@ -170,7 +170,7 @@ class FakeLauncher:
     def __init__(self, executable: Path) -> None:
         self.executable = executable
 
-    def launch(self, plan: Any, log: Path, *, startup_timeout: float) -> FakeLauncher:
+    def starting(self, plan: Any, log: Path, *, startup_timeout: float) -> FakeLauncher:
         self.model = plan.served_model_name
         return self
 
@@ -181,7 +181,8 @@ class FakeLauncher:
             raise ServingError("it did not start")
         FakeLauncher.running.append(self.model)
         assert len(FakeLauncher.running) == 1, "two servers at once"
-        return SimpleNamespace(started_seconds=1.0, base_url="http://127.0.0.1:1")
+        server = SimpleNamespace(started_seconds=1.0, base_url="http://127.0.0.1:1")
+        return lambda: server
 
     def __exit__(self, *error: object) -> None:
         FakeLauncher.running.remove(self.model)

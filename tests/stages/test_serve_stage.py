@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from pipeline.serving.running.launchers import ClusterLauncher
 from pipeline.serving.running.log import scan_log
 from pipeline.serving.running.server import Server
 from pipeline.stages.planning import build_plan
-from pipeline.stages.serve import ServeStage, launch_plan, runtime_of
+from pipeline.stages.runner import _Run
+from pipeline.stages.serve import SIDES, ServeStage, launch_plan, runtime_of
 from pipeline.stages.servers import ReferenceServer, Servers
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Setting
@@ -41,11 +43,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
 
     @contextmanager
-    def launch(self: Any, plan: Any, log: Path, *, startup_timeout: float) -> Iterator[Server]:
+    def starting(self: Any, plan: Any, log: Path, *, startup_timeout: float) -> Iterator[Callable[[], Server]]:
         which = f"{type(self).__name__} {plan.option('--kv-cache-dtype') or 'auto'}"
         events.append(f"start {which}")
         log.write_text("")
-        yield Server("model", "http://127.0.0.1:1", log, 1.0)
+
+        def ready() -> Server:
+            events.append(f"ready {which}")
+            return Server("model", "http://127.0.0.1:1", log, 1.0)
+
+        yield ready
         events.append(f"stop {which}")
 
     @contextmanager
@@ -55,7 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         events.append(f"stop {argv[3]} {which}")
 
-    monkeypatch.setattr("pipeline.serving.running.launchers.LocalLauncher.launch", launch)
+    monkeypatch.setattr("pipeline.serving.running.launchers.LocalLauncher.starting", starting)
     monkeypatch.setattr("pipeline.stages.servers.conversation", talking)
     return events
 
@@ -71,6 +78,48 @@ def test_the_reference_runtime_needs_no_vllm(by_reference: Setting, launches: li
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("hardware", "free", "together"), [("cpu", 64, True), ("cpu", 4, False), ("mi300x", 512, False)]
+)
+def test_both_sides_are_there_where_a_cpu_has_room_for_them(
+    setting: Setting,
+    launches: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    hardware: str,
+    free: int,
+    together: bool,
+) -> None:
+    monkeypatch.setattr("pipeline.stages.servers.free_bytes", lambda device: free << 30)
+    target = setting.recipe.target.model_copy(update={"hardware": hardware})
+    loaded = replace(setting.loaded, recipe=setting.recipe.model_copy(update={"target": target}))
+    setting = replace(setting, loaded=loaded)
+    plans = {side: launch_plan(setting, side, Path("m")) for side in SIDES}
+    with Servers(setting, PlainReporter()) as servers:
+        servers.expect("candidate", plans["candidate"])
+        for side in ("baseline", "candidate", "baseline", "candidate"):
+            servers.get(side, plans[side])  # type: ignore[index]
+    auto, fp8 = "LocalLauncher auto", "LocalLauncher fp8"
+    if together:
+        started = [f"start {auto}", f"start {fp8}", f"ready {auto}", f"ready {fp8}"]
+        assert launches == [*started, f"stop {fp8}", f"stop {auto}"]
+    else:
+        turns = [auto, fp8] * 2
+        assert launches == [f"{event} {which}" for which in turns for event in ("start", "ready", "stop")]
+
+
+def test_the_server_that_comes_next_is_expected_as_soon_as_there_is_what_it_serves(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stages.runner.model_folder", Path)
+    said: list[tuple[str, str]] = []
+    servers = SimpleNamespace(expect=lambda side, plan: said.append((side, plan.model)))
+    plan = build_plan(setting)
+    after = [planned.key for planned in plan].index("serve-baseline") + 1
+    for entries in ({"source": "the source"}, {"source": "the source", "quantize": "the checkpoint"}):
+        _Run(setting, PlainReporter(), servers, (), entries).expect(plan[after:])  # type: ignore[arg-type]
+    assert said == [("candidate", "the checkpoint")]
+
+
 def test_a_fresh_server_is_nobody_else_s(setting: Setting, launches: list[str], tmp_path: Path) -> None:
     plan = launch_plan(setting, "baseline", Path("m"))
     with Servers(setting, PlainReporter()) as servers:
@@ -78,10 +127,11 @@ def test_a_fresh_server_is_nobody_else_s(setting: Setting, launches: list[str], 
         with servers.fresh("baseline", plan, tmp_path / "logs" / "fresh.log") as fresh:
             assert fresh is not kept
             assert fresh.log_path == tmp_path / "logs" / "fresh.log"
-            assert launches == ["start LocalLauncher auto", "stop LocalLauncher auto", "start LocalLauncher auto"]
-        assert launches[3:] == ["stop LocalLauncher auto"]
+            one = [f"{event} LocalLauncher auto" for event in ("start", "ready", "stop")]
+            assert launches == [*one, *one[:2]]
+        assert launches[5:] == one[2:]
         servers.get("baseline", plan)
-    assert launches[4:] == ["start LocalLauncher auto", "stop LocalLauncher auto"]
+    assert launches[6:] == one
 
 
 def test_what_answers_is_in_the_fingerprint(setting: Setting, by_reference: Setting) -> None:
@@ -155,11 +205,13 @@ def test_a_launch_over_nodes_is_the_clusters(setting: Setting, monkeypatch: pyte
             events.append("released")
 
     @contextmanager
-    def launch(self: ClusterLauncher, plan: LaunchPlan, log_path: Path, **_: object) -> Iterator[Server]:
+    def starting(
+        self: ClusterLauncher, plan: LaunchPlan, log_path: Path, **_: object
+    ) -> Iterator[Callable[[], Server]]:
         events.append(f"launched on {self.cluster}")
-        yield Server("m", "http://127.0.0.1:1", log_path, 0.0)
+        yield lambda: Server("m", "http://127.0.0.1:1", log_path, 0.0)
 
-    monkeypatch.setattr(ClusterLauncher, "launch", launch)
+    monkeypatch.setattr(ClusterLauncher, "starting", starting)
     plan = replace(launch_plan(setting, "baseline", Path("m")), layout=Layout(tensor=8, pipeline=2, nodes=2))
     with Servers(setting, PlainReporter()) as servers, pytest.raises(UserError, match=r"(?s)over 2 nodes.*--on ray"):
         servers.get("baseline", plan)

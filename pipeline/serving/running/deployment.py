@@ -104,6 +104,18 @@ def deployed(
     A server without a port gets a free one. Raises `ServingError` where one ends or does not answer within
     ``startup_timeout`` seconds, `UserError` where a port is not free.
     """
+    with starting(plan, processes, start, startup_timeout=startup_timeout, say=say) as ready:
+        yield ready()
+
+
+@contextmanager
+def starting(
+    plan: LaunchPlan, processes: Sequence[Process], start: Start, *, startup_timeout: float, say: Say
+) -> Iterator[Callable[[], Deployment]]:
+    """As `deployed`, for a block that has something to do meanwhile: what it is given waits until each server answers.
+
+    It is to be called once.
+    """
     members: list[Member] = []
     try:
         with ExitStack() as ports:
@@ -114,10 +126,15 @@ def deployed(
             began = time.monotonic()
             for process, port in zip(processes, held, strict=True):
                 members.append(Member(_title(process, processes), start(process, port), port))
-            servers = _ready(plan, members, began, startup_timeout, say)
-        if len(servers) > 1:
-            say(BALANCER)
-        yield Deployment(servers, members)
+
+            def ready() -> Deployment:
+                servers = _ready(plan, members, began, startup_timeout, say)
+                ports.close()
+                if len(servers) > 1:
+                    say(BALANCER)
+                return Deployment(servers, members)
+
+            yield ready
     finally:
         stop(member.child for member in members)
 

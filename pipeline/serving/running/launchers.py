@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from pipeline.serving.environment import VllmEnvironment, parse_version
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.docker import docker_run
 from pipeline.serving.render.invocation import image_of
-from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of, on_node, require_model
+from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of, on_node, require_model, starting
 from pipeline.serving.running.server import HOST, Server, fetch
 
 
@@ -50,14 +50,22 @@ class LocalLauncher:
         Raises ServingError, with the cause that the log names, when the server ends or does not answer within
         ``startup_timeout`` seconds; UserError when the model's folder is not there.
         """
+        with self.starting(plan, log_path, startup_timeout=startup_timeout) as ready:
+            yield ready()
+
+    @contextmanager
+    def starting(
+        self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0
+    ) -> Iterator[Callable[[], Server]]:
+        """As `launch`, for a block that has something to do until it calls, once, for the server that answers."""
         require_model(plan)
         process = Process(0, "server", 0, (), None, {}, plan.argv)
 
         def start(process: Process, port: int | None) -> Child:
             return self._start(plan, process, port, log_path)
 
-        with deployed(plan, [process], start, startup_timeout=startup_timeout, say=lambda _: None) as running:
-            yield running.servers[0]
+        with starting(plan, [process], start, startup_timeout=startup_timeout, say=lambda _: None) as ready:
+            yield lambda: ready().servers[0]
 
     @contextmanager
     def deploy(
