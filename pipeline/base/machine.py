@@ -15,12 +15,32 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 _TIMEOUT = 60
+
+
+def cores(root: Path = Path("/")) -> int:
+    """How many threads this process should compute with: what it is pinned to, its control group's quota, and
+    ``OMP_NUM_THREADS``, which ``--threads`` sets, whichever is least.
+    """
+    found = len(os.sched_getaffinity(0))
+    try:
+        group = (root / "proc/self/cgroup").read_text().strip().rpartition("::/")[2]
+        # In a container its own group is the root of what it sees.
+        folders = [root / "sys/fs/cgroup" / group, *(root / "sys/fs/cgroup" / group).parents]
+    except OSError:
+        folders = []
+    for folder in folders:
+        with suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            found = min(found, max(round(int(quota) / int(period)), 1))  # "max" is none
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return max(min(found, int(asked)), 1) if asked.isdigit() else found
 
 
 class Space(NamedTuple):

@@ -6,7 +6,6 @@ hashing, and the kernels where no GPU computes), the device, the link to it, and
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ import yaml
 
 from calibration.errors import CalibrationError
 from calibration.room import Mode, Need, decide, forward_bytes
+from pipeline.base.machine import cores
 from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
@@ -55,9 +55,9 @@ def machine_here(device: str) -> tuple[Machine, Origin]:
     import torch
 
     devices = resolve_devices(device)
-    cores = len(os.sched_getaffinity(0))
-    rates, origin = rates_for("cpu" if devices[0] == "cpu" else torch.cuda.get_device_name(devices[0]), cores)
-    return Machine(rates, cores, device_memory("cpu"), devices, device_memory(devices[0])), origin
+    count = cores()
+    rates, origin = rates_for("cpu" if devices[0] == "cpu" else torch.cuda.get_device_name(devices[0]), count)
+    return Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0])), origin
 
 
 _CACHED_SHARE = 0.5

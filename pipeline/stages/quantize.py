@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -10,10 +11,10 @@ from pipeline.base.machine import versions
 from pipeline.quantize.device import device_title, resolve_devices
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
 from pipeline.quantize.engines.stream.plan import plan_shards
-from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
-from pipeline.quantize.inspection.inspect import inspect_checkpoint
+from pipeline.quantize.inspection.inspect import Proof, inspect_checkpoint
 from pipeline.quantize.model.structure import Structure, read_structure, select
 from pipeline.recipe.schema import Quantization
 from pipeline.stages import by_library
@@ -92,7 +93,11 @@ class QuantizeStage(Stage):
         if spread is not None:
             spread.release()  # what follows may want the GPUs of this machine
         errors = {  # signal to noise in dB of the rows that were compared on the way, and elements that were clipped
-            module: {"sqnr_db": error.sqnr_db, "clipped": error.clipped, "compared": error.count}
+            module: {
+                "sqnr_db": error.sqnr_db if math.isfinite(error.sqnr_db) else None,
+                "clipped": error.clipped,
+                "compared": error.count,
+            }
             for module, error in sorted(written.errors.items())
         }
         write_json(job.path / ERRORS, errors)
@@ -170,6 +175,7 @@ class InspectStage(Stage):
                 source=source,
                 expected_scales=expected,
                 expected_bytes=tensor_bytes if isinstance(tensor_bytes, int) else None,
+                proof=_proof(job.inputs["quantize"]),
                 advance=advance,
             )
         write_json(job.path / INSPECTION, inspection.to_json())
@@ -180,6 +186,17 @@ class InspectStage(Stage):
             },
             summary=inspection.summary() if inspection.passed else f"{len(inspection.findings)} findings",
         )
+
+
+def _proof(entry: Entry) -> Proof | None:
+    """What our engine saw while it wrote; None for a library's checkpoint, which is read."""
+    path = entry.path / ERRORS
+    if not path.is_file():
+        return None
+    # Without any noise there is no ratio.
+    errors = {module: math.inf if error["sqnr_db"] is None else error["sqnr_db"]
+              for module, error in read_json(path).items()}  # fmt: skip
+    return Proof({name: fact.sha256 for name, fact in checkpoint_files(entry).items()}, errors)
 
 
 def reasons_of(entry: Entry) -> tuple[str, ...]:

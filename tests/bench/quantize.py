@@ -136,8 +136,7 @@ def _same_tensors(one: Path, other: Path) -> dict[str, Any]:
     """How many tensors of two checkpoints are the same, bit for bit, in whatever files."""
     import torch
 
-    from pipeline.quantize.formats.checkpoint import open_checkpoint
-    from pipeline.quantize.inspection.numbers import Reader
+    from pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
 
     left, right = open_checkpoint(one), open_checkpoint(other)
     read_left, read_right = Reader(left), Reader(right)

@@ -11,14 +11,19 @@ the tensors' bytes without holes. A file whose header promises anything else is 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import StageError, UserError
+
+if TYPE_CHECKING:
+    import torch
 
 ITEM_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -219,3 +224,85 @@ def _agree(folder: Path, placed: Mapping[str, str], tensors: Mapping[str, tuple[
         raise UserError(
             f"{folder / INDEX_NAME}: does not list {len(unlisted)} tensors that are there: {unlisted[0]!r}…"
         )
+
+
+_AHEAD = 64 << 20  # bytes that the kernel is asked to fetch before they are needed
+
+
+class Files:
+    """The files of a folder, opened when they are first read, for reads from any thread into buffers of one's own.
+
+    Nothing is mapped: pages of a map count as this process's memory, and are given to it 4 KiB at a time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+        self._lock = Lock()
+
+    def close(self) -> None:
+        """Close them all."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def read(self, shard: str, name: str, offset: int, into: memoryview) -> None:
+        """Fill a buffer from one place. Raises `StageError` naming file and tensor."""
+        path = self._folder / shard
+        try:
+            with self._lock:
+                if shard not in self._open:
+                    self._open[shard] = os.open(path, os.O_RDONLY)
+                descriptor = self._open[shard]
+            os.posix_fadvise(descriptor, offset + into.nbytes, _AHEAD, os.POSIX_FADV_WILLNEED)
+            while into.nbytes:
+                count = os.preadv(descriptor, [into], offset)
+                if not count:
+                    raise StageError(
+                        f"{path}: the file ends inside {name}; it was longer when its header was read.",
+                        hint="Restore the file and run the same command: finished files are kept.",
+                    )
+                offset += count
+                into = into[count:]
+        except OSError as error:
+            raise StageError(f"{path}: {name} cannot be read: {error.strerror}.") from error
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """PyTorch's dtype of a safetensors dtype of whole bytes."""
+    import torch
+
+    names = {"BOOL": "bool", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+             "F8_E8M0": "float8_e8m0fnu"}  # fmt: skip
+    kinds = {"U": "uint", "I": "int", "F": "float"}
+    found: torch.dtype = getattr(torch, names.get(dtype) or f"{kinds[dtype[0]]}{dtype[1:]}")
+    return found
+
+
+class Reader:
+    """Reads tensors of a checkpoint, or rows of them, from any thread."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._files = checkpoint, Files(checkpoint.folder)
+
+    def __del__(self) -> None:
+        self._files.close()
+
+    def info(self, name: str) -> TensorInfo:
+        """What its header says of a tensor."""
+        return self._checkpoint.tensors[name][1]
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """The tensor of that name, as it is stored."""
+        shape = self.info(name).shape
+        return self.rows(name, 0, shape[0] if shape else 1).view(shape)
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of a tensor, as they are stored; a single number is one row."""
+        import torch
+
+        shard, info = self._checkpoint.tensors[name]
+        width = info.nbytes // max(info.shape[0], 1) if info.shape else info.nbytes
+        raw = torch.empty((last - first) * width, dtype=torch.uint8)
+        self._files.read(shard, name, info.start + first * width, raw.numpy().data)
+        return raw.view(torch_dtype(info.dtype)).view(last - first, *info.shape[1:])

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from eval.report.model import KvScale, Size
 from eval.report.model import LayerError as ReportedError
+from pipeline.base.machine import cores
 from pipeline.quantize.engines.algorithms import Alters, recorded_alterations
-from pipeline.quantize.formats.checkpoint import Checkpoint, TensorInfo
-from pipeline.quantize.formats.layout import layout_of
+from pipeline.quantize.engines.stream.schedule import many_small_workers
+from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, TensorInfo
+from pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of
 from pipeline.quantize.inspection.findings import Finding, Inspection, LayerError, check_structure, expected_tensors
-from pipeline.quantize.inspection.numbers import Reader, check_copy, check_kv_scale, check_module
+from pipeline.quantize.inspection.numbers import check_copy, check_kv_scale, check_module
 from pipeline.quantize.model.structure import Structure
+from pipeline.store.disk import sha256_of
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is known from when a checkpoint was written: SHA-256 by file, SQNR in dB by quantized module."""
+
+    files: Mapping[str, str]
+    errors: Mapping[str, float]
 
 
 def inspect_checkpoint(
@@ -25,9 +38,10 @@ def inspect_checkpoint(
     expected_scales: Mapping[str, float | tuple[float, ...]] | None = None,
     expected_bytes: int | None = None,
     allow_unit_kv_scales: bool = False,
+    proof: Proof | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Inspection:
-    """Prove or disprove a quantized checkpoint.
+    """Prove or disprove a quantized checkpoint, on all cores and some rows at a time.
 
     What an algorithm that the checkpoint records did to the weights is taken into account: smoothed or rotated weights
     cannot be compared with their source, and are only proven to be numbers in the right places.
@@ -40,55 +54,67 @@ def inspect_checkpoint(
             tuple where there is one a head.
         expected_bytes: the size of all tensors that was predicted, bytes.
         allow_unit_kv_scales: accept KV scales of exactly 1.0, for a checkpoint that asks for them.
-        advance: told the bytes of each tensor that was checked.
+        proof: what was seen while the checkpoint was written. What lies in a file with the digest of then is not
+            measured again; of each tensor the first rows and all scales are read. A file with another digest is.
+        advance: told the bytes that were checked.
     """
     form = layout_of(checkpoint.config)
-    modules = [*structure.linear, *structure.kept]
-    claims = form.claims(checkpoint.config["quantization_config"], modules)
+    claims = form.claims(checkpoint.config["quantization_config"], [*structure.linear, *structure.kept])
     findings = list(check_structure(checkpoint, structure, claims))
     if not any(claims.schemes.values()) and not claims.unknown:
         findings.append(
             Finding("not quantized", str(checkpoint.folder), "the configuration quantizes no module at all")
         )
-    unsound = {finding.where for finding in findings}
-    read, read_source = Reader(checkpoint), None if source is None else Reader(source)
     expected = expected_tensors(checkpoint, structure, claims)
-    wanted = {name: found if isinstance(found, tuple) else (found,) for name, found in (expected_scales or {}).items()}
+    wanted = {n: found if isinstance(found, tuple) else (found,) for n, found in (expected_scales or {}).items()}
     alters = recorded_alterations(checkpoint)
     layers: list[LayerError] = []
-    for module, tensors in expected.items():
-        if unsound.isdisjoint(stored.name for stored in tensors):
-            name = f"{module}.weight"
-            original = read_source(name) if read_source is not None and source and name in source.tensors else None
-            for result in check_module(read, module, claims.schemes[module] or "", tensors, original, alters):
-                (findings if isinstance(result, Finding) else layers).append(result)  # type: ignore[arg-type]
-            for name in wanted.keys() & {stored.name for stored in tensors}:
-                value = float(read(name).float().reshape(()))
-                if value != wanted[name][0]:
-                    message = f"{value:g}; the calibrated range gives {wanted[name][0]:g}"
-                    findings.append(Finding("wrong scale", name, message))
-        advance(sum(stored.nbytes for stored in tensors))
-    scales: dict[str, float] = {}
-    cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
-    cached = [name for name in cached if claims.kv_cache and name in checkpoint.tensors]
-    for name in (name for name in cached if name not in unsound):
-        values: list[float] = read(name).float().reshape(-1).tolist()
-        scales |= {name: values[0]} if len(values) == 1 else {}
-        measured = wanted.get(name, (None,) * len(values))
-        if len(values) != len(measured):
-            findings.append(Finding("wrong shape", name, f"{len(values)} scales, calibration measured {len(measured)}"))
-            continue
-        for value, expected_value in zip(values, measured, strict=True):
-            findings += check_kv_scale(name, value, expected_value, allow_one=allow_unit_kv_scales)
-    quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(cached)
-    if source is not None:
-        findings += _compare_copies(checkpoint, source, quantized, expected, structure, alters, advance)
+    with many_small_workers(), ThreadPoolExecutor(cores(), "inspect") as pool:
+        unharmed: set[str] = set()
+        if proof is not None:
+            paths = [checkpoint.folder / shard for shard in checkpoint.shards]
+            for path, digest in zip(paths, pool.map(sha256_of, paths), strict=True):
+                if digest == proof.files.get(path.name):
+                    unharmed.add(path.name)
+                else:
+                    message = "its SHA-256 on the disk is not that of what was written"
+                    findings.append(Finding("harmed file", path.name, message))
+                advance(path.stat().st_size)
+        unsound = frozenset(finding.where for finding in findings)
+        look = _Look(checkpoint, source, expected, claims, wanted, alters, proof, unharmed, unsound)
+        for name, results in zip(expected, pool.map(look.module, expected), strict=True):
+            findings += [result for result in results if isinstance(result, Finding)]
+            layers += [result for result in results if isinstance(result, LayerError)]
+            advance(0 if proof is not None else sum(stored.nbytes for stored in expected[name]))
+        scales: dict[str, float] = {}
+        cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
+        cached = [name for name in cached if claims.kv_cache and name in checkpoint.tensors]
+        for name in (name for name in cached if name not in unsound):
+            values: list[float] = look.read(name).float().reshape(-1).tolist()
+            scales |= {name: values[0]} if len(values) == 1 else {}
+            measured = wanted.get(name, (None,) * len(values))
+            if len(values) != len(measured):
+                message = f"{len(values)} scales, calibration measured {len(measured)}"
+                findings.append(Finding("wrong shape", name, message))
+                continue
+            for value, expected_value in zip(values, measured, strict=True):
+                findings += check_kv_scale(name, value, expected_value, allow_one=allow_unit_kv_scales)
+        quantized = {stored.name for tensors in expected.values() for stored in tensors} | set(cached)
+        if source is not None:
+            untouched = _untouched(structure, alters)
+            taken = [name for name in source.tensors if not _quantized(name, expected)]
+            copies = pool.map(lambda name: look.copy(name, exact=untouched(source.tensors[name][1])), taken)
+            for name, found in zip(taken, copies, strict=True):
+                findings += found
+                advance(0 if proof is not None else source.tensors[name][1].nbytes)
+            for name in sorted(set(checkpoint.tensors) - set(source.tensors) - quantized):
+                # A head that shared the embedding's tensor has its own once the two differ.
+                own_head = name.endswith(".weight") and name.removesuffix(".weight") in structure.kept
+                if not own_head or untouched(checkpoint.tensors[name][1]):
+                    findings.append(Finding("undeclared", name, "the source has no such tensor"))
     if expected_bytes is not None and checkpoint.nbytes != expected_bytes:
-        findings.append(
-            Finding(
-                "size", str(checkpoint.folder), f"{checkpoint.nbytes:,} bytes of tensors, predicted {expected_bytes:,}"
-            )
-        )
+        message = f"{checkpoint.nbytes:,} bytes of tensors, predicted {expected_bytes:,}"
+        findings.append(Finding("size", str(checkpoint.folder), message))
     return Inspection(
         checkpoint_format=form.name,
         findings=tuple(findings),
@@ -100,17 +126,56 @@ def inspect_checkpoint(
     )
 
 
-def _compare_copies(
-    checkpoint: Checkpoint,
-    source: Checkpoint,
-    quantized: set[str],
-    expected: Collection[str],
-    structure: Structure,
-    alters: Alters,
-    advance: Callable[[int], None],
-) -> Iterator[Finding]:
-    """What a checkpoint takes over from its source is there, and bit for bit the same where nothing altered it."""
-    read, read_source = Reader(checkpoint), Reader(source)
+class _Look:
+    """What is looked at in any thread: one quantized module, or one tensor that was carried over."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        source: Checkpoint | None,
+        expected: Mapping[str, tuple[StoredTensor, ...]],
+        claims: Claims,
+        wanted: Mapping[str, tuple[float, ...]],
+        alters: Alters,
+        proof: Proof | None,
+        unharmed: Collection[str],
+        unsound: Collection[str],
+    ) -> None:
+        self._checkpoint, self._source = checkpoint, source
+        self.read, self._original = Reader(checkpoint), None if source is None else Reader(source)
+        self._expected, self._claims, self._wanted, self._alters = expected, claims, wanted, alters
+        self._proof, self._unharmed, self._unsound = proof, unharmed, unsound
+
+    def module(self, module: str) -> list[Finding | LayerError]:
+        tensors = self._expected[module]
+        if any(stored.name in self._unsound for stored in tensors):
+            return []
+        proven = self._proof.errors.get(module) if self._proof is not None else None
+        if not all(self._checkpoint.tensors[stored.name][0] in self._unharmed for stored in tensors):
+            proven = None
+        original = self._original if self._source is not None and f"{module}.weight" in self._source.tensors else None
+        scheme = self._claims.schemes[module] or ""
+        results = list(check_module(self.read, module, scheme, tensors, original, self._alters, proven))
+        for name in self._wanted.keys() & {stored.name for stored in tensors}:
+            value, wanted = float(self.read(name).float().reshape(())), self._wanted[name][0]
+            if value != wanted:
+                results.append(Finding("wrong scale", name, f"{value:g}; the calibrated range gives {wanted:g}"))
+        return results
+
+    def copy(self, name: str, *, exact: bool) -> list[Finding]:
+        if self._original is None or name not in self._checkpoint.tensors:
+            return [Finding("missing", name, "the source has it, the checkpoint does not")]
+        proven = self._checkpoint.tensors[name][0] in self._unharmed
+        return list(check_copy(name, self.read, self._original, exact=exact, proven=proven))
+
+
+def _quantized(name: str, expected: Collection[str]) -> bool:
+    module, _, role = name.rpartition(".")
+    return role == "weight" and module in expected
+
+
+def _untouched(structure: Structure, alters: Alters) -> Callable[[TensorInfo], bool]:
+    """Whether a tensor that is carried over is the source's bit for bit, whatever an algorithm did to others."""
     multiplied = {*structure.linear, *structure.kept}
 
     def untouched(info: TensorInfo) -> bool:
@@ -118,20 +183,7 @@ def _compare_copies(
             return len(info.shape) > 1 and info.name.rpartition(".")[0] not in multiplied
         return alters != "everything"
 
-    for name, (_, info) in source.tensors.items():
-        module, _, role = name.rpartition(".")
-        if role == "weight" and module in expected:
-            continue
-        if name not in checkpoint.tensors:
-            yield Finding("missing", name, "the source has it, the checkpoint does not")
-        else:
-            yield from check_copy(name, read(name), read_source(name), exact=untouched(info))
-            advance(info.nbytes)
-    for name in sorted(set(checkpoint.tensors) - set(source.tensors) - quantized):
-        # A head that shared the embedding's tensor has its own once the two differ.
-        own_head = name.endswith(".weight") and name.removesuffix(".weight") in structure.kept
-        if not own_head or untouched(checkpoint.tensors[name][1]):
-            yield Finding("undeclared", name, "the source has no such tensor")
+    return untouched
 
 
 def _bytes_by_part(checkpoint: Checkpoint, quantized: set[str]) -> dict[str, int]:

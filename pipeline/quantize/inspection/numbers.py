@@ -1,14 +1,19 @@
-"""What stored numbers are: weights back in float32, by scheme (the definition of each format), and their checks."""
+"""What stored numbers are: weights back in float32, by scheme (the definition of each format), and their checks.
+
+Weights are checked some rows at a time, so that a check takes the memory of a piece and not of a weight.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING
 
 from pipeline.base.schemes import scheme as row_of
-from pipeline.quantize.formats.checkpoint import Checkpoint
+from pipeline.quantize.formats.checkpoint import Reader
 from pipeline.quantize.inspection.findings import Finding, LayerError
 
 if TYPE_CHECKING:
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
 
 # Bits of exponent and of mantissa of the OCP Microscaling 1.0 elements, which have no infinity and no NaN.
 _MINIFLOATS = {"e2m1": (2, 1), "e2m3": (2, 3), "e3m2": (3, 2)}
+_BLOCK = 128  # rows and columns of a block of fp8_block
 _NIBBLES_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ's order puts the outputs 0 to 7 of a word
 
 
@@ -37,17 +43,44 @@ def dequantize(scheme: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         numbers, scale = (_words(stored), scale) if "weight_packed" in parts else (_transposed_words(stored), scale.t())
         return numbers * scale.float().repeat_interleave(128, dim=1)
     if row.scale == "e8m0":
-        table = None if row.dtype == "e4m3" else _minifloats(row.dtype, stored.device)
-        values = stored.float() if table is None else table[_codes(row.bits, stored).int()]
+        values = _elements(row.dtype, row.bits, stored)
         # ldexp and not exp2: the latter is not exact for every integer everywhere.
         exponents = scale.int() - 127
         powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
         return values * powers.masked_fill(scale == 255, torch.nan).repeat_interleave(32, dim=1)
-    weight, scale = stored.float(), scale.float()
+    weight = _elements(row.dtype, row.bits, stored)
+    scale = scale.float()
     if row.granularity == "block":
         rows, columns = weight.shape
         return weight * scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
     return weight * (scale.reshape(-1, 1) if scale.numel() == weight.shape[0] else scale.reshape(()))
+
+
+def _elements(dtype: str, bits: int, stored: torch.Tensor) -> torch.Tensor:
+    """[O, I] in float32 of stored elements; by a table of all bytes where a processor has no instruction for them."""
+    import torch
+
+    if dtype in _MINIFLOATS and bits == 6:
+        low, middle, high = stored.int().reshape(stored.shape[0], -1, 3).unbind(-1)
+        word = low | (middle << 8) | (high << 16)
+        return _minifloats(dtype, stored.device)[
+            torch.stack([(word >> shift) & 63 for shift in (0, 6, 12, 18)], dim=-1).flatten(1)
+        ]
+    if stored.dtype in (torch.float8_e4m3fn, torch.uint8):
+        found = _of_bytes(dtype, stored.device).index_select(0, stored.view(torch.uint8).reshape(-1).int())
+        return found.view(stored.shape[0], -1)
+    return stored.float()
+
+
+@cache
+def _of_bytes(dtype: str, device: torch.device) -> torch.Tensor:
+    """What each byte holds: [256] in float32, or [256, 2] of two elements of 4 bit, the first in the lowest bits."""
+    import torch
+
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    if dtype not in _MINIFLOATS:
+        return codes.view(torch.float8_e4m3fn).float()
+    return _minifloats(dtype, device)[torch.stack((codes & 15, codes >> 4), dim=-1).int()]
 
 
 @cache
@@ -63,17 +96,6 @@ def _minifloats(dtype: str, device: torch.device) -> torch.Tensor:
         fraction = mantissa / 2**mantissa_bits
         values.append(fraction * 2 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2 ** (exponent - bias))
     return torch.tensor([*values, *(-value for value in values)], device=device)
-
-
-def _codes(bits: int, packed: torch.Tensor) -> torch.Tensor:
-    """[O, I] codes from bytes: two of 4 bit in one, or four of 6 bit in three, the first in the lowest bits."""
-    import torch
-
-    if bits == 4:
-        return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-    low, middle, high = packed.int().reshape(packed.shape[0], -1, 3).unbind(-1)
-    word = low | (middle << 8) | (high << 16)
-    return torch.stack([(word >> shift) & 63 for shift in (0, 6, 12, 18)], dim=-1).flatten(1)
 
 
 def _words(packed: torch.Tensor) -> torch.Tensor:
@@ -92,13 +114,38 @@ def _transposed_words(packed: torch.Tensor) -> torch.Tensor:
     return ((nibbles ^ 8) - 8).float().t()
 
 
-def sqnr_db(source: torch.Tensor, restored: torch.Tensor) -> float:
-    """10 log10(sum w^2 / sum (w - q)^2), dB; infinite for an exact copy, NaN where a weight is."""
-    signal = source.double().square().sum().item()
-    noise = (source.double() - restored.double()).square().sum().item()
-    if math.isnan(noise):
-        return math.nan
-    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Sums over the compared elements: squares of the weight and of its error, how many were clipped, how many."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    clipped: int = 0
+    count: int = 0
+
+    def __add__(self, other: Error) -> Error:
+        return Error(
+            self.signal + other.signal,
+            self.noise + other.noise,
+            self.clipped + other.clipped,
+            self.count + other.count,
+        )
+
+    @property
+    def sqnr_db(self) -> float:
+        """10 log10(sum w^2 / sum (w - q)^2), dB; infinite for an exact copy, NaN where a weight is."""
+        if math.isnan(self.noise):
+            return math.nan
+        if self.noise == 0:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+
+def compare(source: torch.Tensor, restored: torch.Tensor) -> Error:
+    """The error of some rows, summed in float32 over a row and in float64 over rows."""
+    wanted = source.float()
+    sums = [each.square().sum(dim=-1).double().sum() for each in (wanted, wanted - restored)]
+    return Error(float(sums[0]), float(sums[1]), count=source.numel())
 
 
 # Rounding alone gives about 31.5 dB for e4m3, 31 for e2m3, 25.5 for e3m2 and 18 for e2m1, little dependent on the
@@ -113,22 +160,8 @@ SQNR_FLOOR_DB: Mapping[str, float] = {
 _COMPENSATED_DB, _LEAST_DB = 10.0, 1.0
 
 
-class Reader:
-    """Reads single tensors of a checkpoint; its files stay mapped, nothing is cached."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._open: dict[str, object] = {}
-
-    def __call__(self, name: str) -> torch.Tensor:
-        """The tensor of that name, as it is stored."""
-        from safetensors import safe_open
-
-        shard = self._checkpoint.tensors[name][0]
-        if shard not in self._open:
-            self._open[shard] = safe_open(self._checkpoint.folder / shard, framework="pt")
-        tensor: torch.Tensor = self._open[shard].get_tensor(name)  # type: ignore[attr-defined]
-        return tensor
+_PIECE = 1 << 20
+"""Elements that are looked at together: what a core's cache holds of them and of what is computed from them."""
 
 
 def check_module(
@@ -136,14 +169,18 @@ def check_module(
     module: str,
     scheme: str,
     tensors: tuple[StoredTensor, ...],
-    source: torch.Tensor | None,
+    source: Reader | None,
     alters: Alters = "nothing",
+    proven: float | None = None,
 ) -> Iterator[Finding | LayerError]:
-    """Check one quantized module's stored numbers, against its 16-bit weight where that is at hand.
+    """Check one quantized module's stored numbers, against its 16-bit weight where there is a ``source`` with it.
 
-    ``alters`` is what an algorithm did to the weights beside rounding them to the nearest.
+    ``alters`` is what an algorithm did to the weights beside rounding them to the nearest. ``proven`` is the SQNR in dB
+    that was measured while files were written that are known to be unharmed: then only the first rows are read again,
+    to prove that they lie where the header says.
     """
-    parts = {stored.role: read(stored.name) for stored in tensors}
+    weight = next(stored for stored in tensors if stored.role in ("weight", "weight_packed"))
+    parts = {stored.role: read(stored.name) for stored in tensors if stored is not weight}
     for stored in tensors:
         if stored.role.endswith("_scale") and stored.dtype != "U8":
             # AutoRound turns the sign of a group whose largest number fits the side of -8 better than that of 7.
@@ -153,25 +190,53 @@ def check_module(
             yield Finding("not finite", stored.name, "an E8M0 scale is 255, which is NaN")
         elif stored.role.endswith("_zero_point") and bool(parts[stored.role].any()):
             yield Finding("wrong zero point", stored.name, "it is not zero, which symmetric numbers have")
-    restored = dequantize(scheme, parts)
-    if "weight_shape" in parts and parts["weight_shape"].tolist() != list(restored.shape):
-        found = parts["weight_shape"].tolist()
-        yield Finding("wrong shape", f"{module}.weight_shape", f"it says {found}, expected {list(restored.shape)}")
-    broken = int((~restored.isfinite()).sum())
+    comparable = source is not None and alters in ("nothing", "rounding")
+    error, broken, shape = Error(), 0, [0, 0]
+    for first, last in _pieces(scheme, weight):
+        rows = {role: _rows(part, scheme, weight, first, last) for role, part in parts.items()}
+        restored = dequantize(scheme, {**rows, weight.role: read.rows(weight.name, first, last)})
+        shape = [shape[0] + restored.shape[0], restored.shape[1]]
+        if comparable and source is not None:
+            found = compare(source.rows(f"{module}.weight", shape[0] - restored.shape[0], shape[0]), restored)
+            error += found
+        if not comparable or not math.isfinite(error.noise):
+            broken += int((~restored.isfinite()).sum())
+        if proven is not None and not broken:
+            break
+    if proven is None and "weight_shape" in parts and parts["weight_shape"].tolist() != shape:
+        stored_shape = parts["weight_shape"].tolist()
+        yield Finding("wrong shape", f"{module}.weight_shape", f"it says {stored_shape}, expected {shape}")
     if broken:
-        yield Finding("not finite", f"{module}.weight", f"{broken} of {restored.numel()} values are NaN or Inf")
-    elif source is not None and alters in ("nothing", "rounding"):
-        error = sqnr_db(source, restored)
-        yield LayerError(module, scheme, error)
-        floor = SQNR_FLOOR_DB[scheme]
-        if alters == "rounding":
-            floor = max(floor - _COMPENSATED_DB, _LEAST_DB)
-        if not error >= floor:
-            yield Finding(
-                "error too large",
-                module,
-                f"SQNR {error:.1f} dB against its source, rounding to {scheme} keeps {floor:g}",
-            )
+        yield Finding("not finite", f"{module}.weight", f"{broken} of {prod(shape)} values are NaN or Inf")
+        return
+    if not comparable and proven is None:
+        return
+    floor = SQNR_FLOOR_DB[scheme]
+    if alters == "rounding":
+        floor = max(floor - _COMPENSATED_DB, _LEAST_DB)
+    here = error.sqnr_db if comparable else math.inf
+    sqnr = here if proven is None or not here >= floor else proven
+    yield LayerError(module, scheme, sqnr)
+    if not sqnr >= floor:
+        message = f"SQNR {sqnr:.1f} dB against its source, rounding to {scheme} keeps {floor:g}"
+        yield Finding("error too large", module, message)
+
+
+def _pieces(scheme: str, weight: StoredTensor) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of a stored weight; all of them where it is stored transposed."""
+    rows = weight.shape[0]
+    transposed = row_of(scheme).weight.dtype == "int4" and weight.role == "weight"
+    step = rows if transposed else max(_PIECE // max(prod(weight.shape[1:]), 1) // _BLOCK, 1) * _BLOCK
+    return ((first, min(first + step, rows)) for first in range(0, rows, max(step, 1)))
+
+
+def _rows(part: torch.Tensor, scheme: str, weight: StoredTensor, first: int, last: int) -> torch.Tensor:
+    """What belongs to rows of a weight, of its scales by channel, group or block; all of what is for the whole."""
+    if part.ndim == 0 or last - first == weight.shape[0]:
+        return part
+    if row_of(scheme).weight.granularity == "block":
+        return part[first // _BLOCK : -(-last // _BLOCK)]
+    return part[first:last] if part.shape[0] == weight.shape[0] else part
 
 
 def check_scale(name: str, scale: torch.Tensor, *, signed: bool = False) -> Iterator[Finding]:
@@ -194,13 +259,28 @@ def check_kv_scale(name: str, value: float, expected: float | None, *, allow_one
         yield Finding("wrong scale", name, f"{value:g}; the calibrated range gives {expected:g}")
 
 
-def check_copy(name: str, found: torch.Tensor, source: torch.Tensor, *, exact: bool = True) -> Iterator[Finding]:
-    """A tensor that stays in 16 bit is the source's: bit for bit, or in dtype and shape where not ``exact``."""
+def check_copy(
+    name: str, read: Reader, source: Reader, *, exact: bool = True, proven: bool = False
+) -> Iterator[Finding]:
+    """A tensor that stays in 16 bit is the source's: bit for bit, or in dtype and shape where not ``exact``.
+
+    What was ``proven`` while it was carried over is read no further than its first rows.
+    """
     import torch
 
-    same = found.dtype == source.dtype and found.shape == source.shape
-    stored = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, source)]
-    if not same or (exact and not torch.equal(*stored)):
+    info, original = read.info(name), source.info(name)
+    if (info.dtype, info.shape) != (original.dtype, original.shape):
         yield Finding("altered", name, "it stays in 16 bit, but differs from the source")
-    elif found.is_floating_point() and not bool(found.isfinite().all()):
-        yield Finding("not finite", name, "it holds NaN or Inf, as its source does")
+        return
+    rows = info.shape[0] if info.shape else 1
+    step = max(_PIECE // max(prod(info.shape[1:]), 1), 1)
+    for first in range(0, rows, step):
+        pieces = [each.rows(name, first, min(first + step, rows)) for each in (read, source)]
+        if exact and not torch.equal(*(piece.reshape(-1).view(torch.uint8) for piece in pieces)):
+            yield Finding("altered", name, "it stays in 16 bit, but differs from the source")
+            return
+        if pieces[0].is_floating_point() and not bool(pieces[0].isfinite().all()):
+            yield Finding("not finite", name, "it holds NaN or Inf, as its source does")
+            return
+        if proven:
+            return

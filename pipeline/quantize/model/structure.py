@@ -7,10 +7,11 @@ checkpoint with; what the rules lead nowhere, the layers of a multi-token predic
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from calibration.replica import attention_by_layer
 from pipeline.base.errors import UserError, did_you_mean, first_line
@@ -134,7 +135,16 @@ def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = 
     take apart.
     """
     config = read_json(folder / "config.json")
-    return _Reading(meta_model(folder, trust_remote_code=trust_remote_code), config, tensors).structure()
+    # What a structure follows from; a run asks for it in several stages.
+    key = (folder, json.dumps(config), tuple(info for _, info in tensors.values()), trust_remote_code)
+    if key not in _READ:
+        _READ.clear()
+        _READ[key] = _Reading(meta_model(folder, trust_remote_code=trust_remote_code), config, tensors).structure()
+    return _READ[key]
+
+
+_READ: Final[dict[object, Structure]] = {}
+"""The structure that was read last."""
 
 
 def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoint, Structure]:

@@ -17,10 +17,10 @@ from pipeline.base.machine import versions
 from pipeline.base.schemes import ActivationFormat
 from pipeline.base.schemes import scheme as row_of
 from pipeline.quantize.engines.stream.kernels import MX_GROUP
-from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
 from pipeline.quantize.formats.layout import Claims, layout_of
 from pipeline.quantize.inspection.findings import check_structure, expected_tensors
-from pipeline.quantize.inspection.numbers import Reader, dequantize
+from pipeline.quantize.inspection.numbers import dequantize
 from pipeline.quantize.model.structure import Structure, meta_model, read_structure
 from pipeline.quantize.model.weights import Place, place_of
 from pipeline.recipe.modules import text_config

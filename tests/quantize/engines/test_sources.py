@@ -18,7 +18,7 @@ from pipeline.quantize.engines.stream.kernels import KERNELS, kernel_name
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.inspection.numbers import dequantize, sqnr_db
+from pipeline.quantize.inspection.numbers import compare, dequantize
 from pipeline.quantize.model.structure import Structure, WeightSource
 
 SCHEMES = ["ptpc_fp8", "fp8", "fp8_block", "mxfp4"]
@@ -157,7 +157,7 @@ def test_weights_that_are_run_as_one_share_a_scale_also_across_files(tmp_path: P
             restored = dequantize(
                 "fp8", {"weight": made[f"{module}.weight"], "weight_scale": made[f"{module}.weight_scale"]}
             )
-            assert sqnr_db(tensors[f"{module}.weight"], restored) > 28
+            assert compare(tensors[f"{module}.weight"], restored).sqnr_db > 28
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -198,5 +198,5 @@ def test_the_error_that_is_taken_on_the_way_is_that_of_its_rows(
     for error in errors:
         assert error.count == 512 * 512 / 64
         assert error.clipped == 0
-        assert error.sqnr_db == pytest.approx(sqnr_db(weight[::64], restored[::64]), abs=1e-4)
+        assert error.sqnr_db == pytest.approx(compare(weight[::64], restored[::64]).sqnr_db, abs=1e-4)
         assert error.sqnr_db == pytest.approx(10 * log10(error.signal / error.noise))

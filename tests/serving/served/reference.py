@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pipeline.base.schemes import ActivationFormat
 from pipeline.base.schemes import scheme as row_of
 from pipeline.quantize.engines.stream.kernels import FP8_MAX
-from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
 from pipeline.quantize.formats.layout import layout_of, weight_tensors
-from pipeline.quantize.inspection.numbers import Reader, dequantize
+from pipeline.quantize.inspection.numbers import dequantize
 from pipeline.serving.reference.rounding import kv_cache, round_activations, round_fp8
 from tests.serving.served.cases import MODEL
 from tests.serving.served.readings import Reading

@@ -24,10 +24,10 @@ from pipeline.quantize.digest import COMPANION_FILES
 from pipeline.quantize.engines.stream.kernels import fp8_scale
 from pipeline.quantize.engines.stream.plan import STATIC_ROLES, ShardPlan
 from pipeline.quantize.engines.stream.schedule import WriteShards, write_shards
-from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, Error, WrittenShard
-from pipeline.quantize.engines.stream.worker import torch_dtype
-from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
+from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, torch_dtype
 from pipeline.quantize.formats.layout import Choice, layout
+from pipeline.quantize.inspection.numbers import Error
 from pipeline.store.disk import fsync, write_atomic
 
 if TYPE_CHECKING:

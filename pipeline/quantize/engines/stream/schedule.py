@@ -6,7 +6,6 @@ the less they wait for each other. A worker goes where the fewest are; so none i
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
+from pipeline.base.machine import cores as machine_cores
 from pipeline.quantize.engines.stream.plan import Piece, Scan, ShardPlan
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, OpenShard, Stopped, WrittenShard
 from pipeline.quantize.engines.stream.worker import Worker
@@ -50,7 +50,7 @@ class WriteShards(Protocol):
 
 def workers_of(devices: Sequence[str], cores: int | None = None) -> list[str]:
     """The device of each worker: one a core for a CPU (None: all that are ours), a fixed number for a GPU."""
-    ours = len(os.sched_getaffinity(0)) if cores is None else cores
+    ours = machine_cores() if cores is None else cores
     cores = max(ours // max(sum(_is_cpu(device) for device in devices), 1), 1)
     return [device for device in devices for _ in range(cores if _is_cpu(device) else _GPU_WORKERS)]
 
@@ -81,7 +81,7 @@ def write_shards(
     """
     workers = workers_of(devices, cores)
     schedule = _Schedule(plans, source, destination, scalars, workers, advance, commit, suffix)
-    with _many_small_workers():
+    with many_small_workers():
         return schedule.run()
 
 
@@ -215,7 +215,7 @@ def _is_cpu(device: str) -> bool:
 
 
 @contextmanager
-def _many_small_workers() -> Iterator[None]:
+def many_small_workers() -> Iterator[None]:
     """Set PyTorch up for threads that each compute little at a time, over and over.
 
     Workers are threads already: PyTorch starts none of its own below them. And the C library keeps what intermediate

@@ -20,54 +20,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from pipeline.base.errors import StageError
 from pipeline.quantize.engines.stream.kernels import BLOCK
 from pipeline.quantize.engines.stream.plan import Origin, blocks
+from pipeline.quantize.formats.checkpoint import Files, torch_dtype
 
 if TYPE_CHECKING:
     import torch
-
-
-_AHEAD = 64 << 20  # bytes that the kernel is asked to fetch before they are needed
-
-
-class Files:
-    """The source's files, opened when they are first read, for reads from any thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: dict[str, int] = {}
-        self._lock = Lock()
-
-    def close(self) -> None:
-        """Close them all."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
-
-    def read(self, shard: str, name: str, offset: int, into: memoryview) -> None:
-        """Fill a buffer from one place. Raises `StageError` naming file and tensor."""
-        path = self._folder / shard
-        try:
-            with self._lock:
-                if shard not in self._open:
-                    self._open[shard] = os.open(path, os.O_RDONLY)
-                descriptor = self._open[shard]
-            os.posix_fadvise(descriptor, offset + into.nbytes, _AHEAD, os.POSIX_FADV_WILLNEED)
-            while into.nbytes:
-                count = os.preadv(descriptor, [into], offset)
-                if not count:
-                    raise StageError(
-                        f"{path}: the file ends inside {name}; it was longer when its header was read.",
-                        hint="Restore the file and run the same command: finished files are kept.",
-                    )
-                offset += count
-                into = into[count:]
-        except OSError as error:
-            raise StageError(f"{path}: {name} cannot be read: {error.strerror}.") from error
 
 
 class Worker:
@@ -157,17 +118,22 @@ class Worker:
         with self.clock("compute"), self.computing():
             flat = tensor.contiguous().reshape(-1).view(torch.uint8)
             found = self.buffer(use, flat.numel())
+            made = _sum(flat)
             found.copy_(flat, non_blocking=True)
             self._stream.synchronize()
+            if int(made) != int(_sum(found)):
+                raise StageError(
+                    f"{self.device}: what was copied to the host is not what the device made.",
+                    hint="Run the same command again; should it repeat, the device's memory or its bus is at fault.",
+                )
         return found
 
 
-def torch_dtype(dtype: str) -> torch.dtype:
-    """PyTorch's dtype of numbers that are computed with."""
+def _sum(flat: torch.Tensor) -> torch.Tensor:
+    """The sum of bytes [n] as integers of 64 bit where they are a multiple of that: any bit that turns changes it."""
     import torch
 
-    known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
-    return known[dtype]
+    return (flat.view(torch.int64) if flat.numel() % 8 == 0 else flat).sum(dtype=torch.int64)
 
 
 _CANNOT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})  # of tmpfs and some network filesystems
