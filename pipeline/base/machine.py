@@ -14,6 +14,7 @@ import platform
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -41,6 +42,12 @@ def cores(root: Path = Path("/")) -> int:
             found = min(found, max(round(int(quota) / int(period)), 1))  # "max" is none
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return max(min(found, int(asked)), 1) if asked.isdigit() else found
+
+
+def process_age() -> float:
+    """Seconds since this process was started: what a person has waited, imports and all."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 class Space(NamedTuple):

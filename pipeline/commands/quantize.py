@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 @click.option("--observer", help="amax (default), percentile or mse: from inputs to a scale.")
 @click.option("--experts", help="all (default) or routed: which tokens count for an expert.")
 @device_option
+@click.option("--threads", type=click.IntRange(min=1), help="Cores to compute with (default: all that are ours).")
 @on_option
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run the model's own Python code.")
 @click.option("--inspect/--no-inspect", default=True, show_default=True, help="Prove the result before it is whole.")
@@ -47,6 +49,7 @@ def quantize(
     src: str,
     out: Path,
     device: str,
+    threads: int | None,
     on: str | None,
     inspect: bool,
     dry_run: bool,
@@ -64,6 +67,9 @@ def quantize(
     from pipeline.base.progress import reporter_for
     from pipeline.recipe.load import recipe_of
     from pipeline.stages.quantization import look_ahead, make, open_job, source_section
+
+    if threads is not None:  # before PyTorch is there, which reads it too
+        os.environ["OMP_NUM_THREADS"] = str(threads)
 
     sections = {**_sections(given, _overrides(override)), "source": source_section(src)}
     job = open_job(recipe_of(sections), out, device=device, inspect=inspect, to_run=not dry_run)
@@ -166,7 +172,7 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
         "checkpoint": str(out),
         "size": f"{size(record['bytes'])} from {size(record['source_bytes'])}",
         "modules": f"{schemes}, {record['kept']:,} kept in 16 bit",
-        "time": ", ".join(f"{key} {took:.1f} s" for key, took in record["seconds"].items() if key != "source"),
+        "time": ", ".join(f"{part} {took:.1f} s" for part, took in record["seconds"].items()),
         "error": None if worst is None else f"least SQNR {worst['sqnr_db']:.1f} dB, of {worst['module']}",
         "inspection": record["inspection"] or later,
         "serve": serve,

@@ -47,14 +47,16 @@ def check(
     config: Mapping[str, Any] | None = None,
     linear: Mapping[str, tuple[int, int]] | None = None,
     cpu_flags: Collection[str] | None = None,
+    judged: bool = True,
 ) -> list[Fault]:
     """Every fault of a recipe that its fields, the model and the definitions that it names lead to.
 
     `config` is the model's config.json and `linear` its linear modules with [out_features, in_features], as far as
     they are known; without them, what depends on the model is not looked at. `cpu_flags` are those of the CPU that
-    will serve, where the target is one (`pipeline.base.hardware.local_cpu_flags`).
+    will serve, where the target is one (`pipeline.base.hardware.local_cpu_flags`). What is not `judged` has no margins
+    that its suite must be able to test.
     """
-    faults = [*_source(loaded), *_ranges(loaded), *_schemes(loaded, cpu_flags), *_definitions(loaded)]
+    faults = [*_source(loaded), *_ranges(loaded), *_schemes(loaded, cpu_flags), *_definitions(loaded, judged=judged)]
     faults += [*_kv_granularity(loaded), *_serve(loaded), *_overlaps(loaded, linear)]
     names = linear if linear is not None else modules.expected_names(config) if config is not None else ()
     faults += _fused(loaded, names)
@@ -187,7 +189,7 @@ def _serve(loaded: LoadedRecipe) -> Iterator[Fault]:
         yield loaded.fault(("serve", "tunableop"), f"found no file {table}, expected a CSV of TunableOp")
 
 
-def _definitions(loaded: LoadedRecipe) -> Iterator[Fault]:
+def _definitions(loaded: LoadedRecipe, *, judged: bool) -> Iterator[Fault]:
     recipe = loaded.recipe
     if recipe.calibration is not None:
         try:
@@ -205,6 +207,8 @@ def _definitions(loaded: LoadedRecipe) -> Iterator[Fault]:
             f"found {recipe.target.max_model_len}, expected at least {workload.longest}: "
             f"workload {recipe.target.workload} has requests of that many tokens",
         )
+    if not judged:
+        return
     try:
         yield from accuracy_faults(loaded, suites.load(recipe.evaluation.suite))
     except DefinitionError as error:

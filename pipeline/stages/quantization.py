@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from pipeline.base.canonical import ABSENT, difference, fingerprint
 from pipeline.base.errors import UserError
+from pipeline.base.machine import process_age
 from pipeline.base.progress import Reporter
 from pipeline.quantize.formats.checkpoint import Checkpoint, read_json
 from pipeline.quantize.formats.layout import Choice
@@ -35,6 +36,7 @@ from pipeline.stages.session import open_setting
 from pipeline.stages.source import config_folder, fetch, repository
 from pipeline.stages.stage import Planned, Setting
 from pipeline.store.disk import disk_errors, fsync, write_atomic
+from pipeline.store.entries import Entry
 from pipeline.store.locks import Lock
 from pipeline.store.tree import Store
 
@@ -157,7 +159,7 @@ def look_ahead(job: QuantizationJob) -> Outlook:
     """
     setting = job.setting
     source, structure = model_for(setting, config_folder(setting.source))
-    refuse(check(setting.loaded, config=setting.config, linear=structure.linear))
+    refuse(check(setting.loaded, config=setting.config, linear=structure.linear, judged=False))
     try:
         choice = select(structure, setting.recipe.quantization)
     except UserError as error:
@@ -170,6 +172,8 @@ def look_ahead(job: QuantizationJob) -> Outlook:
 def make(job: QuantizationJob, reporter: Reporter) -> bool:
     """Make the checkpoint, or go on with it; False where it was finished before.
 
+    Its times are those of the process: they begin when that was started.
+
     Raises `QuantmintError`: what is done stays, and the same call goes on from there.
     """
     if job.finished:
@@ -178,9 +182,10 @@ def make(job: QuantizationJob, reporter: Reporter) -> bool:
     if not job.moving:
         if job.setting.source.repo is not None:
             fetch(job.setting.source, with_code=job.setting.recipe.trust_remote_code, progress=reporter)
-        reporter.say("holding the options against the model")
+        reporter.say("reading the model's structure")
         expected = look_ahead(job)
         require_means(job.plan, job.setting, prediction=expected.prediction)
+        start = process_age()
     with disk_errors(job.out):
         job.out.mkdir(parents=True, exist_ok=True)
         lock = Lock(job.out / f"{_WORK}.lock")
@@ -190,7 +195,7 @@ def make(job: QuantizationJob, reporter: Reporter) -> bool:
             return False
         if not job.moving:
             resumed = job.begun
-            _deliver(job, run_plan(job.plan, job.setting, reporter), expected, resumed=resumed)
+            _deliver(job, run_plan(job.plan, job.setting, reporter), expected, start=start, resumed=resumed)
         with disk_errors(job.out):
             _move(job.out)
         return True
@@ -198,7 +203,7 @@ def make(job: QuantizationJob, reporter: Reporter) -> bool:
         lock.release()
 
 
-def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, resumed: bool) -> None:
+def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, start: float, resumed: bool) -> None:
     """Write what proves the checkpoint, then take its folder out of the store."""
     entries = {step.planned.key: step.entry for step in outcome.steps}
     made, inspected = entries["quantize"], entries.get("inspect")
@@ -210,7 +215,7 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, resum
         "bytes": sum(fact.size for name, fact in files.items() if name.endswith(".safetensors")),
         "schemes": expected.schemes,
         "kept": len(expected.choice.kept),
-        "seconds": {key: entry.record.duration_s for key, entry in entries.items()},
+        "seconds": _seconds(entries, start),
         "engine_seconds": made.record.result.get("seconds"),
         "resumed": resumed,
         "inspection": None if inspected is None else evidence[INSPECTION]["verdict"],
@@ -226,6 +231,21 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, resum
             write_atomic(path, data, temporary=path.with_name(f"{name}.partial"))
         (made.path / CHECKPOINT).rename(job.out / _WORK / "final")
         fsync(job.out / _WORK)
+
+
+def _seconds(entries: Mapping[str, Entry], start: float) -> dict[str, float]:
+    """Where the time went: until the work began, calibrating, the work, waiting for the disk, and proving."""
+    took = {key: entry.record.duration_s for key, entry in entries.items()}
+    engine: Any = entries["quantize"].record.result.get("seconds") or {}
+    flush = engine.get("durable", 0.0) - engine.get("written", 0.0)
+    parts = {
+        "start": start,
+        "calibrate": took.get("calibrate", 0.0),
+        "work": took["quantize"] - flush,
+        "flush": flush,
+        "proof": took.get("inspect", 0.0),
+    }
+    return {name: round(value, 2) for name, value in parts.items() if value}
 
 
 def _move(out: Path) -> None:

@@ -45,16 +45,16 @@ def open_setting(
     loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
     # The CPU that serves is this one; when only planning it may be another.
     flags = local_cpu_flags() if to_run else None
-    refuse([*check(loaded, cpu_flags=flags), *(check_run(loaded) if to_run else [])])
+    refuse([*check(loaded, cpu_flags=flags, judged=proven), *(check_run(loaded) if to_run else [])])
     if config is not None:
         identity = SourceIdentity(None, "unresolved", loaded.recipe.source.repo or "folder")
-        facts = _checked_config(loaded, config, flags)
+        facts = _checked_config(loaded, config, flags, proven)
     elif loaded.source_folder is not None:
-        facts = _checked_config(loaded, loaded.source_folder, flags)  # first: hashing the weights takes minutes
+        facts = _checked_config(loaded, loaded.source_folder, flags, proven)  # first: hashing the weights takes minutes
         identity = identify(loaded.recipe.source, loaded.source_folder, store.root, hashed=proven)
     else:
         identity = identify(loaded.recipe.source, None, store.root, hashed=proven)
-        facts = _checked_config(loaded, config_folder(identity), flags)
+        facts = _checked_config(loaded, config_folder(identity), flags, proven)
     return assemble(loaded, identity, facts, store=store, vllm=vllm, device=device, remote=remote, served=proven)
 
 
@@ -95,9 +95,11 @@ def assemble(
     )
 
 
-def _checked_config(loaded: LoadedRecipe, folder: Path, cpu_flags: Collection[str] | None) -> Mapping[str, Any]:
+def _checked_config(
+    loaded: LoadedRecipe, folder: Path, cpu_flags: Collection[str] | None, judged: bool
+) -> Mapping[str, Any]:
     facts = read_json(folder / "config.json")
-    refuse(check(loaded, config=facts, cpu_flags=cpu_flags))
+    refuse(check(loaded, config=facts, cpu_flags=cpu_flags, judged=judged))
     return facts
 
 

@@ -7,8 +7,11 @@ checkpoint with; what the rules lead nowhere, the layers of a multi-token predic
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -37,8 +40,9 @@ def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
     A checkpoint that was saved with more than the language model, a vision tower say, is built as the class that it
     names, so that every tensor has its module. Raises `UserError` where transformers does not know the architecture.
     """
-    import torch
-    from transformers import AutoConfig
+    with _light_imports():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401  # what is built with below
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -51,6 +55,28 @@ def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
         raise UserError(
             f"{folder}: transformers cannot build this model from its config.json: {first_line(error)}"
         ) from None
+
+
+# Packages that transformers and what it imports take along wherever they are installed, for what nobody does here:
+# assisted generation, an event loop, Amazon's API. They would be a third of the start of a process.
+_HEAVY = ("sklearn", "trio", "boto3")
+
+
+@contextmanager
+def _light_imports() -> Iterator[None]:
+    """Import without `_HEAVY`, and without collecting garbage: imports make none, and looking for it is a sixth."""
+    absent = [name for name in _HEAVY if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # Python's own sign for "cannot be imported"
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        for name in absent:
+            sys.modules.pop(name)
+        if collecting:
+            gc.freeze()  # modules stay: nobody need look through them again
+            gc.enable()
 
 
 def _auto_class(config: Any) -> Any:
