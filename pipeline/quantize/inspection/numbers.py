@@ -192,7 +192,7 @@ def check_module(
             yield Finding("wrong zero point", stored.name, "it is not zero, which symmetric numbers have")
     comparable = source is not None and alters in ("nothing", "rounding")
     error, broken, shape = Error(), 0, [0, 0]
-    for first, last in _pieces(scheme, weight):
+    for first, last in _pieces(scheme, weight, _BLOCK if proven is not None else _PIECE):
         rows = {role: _rows(part, scheme, weight, first, last) for role, part in parts.items()}
         restored = dequantize(scheme, {**rows, weight.role: read.rows(weight.name, first, last)})
         shape = [shape[0] + restored.shape[0], restored.shape[1]]
@@ -222,11 +222,11 @@ def check_module(
         yield Finding("error too large", module, message)
 
 
-def _pieces(scheme: str, weight: StoredTensor) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of a stored weight; all of them where it is stored transposed."""
+def _pieces(scheme: str, weight: StoredTensor, size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of a stored weight, of about ``size`` elements; all of them where it is stored transposed."""
     rows = weight.shape[0]
     transposed = row_of(scheme).weight.dtype == "int4" and weight.role == "weight"
-    step = rows if transposed else max(_PIECE // max(prod(weight.shape[1:]), 1) // _BLOCK, 1) * _BLOCK
+    step = rows if transposed else max(size // max(prod(weight.shape[1:]), 1) // _BLOCK, 1) * _BLOCK
     return ((first, min(first + step, rows)) for first in range(0, rows, max(step, 1)))
 
 

@@ -8,18 +8,20 @@ checkpoint with; what the rules lead nowhere, the layers of a multi-token predic
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from calibration.replica import attention_by_layer
 from pipeline.base.errors import UserError, did_you_mean, first_line
 from pipeline.quantize.formats.checkpoint import SINGLE_NAME, Checkpoint, TensorInfo, read_json, tensor_bytes
 from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.model import answers
+from pipeline.quantize.model.weights import (
+    Structure as Structure,
+)
 from pipeline.quantize.model.weights import (
     WeightSource,
     encoded_weights,
@@ -129,31 +131,6 @@ Tensors = Mapping[str, tuple[str, TensorInfo]]
 _PACKED = "weight_packed"
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """A model's parts under their names on disk; single experts under the names that they are written with.
-
-    ``linear`` are the modules that schemes apply to, with [out_features, in_features]; ``kept`` the modules with a
-    two-dimensional weight that stay in 16 bit (output head, routers, vision towers, layers that only a multi-token
-    predictor uses), with the head also where it shares the embedding's tensor; ``attention`` the attention modules in
-    order of their layer; ``parameters`` counts all elements of the model.
-
-    ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
-    quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
-    and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one
-    of the experts that it stacks. ``quantized_by`` is set where the folder is no source at all.
-    """
-
-    linear: Mapping[str, tuple[int, int]]
-    kept: tuple[str, ...]
-    attention: tuple[str, ...]
-    parameters: int
-    weights: Mapping[str, WeightSource] = field(default_factory=dict, compare=False)
-    encoded: Mapping[str, str] = field(default_factory=dict, compare=False)
-    modules: Mapping[str, str] = field(default_factory=dict, compare=False)
-    quantized_by: str | None = field(default=None, compare=False)
-
-
 def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = False) -> Structure:
     """Read a model's structure from its ``config.json``, for the ``tensors`` that are on disk.
 
@@ -161,16 +138,13 @@ def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = 
     take apart.
     """
     config = read_json(folder / "config.json")
-    # What a structure follows from; a run asks for it in several stages.
-    key = (folder, json.dumps(config), tuple(info for _, info in tensors.values()), trust_remote_code)
-    if key not in _READ:
-        _READ.clear()
-        _READ[key] = _Reading(meta_model(folder, trust_remote_code=trust_remote_code), config, tensors).structure()
-    return _READ[key]
-
-
-_READ: Final[dict[object, Structure]] = {}
-"""The structure that was read last."""
+    place = None if trust_remote_code else answers.place_of(config, [info for _, info in tensors.values()])
+    structure = None if place is None else answers.recall(place)
+    if structure is None:
+        structure = _Reading(meta_model(folder, trust_remote_code=trust_remote_code), config, tensors).structure()
+        if place is not None:
+            answers.remember(place, structure)
+    return structure
 
 
 def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoint, Structure]:

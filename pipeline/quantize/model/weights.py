@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,31 @@ class WeightSource:
     rows: tuple[int, int] | None = None
     transposed: bool = False
     scale: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A model's parts under their names on disk; single experts under the names that they are written with.
+
+    ``linear`` are the modules that schemes apply to, with [out_features, in_features]; ``kept`` the modules with a
+    two-dimensional weight that stay in 16 bit (output head, routers, vision towers, layers that only a multi-token
+    predictor uses), with the head also where it shares the embedding's tensor; ``attention`` the attention modules in
+    order of their layer; ``parameters`` counts all elements of the model.
+
+    ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
+    quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
+    and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one
+    of the experts that it stacks. ``quantized_by`` is set where the folder is no source at all.
+    """
+
+    linear: Mapping[str, tuple[int, int]]
+    kept: tuple[str, ...]
+    attention: tuple[str, ...]
+    parameters: int
+    weights: Mapping[str, WeightSource] = field(default_factory=dict, compare=False)
+    encoded: Mapping[str, str] = field(default_factory=dict, compare=False)
+    modules: Mapping[str, str] = field(default_factory=dict, compare=False)
+    quantized_by: str | None = field(default=None, compare=False)
 
 
 _BLOCK = 128
