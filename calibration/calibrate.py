@@ -3,9 +3,9 @@
     outcome = calibrate(folder, batches, Observation(), devices=["cuda:0", "cuda:1"], work=scratch)
     outcome.ranges.save(path)
 
-Where the model fits the devices it is loaded whole (`calibration.ranges`), else layer by layer
-(`calibration.layers`). The same batches give the same ranges to the last bit, whichever it is, on however many devices
-of a kind, and in whatever order.
+Layer by layer (`calibration.layers`), or with the whole model loaded (`calibration.ranges`) where its layers cannot be
+run one at a time or the hidden states between them are larger. The same batches give the same ranges to the last bit,
+whichever it is, on however many devices of a kind, and in whatever order.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def calibrate(
         devices: a copy of the model, or of its layer, for each; the copies share the batches.
         work: a folder for what an interrupted run, in layer mode or in shares, is gone on with; removed at the end.
         watcher: who is told.
-        mode: "auto" takes resident mode where the model fits.
+        mode: "auto" takes what needs less memory (`calibration.room.decide`).
         activation_bytes: host memory for hidden states in layer mode, the rest of which is spilled to ``work``; None
             takes a quarter of what is free.
         trust_remote_code: run the model's own Python code.
@@ -116,7 +116,7 @@ def calibrate(
         elif decision.mode == "resident":
             found = _resident(replicas, batches, observation, watcher)
         else:
-            activations = activations_for(replicas, batches, need, activation_bytes, work)
+            activations = activations_for(replicas, need, activation_bytes, work)
             layers = len(layer_names(replicas[0].model, replicas[0].attention.values()))
             with watcher.bar(layers * sum(batch.shape[0] for batch in batches), "layer samples") as advance:
                 found = run_layers(

@@ -150,7 +150,11 @@ class _Part:
 
     def _read(self, layer: int) -> Future[None]:
         wanted = held(self._replica.model, self._layers[layer])
-        return self._reader.submit(self._replica.weights.load, wanted, copied=True)
+        return self._reader.submit(self._load, wanted)
+
+    def _load(self, wanted: list[str]) -> None:
+        self._replica.weights.load(wanted)
+        self._replica.weights.touch(wanted)
 
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)

@@ -25,16 +25,19 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "resident", "layer"]
 
 _SHARE = 0.85  # of the free memory that is planned with; the rest is for fragments, and for others
+_STATES = 4  # hidden states lie in a quarter of the memory, beyond which they would go to the disk and back
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes on a device: all weights, those of the largest layer, and what a forward of one batch takes beside them."""
+    """Bytes: all weights, those of the largest layer, what a forward of one batch takes beside them, and the hidden
+    states of all batches between two layers."""
 
     weights: int
     layer: int
     forward: int
+    states: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,9 @@ def forward_bytes(config: Any, batch: int, length: int) -> int:
 def decide(
     mode: Mode, need: Need, devices: Sequence[str], free: Mapping[str, int], not_replayable: str | None
 ) -> Decision:
-    """Take the mode that was asked for, or the quicker of those that fit.
+    """Take the mode that was asked for, or of those that fit the one that takes less memory.
+
+    Both compute the same, and layer by layer the next weights are read meanwhile.
 
     Args:
         mode: what was asked for.
@@ -73,9 +78,11 @@ def decide(
     """
     usable = {device: int(free[device] * _SHARE) // devices.count(device) for device in devices}
     tightest = min(usable, key=lambda device: usable[device])
-    whole = need.weights + need.forward
+    whole, layers = need.weights + need.forward, 2 * need.layer + need.forward
     fits = whole <= usable[tightest]
     room = f"the model takes {_gb(whole)} to run, and {tightest} has room for {_gb(usable[tightest])}"
+    if mode == "auto" and fits and not_replayable is None and layers + _STATES * need.states < whole:
+        return Decision("layer", f"two layers and what runs through them take {_gb(layers + need.states)}, {room}")
     if mode == "resident" or (mode == "auto" and fits):
         return Decision("resident", "as the recipe asks" if mode == "resident" else room)
     if not_replayable is not None:
@@ -85,9 +92,9 @@ def decide(
             f"{'Take mode: resident' if fits else 'Calibrate on a larger device'}, "
             "or take quantization.engine: llmcompressor"
         )
-    if 2 * need.layer + need.forward > usable[tightest]:
+    if layers > usable[tightest]:
         raise CalibrationError(
-            f"two layers of the model and a forward take {_gb(2 * need.layer + need.forward)}, and {tightest} has room "
+            f"two layers of the model and a forward take {_gb(layers)}, and {tightest} has room "
             f"for {_gb(usable[tightest])}: take a smaller calibration.batch_size, or a larger device"
         )
     return Decision("layer", "as the recipe asks" if mode == "layer" else room)
@@ -121,6 +128,8 @@ def _gb(count: int) -> str:
 
 def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> tuple[Need, str | None]:
     """What a copy takes, and why its layers cannot be run one at a time; None where they can."""
+    import torch
+
     reason: str | None = None
     largest = 0
     try:
@@ -129,22 +138,18 @@ def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> tuple[Need, str 
     except NotReplayableError as error:
         reason = str(error)
     batch, length = (max(sizes) for sizes in zip(*(batch.shape for batch in batches), strict=True))
-    return Need(first.nbytes, largest, forward_bytes(first.model.config.get_text_config(), batch, length)), reason
+    config = first.model.config.get_text_config()
+    states = sum(batch.numel() for batch in batches) * config.hidden_size * torch.finfo(first.model.dtype).bits // 8
+    return Need(first.nbytes, largest, forward_bytes(config, batch, length), states), reason
 
 
-def activations_for(
-    replicas: Sequence[Replica], batches: Sequence[torch.Tensor], need: Need, asked: int | None, folder: Path
-) -> Activations:
+def activations_for(replicas: Sequence[Replica], need: Need, asked: int | None, folder: Path) -> Activations:
     """Where the hidden states of layer mode are kept.
 
     ``asked`` are the bytes of host memory that they may take, the rest of which is spilled to ``folder``; None takes a
     quarter of what is free. A GPU keeps the states of its batches where there is ample room.
     """
-    import torch
-
-    config = replicas[0].model.config.get_text_config()
-    width = config.hidden_size * torch.finfo(replicas[0].model.dtype).bits // 8
-    states = sum(batch.numel() for batch in batches) * width
+    states = need.states
     gpus = [one.device for one in replicas if not one.device.startswith("cpu")]
     # A GPU keeps the states of its batches beside two layers and a forward, and leaves half of the rest free.
     room = min((free_bytes(device) - 2 * need.layer - need.forward for device in gpus), default=0)

@@ -181,7 +181,7 @@ def joined(order: Order, shares: Sequence[Share]) -> Found:
 def _by_layers(order: Order, batches: Sequence[torch.Tensor], device: str, own: Path) -> None:
     one = replica(order.folder, device, trust_remote_code=order.trust_remote_code)
     need, _ = need_of(one, batches)
-    activations = activations_for([one], batches, need, order.activation_bytes, own / _LAYERS)
+    activations = activations_for([one], need, order.activation_bytes, own / _LAYERS)
     run_layers([one], batches, order.observation, activations, kept=lambda layer, seen: keep(seen, own / f"{layer:05}"))
     if not all(
         (own / f"{layer:05}.json").is_file() for layer in range(len(layer_names(one.model, one.attention.values())))

@@ -1,15 +1,16 @@
 """A model without weights, and its weights, read from the shards when they are wanted.
 
-The model is built on the meta device, where it takes no memory. Tensors are read from memory-mapped files and become
-parameters by transformers' own rules (renamed, stacked, concatenated), one part of the model at a time.
+The model is built on the meta device, where it takes no memory. Tensors are mapped from their files, or brought to a
+GPU, and become parameters by transformers' own rules (renamed, stacked, concatenated), one part of the model at a time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SCALE = "_scale_inv"
-_PART = 1 << 30  # bytes that are put on a GPU at a time
+_PART = 1 << 30  # bytes that are made parameters of at a time
+_PIECE = 16 << 20  # bytes: what a thread reads for a GPU at a time
+_PAGE = 4096
 
 
 def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
@@ -63,11 +66,10 @@ def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code:
 class _Tensor:
     """A tensor on disk that is read when it is indexed, which is when transformers wants it."""
 
-    read: Any
+    read: Callable[[], torch.Tensor]
 
     def __getitem__(self, _whole: Any) -> torch.Tensor:
-        found: torch.Tensor = self.read()
-        return found
+        return self.read()
 
 
 class Shards:
@@ -86,13 +88,12 @@ class Shards:
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             self._block = _block_size(config, folder) if only is None else None
-            self._files = _files(folder)
             self._open: dict[str, Any] = {}
-            self.unmap()
+            place = {name: file for file in _files(folder) for name in self._mapped(file).keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:
             raise CalibrationError(f"{folder}: the weights cannot be read: {error}") from error
-        place = {name: file for file, handle in self._open.items() for name in handle.keys()}  # noqa: SIM118
         self._place = {name: file for name, file in place.items() if only is None or name in only}
+        self._starts: dict[str, dict[str, int]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,28 +106,81 @@ class Shards:
         import torch
 
         known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-        kinds = (self._open[file].get_slice(name).get_dtype() for name, file in self._place.items())
+        kinds = (self._mapped(file).get_slice(name).get_dtype() for name, file in self._place.items())
         return next((known[kind] for kind in kinds if kind in known), None)
 
     def unmap(self) -> None:
-        """Let go of what was mapped, and map the files anew: nothing of them is in memory until it is read again.
+        """Let go of the files; those that a tensor lies in stay mapped until that is gone."""
+        self._open = {}
 
-        What was read and not copied keeps its file mapped.
-        """
-        from safetensors import safe_open
-
-        self._open = {file: safe_open(self.folder / file, framework="pt") for file in self._files}
-
-    def tensor(self, name: str, *, copied: bool) -> _Tensor:
-        """A tensor that is read when it is indexed, whole; a view of the mapped file where it is not ``copied``."""
-        return _Tensor(lambda: self._read(name, copied=copied))
-
-    def _read(self, name: str, *, copied: bool) -> torch.Tensor:
-        found: torch.Tensor = self._open[self._place[name]].get_tensor(name)
+    def read(self, name: str, device: str) -> torch.Tensor:
+        """A tensor on a device; on a CPU a part of the mapped file, of which nothing is in memory until it is used."""
+        read = self._view if device.startswith("cpu") else partial(self._uploaded, device=device)
         scale = f"{name}{_SCALE}"
         if self._block is None or scale not in self._place:
-            return found.clone() if copied else found
-        return decode_blocks(found, self._open[self._place[scale]].get_tensor(scale), self._block)
+            return read(name)
+        return decode_blocks(read(name), read(scale), self._block)
+
+    def _mapped(self, file: str) -> Any:
+        from safetensors import safe_open
+
+        if (found := self._open.get(file)) is None:
+            found = self._open[file] = safe_open(self.folder / file, framework="pt")
+        return found
+
+    def _view(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._mapped(self._place[name]).get_tensor(name)
+        return found
+
+    def _uploaded(self, name: str, device: str) -> torch.Tensor:
+        """Read in pieces into pinned memory, and copied from there beside what the GPU computes.
+
+        Through a map a page fault would be taken every few pages, and unpinned memory is copied twice.
+        """
+        import torch
+
+        stream = _upload_stream(device)
+        with (self.folder / self._place[name]).open("rb", buffering=0) as file, torch.cuda.stream(stream):
+            found = torch.empty_like(self._view(name), device=device)
+            raw = found.flatten().view(torch.uint8)
+            pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+            file.seek(self._start(name))
+            for first in range(0, len(raw), _PIECE):
+                piece = raw[first : first + _PIECE]
+                host = pinned[: len(piece)]
+                _fill(file, host.numpy().data)
+                piece.copy_(host, non_blocking=True)
+                stream.synchronize()
+        # Its memory is not taken for the next tensor before what was computed with it is done.
+        found.record_stream(torch.cuda.default_stream(device))
+        return found
+
+    def _start(self, name: str) -> int:
+        """Where a tensor begins in its file, whose header safetensors has found to be sound."""
+        file = self._place[name]
+        if file not in self._starts:
+            with (self.folder / file).open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            self._starts[file] = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+        return self._starts[file][name]
+
+
+@cache
+def _upload_stream(device: str) -> Any:
+    """One for all weights: the allocator keeps what was freed for the stream that it was taken for."""
+    import torch
+
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _fill(file: Any, into: memoryview) -> None:
+    while into:
+        count = file.readinto(into)
+        if not count:
+            raise OSError(f"{file.name}: ends {len(into)} bytes too early")
+        into = into[count:]
 
 
 def decode_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -177,10 +231,10 @@ class Weights:
         ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._ties = {**{source: target for target, source in ties.items()}, **ties}
 
-    def load(self, wanted: Iterable[str], *, copied: bool = False) -> None:
+    def load(self, wanted: Iterable[str]) -> None:
         """Put parameters and persistent buffers of the model, by their own names, onto the device.
 
-        With ``copied`` a weight on a CPU is read now; without, when it is used, from the mapped file.
+        A weight on a CPU that is used as it is stored lies in the mapped file, and is read when it is used.
 
         Raises:
             CalibrationError: one is not in the checkpoint, or has another shape there.
@@ -189,9 +243,8 @@ class Weights:
         present = {own for own in wanted if own in self._by_owner}
         tied = {own: self._ties[own] for own in wanted if own not in present and own in self._ties}
         for part in self._parts(present | {partner for partner in tied.values() if partner in self._by_owner}):
-            self._convert(part, copied)
-            if copied or not self._device.startswith("cpu"):
-                self._shards.unmap()
+            self._convert(part)
+        self._shards.unmap()
         for own, partner in tied.items():
             _assign(self._model, own, _get(self._model, partner))
         absent = [own for own in wanted if _get(self._model, own).is_meta]
@@ -199,7 +252,7 @@ class Weights:
             raise CalibrationError(f"{self._shards.folder}: {absent[0]} is not in the checkpoint")
 
     def _parts(self, wanted: Iterable[str]) -> Iterator[list[str]]:
-        """Cut names into parts of about a gigabyte: what of the files is mapped counts as memory of this process."""
+        """Cut names into parts of about a gigabyte: transformers reads ahead of what it stacks and casts."""
         state = self._model.state_dict()
         part: list[str] = []
         size = 0
@@ -212,13 +265,13 @@ class Weights:
         if part:
             yield part
 
-    def _convert(self, wanted: Iterable[str], copied: bool) -> None:
+    def _convert(self, wanted: Iterable[str]) -> None:
         from safetensors import SafetensorError
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        copied = copied and self._device.startswith("cpu")
-        state = {name: self._shards.tensor(name, copied=copied) for own in wanted for name in self._by_owner[own]}
+        names = [name for own in wanted for name in self._by_owner[own]]
+        state = {name: _Tensor(partial(self._shards.read, name, self._device)) for name in names}
         dtype = self._model.dtype
         setting = LoadStateDictConfig(
             device_map={"": self._device},
@@ -236,6 +289,14 @@ class Weights:
             )
         for name, reason in found.conversion_errors.items():
             raise CalibrationError(f"{self._shards.folder}: {name} cannot be loaded: {reason}")
+
+    def touch(self, names: Iterable[str]) -> None:
+        """Have parameters on a CPU in memory by the time that they are used: read a byte of each page."""
+        import torch
+
+        if self._device.startswith("cpu"):
+            for name in names:
+                _get(self._model, name).detach().flatten().view(torch.uint8)[::_PAGE].sum()
 
     def free(self, names: Iterable[str]) -> None:
         """Let go of parameters and persistent buffers; the model keeps their shapes."""

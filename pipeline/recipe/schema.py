@@ -244,8 +244,8 @@ class Calibration(Section):
     )
     mode: Literal["auto", "resident", "layer"] = Field(
         default="auto",
-        description="resident: the whole model on each device. layer: one layer at a time, for models that do not fit. "
-        "auto: resident where it fits. The ranges are the same.",
+        description="resident: the whole model on each device. layer: one layer at a time. "
+        "auto: what takes less memory. The ranges are the same.",
     )
     activation_memory: float | None = Field(
         default=None,

@@ -64,7 +64,6 @@ _CACHED_SHARE = 0.5
 """Of the machine's memory: a model up to that size is taken to be in the page cache, since it was hashed or fetched."""
 _DIRTY_SHARE = 0.1
 """Of the machine's memory: what Linux lets a program write before it must wait for the disk (vm.dirty_ratio is 0.2)."""
-_MAPPED = 1 << 30  # bytes of the files that are mapped while they are put on a GPU
 _CPU_PIECES, _PINNED_PIECES, _DEVICE_PIECES = 6, 2, 6
 """What a worker holds, in pieces of its weight: what was read, what becomes of it, and the steps in between."""
 
@@ -146,7 +145,7 @@ def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
 
 
 def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
-    """One forward over the set: with the whole model on the device, or layer by layer while the next one is read.
+    """One forward over the set: layer by layer while the next one is read, or with the whole model on the device.
 
     In layer mode hidden states stay on the device where they take half of what is free beside two layers, else in
     a quarter of the host's memory; the rest of them goes to the disk and back in every layer.
@@ -163,15 +162,15 @@ def calibrate_cost(volume: CalibrateVolume, machine: Machine) -> Cost:
         parts["load"] = max(parts["load"], need.weights / rates.disk)
     forward = (parts["products"] + parts["scores"]) / len(machine.devices)
     if mode == "resident":
-        held, kept, spilled = need.weights + need.forward, 0 if on_cpu else _MAPPED, 0
+        held, kept, spilled = need.weights + need.forward, 0, 0
         seconds = parts["load"] + forward
     else:
         running = 2 * need.layer + need.forward
         free = machine.device_memory - running
-        on_device = not on_cpu and volume.states <= len(machine.devices) * free // 2
+        on_device = not on_cpu and need.states <= len(machine.devices) * free // 2
         budget = machine.memory // 4 if volume.memory is None else volume.memory
-        kept = volume.states if on_device else min(volume.states, budget)
-        held, spilled = running + (kept // len(machine.devices) if on_device else 0), volume.states - kept
+        kept = need.states if on_device else min(need.states, budget)
+        held, spilled = running + (kept // len(machine.devices) if on_device else 0), need.states - kept
         kept = 0 if on_device else kept
         layers = need.weights / need.layer
         parts["spill"] = layers * spilled * (1 / rates.sync + 1 / rates.disk)
@@ -279,14 +278,13 @@ class CalibrateVolume:
     """What one pass over the calibration set takes.
 
     ``need`` are the bytes on a device, ``flops`` the operations of all matrix products, ``scores`` the attention
-    weights that are computed. ``states`` are the bytes of the whole set's hidden states, which layer mode keeps, in
-    ``memory`` bytes of the host's where the recipe says so. ``mode`` is what the recipe asks for.
+    weights that are computed. ``memory`` are the bytes of the host's that hidden states may take, where the recipe says
+    so. ``mode`` is what the recipe asks for.
     """
 
     need: Need
     flops: float
     scores: float
-    states: int
     mode: Mode
     memory: int | None
 
@@ -340,10 +338,9 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
     batch = min(calibration.batch_size, calibration.samples)
     forward = forward_bytes(SimpleNamespace(**text), batch, length)
     return CalibrateVolume(
-        need=Need(weights=body, layer=max(layers.values(), default=body), forward=forward),
+        need=Need(body, max(layers.values(), default=body), forward, states=2 * tokens * hidden),
         flops=2.0 * tokens * products + 4.0 * scores * width,
         scores=scores,
-        states=2 * tokens * hidden,
         mode=calibration.mode,
         memory=None if calibration.activation_memory is None else int(calibration.activation_memory * 1e9),
     )

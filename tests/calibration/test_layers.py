@@ -129,9 +129,9 @@ def test_never_more_than_two_layers_are_there(
     load, loads, calls = Weights.load, count(), count()
     finished = [threading.Event() for _ in range(1 + len(layers))]  # the embedding part, and each layer
 
-    def counting(self: Weights, wanted: Any, *, copied: bool = False) -> None:
+    def counting(self: Weights, wanted: Any) -> None:
         nonlocal most
-        load(self, wanted, copied=copied)
+        load(self, wanted)
         there = {name for name, parameter in one.model.named_parameters() if not parameter.is_meta}
         most = max(most, sum(any(name.startswith(f"{layer}.") for name in there) for layer in layers))
         if most:
@@ -160,7 +160,7 @@ def test_what_is_freed_is_gone(deep: Path) -> None:
 
     one = replica(deep, "cpu")
     names = held(one.model, "model.layers.0")
-    one.weights.load(names, copied=True)
+    one.weights.load(names)
     watched = [weakref.ref(one.model.get_parameter(name)) for name in names]
     one.weights.free(names)
     assert [found for watch in watched if (found := watch()) is not None] == []

@@ -81,15 +81,15 @@ def test_sequences_of_several_lengths(
     same(reference, run(models("gemma3-text"), batches, Observation(), mode="layer").ranges)
 
 
-def test_what_fits_is_run_resident_and_the_reason_is_told(
+def test_the_mode_and_its_reason_are_told(
     models: Callable[..., Path], blocks: torch.Tensor, run: Callable[..., Outcome], listener: Any
 ) -> None:
     decision = run(models("llama"), [blocks[:2]], Observation(), devices=["cpu", "cpu"]).decision
-    assert decision.mode == "resident"
+    assert decision.mode == "layer"
     assert "the model takes" in decision.reason
-    assert listener.said == [f"resident mode on cpu, cpu: {decision.reason}"]
-    asked = run(models("llama"), [blocks[:2]], Observation(), mode="layer").decision
-    assert (asked.mode, asked.reason) == ("layer", "as the recipe asks")
+    assert listener.said == [f"layer mode on cpu, cpu: {decision.reason}"]
+    asked = run(models("llama"), [blocks[:2]], Observation(), mode="resident").decision
+    assert (asked.mode, asked.reason) == ("resident", "as the recipe asks")
 
 
 @pytest.mark.parametrize("mode", ["resident", "layer"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from calibration.errors import CalibrationError
 from calibration.room import Need, decide, forward_bytes, free_bytes
 
 GB = 10**9
-NEED = Need(weights=100 * GB, layer=3 * GB, forward=5 * GB)
+NEED = Need(weights=100 * GB, layer=3 * GB, forward=5 * GB, states=30 * GB)
 
 
 def chosen(mode: Any, free: int, devices: tuple[str, ...] = ("cuda:0",), reason: str | None = None) -> tuple[str, str]:
@@ -24,6 +25,15 @@ def test_resident_where_the_weights_and_a_forward_fit_with_a_share_to_spare(free
     found, reason = chosen("auto", free)
     assert found == mode
     assert reason == f"the model takes 105.0 GB to run, and cuda:0 has room for {free * 0.85:,.1f} GB"
+
+
+@pytest.mark.parametrize(("states", "mode"), [(23, "layer"), (24, "resident")])
+def test_layers_where_they_take_less_than_the_model_with_hidden_states_in_a_quarter_of_the_memory(
+    states: int, mode: str
+) -> None:
+    decision = decide("auto", replace(NEED, states=states * GB), ("cpu",), {"cpu": 200 * GB}, None)
+    assert decision.mode == mode
+    assert "the model takes 105.0 GB to run" in decision.reason
 
 
 @pytest.mark.parametrize(("count", "mode"), [(1, "resident"), (2, "layer")])

@@ -55,7 +55,7 @@ def test_a_part_is_loaded_and_freed_alone(models: Models, name: str) -> None:
     whole = load_resident(models(name), "cpu")
     part = held(one.model, "model.layers.1")
     for _ in range(2):
-        one.weights.load(part, copied=True)
+        one.weights.load(part)
         there = {key for key, value in one.model.named_parameters() if not value.is_meta}
         assert there == {key for key in part if key in dict(one.model.named_parameters())}
         for key in part:
@@ -66,7 +66,7 @@ def test_a_part_is_loaded_and_freed_alone(models: Models, name: str) -> None:
 
 def test_nothing_is_read_before_it_is_wanted(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(Shards, "_read", lambda _self, name, *, copied: read.append(name) or torch.zeros(1))
+    monkeypatch.setattr(Shards, "read", lambda _self, name, _device: read.append(name) or torch.zeros(1))
     one = replica(models("mixtral"), "cpu")
     assert read == []
     with pytest.raises(CalibrationError):  # zeros have another shape

@@ -159,7 +159,7 @@ class Placing:
             try:
                 shards = Shards(self._checkpoint.folder, only=self._rest())
                 weights = Weights(self._model, shards, owners(self._model, shards.names), self._device)
-                weights.load([name for name in held(self._model) if name not in placed], copied=True)
+                weights.load([name for name in held(self._model) if name not in placed])
             except CalibrationError as error:
                 raise UserError(str(error)) from None
 

@@ -54,8 +54,10 @@ def test_a_slow_part_bounds_the_whole(quantized: Quantized) -> None:
 
 
 @MACHINES
-def test_calibration_is_resident_where_the_model_fits(calibrated: Calibrated, machine: Machine) -> None:
-    volume = calibrated("8b", samples=16, sequence_length=512)
+def test_calibration_is_resident_where_the_model_fits_and_its_hidden_states_are_large(
+    calibrated: Calibrated, machine: Machine
+) -> None:
+    volume = calibrated("8b", samples=2048, sequence_length=512)
     room = replace(machine, memory=1 << 40, device_memory=1 << 40)
     tight = replace(machine, memory=1 << 40, device_memory=volume.need.weights)
     resident, layer = calibrate_cost(volume, room), calibrate_cost(volume, tight)
@@ -91,7 +93,7 @@ def test_devices_share_the_work(quantized: Quantized, calibrated: Calibrated) ->
     one = replace(two, devices=("cuda:0",))
     volume = quantized("8b", "ptpc_fp8")
     assert quantize_cost(volume, two).written == pytest.approx(quantize_cost(volume, one).written / 2)
-    batches = calibrated("8b", samples=64, sequence_length=512)
+    batches = calibrated("8b", samples=512, sequence_length=512)
     assert calibrate_cost(batches, two).seconds < calibrate_cost(batches, one).seconds
 
 

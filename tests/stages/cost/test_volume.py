@@ -44,7 +44,7 @@ def test_a_forward_takes_two_operations_a_weight_and_token(calibrated: Calibrate
     scores = 4 * 16 * 16 * 32 * 32  # tokens, length, heads, layers
     assert volume.scores == scores
     assert volume.flops == 2 * 64 * LINEAR_8B + 4 * scores * 128
-    assert volume.states == 64 * 4096 * 2
+    assert volume.need.states == 64 * 4096 * 2
 
 
 def test_the_largest_layer_and_what_is_never_loaded(calibrated: Calibrated) -> None:
