@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from eval.harness import Asked, read_asked
 from eval.suites import TASKS_FOLDER as TASKS
 from eval.suites import SuiteTask, located
 from pipeline.base.errors import QuantmintError, StageError, StoreError
-from pipeline.base.processes import Conversation, conversation
+from pipeline.base.processes import Conversation
 from pipeline.base.transience import says_transient
 from pipeline.serving.running.server import Server
 from pipeline.stages.servers import ReferenceServer
@@ -121,7 +120,7 @@ class Harness:
 def open_harness(
     job: Job, server: Server, tokenizer: Path, tasks: Sequence[SuiteTask], *, concurrency: int, batch_size: int = 32
 ) -> Iterator[Harness]:
-    """Start lm-eval for these tasks; it has ended at the exit.
+    """lm-eval, opened for these tasks.
 
     A token of the Hub goes to it only where a task's data is there, and without such a task it stays offline.
     """
@@ -146,13 +145,12 @@ def open_harness(
     env = {**server.client_environment(), "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"} | (
         {"HF_HUB_OFFLINE": "1"} if local else {}
     )
-    argv = [sys.executable, "-m", "eval.harness_child"]
-    secrets = () if local else ("HF_TOKEN",)
     try:
-        with conversation(argv, job.path / LOG, what="lm-eval", env=env, secrets=secrets) as talk:
-            job.progress.say(f"starting lm-eval, log in {job.path / LOG}")
-            talk.ask(opening)
-            yield Harness(job, talk)
+        talk, log = job.servers.lm_eval(env, () if local else ("HF_TOKEN",))
+        before = log.stat().st_size
+        talk.ask(opening)
+        yield Harness(job, talk)
+        (job.path / LOG).write_bytes(log.read_bytes()[before:])
     except StageError as error:
         server.get("/health")  # where the server has died, that is the error to tell
         error.transient = says_transient(error.message)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -50,11 +51,14 @@ class Servers:
         self._running = ExitStack()
         self._ready: dict[str, Callable[[], Server]] = {}
         self._expected: tuple[str, LaunchPlan] | None = None
+        self._asking = ExitStack()
+        self._lm_eval: tuple[object, Conversation] | None = None
 
     def __enter__(self) -> Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._asking.close()
         self.stop()
 
     def get(self, side: str, plan: LaunchPlan) -> Server:
@@ -86,9 +90,27 @@ class Servers:
 
         Its log is ``log``. Raises `ServingError` where it does not start.
         """
+        self._lm_eval = None
+        self._asking.close()
         self.stop()
         with self._launch(side, plan, log) as ready:
             yield ready()
+
+    def lm_eval(self, env: Mapping[str, str], secrets: Collection[str]) -> tuple[Conversation, Path]:
+        """lm-eval, which imports for longer than many a stage asks, and its log.
+
+        It is kept for all stages that want it with the same variables, and ends with the run.
+        """
+        how = (dict(env), tuple(secrets))
+        log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-lm-eval.log"
+        if self._lm_eval is None or self._lm_eval[0] != how:
+            self._asking.close()
+            log.unlink(missing_ok=True)
+            self._progress.say(f"starting lm-eval, log in {log}")
+            argv = [sys.executable, "-m", "eval.harness_child"]
+            talk = self._asking.enter_context(conversation(argv, log, what="lm-eval", env=env, secrets=secrets))
+            self._lm_eval = how, talk
+        return self._lm_eval[1], log
 
     @contextmanager
     def _launch(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Callable[[], Server]]:

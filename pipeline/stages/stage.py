@@ -7,7 +7,7 @@ versions and the fingerprints of the inputs, never from the results.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
     from calibration.shares import Places
+    from pipeline.base.processes import Conversation
     from pipeline.quantize.engines.stream.schedule import WriteShards
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.plan import LaunchPlan
@@ -117,6 +118,13 @@ class Servers(Protocol):
 
     def fresh(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
         """A server that is started for this block and ends with it, its log in ``log``; what ran before is stopped."""
+        ...
+
+    def lm_eval(self, env: Mapping[str, str], secrets: Collection[str]) -> tuple[Conversation, Path]:
+        """lm-eval with these variables, and with the named ones of ours that hold secrets; its log. Ends with the run.
+
+        Raises `StageError` where it does not start.
+        """
         ...
 
 

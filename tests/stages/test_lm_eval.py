@@ -150,6 +150,7 @@ def test_a_lossless_candidate_is_asked_until_it_passes(world: Callable[..., Any]
     with world(FACTS, SUMS, TEXTS) as w:
         outcome = w.run(BASELINE, CONTROL, CANDIDATE)
         asked = w.counts()
+    assert w.said.count("starting lm-eval") == 1
     whole, part = (samples(outcome, key, FACTS) for key in ("evaluate-baseline", "evaluate-candidate"))
     assert (len(whole.samples), whole.looks, sorted({sample.look for sample in whole.samples})) == (
         400,
@@ -190,6 +191,8 @@ def test_a_lossless_candidate_is_asked_until_it_passes(world: Callable[..., Any]
     control = outcome.entry("control")
     assert control is not None
     assert control.record.result["flips"] == {"facts": [0, 50], "sums": [0, 50]}
+    assert "Evaluating on 50 examples" in (control.path / "lm-eval.log").read_text()
+    assert "Evaluating on 100 examples" not in (control.path / "lm-eval.log").read_text()
     assert pair(*(samples(outcome, f"evaluate-{side}", SUMS) for side in ("baseline", "candidate"))).planned == 60
 
 
@@ -333,7 +336,7 @@ def test_only_what_is_on_the_hub_gets_its_token(
         raise StageError("heard enough")
         yield
 
-    monkeypatch.setattr(lm_eval, "conversation", listen)
+    monkeypatch.setattr("pipeline.stages.servers.conversation", listen)
     with world(replace(FACTS, task=task)) as w, pytest.raises(StageError, match="heard enough"):
         w.run(BASELINE)
     assert given["secrets"] == tokens

@@ -125,6 +125,7 @@ class LaunchRequest:
         flags = settings.flags
         cpu_gib = settings.env.get("VLLM_CPU_KVCACHE_SPACE")
         block = flags.get("--block-size")
+        wide = self.kv_cache_dtype == "auto" and flags.get("--dtype") in ("float", "float32")
         return fit(
             self.facts,
             self.target.accelerator,
@@ -134,7 +135,7 @@ class LaunchRequest:
             max_model_len=self.max_model_len,
             max_num_seqs=int(flags.get("--max-num-seqs") or _SEQS),
             max_num_batched_tokens=int(flags.get("--max-num-batched-tokens") or _BATCHED),
-            kv_cache_dtype=self.kv_cache_dtype,
+            kv_cache_dtype="float32" if wide else self.kv_cache_dtype,
             block_size=None if block is None else int(block),
             cudagraph_mode=cudagraph_mode(flags),
             version=self.version,

@@ -59,7 +59,7 @@ def kv_bytes_per_token(facts: ModelFacts, tensor_parallel: int, kv_cache_dtype: 
     """Bytes that one more token takes in the cache of one accelerator, in all layers that keep every token; where none
     does, in those with a window.
 
-    ``kv_cache_dtype`` is "auto" for 16 bit, or starts with "fp8" for 8.
+    ``kv_cache_dtype`` is "auto" for 16 bit, starts with "fp8" for 8, or is "float32".
     """
     layers = tuple(_caches(facts, tensor_parallel, kv_cache_dtype, kind))
     kept = [cache for cache in layers if cache.kind == "full"] or [cache for cache in layers if cache.kind == "sliding"]
@@ -151,7 +151,7 @@ def _tokens(groups: CacheGroups, blocks: int, concurrency: float, length: int, v
 
 
 def _caches(facts: ModelFacts, tensor: int, dtype: str, kind: str) -> Iterator[LayerCache]:
-    shape, item = facts.shape, 1 if dtype.startswith("fp8") else 2
+    shape, item = facts.shape, 1 if dtype.startswith("fp8") else 4 if dtype == "float32" else 2
     token = 2 * max(1, facts.kv_heads // tensor) * facts.head_dim * item
     extra = 0
     if shape.latent:

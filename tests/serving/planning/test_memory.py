@@ -41,6 +41,7 @@ def on(facts: ModelFacts, layout: Layout, machine: str = "mi300x", **changes: An
     [
         ("Llama-3.1-70B-Instruct", 1, "auto", "rocm", 320 << 10),
         ("Llama-3.1-70B-Instruct", 8, "fp8", "rocm", 20 << 10),
+        ("Llama-3.1-70B-Instruct", 8, "float32", "cpu", 80 << 10),
         ("Llama-3.1-70B-Instruct", 16, "auto", "rocm", 40 << 10),  # never less than one KV head a rank
         ("DeepSeek-V3", 1, "auto", "rocm", 70272),
         ("DeepSeek-V3", 8, "auto", "rocm", 70272),  # the latent is the same on every rank

@@ -201,6 +201,10 @@ def test_a_cpu_plan_takes_little_memory():
     assert (small.env["VLLM_CPU_KVCACHE_SPACE"], small.env["OMP_NUM_THREADS"]) == ("1", "2")
     assert plan(concurrency=512, **cpu).env["VLLM_CPU_KVCACHE_SPACE"] == "4"
     assert plan(max_model_len=40960, **cpu).env["VLLM_CPU_KVCACHE_SPACE"] == "5"  # one request takes that
+    wide = plan(max_model_len=512, concurrency=8, overrides={"--dtype": "float32"}, **cpu)
+    assert small.memory is not None
+    assert wide.memory is not None
+    assert wide.memory.kv_tokens * 2 == small.memory.kv_tokens
     # What the published CPU figures were measured with.
     assert small.argv[3:] == (
         *("--served-model-name", "model", "--generation-config", "vllm", "--disable-uvicorn-access-log"),
