@@ -14,7 +14,7 @@ from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
-from pipeline.quantize.inspection.inspect import Proof, inspect_checkpoint
+from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.structure import Structure, read_structure, select
 from pipeline.recipe.schema import Quantization
 from pipeline.stages import by_library
@@ -175,7 +175,7 @@ class InspectStage(Stage):
                 source=source,
                 expected_scales=expected,
                 expected_bytes=tensor_bytes if isinstance(tensor_bytes, int) else None,
-                proof=_proof(job.inputs["quantize"]),
+                proven=_proven(job.inputs["quantize"]),
                 advance=advance,
             )
         write_json(job.path / INSPECTION, inspection.to_json())
@@ -188,15 +188,13 @@ class InspectStage(Stage):
         )
 
 
-def _proof(entry: Entry) -> Proof | None:
-    """What our engine saw while it wrote; None for a library's checkpoint, which is read."""
+def _proven(entry: Entry) -> Mapping[str, float] | None:
+    """What our engine measured while it wrote, dB by module; None for a library's checkpoint, which is read."""
     path = entry.path / ERRORS
     if not path.is_file():
         return None
-    # Without any noise there is no ratio.
-    errors = {module: math.inf if error["sqnr_db"] is None else error["sqnr_db"]
-              for module, error in read_json(path).items()}  # fmt: skip
-    return Proof({name: fact.sha256 for name, fact in checkpoint_files(entry).items()}, errors)
+    found = {module: error["sqnr_db"] for module, error in read_json(path).items()}
+    return {module: math.inf if sqnr is None else sqnr for module, sqnr in found.items()}  # there was no noise
 
 
 def reasons_of(entry: Entry) -> tuple[str, ...]:

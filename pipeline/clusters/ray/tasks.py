@@ -69,7 +69,6 @@ def write_shard(
     began, made = time.perf_counter(), []
 
     def commit(shard: WrittenShard, path: Path) -> None:
-        fsync(path)
         fsync(destination)
         made.append((shard, path.name))
 

@@ -6,7 +6,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from eval.report.model import KvScale, Size
@@ -19,15 +18,6 @@ from pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of
 from pipeline.quantize.inspection.findings import Finding, Inspection, LayerError, check_structure, expected_tensors
 from pipeline.quantize.inspection.numbers import check_copy, check_kv_scale, check_module
 from pipeline.quantize.model.structure import Structure
-from pipeline.store.disk import sha256_of
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """What is known from when a checkpoint was written: SHA-256 by file, SQNR in dB by quantized module."""
-
-    files: Mapping[str, str]
-    errors: Mapping[str, float]
 
 
 def inspect_checkpoint(
@@ -38,7 +28,7 @@ def inspect_checkpoint(
     expected_scales: Mapping[str, float | tuple[float, ...]] | None = None,
     expected_bytes: int | None = None,
     allow_unit_kv_scales: bool = False,
-    proof: Proof | None = None,
+    proven: Mapping[str, float] | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Inspection:
     """Prove or disprove a quantized checkpoint, on all cores and some rows at a time.
@@ -54,8 +44,9 @@ def inspect_checkpoint(
             tuple where there is one a head.
         expected_bytes: the size of all tensors that was predicted, bytes.
         allow_unit_kv_scales: accept KV scales of exactly 1.0, for a checkpoint that asks for them.
-        proof: what was seen while the checkpoint was written. What lies in a file with the digest of then is not
-            measured again; of each tensor the first rows and all scales are read. A file with another digest is.
+        proven: SQNR in dB by module, of a checkpoint that was measured while its files were written, and whose files
+            were read back then. It is not measured again: of each tensor the first rows and all scales are read, to
+            prove that they lie where the headers say.
         advance: told the bytes that were checked.
     """
     form = layout_of(checkpoint.config)
@@ -70,22 +61,12 @@ def inspect_checkpoint(
     alters = recorded_alterations(checkpoint)
     layers: list[LayerError] = []
     with many_small_workers(), ThreadPoolExecutor(cores(), "inspect") as pool:
-        unharmed: set[str] = set()
-        if proof is not None:
-            paths = [checkpoint.folder / shard for shard in checkpoint.shards]
-            for path, digest in zip(paths, pool.map(sha256_of, paths), strict=True):
-                if digest == proof.files.get(path.name):
-                    unharmed.add(path.name)
-                else:
-                    message = "its SHA-256 on the disk is not that of what was written"
-                    findings.append(Finding("harmed file", path.name, message))
-                advance(path.stat().st_size)
         unsound = frozenset(finding.where for finding in findings)
-        look = _Look(checkpoint, source, expected, claims, wanted, alters, proof, unharmed, unsound)
+        look = _Look(checkpoint, source, expected, claims, wanted, alters, proven, unsound)
         for name, results in zip(expected, pool.map(look.module, expected), strict=True):
             findings += [result for result in results if isinstance(result, Finding)]
             layers += [result for result in results if isinstance(result, LayerError)]
-            advance(0 if proof is not None else sum(stored.nbytes for stored in expected[name]))
+            advance(sum(stored.nbytes for stored in expected[name]))
         scales: dict[str, float] = {}
         cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
         cached = [name for name in cached if claims.kv_cache and name in checkpoint.tensors]
@@ -106,7 +87,7 @@ def inspect_checkpoint(
             copies = pool.map(lambda name: look.copy(name, exact=untouched(source.tensors[name][1])), taken)
             for name, found in zip(taken, copies, strict=True):
                 findings += found
-                advance(0 if proof is not None else source.tensors[name][1].nbytes)
+                advance(source.tensors[name][1].nbytes)
             for name in sorted(set(checkpoint.tensors) - set(source.tensors) - quantized):
                 # A head that shared the embedding's tensor has its own once the two differ.
                 own_head = name.endswith(".weight") and name.removesuffix(".weight") in structure.kept
@@ -137,22 +118,19 @@ class _Look:
         claims: Claims,
         wanted: Mapping[str, tuple[float, ...]],
         alters: Alters,
-        proof: Proof | None,
-        unharmed: Collection[str],
+        proven: Mapping[str, float] | None,
         unsound: Collection[str],
     ) -> None:
         self._checkpoint, self._source = checkpoint, source
         self.read, self._original = Reader(checkpoint), None if source is None else Reader(source)
         self._expected, self._claims, self._wanted, self._alters = expected, claims, wanted, alters
-        self._proof, self._unharmed, self._unsound = proof, unharmed, unsound
+        self._proven, self._unsound = proven, unsound
 
     def module(self, module: str) -> list[Finding | LayerError]:
         tensors = self._expected[module]
         if any(stored.name in self._unsound for stored in tensors):
             return []
-        proven = self._proof.errors.get(module) if self._proof is not None else None
-        if not all(self._checkpoint.tensors[stored.name][0] in self._unharmed for stored in tensors):
-            proven = None
+        proven = None if self._proven is None else self._proven.get(module)
         original = self._original if self._source is not None and f"{module}.weight" in self._source.tensors else None
         scheme = self._claims.schemes[module] or ""
         results = list(check_module(self.read, module, scheme, tensors, original, self._alters, proven))
@@ -165,8 +143,7 @@ class _Look:
     def copy(self, name: str, *, exact: bool) -> list[Finding]:
         if self._original is None or name not in self._checkpoint.tensors:
             return [Finding("missing", name, "the source has it, the checkpoint does not")]
-        proven = self._checkpoint.tensors[name][0] in self._unharmed
-        return list(check_copy(name, self.read, self._original, exact=exact, proven=proven))
+        return list(check_copy(name, self.read, self._original, exact=exact, proven=self._proven is not None))
 
 
 def _quantized(name: str, expected: Collection[str]) -> bool:

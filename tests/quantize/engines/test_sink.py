@@ -115,3 +115,28 @@ def test_a_failing_direct_write_leaves_nothing_half_committed(
             with pytest.raises(StageError, match="Input/output error"):
                 run(small, work)
         assert run(small, work) == undisturbed
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_bit_that_turns_between_kernel_and_disk_is_noticed(
+    run: Run, small: Checkpoint, where_direct_writes_work: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """The file is read back before it is committed: neither the hash nor the error of a weight would know."""
+    if direct:
+        monkeypatch.setattr(worker, "_BLOCK", BLOCK)
+    undisturbed = run(small, where_direct_writes_work / "undisturbed")
+    original, count, work = os.pwrite, 0, where_direct_writes_work / "work"
+
+    def write(descriptor: int, data: Any, offset: int) -> int:
+        nonlocal count
+        count += 1
+        # A direct write must be of aligned memory, and only after the hash; the other comes before it.
+        harmed = data if direct else bytearray(data)
+        harmed[len(harmed) // 2] ^= 0x10 if count == 9 else 0
+        return original(descriptor, harmed, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write)
+        with pytest.raises(StageError, match="is not what was written"):
+            run(small, work)
+    assert run(small, work) == undisturbed

@@ -112,7 +112,6 @@ def write_checkpoint(
 
         def commit(shard: WrittenShard, path: Path) -> None:
             if path.exists():  # else an earlier try came as far as the manifest
-                fsync(path)
                 path.replace(destination / shard.name)
             fsync(destination)
             _append_manifest(manifest, shard)

@@ -16,10 +16,12 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
+from pipeline.base.errors import StageError
 from pipeline.base.machine import cores as machine_cores
 from pipeline.quantize.engines.stream.plan import Piece, Scan, ShardPlan
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, OpenShard, Stopped, WrittenShard
 from pipeline.quantize.engines.stream.worker import Worker
+from pipeline.store.disk import fsync, sha256_of
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +74,7 @@ def write_shards(
     cores: int | None = None,
     suffix: str = PARTIAL_SUFFIX,
 ) -> dict[str, float]:
-    """Make files and hand each to ``commit``, which has a thread of its own, with its path when it is whole.
+    """Make files and hand each to ``commit``, one at a time, with its path when it is whole, flushed and read back.
 
     ``scalars`` gives the static scales of a file; ``cores`` is how many are ours (None: all), ``suffix`` what a file's
     name ends with until it is committed. Returns seconds: "written", until the last byte was handed to the
@@ -105,7 +107,7 @@ class _Schedule:
         # With a GPU at work the cores have time to copy; see `worker`.
         self._on_cpu = all(map(_is_cpu, workers))
         self._tell, self._commit = advance, commit
-        self._lock, self._telling = Lock(), Lock()
+        self._lock, self._telling, self._committing = Lock(), Lock(), Lock()
         self._open: list[OpenShard] = []
         self._busy: Counter[OpenShard] = Counter()
         self._commits: list[tuple[WrittenShard, Future[None]]] = []
@@ -116,7 +118,7 @@ class _Schedule:
         begin = time.perf_counter()
         self._last = begin
         with (
-            ThreadPoolExecutor(1, "commit") as committer,
+            ThreadPoolExecutor(_OPEN_FILES, "commit") as committer,
             ThreadPoolExecutor(max(len(self._devices), 1), "worker") as pool,
         ):
             running = [pool.submit(self._work, device, committer) for device in self._devices]
@@ -193,8 +195,18 @@ class _Schedule:
             self._commits.append((written, committer.submit(self._committed, written)))
 
     def _committed(self, shard: WrittenShard) -> None:
+        """Prove that the disk holds what was hashed, while other files are made and flushed; then commit it."""
         begin = time.perf_counter()
-        self._commit(shard, self._destination / (shard.name + self._suffix))
+        path = self._destination / (shard.name + self._suffix)
+        if path.exists():  # else an earlier try came as far as the commit
+            if sha256_of(path) != shard.sha256:
+                raise StageError(
+                    f"{path}: what lies on the disk is not what was written: its SHA-256 is another.",
+                    hint="Run the same command again; should it repeat, look at the disk and the memory.",
+                )
+            fsync(path)
+        with self._committing:
+            self._commit(shard, path)
         with self._lock:
             self._seconds["flush"] += time.perf_counter() - begin
 
