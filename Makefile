@@ -59,8 +59,8 @@ format: $(TEST_ENV)  ## rewrite the sources in the house's style
 bench-kernels: $(TEST_ENV)  ## each scheme's kernel, eager and compiled
 	@$(BIN)/python -m tests.bench.kernels $(ARGS)
 
-bench-quantize: $(TEST_ENV)  ## how fast the stream engine is beside cp, llm-compressor and Quark
-	@$(BIN)/python -m tests.bench.quantize --double --json docs/bench-quantize.json --plot docs/bench-quantize.svg $(ARGS)
+bench-quantize: $(TEST_ENV)  ## `quantmint quantize` as a whole process, beside cp, llm-compressor and Quark
+	@$(BIN)/python -m tests.bench.quantize --json docs/bench-quantize.json --plot docs/bench-quantize.svg $(ARGS)
 
 bench-scaling: $(TEST_ENV)  ## one process beside Ray nodes of this machine, and a model of more; ARGS="--nodes 1,2,4,8"
 	@$(BIN)/python -m tests.bench.scaling --json docs/bench-scaling.json --plot docs/bench-scaling.svg $(ARGS)

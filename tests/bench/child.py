@@ -1,88 +1,36 @@
-"""The process that one measurement is made in: `python -m tests.bench.child ORDER RESULT`, both of them JSON files.
+"""Times one command from its start to its exit: `python -I child.py OUT ERR COMMAND...` prints what it took as JSON.
 
-Times count from a clock that starts when the libraries are imported and a model of one layer was made once, so that
-compilers and device contexts are ready. *Written* is when the last byte was given to the system, which a contender that
-syncs says itself; for the others it is when they return. *Durable* is when every file is on the disk.
+A process of its own, and a small one: Linux counts what is resident at the fork as the child's peak as well. What is
+timed finds the second at which it was started, of the clock that all processes share, as ``BENCH_BEGUN``.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
-from pathlib import Path
-from typing import Any
-
-from tests.bench.contenders import CONTENDERS, Task
 
 
-def measure(contender: str, task: Task, source: Path, destination: Path, warm: Path | None) -> dict[str, Any]:
-    """Make a checkpoint once and say what it took: seconds, bytes."""
-    started = time.perf_counter()
-    work = CONTENDERS[contender](task)
-    imported = time.perf_counter()
-    if warm is not None:
-        work(warm, destination.with_name(f"{destination.name}-warm"))
-    cpu = _cpu_seconds()
-    warmed = time.perf_counter()
-    done = work(source, destination)
-    returned = time.perf_counter()
-    cpu = _cpu_seconds() - cpu
-    for path in sorted(destination.rglob("*")):
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-    durable = time.perf_counter()
+def run(out: str, err: str, command: list[str]) -> dict[str, float]:
+    """Seconds (``begun``, ``ended``, ``cpu``: user and system, children included), peak bytes (``rss``), and ``code``.
+
+    The command's standard output and error go to the files ``out`` and ``err``.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    redirect = [(os.POSIX_SPAWN_OPEN, number, path, flags, 0o644) for number, path in ((1, out), (2, err))]
+    begun = time.monotonic()
+    environment = {**os.environ, "BENCH_BEGUN": repr(begun)}
+    pid = os.posix_spawnp(command[0], command, environment, file_actions=redirect)
+    _, status, used = os.wait4(pid, 0)
     return {
-        "import": imported - started,
-        "warm_up": warmed - imported,
-        "written": returned - warmed - done.tail,
-        "returned": returned - warmed,
-        "durable": durable - warmed,
-        "cpu": cpu,
-        "peak_rss": None if contender == "cp" else peak_memory(),
-        "mapped": None if contender == "cp" else mapped_memory(),
-        "peak_device": peak_device_memory(task.device),
-        "phases": dict(done.phases),
-        "threads": dict(done.threads),
+        "begun": begun,
+        "ended": time.monotonic(),
+        "cpu": used.ru_utime + used.ru_stime,
+        "rss": used.ru_maxrss * 1024,
+        "code": os.waitstatus_to_exitcode(status),
     }
 
 
-def peak_memory() -> int:
-    """Largest resident size of this process, bytes; `ru_maxrss` would count its parent's before the exec as well."""
-    return _status("VmHWM")
-
-
-def mapped_memory() -> int:
-    """Bytes of files that are mapped and resident now: the page cache's, which the system takes back when it must."""
-    return _status("RssFile")
-
-
-def _status(key: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
-    return int(line.split()[1]) * 1024
-
-
-def peak_device_memory(device: str) -> int | None:
-    """Largest amount of a GPU's memory that PyTorch held, bytes; None on a CPU or where PyTorch was not used."""
-    torch = sys.modules.get("torch")
-    return None if torch is None or device == "cpu" else int(torch.cuda.max_memory_allocated(device))
-
-
-def _cpu_seconds() -> float:
-    """User and system time of this process, all of its threads and the children that it waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
-
-
-def main(order: Path, result: Path) -> None:
-    given = json.loads(order.read_text())
-    warm = given["warm"] and Path(given["warm"])
-    found = measure(given["contender"], Task(**given["task"]), Path(given["source"]), Path(given["destination"]), warm)
-    result.write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    json.dump(run(sys.argv[1], sys.argv[2], sys.argv[3:]), sys.stdout)

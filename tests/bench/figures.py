@@ -9,75 +9,49 @@ from typing import Any
 
 import yaml
 
-from tests.bench.contenders import CASES
+from tests.bench.contenders import CASES, FIRST
 
 GOALS = Path(__file__).with_name("goals.yaml")
-_SPREAD = ("written", "returned", "durable", "cpu", "import", "warm_up")
+PARTS = ("start", "calibrate", "work", "flush", "proof")
+"""Of a command's seconds, as it tells them; what is left is its end."""
+Rows = dict[str, dict[str, dict[str, Any]]]
 
 
-def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Median, minimum and maximum of each time in seconds, and the largest memory in bytes, over the rounds."""
-    found: dict[str, Any] = {
-        name: {
-            "median": statistics.median(run[name] for run in runs),
-            "min": min(run[name] for run in runs),
-            "max": max(run[name] for run in runs),
-        }
-        for name in _SPREAD
+def rows(result: Mapping[str, Any]) -> Rows:
+    """By case (that of the baselines is empty) and contender: medians of the rounds, or ``why_not``.
+
+    ``wall`` (also ``wall_min``, ``wall_max``), ``cpu``, ``later`` (from the exit until all is on the disk) and
+    ``parts`` are seconds, ``rss`` is the largest peak in bytes, ``made_gb`` the checkpoint's size.
+    """
+    runs: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for run in result["runs"]:
+        runs.setdefault(run["case"], {}).setdefault(run["contender"], []).append(run)
+    return {case: {name: _row(those) for name, those in found.items()} for case, found in runs.items()}
+
+
+def _row(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"title": runs[0]["title"]}
+    if why := next((run["why_not"] for run in runs if "why_not" in run), None):
+        return row | {"why_not": why}
+
+    def median(values: Sequence[float]) -> float:
+        return float(statistics.median(values))
+
+    walls = [run["wall"] for run in runs]
+    told = [part for part in PARTS if any(part in run["seconds"] for run in runs)]
+    parts = {part: median([run["seconds"].get(part, 0.0) for run in runs]) for part in told}
+    if parts:
+        parts["end"] = median([run["wall"] - sum(run["seconds"].values()) for run in runs])
+    return row | {
+        "wall": median(walls),
+        "wall_min": min(walls),
+        "wall_max": max(walls),
+        "cpu": median([run["cpu"] for run in runs]),
+        "rss": max(run["rss"] for run in runs),
+        "later": median([run["later"] for run in runs]) if "later" in runs[0] else None,
+        "made_gb": runs[0].get("made_gb"),
+        "parts": parts,
     }
-    for name in ("peak_rss", "mapped", "peak_device"):
-        sizes = [run[name] for run in runs if run[name] is not None]
-        found[name] = max(sizes) if sizes else None
-    for name in ("phases", "threads"):
-        parts = dict.fromkeys(part for run in runs for part in run[name])
-        found[name] = {part: statistics.median(run[name].get(part, 0.0) for run in runs) for part in parts}
-    return found
-
-
-def judge(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each goal that was measured: its words, the figure, whether it was reached."""
-    return list(_judged(result))
-
-
-def _judged(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    device = str(result["device"]).partition(":")[0]
-    for goal in yaml.safe_load(GOALS.read_text(encoding="utf-8")):
-        if (goal["device"], goal["shape"]) != (device, result["shape"]):
-            continue
-        for case in goal["cases"]:
-            value = _figure(result, case, goal)
-            if value is None:
-                continue
-            least, most = goal.get("at_least"), goal.get("at_most")
-            yield {
-                "case": case,
-                "figure": goal["figure"],
-                "than": goal.get("than"),
-                "goal": least if least is not None else most,
-                "value": value,
-                "reached": value >= least if least is not None else value <= most,
-            }
-
-
-def _figure(result: Mapping[str, Any], case: str, goal: Mapping[str, Any]) -> float | None:
-    rows = result["cases"].get(case, {})
-    ours = rows.get("quantmint")
-    if not measured(ours):
-        return None
-    seconds = ours["written"]["median"]
-    match goal["figure"]:
-        case "seconds":
-            return float(seconds)
-        case "peak_rss_mb":
-            return float(ours["peak_rss"]) / 1e6
-        case "rss_doubled":
-            doubled = result["doubled"].get(case)
-            return None if doubled is None else float(doubled["peak_rss"]) / float(ours["peak_rss"])
-        case "times_cp":
-            return seconds / rows["cp"]["written"]["median"] if measured(rows.get("cp")) else None
-        case _:
-            other = rows.get(goal["than"])
-            return other["written"]["median"] / seconds if measured(other) else None
 
 
 def measured(row: Mapping[str, Any] | None) -> bool:
@@ -85,75 +59,136 @@ def measured(row: Mapping[str, Any] | None) -> bool:
     return row is not None and "why_not" not in row
 
 
+def judge(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each goal that was measured: its case, whose it is, its words, the figure, whether it was reached."""
+    return list(_judged(result))
+
+
+def _judged(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    device, found = str(result["device"]).partition(":")[0], rows(result)
+    for goal in yaml.safe_load(GOALS.read_text(encoding="utf-8")):
+        if (goal["device"], goal["shape"]) != (device, result["shape"]):
+            continue
+        for case in goal["cases"]:
+            for contender in ("quantmint", FIRST):
+                value = _figure(found, case, contender, goal)
+                if value is None:
+                    continue
+                least, most = goal.get("at_least"), goal.get("at_most")
+                yield {
+                    "case": case,
+                    "contender": contender,
+                    "figure": goal["figure"],
+                    "than": goal.get("than"),
+                    "goal": least if least is not None else most,
+                    "value": value,
+                    "reached": value >= least if least is not None else value <= most,
+                }
+
+
+def _figure(found: Rows, case: str, contender: str, goal: Mapping[str, Any]) -> float | None:
+    ours = found.get(case, {}).get(contender)
+    if ours is None or not measured(ours):
+        return None
+    if goal["figure"] == "seconds":
+        return float(ours["wall"])
+    if goal["figure"] == "rss_mb":
+        return float(ours["rss"]) / 1e6
+    other = (found.get(case, {}) | found.get("", {})).get(goal["than"])
+    if other is None or not measured(other):
+        return None
+    match goal["figure"]:
+        case "times_faster":
+            return float(other["wall"] / ours["wall"])
+        case "times_after_start":
+            return float((ours["wall"] - ours["parts"]["start"]) / other["wall"])
+        case _:
+            return float(ours["wall"] / other["wall"])
+
+
 _WORDS = {
-    "times_faster": "goal {goal:g}x faster than {than}: {value:.1f}x",
-    "times_cp": "goal {goal:g} x cp: {value:.2f} x",
-    "seconds": "goal {goal:g} s: {value:.2f} s",
-    "peak_rss_mb": "goal {goal:g} MB resident: {value:.0f} MB",
-    "rss_doubled": "goal {goal:g} x the memory with twice the layers: {value:.2f} x",
+    "times_faster": "goal {goal:g} x as fast as {than}: {value:.1f} x",
+    "times_after_start": "goal {goal:g} x {than} after the start: {value:.2f} x",
+    "times": "goal {goal:g} x {than}: {value:.2f} x",
+    "seconds": "goal {goal:g} s: {value:.1f} s",
+    "rss_mb": "goal {goal:g} MB resident: {value:.0f} MB",
 }
+
+
+def line(part: str, found: Mapping[str, Any]) -> str:
+    """A measurement, the moment that it is made, in a line."""
+    if part == "disk":
+        how = "" if found["direct"] else ", through the page cache"
+        return f"disk alone{how}: {found['gb']:.2f} GB in {found['seconds']:.2f} s"
+    if part == "beside":
+        return _crowd(found)
+    name = f"{found['case']:<9} {found['title']:<40} "
+    if "why_not" in found:
+        return f"{name} {found['why_not']}"
+    told = ", ".join(f"{what} {seconds:.2f}" for what, seconds in found["seconds"].items())
+    later = f", later to the disk {found['later']:.2f}" if "later" in found else ""
+    return f"{name} {found['wall']:6.2f} s, CPU {found['cpu']:.1f} s, {found['rss'] / 1e6:,.0f} MB: {told}{later}"
+
+
+def _crowd(found: Mapping[str, Any]) -> str:
+    name = f"{found['case']}: {found['count']} of ours beside each other"
+    if "why_not" in found:
+        return f"{name}: {found['why_not']}"
+    share = found["wall"] / found["count"] / found["alone"]
+    return (
+        f"{name}: {found['wall']:.2f} s, {share:.2f} x the time in sequence (one alone {found['alone']:.2f} s); "
+        f"each {min(found['each']):.1f} to {max(found['each']):.1f} s, at most {found['rss'] / 1e6:,.0f} MB"
+    )
 
 
 def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
-    machine, lines = result["machine"], []
+    machine, lines, found, goals = result["machine"], [], rows(result), judge(result)
     lines.append(
         f"{result['model_gb']:.2f} GB of bf16 in {result['shards']} files, on {result['device']}: "
         f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gb']} GB, torch {machine['torch']}"
         + (f", {machine['accelerator']}" if machine["accelerator"] else "")
-        + f"; load before {machine['load_before']}; {result['rounds']} rounds, medians (min to max)"
+        + f"; load before {machine['load_before']}"
     )
-    for case, rows in result["cases"].items():
+    lines.append(
+        f"seconds from start to exit, medians of {len(result['disk'])} rounds (min to max); later: until durable"
+    )
+    lines.append(_rate(result))
+    for case, those in found.items():
         calibrated = f", {result['samples']} x {result['length']} tokens" if case == "fp8_kv" else ""
-        lines += ["", f"{case}: {CASES[case]}{calibrated}"]
-        lines.append(
-            f"  {'':<45}{'written, s':>22}{'durable, s':>12}{'x cp':>7}{'ours is':>9}{'CPU s':>8}"
-            f"{'RSS MB':>8}{'import s':>10}"
-        )
-        lines += [_line(row, rows) for row in rows.values()]
-        ours = rows.get("quantmint")
-        if measured(ours):
-            lines += [
-                f"  ours, s: {_parts(ours['phases'])}; warm-up {ours['warm_up']['median']:.2f}",
-                f"  its threads, s: {_parts(ours['threads'])}; files mapped in the end {ours['mapped'] / 1e6:.0f} MB",
-            ]
-        if (predicted := result["predicted"].get(case)) and measured(ours):
-            pairs = (
-                ("written", predicted["written"], ours["written"]["median"], "{:.2f} s"),
-                ("durable", predicted["durable"], ours["durable"]["median"], "{:.2f} s"),
-                ("resident", predicted["memory"] / 1e6, ours["peak_rss"] / 1e6, "{:.0f} MB"),
-            )
-            lines.append(
-                "  predicted as by `quantmint plan`: "
-                + ", ".join(f"{name} {form.format(said)} ({said / was - 1:+.0%})" for name, said, was, form in pairs)
-            )
-        if (same := result["same_bytes"].get(case)) is not None:
-            lines.append(f"  {same['same']} of {same['of']} tensors are those of {same['than']}, bit for bit")
-        if doubled := result["doubled"].get(case):
-            lines.append(
-                f"  twice the layers: {doubled['peak_rss'] / 1e6:.0f} MB resident, {doubled['written']:.2f} s written"
-            )
+        lines += ["", f"{case}: {CASES[case]}{calibrated}" if case else "to compare with"]
+        heads = "".join(f"{part:>10}" for part in (*PARTS, "end", "later"))
+        lines.append(f"  {'':<42}{'seconds':>22}{'ours is':>9}{heads}{'CPU s':>8}{'RSS MB':>8}")
+        lines += [_line(row, those) for row in those.values()]
         lines += [
             f"  {_WORDS[goal['figure']].format(**goal)}, {'reached' if goal['reached'] else 'missed'}"
-            for goal in result["goals"]
+            + ("" if goal["contender"] == "quantmint" else ", of a model not seen before")
+            for goal in goals
             if goal["case"] == case
         ]
+    lines += [_crowd(crowd) for crowd in result["beside"]]
     return "\n".join(lines)
 
 
-def _parts(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+def disk_rate(result: Mapping[str, Any]) -> float:
+    """GB/s that the disk took alone: the median of the rounds."""
+    return float(statistics.median(found["gb"] / found["seconds"] for found in result["disk"]))
 
 
-def _line(row: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
+def _rate(result: Mapping[str, Any]) -> str:
+    rate = disk_rate(result)
+    how = "past the page cache, 4 threads, fsync" if result["disk"][0]["direct"] else "page cache, 4 threads, fsync"
+    made = [(case, row["quantmint"]["made_gb"]) for case, row in rows(result).items() if measured(row.get("quantmint"))]
+    needs = ", ".join(f"{case} {size / rate:.1f} s" for case, size in made)
+    return f"the disk alone takes {rate:.2f} GB/s ({how})" + (f": {needs}" if needs else "")
+
+
+def _line(row: Mapping[str, Any], beside: Mapping[str, Any]) -> str:
     if not measured(row):
-        return f"  {row['name']:<45}  {row['why_not'][:100]}"
-    written, ours, copied = row["written"], rows.get("quantmint"), rows.get("cp")
-    spread = f"{written['median']:.2f} ({written['min']:.2f} to {written['max']:.2f})"
-    times = f"{written['median'] / copied['written']['median']:.2f}" if measured(copied) else "-"
-    faster = f"{written['median'] / ours['written']['median']:.1f}x" if measured(ours) and row is not ours else "-"
-    memory = f"{row['peak_rss'] / 1e6:.0f}" if row["peak_rss"] else "-"
-    return (
-        f"  {row['name']:<45}{spread:>22}{row['durable']['median']:>12.2f}{times:>7}{faster:>9}"
-        f"{row['cpu']['median']:>8.1f}{memory:>8}{row['import']['median']:>10.1f}"
-    )
+        return f"  {row['title']:<42}  {row['why_not'][:100]}"
+    ours = beside.get("quantmint")
+    spread = f"{row['wall']:.2f} ({row['wall_min']:.2f} to {row['wall_max']:.2f})"
+    faster = f"{row['wall'] / ours['wall']:.1f}x" if ours and measured(ours) and row is not ours else "-"
+    told = row["parts"] | ({} if row["later"] is None else {"later": row["later"]})
+    cells = "".join(f"{told[part]:>10.2f}" if part in told else f"{'-':>10}" for part in (*PARTS, "end", "later"))
+    return f"  {row['title']:<42}{spread:>22}{faster:>9}{cells}{row['cpu']:>8.1f}{row['rss'] / 1e6:>8.0f}"

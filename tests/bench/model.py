@@ -58,6 +58,7 @@ class Shape:
 
 
 SHAPES = {
+    "270m": Shape(hidden=1024, intermediate=2816, heads=8, kv_heads=4, gigabytes=0.27),
     "2gb": Shape(hidden=2048, intermediate=5632, heads=16, kv_heads=8, gigabytes=2.0),
     "8b": Shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, gigabytes=14.5),
     "tiny": Shape(hidden=256, intermediate=512, heads=4, kv_heads=2, gigabytes=0.04),
@@ -151,10 +152,15 @@ def _size(tensors: dict[str, tuple[int, ...]]) -> int:
 
 def into_page_cache(folder: Path) -> None:
     """Read a model, so that who comes first is not the one who waits for the disk."""
-    for path in sorted(folder.iterdir()):
+
+    def read(path: Path) -> None:
+        piece = bytearray(1 << 22)
         with path.open("rb", buffering=0) as stream:
-            while stream.read(1 << 24):
+            while stream.readinto(piece):
                 pass
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, folder.iterdir()))
 
 
 def describe(device: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.contenders import CASES
-from tests.bench.figures import measured
+from tests.bench.figures import PARTS, measured, rows
 
 _COLOURS = {"quantmint": "#0b7a75", "llm-compressor": "#c8553d", "quark": "#6a5acd", "cp": "#9aa0a6"}
 _OURS, _OTHER, _THIRD, _GREY = _COLOURS.values()
@@ -41,36 +41,39 @@ def _where(machine: Mapping[str, Any]) -> str:
     return machine["accelerator"] or f"{machine['cores']} cores of {machine['processor']}"
 
 
+_PARTS = dict(zip((*PARTS, "end"), ("#9aa0a6", "#6a5acd", "#0b7a75", "#e0a030", "#4f9fd9", "#d5d8db"), strict=True))
+
+
 def quantizing(result: Mapping[str, Any], path: Path) -> None:
-    """Seconds of every contender, case by case: bars end where all is written, thin lines where all is durable."""
-    cases = result["cases"]
-    heights = [sum(map(measured, rows.values())) for rows in cases.values()]
-    size = (9, 0.75 * len(cases) + 0.38 * sum(heights) + 0.5)
-    ratios = [max(height, 1) for height in heights]
-    with _drawing(path, nrows=len(cases), figsize=size, height_ratios=ratios) as (drawing, axes):
-        for axis, (case, rows) in zip(axes, cases.items(), strict=True):
-            shown = {contender: row for contender, row in rows.items() if measured(row)}
-            longest = max((row["durable"]["median"] for row in shown.values()), default=1.0)
-            ours = shown.get("quantmint")
-            for place, (contender, row) in enumerate(shown.items()):
-                written, durable = row["written"], row["durable"]["median"]
-                axis.barh(place, written["median"], height=0.62, color=_COLOURS[contender])
-                axis.plot([written["median"], durable], [place, place], color=_COLOURS[contender], linewidth=2)
-                axis.plot([written["min"], written["max"]], [place + 0.38] * 2, color="#444444", linewidth=0.8)
-                words = f"{written['median']:.1f} s"
-                if ours is not None and contender != "quantmint":
-                    words += f", {written['median'] / ours['written']['median']:.1f} x ours"
-                if row["peak_rss"]:
-                    words += f", {row['peak_rss'] / 1e9:.1f} GB resident"
-                axis.annotate(words, (durable + 0.012 * longest, place), va="center", fontsize=9, color="#222222")
-            axis.set_yticks(range(len(shown)), [row["name"] for row in shown.values()], fontsize=9)
+    """Seconds of every command by its parts, case by case; thin lines until all is on the disk."""
+    found = rows(result)
+    baselines = {name: row for name, row in found.pop("", {}).items() if measured(row)}
+    shown = [{name: row for name, row in those.items() if measured(row)} | baselines for those in found.values()]
+    heights = [max(len(those), 1) for those in shown]
+    size = (9, 0.75 * len(shown) + 0.36 * sum(heights) + 0.8)
+    with _drawing(path, nrows=len(shown), figsize=size, height_ratios=heights) as (drawing, axes):
+        for axis, case, those in zip(axes, found, shown, strict=True):
+            longest = max((row["wall"] + (row["later"] or 0.0) for row in those.values()), default=1.0)
+            for place, row in enumerate(those.values()):
+                begin, wall = 0.0, row["wall"]
+                for part, seconds in (row["parts"] or {"work": wall}).items():
+                    axis.barh(place, seconds, left=begin, height=0.62, color=_PARTS[part])
+                    begin += seconds
+                end = wall + (row["later"] or 0.0)
+                axis.plot([wall, end], [place, place], color=_PARTS["flush"], linewidth=2)
+                axis.plot([row["wall_min"], row["wall_max"]], [place + 0.38] * 2, color="#444444", linewidth=0.8)
+                words = f"{wall:.1f} s, {row['rss'] / 1e9:.1f} GB"
+                axis.annotate(words, (end + 0.012 * longest, place), va="center", fontsize=9, color="#222222")
+            axis.set_yticks(range(len(those)), [row["title"] for row in those.values()], fontsize=9)
             axis.invert_yaxis()
-            axis.set_xlim(0, 1.38 * longest)
+            axis.set_xlim(0, 1.25 * longest)
             _title(axis, f"{case}: {CASES[case]}")
             axis.tick_params(axis="x", labelsize=8)
-        axis.set_xlabel("seconds after warm-up: bars until written, lines until durable; medians", fontsize=9)
+        axis.set_xlabel("seconds from start to exit, medians; thin lines until all is on the disk", fontsize=9)
         title = f"{result['model_gb']:.1f} GB of bf16 on {_where(result['machine'])}"
         drawing.suptitle(title, fontsize=11, x=0.01, ha="left")
+        bars = [drawing.axes[0].barh(0, 0, color=colour) for colour in _PARTS.values()]
+        drawing.legend(bars, list(_PARTS), loc="outside lower center", ncols=len(_PARTS), fontsize=8, frameon=False)
 
 
 def scaling(result: Mapping[str, Any], path: Path) -> None:
