@@ -14,6 +14,7 @@ from tests.bench.contenders import CASES, FIRST
 GOALS = Path(__file__).with_name("goals.yaml")
 PARTS = ("start", "calibrate", "work", "flush", "proof")
 """Of a command's seconds, as it tells them; what is left is its end."""
+_COLUMNS = {part: max(8, len(part) + 2) for part in (*PARTS, "end", "later")}
 Rows = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -151,14 +152,14 @@ def table(result: Mapping[str, Any]) -> str:
         + f"; load before {machine['load_before']}"
     )
     lines.append(
-        f"seconds from start to exit, medians of {len(result['disk'])} rounds (min to max); later: until durable"
+        f"seconds from start to exit, medians of {len(result['disk'])} rounds; later: from the exit until all is on the disk"
     )
     lines.append(_rate(result))
     for case, those in found.items():
         calibrated = f", {result['samples']} x {result['length']} tokens" if case == "fp8_kv" else ""
         lines += ["", f"{case}: {CASES[case]}{calibrated}" if case else "to compare with"]
-        heads = "".join(f"{part:>10}" for part in (*PARTS, "end", "later"))
-        lines.append(f"  {'':<42}{'seconds':>22}{'ours is':>9}{heads}{'CPU s':>8}{'RSS MB':>8}")
+        heads = "".join(f"{part:>{width}}" for part, width in _COLUMNS.items())
+        lines.append(f"  {'':<43}{'seconds':>8}{'(range)':>16}{'ours is':>8}{heads}{'CPU s':>8}{'RSS MB':>8}")
         lines += [_line(row, those) for row in those.values()]
         lines += [
             f"  {_WORDS[goal['figure']].format(**goal)}, {'reached' if goal['reached'] else 'missed'}"
@@ -185,10 +186,11 @@ def _rate(result: Mapping[str, Any]) -> str:
 
 def _line(row: Mapping[str, Any], beside: Mapping[str, Any]) -> str:
     if not measured(row):
-        return f"  {row['title']:<42}  {row['why_not'][:100]}"
+        return f"  {row['title']:<43}  {row['why_not'][:100]}"
     ours = beside.get("quantmint")
-    spread = f"{row['wall']:.2f} ({row['wall_min']:.2f} to {row['wall_max']:.2f})"
+    spread = f"({row['wall_min']:.2f} to {row['wall_max']:.2f})"
     faster = f"{row['wall'] / ours['wall']:.1f}x" if ours and measured(ours) and row is not ours else "-"
     told = row["parts"] | ({} if row["later"] is None else {"later": row["later"]})
-    cells = "".join(f"{told[part]:>10.2f}" if part in told else f"{'-':>10}" for part in (*PARTS, "end", "later"))
-    return f"  {row['title']:<42}{spread:>22}{faster:>9}{cells}{row['cpu']:>8.1f}{row['rss'] / 1e6:>8.0f}"
+    cells = "".join(f"{f'{told[part]:.2f}' if part in told else '-':>{width}}" for part, width in _COLUMNS.items())
+    walls = f"{row['wall']:>8.2f}{spread:>16}{faster:>8}"
+    return f"  {row['title']:<43}{walls}{cells}{row['cpu']:>8.1f}{row['rss'] / 1e6:>8.0f}"

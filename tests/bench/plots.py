@@ -42,6 +42,7 @@ def _where(machine: Mapping[str, Any]) -> str:
 
 
 _PARTS = dict(zip((*PARTS, "end"), ("#9aa0a6", "#6a5acd", "#0b7a75", "#e0a030", "#4f9fd9", "#d5d8db"), strict=True))
+_PLAIN = {"cp": "work"}  # the other baselines are imports
 
 
 def quantizing(result: Mapping[str, Any], path: Path) -> None:
@@ -54,9 +55,9 @@ def quantizing(result: Mapping[str, Any], path: Path) -> None:
     with _drawing(path, nrows=len(shown), figsize=size, height_ratios=heights) as (drawing, axes):
         for axis, case, those in zip(axes, found, shown, strict=True):
             longest = max((row["wall"] + (row["later"] or 0.0) for row in those.values()), default=1.0)
-            for place, row in enumerate(those.values()):
+            for place, (name, row) in enumerate(those.items()):
                 begin, wall = 0.0, row["wall"]
-                for part, seconds in (row["parts"] or {"work": wall}).items():
+                for part, seconds in (row["parts"] or {_PLAIN.get(name, "start"): wall}).items():
                     axis.barh(place, seconds, left=begin, height=0.62, color=_PARTS[part])
                     begin += seconds
                 end = wall + (row["later"] or 0.0)
