@@ -152,14 +152,14 @@ def table(result: Mapping[str, Any]) -> str:
         + f"; load before {machine['load_before']}"
     )
     lines.append(
-        f"seconds from start to exit, medians of {len(result['disk'])} rounds; later: from the exit until all is on the disk"
+        f"seconds from start to exit, medians of {len(result['disk'])} rounds; later: until all is on the disk"
     )
     lines.append(_rate(result))
     for case, those in found.items():
         calibrated = f", {result['samples']} x {result['length']} tokens" if case == "fp8_kv" else ""
         lines += ["", f"{case}: {CASES[case]}{calibrated}" if case else "to compare with"]
         heads = "".join(f"{part:>{width}}" for part, width in _COLUMNS.items())
-        lines.append(f"  {'':<43}{'seconds':>8}{'(range)':>16}{'ours is':>8}{heads}{'CPU s':>8}{'RSS MB':>8}")
+        lines.append(f"  {'':<43}{'seconds':>8}{'(range)':>18}{'ours is':>8}{heads}{'CPU s':>8}{'RSS MB':>8}")
         lines += [_line(row, those) for row in those.values()]
         lines += [
             f"  {_WORDS[goal['figure']].format(**goal)}, {'reached' if goal['reached'] else 'missed'}"
@@ -192,5 +192,5 @@ def _line(row: Mapping[str, Any], beside: Mapping[str, Any]) -> str:
     faster = f"{row['wall'] / ours['wall']:.1f}x" if ours and measured(ours) and row is not ours else "-"
     told = row["parts"] | ({} if row["later"] is None else {"later": row["later"]})
     cells = "".join(f"{f'{told[part]:.2f}' if part in told else '-':>{width}}" for part, width in _COLUMNS.items())
-    walls = f"{row['wall']:>8.2f}{spread:>16}{faster:>8}"
+    walls = f"{row['wall']:>8.2f}{spread:>18}{faster:>8}"
     return f"  {row['title']:<43}{walls}{cells}{row['cpu']:>8.1f}{row['rss'] / 1e6:>8.0f}"
