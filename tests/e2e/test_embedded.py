@@ -14,7 +14,6 @@ from eval.record import rejudge
 from eval.verdict import Verdict
 from pipeline.base.errors import InspectionError
 from pipeline.base.progress import PlainReporter
-from pipeline.recipe.load import load_recipe
 from pipeline.serving.environment import VllmEnvironment, find_vllm
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
@@ -114,8 +113,7 @@ def test_speed_is_measured_where_it_is_asked_for_and_says_what_it_ran_on(finishe
     """The embedded recipe promises none. Each side is launched anew; all that was measured before it is cached."""
     project = finished.project
     assert not list(project.store.glob("bench/*"))
-    recipe = load_recipe(RECIPE).path
-    (project.home / "speed.yaml").write_text(f"name: speed\nextends: {recipe}\ngate: {{throughput: {{launches: 1}}}}\n")
+    (project.home / "speed.yaml").write_text(f"name: speed\nextends: {RECIPE}\ngate: {{throughput: {{launches: 1}}}}\n")
     done = project.run("run", "speed.yaml", "--until", "bench", "--json")
     assert done.returncode == 0, done.stderr
     assert [stage["stage"] for stage in json.loads(done.stdout)["stages"] if not stage["cached"]] == ["bench"]
