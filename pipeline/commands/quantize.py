@@ -190,13 +190,15 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
     help="The 16-bit model: measures the error of every layer and compares what was not quantized.",
 )
 @click.option("--allow-unit-kv-scales", is_flag=True, help="Accept KV scales of exactly 1.0.")
+@click.option("--device", default="auto", show_default=True, help="Where numbers are compared.")
 @json_option
-def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, as_json: bool) -> int:
+def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, device: str, as_json: bool) -> int:
     """Prove that the compressed-tensors or Quark checkpoint in PATH is what its config.json says.
 
     Ends with 0 when nothing contradicts anything, with 1 when something does.
     """
     from pipeline.base.progress import reporter_for
+    from pipeline.quantize.device import resolve_device
     from pipeline.quantize.formats.checkpoint import open_checkpoint
     from pipeline.quantize.formats.layout import layout_of
     from pipeline.quantize.inspection.inspect import inspect_checkpoint
@@ -208,7 +210,12 @@ def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, as_json
     structure = read_structure(path, checkpoint.tensors)
     with reporter_for(json=as_json).bar(checkpoint.nbytes, "B") as advance:
         inspection = inspect_checkpoint(
-            checkpoint, structure, source=original, allow_unit_kv_scales=allow_unit_kv_scales, advance=advance
+            checkpoint,
+            structure,
+            source=original,
+            allow_unit_kv_scales=allow_unit_kv_scales,
+            device=resolve_device(device),
+            advance=advance,
         )
     if as_json:
         emit(inspection.to_json())

@@ -168,6 +168,7 @@ class InspectStage(Stage):
         quantization = job.setting.recipe.quantization
         calibrated = "calibrate" in job.inputs
         expected = _expected_scales(job, checkpoint, structure, quantization) if calibrated else None
+        proven = _proven(job.inputs["quantize"])
         with job.progress.bar(checkpoint.nbytes, "B") as advance:
             inspection = inspect_checkpoint(
                 checkpoint,
@@ -175,7 +176,9 @@ class InspectStage(Stage):
                 source=source,
                 expected_scales=expected,
                 expected_bytes=tensor_bytes if isinstance(tensor_bytes, int) else None,
-                proven=_proven(job.inputs["quantize"]),
+                proven=proven,
+                # What is proven is a few rows of each tensor; a GPU would take longer to wake up.
+                device="cpu" if proven is not None else resolve_devices(job.setting.device)[0],
                 advance=advance,
             )
         write_json(job.path / INSPECTION, inspection.to_json())

@@ -14,6 +14,7 @@ from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
 from pipeline.quantize.engines.stream.plan import plan_shards
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.structure import read_structure
 from pipeline.store.disk import sha256_of
 from tests.bench.model import SHAPES, write_model
@@ -101,3 +102,21 @@ def test_weights_of_real_size_have_the_same_bytes_every_time(scheme: str, tmp_pa
         assert on_disk == digests[-1]  # what was hashed is what was written
         shutil.rmtree(folder)
     assert digests[1:] == digests[:1] * 3
+
+
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "fp8", "mxfp4"])
+def test_an_inspection_finds_the_same_on_both(scheme: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "source", SHAPES["tiny"], 2, 1)
+    source = open_checkpoint(tmp_path / "source")
+    structure = read_structure(source.folder, source.tensors)
+    choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept)
+    plans, made = plan_shards(source, structure, choice, "compressed-tensors"), tmp_path / "made"
+    ranges = {f"{module}.input_scale": 3.0 for module in structure.linear}
+    log = tmp_path / "manifest"
+    write_checkpoint(source, plans, choice, ranges, made, checkpoint_format="compressed-tensors", manifest=log)
+    checkpoint = open_checkpoint(made)
+    here, there = (inspect_checkpoint(checkpoint, structure, source=source, device=d) for d in ("cpu", "cuda:0"))
+    assert here.passed and there.passed
+    assert len(here.layers) == 14
+    for one, other in zip(here.layers, there.layers, strict=True):
+        assert other.sqnr_db == pytest.approx(one.sqnr_db, abs=1e-4)

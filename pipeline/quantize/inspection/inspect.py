@@ -29,9 +29,10 @@ def inspect_checkpoint(
     expected_bytes: int | None = None,
     allow_unit_kv_scales: bool = False,
     proven: Mapping[str, float] | None = None,
+    device: str = "cpu",
     advance: Callable[[int], None] = lambda _: None,
 ) -> Inspection:
-    """Prove or disprove a quantized checkpoint, on all cores and some rows at a time.
+    """Prove or disprove a quantized checkpoint, some rows at a time, on all cores or a GPU.
 
     What an algorithm that the checkpoint records did to the weights is taken into account: smoothed or rotated weights
     cannot be compared with their source, and are only proven to be numbers in the right places.
@@ -47,6 +48,7 @@ def inspect_checkpoint(
         proven: SQNR in dB by module, of a checkpoint that was measured while its files were written, and whose files
             were read back then. It is not measured again: of each tensor the first rows and all scales are read, to
             prove that they lie where the headers say.
+        device: where numbers are compared; all cores read for it.
         advance: told the bytes that were checked.
     """
     form = layout_of(checkpoint.config)
@@ -62,7 +64,7 @@ def inspect_checkpoint(
     layers: list[LayerError] = []
     with many_small_workers(), ThreadPoolExecutor(cores(), "inspect") as pool:
         unsound = frozenset(finding.where for finding in findings)
-        look = _Look(checkpoint, source, expected, claims, wanted, alters, proven, unsound)
+        look = _Look(checkpoint, source, device, expected, claims, wanted, alters, proven, unsound)
         for name, results in zip(expected, pool.map(look.module, expected), strict=True):
             findings += [result for result in results if isinstance(result, Finding)]
             layers += [result for result in results if isinstance(result, LayerError)]
@@ -114,6 +116,7 @@ class _Look:
         self,
         checkpoint: Checkpoint,
         source: Checkpoint | None,
+        device: str,
         expected: Mapping[str, tuple[StoredTensor, ...]],
         claims: Claims,
         wanted: Mapping[str, tuple[float, ...]],
@@ -122,7 +125,8 @@ class _Look:
         unsound: Collection[str],
     ) -> None:
         self._checkpoint, self._source = checkpoint, source
-        self.read, self._original = Reader(checkpoint), None if source is None else Reader(source)
+        self.read = Reader(checkpoint, device)
+        self._original = None if source is None else Reader(source, device)
         self._expected, self._claims, self._wanted, self._alters = expected, claims, wanted, alters
         self._proven, self._unsound = proven, unsound
 

@@ -160,10 +160,6 @@ SQNR_FLOOR_DB: Mapping[str, float] = {
 _COMPENSATED_DB, _LEAST_DB = 10.0, 1.0
 
 
-_PIECE = 1 << 20
-"""Elements that are looked at together: what a core's cache holds of them and of what is computed from them."""
-
-
 def check_module(
     read: Reader,
     module: str,
@@ -192,7 +188,7 @@ def check_module(
             yield Finding("wrong zero point", stored.name, "it is not zero, which symmetric numbers have")
     comparable = source is not None and alters in ("nothing", "rounding")
     error, broken, shape = Error(), 0, [0, 0]
-    for first, last in _pieces(scheme, weight, _BLOCK if proven is not None else _PIECE):
+    for first, last in _pieces(scheme, weight, _BLOCK if proven is not None else read.piece):
         rows = {role: _rows(part, scheme, weight, first, last) for role, part in parts.items()}
         restored = dequantize(scheme, {**rows, weight.role: read.rows(weight.name, first, last)})
         shape = [shape[0] + restored.shape[0], restored.shape[1]]
@@ -273,7 +269,7 @@ def check_copy(
         yield Finding("altered", name, "it stays in 16 bit, but differs from the source")
         return
     rows = info.shape[0] if info.shape else 1
-    step = max(_PIECE // max(prod(info.shape[1:]), 1), 1)
+    step = max(read.piece // max(prod(info.shape[1:]), 1), 1)
     for first in range(0, rows, step):
         pieces = [each.rows(name, first, min(first + step, rows)) for each in (read, source)]
         if exact and not torch.equal(*(piece.reshape(-1).view(torch.uint8) for piece in pieces)):

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 from pipeline.base.errors import StageError
 from pipeline.base.machine import cores as machine_cores
 from pipeline.quantize.engines.stream.plan import Piece, Scan, ShardPlan
-from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, OpenShard, Stopped, WrittenShard
+from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, OpenShard, Stopped, Sum, WrittenShard, read_back
 from pipeline.quantize.engines.stream.worker import Worker
-from pipeline.store.disk import fsync, sha256_of
+from pipeline.store.disk import fsync
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ class _Schedule:
         self._lock, self._telling, self._committing = Lock(), Lock(), Lock()
         self._open: list[OpenShard] = []
         self._busy: Counter[OpenShard] = Counter()
-        self._commits: list[tuple[WrittenShard, Future[None]]] = []
+        self._commits: list[tuple[WrittenShard, Sequence[Sum], Future[None]]] = []
         self._stopped = False
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -129,9 +129,9 @@ class _Schedule:
         for shard in self._open:
             shard.discard()
         faults = [fault for each in running if (fault := each.exception()) is not None]
-        for written, commit in self._commits:
+        for written, sums, commit in self._commits:
             if commit.exception() is not None:
-                self._committed(written)  # there may be room now
+                self._committed(written, sums)  # there may be room now
         for fault in sorted(faults, key=lambda fault: isinstance(fault, Stopped)):
             raise fault
         self._seconds["written"] = self._last - begin
@@ -192,16 +192,16 @@ class _Schedule:
         with self._lock:
             self._open.remove(shard)
             self._last = time.perf_counter()
-            self._commits.append((written, committer.submit(self._committed, written)))
+            self._commits.append((written, shard.sums, committer.submit(self._committed, written, shard.sums)))
 
-    def _committed(self, shard: WrittenShard) -> None:
-        """Prove that the disk holds what was hashed, while other files are made and flushed; then commit it."""
+    def _committed(self, shard: WrittenShard, sums: Sequence[Sum]) -> None:
+        """Prove that the file holds what was hashed, while other files are made and flushed; then commit it."""
         begin = time.perf_counter()
         path = self._destination / (shard.name + self._suffix)
         if path.exists():  # else an earlier try came as far as the commit
-            if sha256_of(path) != shard.sha256:
+            if not read_back(path, sums):
                 raise StageError(
-                    f"{path}: what lies on the disk is not what was written: its SHA-256 is another.",
+                    f"{path}: what lies on the disk is not what was written.",
                     hint="Run the same command again; should it repeat, look at the disk and the memory.",
                 )
             fsync(path)

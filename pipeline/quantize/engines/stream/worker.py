@@ -141,23 +141,21 @@ _BLOCK = 4 << 20  # bytes of one direct write; a multiple of every disk's own bl
 _BLOCKS = 3  # one that is filled, two that are on their way
 
 
-_SYNC_FILE_RANGE_WRITE = 2  # of fcntl.h: start, and do not wait; a filesystem that cannot is flushed in the end
-
-
 class Buffered:
     """Through the page cache."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
         self._early: set[int] = set()
+        # The disk begins with a part at once, and not when it is asked to flush; its queue may be full, so not here.
+        self._starter = ThreadPoolExecutor(1, "flush")
         os.truncate(descriptor, size)
 
     def early(self, offset: int, data: memoryview) -> None:
-        """Take a part in any order, from any thread; the disk begins with it at once, not when it is asked to flush."""
+        """Take a part in any order, from any thread."""
         self._early.add(offset)
         _write(self._descriptor, data, offset)
-        place = ctypes.c_long(offset), ctypes.c_long(data.nbytes)
-        ctypes.CDLL(None).sync_file_range(self._descriptor, *place, _SYNC_FILE_RANGE_WRITE)
+        self._starter.submit(_start_flush, self._descriptor, offset, data.nbytes)
 
     def append(self, offset: int, data: memoryview) -> None:
         """Take a part in its order; one that came early already is known by its offset alone."""
@@ -171,6 +169,7 @@ class Buffered:
 
     def close(self) -> None:
         """Let go of everything, also after a failure."""
+        self._starter.shutdown()
         os.close(self._descriptor)
 
 
@@ -266,6 +265,12 @@ def _fallocate(descriptor: int, size: int) -> None:
     if library.fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(size)):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def _start_flush(descriptor: int, offset: int, size: int) -> None:
+    """Have the kernel write a range to the disk, without waiting; where it cannot, all is flushed in the end."""
+    start = 2  # SYNC_FILE_RANGE_WRITE
+    ctypes.CDLL(None).sync_file_range(descriptor, ctypes.c_long(offset), ctypes.c_long(size), start)
 
 
 def _write(descriptor: int, data: memoryview, offset: int) -> None:
