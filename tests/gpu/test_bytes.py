@@ -116,7 +116,8 @@ def test_an_inspection_finds_the_same_on_both(scheme: str, tmp_path: Path) -> No
     write_checkpoint(source, plans, choice, ranges, made, checkpoint_format="compressed-tensors", manifest=log)
     checkpoint = open_checkpoint(made)
     here, there = (inspect_checkpoint(checkpoint, structure, source=source, device=d) for d in ("cpu", "cuda:0"))
-    assert here.passed and there.passed
+    assert here.passed
+    assert there.passed
     assert len(here.layers) == 14
     for one, other in zip(here.layers, there.layers, strict=True):
         assert other.sqnr_db == pytest.approx(one.sqnr_db, abs=1e-4)
