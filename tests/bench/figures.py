@@ -14,7 +14,6 @@ from tests.bench.contenders import CASES, FIRST
 GOALS = Path(__file__).with_name("goals.yaml")
 PARTS = ("start", "calibrate", "work", "flush", "proof")
 """Of a command's seconds, as it tells them; what is left is its end."""
-_COLUMNS = {part: max(8, len(part) + 2) for part in (*PARTS, "end", "later")}
 Rows = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -157,17 +156,17 @@ def table(result: Mapping[str, Any]) -> str:
     lines.append(_rate(result))
     for case, those in found.items():
         calibrated = f", {result['samples']} x {result['length']} tokens" if case == "fp8_kv" else ""
-        lines += ["", f"{case}: {CASES[case]}{calibrated}" if case else "to compare with"]
-        heads = "".join(f"{part:>{width}}" for part, width in _COLUMNS.items())
-        lines.append(f"  {'':<43}{'seconds':>8}{'(range)':>18}{'ours is':>8}{heads}{'CPU s':>8}{'RSS MB':>8}")
-        lines += [_line(row, those) for row in those.values()]
-        lines += [
-            f"  {_WORDS[goal['figure']].format(**goal)}, {'reached' if goal['reached'] else 'missed'}"
+        lines += ["", f"### {case}: {CASES[case]}{calibrated}" if case else "### to compare with"]
+        lines += ["", *_grid([_cells(row, those) for row in those.values() if measured(row)])]
+        told = [f"{row['title']}: {row['why_not'][:100]}" for row in those.values() if not measured(row)]
+        told += [
+            f"{_WORDS[goal['figure']].format(**goal)}, {'reached' if goal['reached'] else 'missed'}"
             + ("" if goal["contender"] == "quantmint" else ", of a model not seen before")
             for goal in goals
             if goal["case"] == case
         ]
-    lines += [_crowd(crowd) for crowd in result["beside"]]
+        lines += ["", *told] if told else []
+    lines += [f"\n{_crowd(crowd)}" for crowd in result["beside"]]
     return "\n".join(lines)
 
 
@@ -184,13 +183,30 @@ def _rate(result: Mapping[str, Any]) -> str:
     return f"the disk alone takes {rate:.2f} GB/s ({how})" + (f": {needs}" if needs else "")
 
 
-def _line(row: Mapping[str, Any], beside: Mapping[str, Any]) -> str:
-    if not measured(row):
-        return f"  {row['title']:<43}  {row['why_not'][:100]}"
+def _cells(row: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, str]:
+    """A row of the table by the columns' names; what is not known of it is empty."""
     ours = beside.get("quantmint")
-    spread = f"({row['wall_min']:.2f} to {row['wall_max']:.2f})"
-    faster = f"{row['wall'] / ours['wall']:.1f}x" if ours and measured(ours) and row is not ours else "-"
     told = row["parts"] | ({} if row["later"] is None else {"later": row["later"]})
-    cells = "".join(f"{f'{told[part]:.2f}' if part in told else '-':>{width}}" for part, width in _COLUMNS.items())
-    walls = f"{row['wall']:>8.2f}{spread:>18}{faster:>8}"
-    return f"  {row['title']:<43}{walls}{cells}{row['cpu']:>8.1f}{row['rss'] / 1e6:>8.0f}"
+    compared = ours is not None and measured(ours) and row is not ours
+    return {
+        "": row["title"],
+        "seconds": f"{row['wall']:.2f}",
+        "range": f"{row['wall_min']:.2f} to {row['wall_max']:.2f}" if row["wall_min"] < row["wall_max"] else "",
+        "ours is": f"{row['wall'] / ours['wall']:.1f} x" if ours is not None and compared else "",
+        **{part: f"{told[part]:.2f}" if part in told else "" for part in (*PARTS, "end", "later")},
+        "CPU s": f"{row['cpu']:.1f}",
+        "RSS MB": f"{row['rss'] / 1e6:,.0f}",
+    }
+
+
+def _grid(cells: Sequence[Mapping[str, str]]) -> list[str]:
+    """A table of Markdown that is read on a terminal as well, without the columns that nobody fills."""
+    columns = [name for name in (cells[0] if cells else ()) if not name or any(row[name] for row in cells)]
+    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in columns}
+    lines = [{name: name for name in columns}, *cells]
+    drawn = [
+        [line[name].rjust(widths[name]) if name else line[name].ljust(widths[name]) for name in columns]
+        for line in lines
+    ]
+    rule = ["-" * widths[name] if not name else "-" * (widths[name] - 1) + ":" for name in columns]
+    return [f"| {' | '.join(row)} |" for row in (drawn[0], rule, *drawn[1:])] if cells else []

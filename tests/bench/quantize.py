@@ -43,8 +43,9 @@ class Bench:
 
     def __init__(self, folder: Path, result: dict[str, Any], json_path: Path | None) -> None:
         self.folder, self.source, self.result, self.json_path = folder, folder / "source", result, json_path
-        self.layers = SHAPES[result["shape"]].layers_for(result["model_gb"])
-        result["model_gb"] = write_model(self.source, SHAPES[result["shape"]], self.layers, result["shards"]) / 1e9
+        shape = SHAPES[result["shape"]]
+        layers = shape.layers_for(result["model_gb"])
+        result["model_gb"] = write_model(self.source, shape, layers, result["shards"]) / 1e9
         self.words = _write_words(folder, result["samples"], result["length"])
 
     def task(self, case: str) -> Task:
@@ -68,8 +69,7 @@ class Bench:
         cache = self.folder / ("cache-first" if contender == FIRST else "cache")
         if contender == FIRST:
             shutil.rmtree(cache, ignore_errors=True)
-        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return os.environ | offline | {"XDG_CACHE_HOME": str(cache)}
+        return os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(cache)}
 
     def measure(self, contender: str, task: Task, count: int = 1) -> list[dict[str, Any]]:
         """Run a contender once, or as often beside itself as ``count`` says, each in its own process: what each took,
