@@ -101,7 +101,7 @@ def _figure(found: Rows, case: str, contender: str, goal: Mapping[str, Any]) -> 
         case "times_faster":
             return float(other["wall"] / ours["wall"])
         case "times_after_start":
-            return float((ours["wall"] - ours["parts"]["start"]) / other["wall"])
+            return float((ours["wall"] - ours["parts"].get("start", 0.0)) / other["wall"])
         case _:
             return float(ours["wall"] / other["wall"])
 
