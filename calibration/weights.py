@@ -313,6 +313,8 @@ def settle_buffers(model: Any, device: str) -> None:
 
     for name, buffer in model.named_non_persistent_buffers():
         _assign(model, name, torch.empty_like(buffer, device=device))
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # will be loaded: none is drawn at random, not even on the meta device
     model.initialize_weights()
 
 
