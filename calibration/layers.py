@@ -161,6 +161,8 @@ class _Part:
 
 
 def _all(pool: ThreadPoolExecutor, parts: Sequence[_Part], work: Callable[[_Part], Any]) -> list[Any]:
+    if len(parts) == 1:  # in this thread, whose memory the C library gives back
+        return [work(parts[0])]
     # All are waited for, so that none still works when the first fault is reported.
     running = [pool.submit(work, part) for part in parts]
     faults = [fault for one in running if (fault := one.exception()) is not None]
