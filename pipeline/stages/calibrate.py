@@ -16,6 +16,7 @@ from pipeline.base.errors import QuantmintError, StageError, UserError
 from pipeline.base.machine import versions
 from pipeline.base.transience import is_transient
 from pipeline.quantize.device import resolve_devices
+from pipeline.quantize.model.structure import light_imports
 from pipeline.recipe.commits import Commits
 from pipeline.recipe.schema import Calibration
 from pipeline.stages.source import model_folder
@@ -133,7 +134,9 @@ def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) 
 
     Raises `CalibrationError` for texts that cannot be read or are too few.
     """
-    from transformers import AutoTokenizer
+    with light_imports():
+        # The model is built next, and takes what it needs from what was imported here.
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     from calibration.batches import read_samples
 

@@ -42,7 +42,7 @@ def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
     A checkpoint that was saved with more than the language model, a vision tower say, is built as the class that it
     names, so that every tensor has its module. Raises `UserError` where transformers does not know the architecture.
     """
-    with _light_imports():
+    with light_imports():
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401  # what is built with below
 
@@ -65,7 +65,7 @@ _HEAVY = ("sklearn", "trio", "boto3")
 
 
 @contextmanager
-def _light_imports() -> Iterator[None]:
+def light_imports() -> Iterator[None]:
     """Import without `_HEAVY`, and without collecting garbage: imports make none, and looking for it is a sixth."""
     absent = [name for name in _HEAVY if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # Python's own sign for "cannot be imported"
