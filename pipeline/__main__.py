@@ -1,6 +1,6 @@
 """`python -m pipeline` is `quantmint`."""
 
-from pipeline.commands.cli import main
+from pipeline.commands.cli import run
 
 if __name__ == "__main__":
-    main()
+    run()

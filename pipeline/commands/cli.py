@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -129,6 +132,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # A fault of ours; what was committed stays all the same.
         _fail(f"unexpected {type(error).__name__}: {error}\n  --debug shows where; please report it.", given, 5)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def run() -> None:
+    """`main` as a process's own: what it has made is on the disk by now, and nobody waits for a GPU's driver and a
+    hundred megabytes of modules to be taken apart, which takes a second.
+    """
+    code: object = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+    os._exit(code if isinstance(code, int) else 1 if code else 0)
 
 
 def _fail(message: str, arguments: Sequence[str], code: int, *, transient: bool = False) -> None:

@@ -176,7 +176,7 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     missing = missing_stages(plan, setting)
     model = model_for(setting, config_folder or fetched(setting.source))
     prediction = predict(*model, setting.recipe)
-    needed = disk_needed(prediction, missing, setting)
+    needed = disk_needed(prediction, missing, setting, plan)
     where = store_path.absolute()
     free = free_bytes(where)
     quantization, target, evaluation = setting.recipe.quantization, setting.recipe.target, setting.recipe.evaluation

@@ -44,10 +44,16 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
         choice, shared = select(structure, quantization), quantization.shared_scales
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
         stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
+        stages = {"start": _start_cost(machine.rates), **stages}
     return {
         "rates": {"origin": origin, **asdict(machine.rates)},
         "stages": {name: asdict(cost) for name, cost in stages.items()},
     }
+
+
+def _start_cost(rates: Rates) -> Cost:
+    parts = {"import": rates.start}
+    return Cost(rates.start, rates.start, rates.resident, 0, 0, bound="import", parts=parts)
 
 
 def machine_here(device: str) -> tuple[Machine, Origin]:
@@ -206,7 +212,8 @@ class Rates:
     from a mapped file to the device, by one thread. ``kernels``: bytes of 16-bit weight, by kernel. ``link``: between
     memory and device, one way while the other is busy too; None where they are one. ``flops``: operations of bfloat16
     products on the device. ``scores``: attention weights through a softmax there. ``resident``: memory of an
-    interpreter that has imported what the stages need.
+    interpreter that has imported what the stages need, ``start``: the seconds until it has, and has asked a model that
+    it never saw for its structure.
     """
 
     machine: str
@@ -222,6 +229,7 @@ class Rates:
     flops: float
     scores: float
     resident: int
+    start: float
 
     def kernel(self, name: str) -> float:
         """The rate of a kernel; the slowest that is known, for one that nobody has measured."""

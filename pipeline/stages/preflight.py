@@ -86,13 +86,21 @@ def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Predict
     )
 
 
-def disk_needed(prediction: Prediction, missing: Collection[str], setting: Setting) -> dict[str, int]:
-    """Bytes that the stages which are not cached will write here, by what they are for."""
+def disk_needed(
+    prediction: Prediction, missing: Collection[str], setting: Setting, plan: Sequence[Planned] = ()
+) -> dict[str, int]:
+    """Bytes that the stages which are not cached will write here, by what they are for.
+
+    What an interrupted attempt of the ``plan`` has written counts as written: it is gone on with, or made room of.
+    """
     needed: dict[str, int] = {}
     if "source" in missing and setting.source.folder is None:
         needed["download"] = prediction.source
     if "quantize" in missing:
-        needed["checkpoint"] = prediction.checkpoint
+        begun = [
+            setting.store.begun(planned.family, planned.fingerprint) for planned in plan if planned.key == "quantize"
+        ]
+        needed["checkpoint"] = max(prediction.checkpoint - sum(begun), 0)
     if "publish" in missing and setting.recipe.publish.folder is not None:
         needed["published copy"] = prediction.checkpoint
     return {**needed, "logs and samples": _OVERHEAD} if needed else {}
@@ -140,7 +148,7 @@ def require_means(
     if "quantize" in missing:
         prediction = prediction or predict(*model_for(setting, config_folder(setting.source)), setting.recipe)
         where = setting.store.root.absolute()
-        require_disk(disk_needed(prediction, missing, setting), free_bytes(where), str(where))
+        require_disk(disk_needed(prediction, missing, setting, plan), free_bytes(where), str(where))
         engine = setting.recipe.quantization.engine
         if setting.spread is None:  # which asks its own machines
             device = resolve_devices(setting.device)[0]  # one that is not there is refused before anything is made

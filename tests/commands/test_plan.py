@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.recipe.load import load_recipe, recipe_names
+from pipeline.store.tree import Store
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 SHIPPED = [name for name in recipe_names() if load_recipe(name).recipe.source.repo is not None]
@@ -165,6 +167,23 @@ def test_a_run_refuses_such_a_disk_before_it_begins(
     ended = quantmint("run", "r.yaml")
     assert (ended.code, orchestra.ran) == (2, [])
     assert "logs and samples 67.1 MB), 10.0 MB are free" in ended.err
+
+
+def test_what_an_interrupted_run_has_written_needs_no_room_again(
+    orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orchestra.plan(orchestra.stage("source"), orchestra.stage("quantize", "source"))
+    needed = quantmint("plan", "r.yaml", "--json").json["disk"]["needed"]
+    monkeypatch.setattr("pipeline.stages.preflight.free_bytes", lambda path: needed["logs and samples"] + 4096)
+    assert quantmint("run", "r.yaml").code == 2
+    quantize = next(
+        stage for stage in quantmint("plan", "r.yaml", "--json").json["stages"] if stage["stage"] == "quantize"
+    )
+    work = Path("store") / "quantize" / f"{quantize['fingerprint']}.work" / "checkpoint"
+    work.mkdir(parents=True)
+    (work / "model.safetensors.partial").write_bytes(os.urandom(needed["checkpoint"] - 4096))
+    assert Store(Path("store")).begun("quantize", quantize["fingerprint"]) >= needed["checkpoint"] - 4096
+    assert quantmint("run", "r.yaml").code == 0
 
 
 def test_a_cached_run_needs_no_room(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:

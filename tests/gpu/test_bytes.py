@@ -109,7 +109,7 @@ def test_an_inspection_finds_the_same_on_both(scheme: str, tmp_path: Path) -> No
     write_model(tmp_path / "source", SHAPES["tiny"], 2, 1)
     source = open_checkpoint(tmp_path / "source")
     structure = read_structure(source.folder, source.tensors)
-    choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept)
+    choice = Choice(dict.fromkeys(structure.linear, scheme), structure.kept, False)
     plans, made = plan_shards(source, structure, choice, "compressed-tensors"), tmp_path / "made"
     ranges = {f"{module}.input_scale": 3.0 for module in structure.linear}
     log = tmp_path / "manifest"
