@@ -291,6 +291,9 @@ class Reader:
     def __del__(self) -> None:
         self._files.close()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint.tensors
+
     def info(self, name: str) -> TensorInfo:
         """What its header says of a tensor."""
         return self._checkpoint.tensors[name][1]

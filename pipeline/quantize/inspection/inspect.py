@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from eval.report.model import KvScale, Size
@@ -64,7 +65,8 @@ def inspect_checkpoint(
     layers: list[LayerError] = []
     with many_small_workers(), ThreadPoolExecutor(cores(), "inspect") as pool:
         unsound = frozenset(finding.where for finding in findings)
-        look = _Look(checkpoint, source, device, expected, claims, wanted, alters, proven, unsound)
+        read, original = Reader(checkpoint, device), None if source is None else Reader(source, device)
+        look = _Look(read, original, expected, claims, wanted, alters, proven, unsound)
         for name, results in zip(expected, pool.map(look.module, expected), strict=True):
             findings += [result for result in results if isinstance(result, Finding)]
             layers += [result for result in results if isinstance(result, LayerError)]
@@ -109,45 +111,36 @@ def inspect_checkpoint(
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _Look:
     """What is looked at in any thread: one quantized module, or one tensor that was carried over."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        source: Checkpoint | None,
-        device: str,
-        expected: Mapping[str, tuple[StoredTensor, ...]],
-        claims: Claims,
-        wanted: Mapping[str, tuple[float, ...]],
-        alters: Alters,
-        proven: Mapping[str, float] | None,
-        unsound: Collection[str],
-    ) -> None:
-        self._checkpoint, self._source = checkpoint, source
-        self.read = Reader(checkpoint, device)
-        self._original = None if source is None else Reader(source, device)
-        self._expected, self._claims, self._wanted, self._alters = expected, claims, wanted, alters
-        self._proven, self._unsound = proven, unsound
+    read: Reader
+    original: Reader | None
+    expected: Mapping[str, tuple[StoredTensor, ...]]
+    claims: Claims
+    wanted: Mapping[str, tuple[float, ...]]
+    alters: Alters
+    proven: Mapping[str, float] | None
+    unsound: Collection[str]
 
     def module(self, module: str) -> list[Finding | LayerError]:
-        tensors = self._expected[module]
-        if any(stored.name in self._unsound for stored in tensors):
+        tensors, scheme = self.expected[module], self.claims.schemes[module] or ""
+        if any(stored.name in self.unsound for stored in tensors):
             return []
-        proven = None if self._proven is None else self._proven.get(module)
-        original = self._original if self._source is not None and f"{module}.weight" in self._source.tensors else None
-        scheme = self._claims.schemes[module] or ""
-        results = list(check_module(self.read, module, scheme, tensors, original, self._alters, proven))
-        for name in self._wanted.keys() & {stored.name for stored in tensors}:
-            value, wanted = float(self.read(name).float().reshape(())), self._wanted[name][0]
+        proven = None if self.proven is None else self.proven.get(module)
+        original = self.original if self.original is not None and f"{module}.weight" in self.original else None
+        results = list(check_module(self.read, module, scheme, tensors, original, self.alters, proven))
+        for name in self.wanted.keys() & {stored.name for stored in tensors}:
+            value, wanted = float(self.read(name).float().reshape(())), self.wanted[name][0]
             if value != wanted:
                 results.append(Finding("wrong scale", name, f"{value:g}; the calibrated range gives {wanted:g}"))
         return results
 
     def copy(self, name: str, *, exact: bool) -> list[Finding]:
-        if self._original is None or name not in self._checkpoint.tensors:
+        if self.original is None or name not in self.read:
             return [Finding("missing", name, "the source has it, the checkpoint does not")]
-        return list(check_copy(name, self.read, self._original, exact=exact, proven=self._proven is not None))
+        return list(check_copy(name, self.read, self.original, exact=exact, proven=self.proven is not None))
 
 
 def _quantized(name: str, expected: Collection[str]) -> bool:
