@@ -172,20 +172,33 @@ def _mxfp4_of_numbers(weight: torch.Tensor, signed_zero: bool) -> Parts:
 
     rows, columns = weight.shape
     groups = weight.float().view(rows, columns // MX_GROUP, MX_GROUP)
-    # float32's exponent field is E8M0 already: adding a quarter of the mantissa's range carries 1.75 into the next one.
-    bits = groups.abs().amax(dim=-1).view(torch.int32)
-    exponent = (((bits + (1 << 21)) >> 23) - _E2M1_MAX_EXPONENT).clamp_(min=0)
+    exponent = e8m0(groups.abs().amax(dim=-1))
     # 2 ** (127 - exponent), by its bits: exp2 is not exact everywhere.
     scaled = groups * ((254 - exponent) << 23).view(torch.float32).unsqueeze(-1)
+    packed = pack_e2m1(scaled.view(rows, columns), signed_zero=signed_zero)
+    return {"weight_packed": packed, "weight_scale": exponent.to(torch.uint8)}
+
+
+def e8m0(largest: torch.Tensor) -> torch.Tensor:
+    """The MX exponents of groups with these largest magnitudes in float32: int32 of the same shape."""
+    import torch
+
+    # float32's exponent field is E8M0 already: adding a quarter of the mantissa's range carries 1.75 into the next one.
+    return (((largest.view(torch.int32) + (1 << 21)) >> 23) - _E2M1_MAX_EXPONENT).clamp_(min=0)
+
+
+def pack_e2m1(scaled: torch.Tensor, *, signed_zero: bool) -> torch.Tensor:
+    """Round what was divided by its scale, float32 [O, I], to E2M1, two in a byte: uint8 [O, I/2]."""
+    import torch
+
     magnitude = scaled.abs().clamp_(max=E2M1_MAX)
     # E2M1 counts in halves below 2, in ones below 4, in twos up to 6: 0 .5 1 1.5 | 2 3 | 4 6 are the codes 0 to 7.
     above_two, above_four = (magnitude >= 2).float(), (magnitude >= 4).float()
     steps = magnitude * (2 - above_two - above_four / 2)
     code = steps.round_() + 2 * (above_two + above_four)
     code += 8 * ((scaled < 0) if signed_zero else (scaled < 0) & (code > 0))
-    pairs = code.view(rows, columns // 2, 2)
-    packed = (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8)
-    return {"weight_packed": packed, "weight_scale": exponent.to(torch.uint8)}
+    pairs = code.view(scaled.shape[0], scaled.shape[1] // 2, 2)
+    return (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

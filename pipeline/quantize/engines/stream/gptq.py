@@ -1,0 +1,240 @@
+"""GPTQ (arXiv 2210.17323): a weight is rounded column by column, each making up for the errors of those before it.
+
+    >>> factor = factored(hessian, "mxfp4")          # of X^T X, once for all weights that read the same input
+    >>> made = gptq(weight, factor, "mxfp4")
+    >>> made.parts["weight_packed"], made.before, made.after
+
+With H = R R^T and R upper triangular, tr((W-Q) H (W-Q)^T) is the sum over rows and columns j of R_jj^2 (t_j - q_j)^2,
+where t_j = w_j + sum over i < j of (w_i - q_i) R_ij / R_jj: column j is rounded to the nearest of t_j, and no inverse
+is needed. Through a group of 32 with an MX scale three exponents are carried side by side, and each row keeps the one
+whose sum is the least. Columns that see the most come first; groups stay together, so no layout knows of the order.
+
+A row that is no better by the Hessian than rounded to the nearest is rounded to the nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from pipeline.quantize.engines.stream.kernels import E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, e8m0, pack_e2m1
+from pipeline.quantize.inspection.numbers import dequantize
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.quantize.engines.stream.kernels import Parts
+
+_DAMPING = (0.01, 0.1, 1.0)
+"""Shares of the mean diagonal that are added to it: the first with which the matrix can be decomposed."""
+_BLOCK = 128
+"""Columns that one product of matrices brings up to date."""
+_EXPONENTS = (0, -1, 1)
+"""What is added to the exponent that rounding to the nearest takes; of equals the first is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """A type of elements: bits of mantissa, exponent of the least normal number, largest value."""
+
+    mantissa: int
+    least: int
+    limit: float
+
+
+_E4M3, _E2M1 = _Element(3, -6, FP8_MAX), _Element(1, 0, E2M1_MAX)
+_ELEMENTS: Mapping[str, _Element] = MappingProxyType(
+    {"ptpc_fp8": _E4M3, "fp8": _E4M3, "mxfp4": _E2M1, "mxfp4_unsigned_zero": _E2M1}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """What GPTQ needs of a Hessian, on its device.
+
+    ``order`` int64 [I]: the columns in the order in which they are rounded. ``reach`` float32 [I, I]: row j is what
+    the errors of the columns before j do to it. ``price`` float32 [I]: what an error costs there. ``fault`` says why
+    there is none of these.
+    """
+
+    hessian: torch.Tensor
+    order: torch.Tensor
+    reach: torch.Tensor
+    price: torch.Tensor
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A quantized weight.
+
+    ``parts`` are what the kernel would return, by role. ``before`` and ``after`` are tr((W-Q) H (W-Q)^T) of the weight
+    rounded to the nearest and of ``parts``; NaN where the Hessian is not finite. ``fault``: why all of it was rounded
+    to the nearest.
+    """
+
+    parts: Parts
+    before: float
+    after: float
+    fault: str | None = None
+
+
+def factored(hessian: torch.Tensor, kernel: str) -> Factor:
+    """Decompose a Hessian X^T X, float32 [I, I], for one of `kernels.KERNELS`.
+
+    Inputs that are always zero cost the damping alone. Raises `KeyError` for a kernel that GPTQ is not made for.
+    """
+    import torch
+
+    group = MX_GROUP if _ELEMENTS[kernel] is _E2M1 else 1
+    diagonal = hessian.diagonal()
+    mean, none = diagonal.mean(), hessian.new_empty(0)
+    if not bool(hessian.isfinite().all()):
+        return Factor(hessian, none, none, none, "the Hessian of its inputs is not finite")
+    if not bool(mean > 0):
+        return Factor(hessian, none, none, none, "nothing but zeros came in")
+    inside = diagonal.view(-1, group).argsort(dim=1, descending=True, stable=True)
+    groups = diagonal.view(-1, group).sum(dim=1).argsort(descending=True, stable=True)
+    order = (groups.unsqueeze(1) * group + inside[groups]).view(-1)
+    backwards = order.flip(0)
+    for share in _DAMPING:
+        matrix = hessian[backwards][:, backwards]
+        matrix.diagonal().add_(share * mean)
+        lower, info = torch.linalg.cholesky_ex(matrix)
+        if not int(info) and bool(lower.isfinite().all()):
+            # Of the matrix read from its end, read from its end: R, whose columns are the rows here.
+            reach = lower.flip(0, 1).t().contiguous()
+            price = reach.diagonal().clone()
+            return Factor(hessian, order, reach.div_(price.unsqueeze(1)), price.square_())
+    return Factor(hessian, none, none, none, "the Hessian of its inputs cannot be decomposed")
+
+
+def gptq(weight: torch.Tensor, factor: Factor, kernel: str, largest: torch.Tensor | None = None) -> Made:
+    """Quantize a weight of [O, I] of 16 or 32 bits, on the factor's device, whose rows are independent.
+
+    ``largest`` is the kernel's: the largest magnitude of all that share the scale of a tensor, None where that is
+    ``weight``. All is computed in float32; the same input gives the same bytes on the same device.
+    """
+    import torch
+
+    nearest = KERNELS[kernel].compute(weight, largest)
+    source = weight.float()
+    costs = _costs(source, nearest, factor, kernel)
+    before = float(costs.sum())
+    if factor.fault is not None:
+        return Made(nearest, before, before, factor.fault)
+    columns, element = source.t()[factor.order], _ELEMENTS[kernel]
+    if element is _E2M1:
+        elements, exponents = _rounded(columns, factor, element, None)
+        packed = pack_e2m1(_in_place(elements, factor.order), signed_zero=False)
+        groups = factor.order[::MX_GROUP] // MX_GROUP
+        made = {next(iter(nearest)): packed, "weight_scale": _in_place(exponents, groups)}
+    else:
+        scale = nearest["weight_scale"]
+        elements, _ = _rounded(columns, factor, element, scale.float().expand(1, len(weight)))
+        made = {"weight": _in_place(elements, factor.order).to(torch.float8_e4m3fn), "weight_scale": scale}
+    found = _costs(source, made, factor, kernel)
+    better = found < costs
+    for role, part in made.items():
+        if part.ndim == 2:  # what is not is the same scale
+            rows = better.unsqueeze(1)
+            made[role] = torch.where(rows, part.view(torch.uint8), nearest[role].view(torch.uint8)).view(part.dtype)
+    return Made(made, before, float(torch.where(better, found, costs).sum()))
+
+
+def _costs(source: torch.Tensor, parts: Parts, factor: Factor, kernel: str) -> torch.Tensor:
+    """(w-q) H (w-q)^T of each row as it is read back, float32 [O]."""
+    error = source - dequantize("mxfp4" if _ELEMENTS[kernel] is _E2M1 else kernel, parts)
+    return (error @ factor.hessian).mul_(error).sum(dim=1)
+
+
+def _in_place(ordered: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Turn what was made in an order, [I, O], into [O, I]."""
+    import torch
+
+    found = torch.empty_like(ordered)
+    found[order] = ordered
+    return found.t().contiguous()
+
+
+def _rounded(
+    columns: torch.Tensor, factor: Factor, element: _Element, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round columns, float32 [I, O] in the factor's order, with scales of [1, O], or with MX scales where that is None.
+
+    Returns elements [I, O] in float32, each times its scale the column, and E8M0 exponents, uint8 [I/32, O].
+    """
+    import torch
+
+    reach = factor.reach
+    elements, errors = torch.empty_like(columns), torch.empty_like(columns)
+    exponents = columns.new_empty(len(columns) // MX_GROUP, columns.shape[1], dtype=torch.uint8)
+    for block in range(0, len(columns), _BLOCK):
+        due = columns[block : block + _BLOCK]
+        if block:
+            due = torch.addmm(due, reach[block : block + _BLOCK, :block], errors[:block])
+        for first in range(block, block + len(due), MX_GROUP):
+            here = slice(first, min(first + MX_GROUP, len(columns)))
+            target = torch.addmm(due[first - block : here.stop - block], reach[here, block:first], errors[block:first])
+            tried = _tried(target) if scales is None else scales
+            rounded, kept = _group(columns[here], target, reach[here, here], factor.price[here], tried, element)
+            scale = tried.gather(0, kept)
+            elements[here] = rounded
+            errors[here] = columns[here] - rounded * scale
+            if scales is None:
+                exponents[first // MX_GROUP] = (scale[0].view(torch.int32) >> 23).to(torch.uint8)
+    return elements, exponents
+
+
+def _tried(target: torch.Tensor) -> torch.Tensor:
+    """Powers of two that may be the scale of a group [32, O]: float32 [3, O]."""
+    import torch
+
+    nearest = e8m0(target.abs().amax(dim=0))
+    beside = torch.tensor(_EXPONENTS, dtype=torch.int32, device=target.device).unsqueeze(1)
+    # Of a scale of 2 ** -127 float32 has no normal number, and the largest element times 2 ** 127 is too much for it.
+    return ((nearest + beside).clamp_(1, 252) << 23).view(torch.float32)
+
+
+def _group(
+    columns: torch.Tensor,
+    target: torch.Tensor,
+    reach: torch.Tensor,
+    price: torch.Tensor,
+    scales: torch.Tensor,
+    element: _Element,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a few columns [n, O] with each of ``scales`` [C, O]; the elements [n, O] of the best, and which, [1, O].
+
+    ``target`` is where errors of the columns before have moved them to.
+    """
+    import torch
+
+    count, rows = columns.shape
+    due = (target.unsqueeze(1) / scales).view(count, -1)
+    errors = (columns.unsqueeze(1) / scales).view(count, -1)  # less what is stored, one row after the other
+    rounded = torch.empty_like(due)
+    for step in range(count):
+        if step:
+            due[step].addmv_(errors[:step].t(), reach[step, :step])
+        _to_nearest(due[step], element, rounded[step])
+        errors[step] -= rounded[step]
+    if len(scales) == 1:
+        return rounded, torch.zeros_like(scales, dtype=torch.int64)
+    cost = (price @ due.sub_(rounded).square_()).view_as(scales) * scales.square()
+    kept = cost.argmin(dim=0, keepdim=True)
+    return rounded.view(count, -1, rows).gather(1, kept.expand(count, 1, rows)).squeeze(1), kept
+
+
+def _to_nearest(numbers: torch.Tensor, element: _Element, out: torch.Tensor) -> None:
+    """Round float32 to the elements, ties to the even mantissa.
+
+    A number is rounded to a multiple of a power of two by adding 1.5 * 2 ** 23 times that, and taking it away.
+    """
+    import torch
+
+    exponent = (numbers.view(torch.int32) & 0x7F800000).clamp_(min=(element.least + 127) << 23)
+    shift = exponent.view(torch.float32).mul_(1.5 * 2.0 ** (23 - element.mantissa))
+    torch.add(numbers, shift, out=out).sub_(shift).clamp_(-element.limit, element.limit)
