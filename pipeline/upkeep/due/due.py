@@ -216,8 +216,7 @@ def _readers_get(there: Released, ours: str) -> str:
 
 
 def _waits(now: Now) -> bool:
-    publish = now.setting.recipe.publish
-    return publish.to == "candidate" or (publish.hub is not None and publish.hub.via == "pull-request")
+    return now.setting.recipe.publish.to == "candidate"
 
 
 # What it would be made from now: its plan, by what is here and what was answered.
