@@ -26,7 +26,7 @@ TEST_ENV  := $(VENV)/.quantmint-test
 BESIDE    := $(MAKE) --no-print-directory -j 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan test lint format bench-quantize bench-kernels bench-memory-fit bench-throughput bench-scaling bench-fleet soak report clean distclean serving browser
+.PHONY: help quantize plan test lint format bench-quantize bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-fleet soak report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -61,6 +61,9 @@ bench-kernels: $(TEST_ENV)  ## each scheme's kernel, eager and compiled
 
 bench-quantize: $(TEST_ENV)  ## `quantmint quantize` as a whole process, beside cp, llm-compressor and Quark
 	@$(BIN)/python -m tests.bench.quantize --json docs/bench-quantize.json --plot docs/bench-quantize.svg $(ARGS)
+
+bench-quality: $(TEST_ENV)  ## KL, agreement, perplexity, bits, seconds and memory of checkpoints; ARGS="--only mxfp4 --windows 8"
+	@$(BIN)/python -m tests.bench.quality --json docs/bench-quality.json --plot docs/bench-quality.svg $(ARGS)
 
 bench-scaling: $(TEST_ENV)  ## one process beside Ray nodes of this machine, and a model of more; ARGS="--nodes 1,2,4,8"
 	@$(BIN)/python -m tests.bench.scaling --json docs/bench-scaling.json --plot docs/bench-scaling.svg $(ARGS)

@@ -133,3 +133,22 @@ def serving(found: Mapping[str, Any], path: Path) -> None:
         axis.set_ylabel("output tokens/s, candidate / bf16")
         axis.legend(frameon=False)
         _title(axis, f"{found['shape']}, {_where(found['machine'])}, vLLM {found['vllm']}")
+
+
+def quality(result: Mapping[str, Any], path: Path) -> None:
+    """Bits of a weight against KL to the 16-bit model, a mark for each checkpoint; lines are two standard errors."""
+    with _drawing(path, figsize=(9, 5)) as (_, (axis,)):
+        known: set[str] = set()
+        for row in (row for row in result["rows"] if "kl" in row):
+            colour, kl, error = _COLOURS.get(row["by"], _GREY), row["kl"], 2 * row["kl_error"]
+            axis.plot([row["bits"]] * 2, [max(kl - error, kl / 2), kl + error], color=colour, linewidth=1)
+            label = row["by"] if row["by"] not in known else None
+            axis.plot([row["bits"]], [kl], "o", color=colour, label=label)
+            axis.annotate(row["name"], (row["bits"], kl), (6, 0), textcoords="offset points", va="center", fontsize=8)
+            known.add(row["by"])
+        axis.set_yscale("log")
+        axis.margins(x=0.15)
+        axis.set_xlabel("bits stored for a weight", fontsize=9)
+        axis.set_ylabel("KL to the 16-bit model, nats", fontsize=9)
+        axis.legend(frameon=False, fontsize=8)
+        _title(axis, f"{result['model']}, {result['windows']} x 512 tokens that no calibration saw")

@@ -1,0 +1,31 @@
+"""A checkpoint that loses nothing is measured as one, and one that loses much as such; ours, from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench.quality import ROOT, main
+
+
+@pytest.mark.slow
+def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    told, source = tmp_path / "quality.json", ROOT / "recipes" / "tiny" / "model"
+    options = ["--model", "tiny", "--windows", "4", "--only", "mxfp4", "--row", "half=--scheme ptpc_fp8"]
+    places = ["--made", f"itself={source}", "--folder", str(tmp_path), "--json", str(told)]
+    with pytest.raises(SystemExit) as ended:
+        main([*options, *places, "--plot", str(tmp_path / "quality.svg")])
+    assert ended.value.code == 0
+    result = json.loads(told.read_text())
+    mxfp4, half, itself = result["rows"]
+    assert (mxfp4["name"], half["name"], itself["name"]) == ("mxfp4", "half", "itself")
+    assert (itself["kl"], itself["top1"], itself["bits"]) == (pytest.approx(0, abs=1e-6), 1.0, 16.0)
+    assert itself["perplexity"] == pytest.approx(itself["base_perplexity"])
+    assert 0 < 10 * half["kl"] < mxfp4["kl"]
+    assert mxfp4["bits"] == pytest.approx(4.25)
+    assert mxfp4["rss"] > 50e6
+    assert "<svg" in (tmp_path / "quality.svg").read_text()
+    assert not list(tmp_path.glob("quantmint-quality-*")), "what was made is removed"
