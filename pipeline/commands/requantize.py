@@ -115,6 +115,12 @@ def _explained(one: Due) -> Iterator[str]:
 )
 @click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), help="Hours that all may take together.")
 @click.option(
+    "--max-disk",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GB",
+    help="By how much the store may grow before nothing more is begun.",
+)
+@click.option(
     "--redo", metavar="STAGE", multiple=True, help="Make this stage again, of recipes that are not due too (as --all)."
 )
 @click.option("--wait/--no-wait", default=True, help="Wait for a recipe that another process works on, or leave it.")
@@ -124,6 +130,7 @@ def requantize(
     recipes: tuple[str, ...],
     only_due: bool,
     devices: tuple[int, ...] | None,
+    max_disk: float | None,
     dry_run: bool,
     metrics_file: Path | None,
     store_path: Path,
@@ -143,6 +150,7 @@ def requantize(
     options = Options(
         store=store_path,
         devices=devices,
+        max_disk=None if max_disk is None else int(max_disk * 1e9),
         everything=not only_due,
         **given,
     )
@@ -225,7 +233,7 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
 def _print(summary: Summary) -> None:
     from rich.markup import escape
 
-    from eval.report.numbers import duration
+    from eval.report.numbers import duration, size
     from pipeline.commands.tables import table, terminal
 
     rows = [
@@ -245,3 +253,5 @@ def _print(summary: Summary) -> None:
     for ended in summary.ended:
         if ended.reason and ended.state not in {"current", "held"}:
             click.echo(f"{ended.recipe}: {ended.reason}" + (f"\n  log: {ended.log}" if ended.log else ""))
+    if summary.grown_bytes is not None:
+        click.echo(f"disk        {size(max(0, summary.grown_bytes))} more than before")

@@ -58,6 +58,7 @@ _FOR = {
     help="Print exactly what would be sent; start nothing. Kubernetes: the API server says whether it would take it.",
 )
 @click.option("--status", metavar="ID", help="Say how a job is, instead of submitting one; with --follow its log.")
+@click.option("--cancel", metavar="ID", help="End a job. What it finished stays in the store.")
 @store_option
 @json_option
 @click.pass_context
@@ -72,7 +73,10 @@ def command(context: click.Context, /, **given: Any) -> int:
     name = given["place_name"] or "ray"
     refuse_foreign(context, name, _FOR)
     place = _place(name, given)
-    as_json, status = given["as_json"], given["status"]
+    as_json, status, cancel = given["as_json"], given["status"], given["cancel"]
+    if cancel is not None:
+        place.cancel(cancel)
+        return _tell({"id": cancel, "place": name, "state": "cancelled"}, as_json)
     if status is not None:
         if given["follow"]:
             return _follow(place, {"id": status, "place": name}, as_json)

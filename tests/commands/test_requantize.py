@@ -46,11 +46,12 @@ def test_a_round(stage: Stage, quantmint: Quantmint) -> None:
 
 def test_as_json(stage: Stage, quantmint: Quantmint) -> None:
     stage.recipe("a", "broken no such flag")
-    ended = quantmint("requantize", "a", "--store", stage.store, "--json")
+    ended = quantmint("requantize", "a", "--store", stage.store, "--json", "--max-disk", 1)
     assert ended.code == 5
     told = ended.json
     (one,) = told["ended"]
     assert (one["state"], one["reason"], one["changes"]) == ("failed", "no such flag", ["base a -> b"])
+    assert told["grown_bytes"] > 0
 
 
 def test_what_would_run(stage: Stage, quantmint: Quantmint) -> None:

@@ -84,6 +84,15 @@ class Kubernetes:
             if pod.status.phase in _STARTED:
                 show(self._logs[str(pod.metadata.uid)].new(self._log(pod.metadata.name)))
 
+    def cancel(self, identifier: str) -> None:
+        """Delete the Job with its pods, which get their time to end."""
+        _require_name(identifier)
+        jobs, _, namespace = self._connect()
+        with _answers():
+            jobs.delete_namespaced_job(
+                identifier, namespace, propagation_policy="Background", _request_timeout=_TIMEOUT_S
+            )
+
     def _manifest(self, task: Task) -> dict[str, Any]:
         if self._pod is None:
             raise UserError("--image is missing: a pod runs an image", hint="Best by its digest: NAME@sha256:...")

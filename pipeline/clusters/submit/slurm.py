@@ -290,7 +290,7 @@ class Slurm:
         return Submitted(str(job.job_id), str(job.paths.stdout))
 
     def state(self, identifier: str) -> State:
-        """What the controller knows, which forgets a job some minutes after its end."""
+        """What the controller knows; the accounting, where it has forgotten."""
         job = _number(identifier)
         told = _run("scontrol", "--oneliner", "show", "job", job)
         if told.returncode == 0:
@@ -300,11 +300,17 @@ class Slurm:
             return self._of_the_run(state, job)
         if _UNREACHABLE.search(told.stderr):
             raise _failure("scontrol", told.stderr)
-        raise UserError(
-            f"Slurm knows no job {job}: {told.stderr.strip()}",
-            hint=f"The controller forgets finished jobs after some minutes; sacct may know more. Its log is "
-            f"{self._log(job)}.",
-        )
+        booked = _run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job)
+        if _UNREACHABLE.search(booked.stderr):
+            raise _failure("sacct", booked.stderr)
+        if booked.returncode != 0 or not booked.stdout.strip():
+            raise UserError(
+                f"Slurm knows no job {job}: {told.stderr.strip()}",
+                hint="The controller forgets finished jobs after some minutes, and there is no accounting of it. "
+                f"Its log is {self._log(job)}.",
+            )
+        word, _, code = booked.stdout.strip().splitlines()[-1].partition("|")
+        return self._of_the_run(_state(word, code), job)
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
         """What the log file has grown by."""
@@ -315,6 +321,14 @@ class Slurm:
                 piece = file.read()
             self._shown += len(piece)
             show(self._text.decode(piece))
+
+    def cancel(self, identifier: str) -> None:
+        """`scancel`, as submitit does it."""
+        job = _number(identifier)
+        self.state(job)  # scancel says nothing of a job that it does not know
+        done = _run("scancel", job)
+        if done.returncode != 0:
+            raise _failure("scancel", done.stderr)
 
     def _of_the_run(self, state: State, job: str) -> State:
         """A job that ended with a status before its run did (see `script`) has said nothing of a checkpoint."""
@@ -332,6 +346,7 @@ class Slurm:
 
 
 def _state(word: str, code: str, reason: str = "") -> State:
+    word = word.split()[0].rstrip("+")  # "CANCELLED by 1000"
     if not _ENDED.fullmatch(word):
         waits = word in _WAITS and reason not in {"", "None", "(null)"}
         return State(word, waits=reason.replace("_", " ") if waits else None)

@@ -80,12 +80,13 @@ class Ended:
 class Summary:
     """A round: when it began and ended (ISO 8601, UTC), and how each recipe left it, the first first.
 
-    ``stopped_by`` is the signal that ended the round.
+    ``grown_bytes`` is None where nobody limited the disk; ``stopped_by`` the signal that ended the round.
     """
 
     started: str
     finished: str
     ended: tuple[Ended, ...]
+    grown_bytes: int | None = None
     stopped_by: int | None = None
     warnings: tuple[str, ...] = ()
 

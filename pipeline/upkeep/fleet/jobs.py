@@ -47,10 +47,10 @@ class Request:
 class Options:
     """How a fleet works.
 
-    Most are the options of `quantmint requantize`. ``devices`` are numbers as this process's own variables leave them
-    (None: all that are visible). ``everything`` also runs what is not due, is held or rests; so do ``redo``, stages
-    that run again. ``command`` is the start of a child's command line. ``grace_s`` is the time between SIGTERM and
-    SIGKILL, and ``first_wait_s`` the wait before the first repetition, which doubles from then on.
+    Most are the options of `quantmint requantize`. ``max_disk`` is in bytes, ``devices`` are numbers as this process's
+    own variables leave them (None: all that are visible). ``everything`` also runs what is not due, is held or rests;
+    so do ``redo``, stages that run again. ``command`` is the start of a child's command line. ``grace_s`` is the time
+    between SIGTERM and SIGKILL, and ``first_wait_s`` the wait before the first repetition, which doubles from then on.
     """
 
     store: Path
@@ -58,6 +58,7 @@ class Options:
     devices: tuple[int, ...] | None = None
     retries: int = 3
     max_hours: float | None = None
+    max_disk: int | None = None
     everything: bool = False
     redo: tuple[str, ...] = ()
     wait: bool = True
@@ -180,6 +181,7 @@ class Room:
     slots: int
     free: tuple[int, ...] = ()
     left_s: float | None = None
+    left_bytes: int | None = None
 
 
 def ordered(waiting: Iterable[Waiting]) -> list[Waiting]:
@@ -203,6 +205,8 @@ def next_begin(waiting: Iterable[Waiting], room: Room) -> tuple[str, tuple[int, 
 
 def unaffordable(one: Waiting, room: Room) -> str | None:
     """Why a recipe is not begun any more in this round, now or later; None where it may be."""
+    if room.left_bytes is not None and room.left_bytes <= 0:
+        return "the round's disk is used up"
     if room.left_s is None:
         return None
     left = room.left_s - max(0.0, one.ready - room.now)
@@ -340,7 +344,7 @@ def foresee(
 ) -> tuple[tuple[Job, ...], tuple[Ended, ...]]:
     """What would run, in its order, and how the others would leave without an attempt."""
     devices = devices_of(Machine(), options.devices)
-    room = Room(0.0, 1, left_s=options.max_s)
+    room = Room(0.0, 1, left_s=options.max_s, left_bytes=options.max_disk)
     left: list[Ended] = []
     jobs: dict[str, Job] = {}
     for recipe, due in zip(recipes, options.look()(recipes), strict=True):

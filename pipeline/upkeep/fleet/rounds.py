@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -90,6 +91,8 @@ class Fleet:
         self._closed = False
         self._stopped_by: int | None = None
         self._started, self._began = now_utc(), time.monotonic()
+        self._bytes_before = 0 if options.max_disk is None else bytes_below(options.store)
+        self._grown: int | None = None if options.max_disk is None else 0
 
     def add(self, requests: Iterable[Request]) -> None:
         """Ask for recipes. One that is queued or runs already is not queued twice."""
@@ -114,6 +117,7 @@ class Fleet:
                         started=self._started,
                         finished=now_utc(),
                         ended=tuple(self._ended),
+                        grown_bytes=self._grown,
                         stopped_by=self._stopped_by,
                         warnings=tuple(self._warnings),
                     )
@@ -220,6 +224,8 @@ class Fleet:
 
     def _done(self, job: Job, attempted: Attempted | None, error: str) -> None:
         job.thread = None
+        if self._grown is not None:
+            self._grown = bytes_below(self._options.store) - self._bytes_before
         if attempted is None:
             self._close_job(job, unrun(job, "failed", 5, error), keep=True)
             return
@@ -387,7 +393,9 @@ class Fleet:
         taken = {number for job in self._running.values() for number in job.devices}
         ours = [number for number in self._devices.numbers if number not in taken]
         free = free_of(self._options.store, ours, self._devices.uuids) if slots > 0 else ()
-        return Room(time.monotonic(), slots, free, self._left_s())
+        limit = self._options.max_disk
+        bytes_left = None if limit is None else limit - (self._grown or 0)
+        return Room(time.monotonic(), slots, free, self._left_s(), bytes_left)
 
     def _wake_in(self) -> float | None:
         """Seconds until something may have changed that nothing in the inbox tells; None where all is told."""
@@ -415,3 +423,14 @@ def stopping(fleet: Fleet) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def bytes_below(folder: Path) -> int:
+    """Bytes of the files below a folder. Each counts once, whatever its names; one that goes meanwhile does not."""
+    sizes: dict[tuple[int, int], int] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = os.lstat(f"{parent}/{name}")  # a Path for each would be slow
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())

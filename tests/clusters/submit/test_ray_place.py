@@ -91,8 +91,6 @@ def test_a_recipe_runs_there(
 
 @pytest.mark.slow
 def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(dashboard: str, tmp_path: Path) -> None:
-    from ray.job_submission import JobSubmissionClient
-
     program = tmp_path / "env/bin/quantmint"
     program.parent.mkdir(parents=True)
     begun = tmp_path / "begun"
@@ -109,7 +107,7 @@ def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(dashboard: str, 
     while not begun.exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert there.state(long).word == "RUNNING"
-    JobSubmissionClient(dashboard).stop_job(long)
+    there.cancel(long)
     while not there.state(long).ended and time.monotonic() < end:
         time.sleep(0.1)
     assert there.state(long).word == "STOPPED"

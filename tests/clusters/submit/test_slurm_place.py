@@ -111,11 +111,11 @@ def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.Capt
     slurm.until(begun.exists, folder)
     shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
     assert "Comment=it's ours; $(really)" in shown
-    subprocess.run(["scancel", job], check=True)
+    there.cancel(job)
     slurm.until(lambda: there.state(job).ended, folder)
     assert there.state(job).word == "CANCELLED"
     with pytest.raises(UserError, match="Slurm knows no job 999999"):
-        there.state("999999")
+        there.cancel("999999")
     wrong = Slurm(Options(partition="none"), folder=folder, logs=folder / "logs")
     with pytest.raises(UserError, match=r"sbatch refused: .*invalid partition"):
         wrong.submit(task("tiny-ptpc-fp8kv"))
@@ -128,7 +128,7 @@ def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.Capt
         ("RUNNING", "0:0", None),
         ("COMPLETED", "0:0", 0),
         ("FAILED", "4:0", 4),
-        ("CANCELLED", "0:15", 143),
+        ("CANCELLED by 1000", "0:15", 143),
         ("TIMEOUT", "0:15", 5),
         ("NODE_FAIL", "1:0", 5),  # Slurm's own 1, and no verdict
         ("OUT_OF_MEMORY", "0:125", 5),

@@ -30,6 +30,7 @@ ROOMS = st.builds(
     slots=st.integers(0, 4),
     free=st.lists(st.integers(0, 7), unique=True, max_size=4).map(tuple),
     left_s=st.none() | st.floats(-HOUR, 6 * HOUR),
+    left_bytes=st.none() | st.integers(-5, 5),
 )
 
 
@@ -47,6 +48,7 @@ def test_what_begins_may_begin(queue: list[Waiting], room: Room) -> None:
     assert list(devices) == sorted(devices)
     assert room.left_s is None or one.expected_s <= room.left_s
     assert room.left_s is None or room.left_s > 0
+    assert room.left_bytes is None or room.left_bytes > 0
 
 
 @given(queues(), ROOMS)
@@ -111,4 +113,5 @@ def test_why_something_is_not_begun_any_more() -> None:
     assert unaffordable(one, Room(0.0, 1)) is None
     assert unaffordable(one, Room(0.0, 1, left_s=HOUR)) == "it took 2 h 00 min the last time, and 1 h 00 min are left"
     assert unaffordable(one, Room(0.0, 1, left_s=0.0)) == "the round's time is used up"
+    assert unaffordable(one, Room(0.0, 1, left_bytes=0)) == "the round's disk is used up"
     assert unaffordable(replace(one, ready=2 * HOUR), Room(0.0, 1, left_s=3 * HOUR)) is not None

@@ -132,6 +132,15 @@ def test_requests_that_come_while_it_runs(stage: Stage) -> None:
     assert len(stage.seen("a")) == len(stage.seen("b")) == 1
 
 
+def test_no_more_is_begun_than_the_disk_allows(stage: Stage) -> None:
+    for name in "abc":
+        stage.recipe(name, f"grow {stage.store}")
+    summary = stage.run(jobs=1, max_disk=150_000)
+    assert {name: one.state for name, one in by_name(summary).items()} == {"a": "ran", "b": "ran", "c": "left"}
+    assert by_name(summary)["c"].reason == "the round's disk is used up"
+    assert (summary.grown_bytes or 0) >= 200_000
+
+
 def test_what_is_asked_for_after_the_order_to_stop_holds_up_no_end(stage: Stage) -> None:
     """A schedule's time that comes while children are given their grace."""
     stage.recipe("a")
