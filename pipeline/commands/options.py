@@ -69,11 +69,18 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 vllm_option = click.option(
     "--vllm", help="`vllm` executable or its environment (default: $QUANTMINT_VLLM, .venv-vllm, PATH)."
 )
+jobs_option = click.option(
+    "--on",
+    metavar="ray|http://HEAD:8265",
+    help="Run each recipe as a job of a Ray cluster whose nodes see these files, on a node with GPUs free for it: "
+    "ray is $RAY_ADDRESS or this machine's, else its dashboard.",
+)
+"""``--on``: where a fleet's recipes run, as a person names it; `jobs_address` makes an address of it."""
 fleet_options = _together(
     click.option(
         "--jobs",
         type=click.IntRange(min=1),
-        help="Recipes at a time (default: one for each device, one without any).",
+        help="Recipes at a time (default: one for each device, one without any; --on: all).",
     ),
     click.option(
         "--devices",
@@ -83,6 +90,7 @@ fleet_options = _together(
         metavar="0,1,…|auto",
         help="GPUs that recipes share out among them.",
     ),
+    jobs_option,
     click.option(
         "--retries",
         type=click.IntRange(min=0),
@@ -136,6 +144,17 @@ def pod_of(given: Mapping[str, Any], **more: Any) -> Pod:
         given=None if given["pod_template"] is None else read_template(given["pod_template"]),
         **more,
     )
+
+
+def jobs_address(on: str | None, devices: tuple[int, ...] | None) -> str | None:
+    """The address of the Ray dashboard that ``--on`` names, or None; refuses ``--devices`` beside it."""
+    from pipeline.clusters.ray.connection import jobs_address_of
+
+    if on is None:
+        return None
+    if devices is not None:
+        raise click.UsageError("expected --devices, which are this machine's, or --on, not both")
+    return jobs_address_of(on)
 
 
 def refuse_foreign(context: click.Context, chosen: str, belongs: Mapping[str, Sequence[str]]) -> None:

@@ -13,6 +13,7 @@ from pipeline.commands.options import (
     device_option,
     emit,
     fleet_options,
+    jobs_address,
     json_option,
     store_option,
     vllm_option,
@@ -130,6 +131,7 @@ def requantize(
     recipes: tuple[str, ...],
     only_due: bool,
     devices: tuple[int, ...] | None,
+    on: str | None,
     max_disk: float | None,
     dry_run: bool,
     metrics_file: Path | None,
@@ -152,6 +154,7 @@ def requantize(
         devices=devices,
         max_disk=None if max_disk is None else int(max_disk * 1e9),
         everything=not only_due,
+        on=jobs_address(on, devices),
         **given,
     )
     if dry_run:

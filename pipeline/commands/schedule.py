@@ -14,6 +14,8 @@ import click
 from pipeline.commands.options import (
     emit,
     fleet_options,
+    jobs_address,
+    jobs_option,
     json_option,
     pod_of,
     pod_options,
@@ -38,6 +40,7 @@ _FORMS = {
 }
 # option: the forms that it belongs to, where that is not all
 _BELONGS = {
+    "on": ("systemd", "cron", "kubernetes"),
     **dict.fromkeys(("environment_file", "run_as"), _HERE),
     "machine_timezone": ("cron",),
     **dict.fromkeys(
@@ -109,6 +112,7 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
 def run(
     recipes: tuple[str, ...],
     devices: tuple[int, ...] | None,
+    on: str | None,
     metrics_file: Path | None,
     store_path: Path,
     as_json: bool,
@@ -125,7 +129,7 @@ def run(
     from pipeline.upkeep.notices import outlets
     from pipeline.upkeep.schedule.resident import Resident
 
-    options = Options(store=store_path, devices=devices, **given)
+    options = Options(store=store_path, devices=devices, on=jobs_address(on, devices), **given)
     log = Log(as_json)
     with outlets(store_path, warn=log.warn, metrics_file=metrics_file) as told:
 
@@ -183,6 +187,7 @@ class Log:
 @click.option("--command", "program", metavar="WORDS", help="What starts quantmint (default: this one; `quantmint`).")
 @click.option("--directory", help="Where it starts (default: here; the volume; a checkout of the repository).")
 @click.option("--store", help="Folder of finished stages there (default: ./store of that directory).")
+@jobs_option
 @click.option("--env", "variables", metavar="NAME=VALUE", multiple=True, help="A variable that is no secret.")
 @click.option("--environment-file", metavar="PATH", help="File with NAME=VALUE lines there, such as tokens.")
 @click.option("--run-as", metavar="USER", help="For the machine (/etc/systemd/system, /etc/cron.d), as this user.")
@@ -232,6 +237,7 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
 
 def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     from pipeline.base.errors import SECRET, UserError
+    from pipeline.clusters.ray.connection import jobs_address_of
     from pipeline.clusters.submit.place import program_here
     from pipeline.clusters.submit.pod import parse_pairs
     from pipeline.upkeep.schedule.export import Export
@@ -253,12 +259,17 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     for name in ("directory", "store", "environment_file"):
         if form in _HERE and given[name] and not Path(given[name]).is_absolute():
             raise UserError(f"{flags[name]}: found {given[name]!r}, expected an absolute path")
+    if given["on"] is not None:
+        jobs_address_of(given["on"])  # a fault is told now, not at night
+        if form == "kubernetes" and given["on"] == "ray" and "RAY_ADDRESS" not in variables:
+            raise UserError("--on: found ray, and a pod is no node of a Ray cluster", hint="--on http://HEAD:8265")
     here = program_here(None) if form in _HERE else ("quantmint",)
     return Export(
         program=tuple(shlex.split(given["program"])) if given["program"] else here,
         made_by=f"quantmint schedule export --{form.replace('_', '-')}",
         directory=given["directory"] or (str(Path.cwd()) if form in _HERE else None),
         store=given["store"],
+        on=given["on"],
         variables=variables,
         environment_file=given["environment_file"],
     )

@@ -17,6 +17,7 @@ _FOR = {
     **dict.fromkeys(
         ("namespace", "image", "claims", "workdir", "secrets", "node_selector", "pod_template"), ("kubernetes",)
     ),
+    "attached": ("ray",),
     "venv": ("slurm", "ray"),
     "env": ("kubernetes", "ray"),
 }
@@ -52,6 +53,11 @@ _FOR = {
 @pod_options
 @click.option("--workdir", metavar="/path", help="Kubernetes: where the run starts (default: the first volume).")
 @click.option("--follow", is_flag=True, help="Show why it waits, then the log; end with the run's exit code.")
+@click.option(
+    "--attached",
+    is_flag=True,
+    help="Ray: as if it ran here: the log on standard error, the run's own JSON and exit code, and it ends with us.",
+)
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -92,6 +98,13 @@ def command(context: click.Context, /, **given: Any) -> int:
         if isinstance(place, Kubernetes) and (away := place.check(task)) is not None:
             click.echo(f"note: no API server has looked at it: {away}", err=True)
         return 0
+    if given["attached"]:
+        from pipeline.clusters.submit.ray import RayJobs, run_attached
+
+        assert isinstance(place, RayJobs)  # noqa: S101 - the option is refused elsewhere
+        code, printed = run_attached(place, task, lambda piece: click.echo(piece, nl=False, err=True))
+        click.echo(printed, nl=False)
+        return code
     submitted = place.submit(task)
     told = {"id": submitted.identifier, "place": name, "log": submitted.log}
     if not given["follow"]:

@@ -31,6 +31,7 @@ CLIENT_PORT = 10001
 """Where Ray's head serves clients unless told otherwise (``ray start --ray-client-server-port``)."""
 _AUTHORITY = r"(\[[\da-fA-F:]+\]|[^@/:\s]+)(?::(\d+))?/?"
 _CLIENT = re.compile(f"ray://{_AUTHORITY}")
+_DASHBOARD = re.compile(f"https?://{_AUTHORITY}")
 _PROBE_S = 5.0
 _HINT = "On the head: `ray start --head`; on the others: `ray start --address=HEAD:6379`. Then the same command."
 
@@ -47,6 +48,17 @@ def address_of(on: str, environment: Mapping[str, str]) -> str:
     if found is None:
         raise UserError(f"{name}: found {given!r}, expected ray (this machine's cluster), or ray://HEAD[:PORT].")
     return f"ray://{found[1]}:{found[2] or CLIENT_PORT}"
+
+
+def jobs_address_of(on: str) -> str:
+    """What `quantmint submit --ray` takes: ``ray`` is the same cluster as for `address_of`, which Ray's client of jobs
+    finds by itself; else its dashboard, ``http://HEAD:8265``. Raises `UserError` for anything else.
+    """
+    if on != "ray" and _DASHBOARD.fullmatch(on) is None:
+        raise UserError(
+            f"--on: found {on!r}, expected ray ({VARIABLE}'s cluster or this machine's) or http://HEAD:8265"
+        )
+    return HERE if on == "ray" else on
 
 
 def connect(address: str) -> None:

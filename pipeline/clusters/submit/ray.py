@@ -10,13 +10,15 @@ import json
 import os
 import re
 import shlex
+import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import StageError, UserError
+from pipeline.base.errors import QuantmintError, StageError, UserError
 from pipeline.base.transience import is_transient
 from pipeline.clusters.submit.place import (
     BROKEN,
@@ -24,18 +26,22 @@ from pipeline.clusters.submit.place import (
     State,
     Submitted,
     Task,
+    follow,
     program_here,
     require_no_secret,
     require_plain,
 )
 
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
+_UNPLACED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
+_LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE"}
 _THEIRS = re.compile(r"status code 5\d\d")
 _TIMEOUT_S = 60.0
 _CLIENTS = ("ray", "requests")  # which the client's errors are of, besides
 _INSTEAD = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which the client takes, whatever address it is given
 # Ray kills 3 s after SIGTERM otherwise, and a server needs longer to let go of its GPUs.
 _GRACE = {"RAY_JOB_STOP_WAIT_TIME_S": "20"}
+_TAIL = 1 << 20  # characters of a log, of which the run's own object is the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +159,51 @@ class RayJobs:
             ) from error
         finally:
             os.environ.update({name: value for name, value in hidden.items() if value is not None})
+
+
+def run_attached(jobs: RayJobs, task: Task, show: Callable[[str], None]) -> tuple[int, str]:
+    """Run ``task`` to its end as if it were a child of this process: its exit code, and the JSON object it printed.
+
+    ``show`` takes the log, piece by piece. Ray gives up a job that it found no room for (after 15 minutes, unless its
+    head says otherwise): that is submitted again, which is what waiting in a queue means. SIGTERM, SIGHUP and Ctrl-C
+    end the job, and from then on this process. Raises a transient `StageError` for a cluster that stays away and for a
+    job whose node is gone, `StageError` for one that was stopped there, and what `RayJobs.submit` raises.
+    """
+    log = identifier = ""
+
+    def shown(piece: str) -> None:
+        nonlocal log
+        log = (log + piece)[-_TAIL:]
+        show(piece)
+
+    for told in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(told, lambda number, _: sys.exit(128 + number))
+    try:
+        while True:
+            identifier = jobs.submit(task).identifier
+            show(f"{identifier} was submitted\n")
+            state = follow(jobs, identifier, shown, lambda _: None)
+            job = jobs.job(identifier)
+            if job.error_type != _UNPLACED:
+                break
+            show(f"{identifier} found no room; it is asked for again\n")
+    except (KeyboardInterrupt, SystemExit):
+        if identifier:
+            with suppress(QuantmintError):
+                jobs.cancel(identifier)
+        raise
+    if state.word == "STOPPED" or (state.word == "FAILED" and job.driver_exit_code is None):
+        raise StageError(f"{identifier}: {job.message or state.word}", transient=job.error_type in _LOST)
+    return state.exit_code or 0, _last_object(log)
+
+
+def _last_object(log: str) -> str:
+    """The text of the JSON object that a run ended with, "" where there is none. Ray keeps one log for both outputs."""
+    for begin in reversed([found.start() for found in re.finditer(r"^\{", log, re.MULTILINE)]):
+        with suppress(ValueError):
+            _, end = json.JSONDecoder().raw_decode(log, begin)
+            return log[begin:end] + "\n"
+    return ""
 
 
 @contextmanager

@@ -31,7 +31,8 @@ class Attempted:
     """How a child ended.
 
     ``exit_code`` is its own, 128 + N after signal N. ``answer`` is the JSON object that it printed, {} for none.
-    ``cut_short``: we ended it. ``error`` is one line, "" where there is none to tell.
+    ``seconds`` are those in which it ran: none of a wait for room in a cluster. ``cut_short``: we ended it. ``error``
+    is one line, "" where there is none to tell.
     """
 
     exit_code: int
@@ -78,13 +79,14 @@ def attempt(
     limit_s: float | None,
     stop: threading.Event,
     on_stage: Callable[[str], None],
+    queues: bool = False,
 ) -> Attempted:
     """Run a child to its end, or until ``stop`` is set, or for ``limit_s`` seconds.
 
-    What it starts ends with it, and with us. ``on_stage`` hears ``3/12 calibrate``. Raises `StoreError` where the log
-    cannot be written.
+    ``queues``: it asks a cluster for room first, and its time begins with its first stage. What it starts ends with it,
+    and with us. ``on_stage`` hears ``3/12 calibrate``. Raises `StoreError` where the log cannot be written.
     """
-    began = time.monotonic()
+    began = None if queues else time.monotonic()
     printed = log.with_suffix(".out")
     with disk_errors(log):
         child = Child(argv, environment, log, grace=grace_s, output=printed)
@@ -95,13 +97,14 @@ def attempt(
                 *lines, line = (line + stream.read()).split(b"\n")
                 line = line[-_LINE:]  # a library's bar writes for hours without an end of line
                 if found := [stage for stage in map(_STAGE.match, lines) if stage is not None]:
+                    began = began or time.monotonic()
                     on_stage(b" ".join(found[-1].groups()).decode(errors="replace"))
-                late = limit_s is not None and time.monotonic() - began > limit_s
+                late = limit_s is not None and began is not None and time.monotonic() - began > limit_s
         cut = child.exit_code is None
     finally:
         child.let_go()
         child.wait()
-    seconds = time.monotonic() - began
+    seconds = 0.0 if began is None else time.monotonic() - began
     code = 5 if child.exit_code is None else child.exit_code
     answer = _answer(printed)
     printed.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from pipeline.base.errors import UserError
 from pipeline.base.machine import Machine
@@ -57,6 +58,10 @@ class Devices:
         values = [device.value for device in self.devices if device.number in numbers]
         rest = {name: value for name, value in ours.items() if name not in (HIP, CUDA)}
         return {**rest, self.variable: ",".join(values) or "-1"}
+
+
+NONE: Final = Devices(None, ())
+"""What a fleet has that runs its recipes elsewhere."""
 
 
 def devices_of(machine: Machine, wanted: tuple[int, ...] | None) -> Devices:

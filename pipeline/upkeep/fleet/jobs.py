@@ -21,7 +21,7 @@ from pipeline.store.files import DamagedError
 from pipeline.store.locks import Lock
 from pipeline.upkeep.due.state import RecipeState, moment, read_state
 from pipeline.upkeep.fleet.attempt import Attempted
-from pipeline.upkeep.fleet.devices import Devices, devices_of
+from pipeline.upkeep.fleet.devices import NONE, Devices, devices_of
 from pipeline.upkeep.fleet.events import Ended, State, now_utc
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ class Options:
 
     Most are the options of `quantmint requantize`. ``max_disk`` is in bytes, ``devices`` are numbers as this process's
     own variables leave them (None: all that are visible). ``everything`` also runs what is not due, is held or rests;
-    so do ``redo``, stages that run again. ``command`` is the start of a child's command line. ``grace_s`` is the time
-    between SIGTERM and SIGKILL, and ``first_wait_s`` the wait before the first repetition, which doubles from then on.
+    so do ``redo``, stages that run again. ``on`` is what `quantmint submit --ray` takes. ``command`` is the start of a
+    child's command line, and ``submit_command`` of one with ``on``. ``grace_s`` is the time between SIGTERM and
+    SIGKILL, and ``first_wait_s`` the wait before the first repetition, which doubles from then on.
     """
 
     store: Path
@@ -60,12 +61,14 @@ class Options:
     max_hours: float | None = None
     max_disk: int | None = None
     everything: bool = False
+    on: str | None = None
     redo: tuple[str, ...] = ()
     wait: bool = True
     vllm: str | None = None
     remote: str | None = None
     device: str = "auto"
     command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "run")
+    submit_command: tuple[str, ...] = (sys.executable, "-m", "pipeline", "submit")
     grace_s: float = 30.0
     first_wait_s: float = 60.0
 
@@ -76,7 +79,7 @@ class Options:
 
     def slots(self, devices: int) -> int:
         """How many recipes run at a time at the most where this machine has ``devices``."""
-        return self.jobs or devices or 1
+        return self.jobs or (sys.maxsize if self.on is not None else devices or 1)
 
     def command_line(self, recipe: str) -> list[str]:
         """A child's command line."""
@@ -84,7 +87,10 @@ class Options:
         vllm = [] if self.vllm is None else ["--vllm", self.vllm]
         remote = [] if self.remote is None else ["--remote-store", self.remote]
         told = ["--json", "--store", str(self.store)]
-        return [*self.command, recipe, *told, "--device", self.device, *vllm, *remote, *again]
+        what = ["--device", self.device, *vllm, *remote, *again]
+        if self.on is None:
+            return [*self.command, recipe, *told, *what]
+        return [*self.submit_command, recipe, "--ray", self.on, "--attached", *told, "--", *what]
 
     def look(self) -> Look:
         """`pipeline.upkeep.due.due.look` as these options want it."""
@@ -343,7 +349,7 @@ def foresee(
     recipes: Sequence[str], options: Options, warn: Callable[[str], None]
 ) -> tuple[tuple[Job, ...], tuple[Ended, ...]]:
     """What would run, in its order, and how the others would leave without an attempt."""
-    devices = devices_of(Machine(), options.devices)
+    devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
     room = Room(0.0, 1, left_s=options.max_s, left_bytes=options.max_disk)
     left: list[Ended] = []
     jobs: dict[str, Job] = {}

@@ -35,7 +35,7 @@ from pipeline.store.disk import disk_errors
 from pipeline.store.locks import Lock
 from pipeline.upkeep.due.state import RecipeState, folder_of, read_state, write_state
 from pipeline.upkeep.fleet.attempt import Attempted, attempt, new_log, quotable
-from pipeline.upkeep.fleet.devices import devices_of, free_of, give_back, take, try_lock
+from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, give_back, take, try_lock
 from pipeline.upkeep.fleet.events import Ended, Event, Kind, State, Summary, now_utc
 from pipeline.upkeep.fleet.jobs import (
     Job,
@@ -81,7 +81,7 @@ class Fleet:
         self._tell_warning = warn
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._one_look = threading.Lock()  # what two looks at once would ask the Hub for is mostly the same
-        self._devices = devices_of(Machine(), options.devices)
+        self._devices = NONE if options.on is not None else devices_of(Machine(), options.devices)
         self._slots = options.slots(len(self._devices.numbers))
         self._looking: list[Request] = []
         self._waiting: dict[str, Job] = {}
@@ -218,6 +218,7 @@ class Fleet:
                 limit_s=job.limit_s,
                 stop=job.stop,
                 on_stage=lambda stage: self._inbox.put(partial(self._tell, "stage", job, stage=stage)),
+                queues=options.on is not None,
             )
 
         job.thread = self._in_background(work, partial(self._done, job))

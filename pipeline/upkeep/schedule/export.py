@@ -44,13 +44,15 @@ class Export:
     made_by: str
     directory: str | None = None
     store: str | None = None
+    on: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     environment_file: str | None = None
 
     def command(self, item: Scheduled, *more: str) -> tuple[str, ...]:
         """The whole command, word by word."""
         store = () if self.store is None else ("--store", self.store)
-        return (*self.program, "requantize", item.given, "--due", *store, *more)
+        on = () if self.on is None else ("--on", self.on)
+        return (*self.program, "requantize", item.given, "--due", *store, *on, *more)
 
     def header(self, file: str, *lines: str) -> str:
         """A comment that says what the file is and how it is made again."""
@@ -100,9 +102,9 @@ def cron_job(item: Scheduled, export: Export, pod: Pod, namespace: str | None = 
     """
     target = item.recipe.target
     machine = hardware(target.hardware)
-    gpus = 0 if machine.kind == "cpu" else target.gpus
+    gpus = 0 if machine.kind == "cpu" or export.on is not None else target.gpus  # jobs of a Ray cluster hold their own
     if gpus > machine.gpus_per_node:
-        hint = "Such a run is `quantmint submit --ray` to a Ray cluster (KubeRay)."
+        hint = "Run it on a Ray cluster: --on http://HEAD:8265"
         raise refusal(item, f"a pod has the GPUs of one node, and {gpus} are of several", hint)
     pod = replace(pod, name=item.name, command=export.command(item), kind=machine.kind, gpus=gpus)
     pod = replace(pod, folder=export.directory, variables=export.variables)

@@ -13,16 +13,19 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline.base.errors import QuantmintError, StageError, UserError
+from pipeline.clusters.submit import place as places
 from pipeline.clusters.submit import ray
 from pipeline.clusters.submit.place import follow
-from pipeline.clusters.submit.ray import Options, RayJobs
+from pipeline.clusters.submit.ray import Options, RayJobs, run_attached
 from tests.clusters.submit.cases import task
 from tests.clusters.submit.slurm import free_ports
 from tests.clusters.submit.test_command import ended
@@ -115,11 +118,116 @@ def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(dashboard: str, 
         there.state("nothing")
 
 
+@pytest.mark.slow
+def test_a_run_there_as_if_it_were_here(
+    dashboard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "http://nowhere.invalid:8265")  # the address that is given counts
+    program = tmp_path / "env/bin/quantmint"
+    program.parent.mkdir(parents=True)
+    says = 'echo "[1/2] source: started" >&2; echo "{\\"verdict\\": \\"INCONCLUSIVE\\"}"; exit 3'
+    program.write_text(f"#!/bin/sh\n{says}\n", encoding="utf-8")
+    program.chmod(0o755)
+    words = ("tiny-ptpc-fp8kv", "--ray", dashboard, "--venv", str(tmp_path / "env"), "--attached", "--json")
+    assert ended(*words) == 3
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"verdict": "INCONCLUSIVE"}
+    assert "\n[1/2] source: started\n" in err
+
+
 def test_without_a_dashboard_it_says_so() -> None:
     (port,) = free_ports(1)
     with pytest.raises(StageError, match="no Ray dashboard answers") as failure:
         RayJobs(f"127.0.0.1:{port}", Options(Path.cwd())).state("job")
     assert failure.value.transient
+
+
+@dataclass
+class Client:
+    """A dashboard of which each job goes through ``steps``: its status, and what is known of one that ended."""
+
+    steps: list[tuple[str, dict[str, Any]]]
+    log: str = "[1/2] source: started\n"
+    submitted: int = 0
+    stopped: list[str] = field(default_factory=list)
+    interrupt: bool = False
+
+    def submit_job(self, **_: object) -> str:
+        self.submitted += 1
+        return f"job-{self.submitted}"
+
+    def get_job_info(self, _: str) -> SimpleNamespace:
+        word, known = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+        nothing = {"driver_exit_code": None, "error_type": None, "message": ""}
+        return SimpleNamespace(status=SimpleNamespace(value=word), **{**nothing, **known})
+
+    def get_job_logs(self, _: str) -> str:
+        if self.interrupt:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.log
+
+    def stop_job(self, identifier: str) -> None:
+        self.stopped.append(identifier)
+
+
+UNPLACED = ("FAILED", {"error_type": "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"})
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """What ends an attached run ends it with its process; here that goes on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def attached(client: Client, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """The exit code, the object, and what was shown."""
+    monkeypatch.setattr(places, "_PAUSE_S", 0.0)
+    jobs, shown = RayJobs("head:8265", Options(Path("/work"))), []
+    monkeypatch.setattr(jobs, "_connect", lambda: client)
+    code, printed = run_attached(jobs, task("tiny-ptpc-fp8kv"), shown.append)
+    return code, printed, "".join(shown)
+
+
+def test_its_own_object_and_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has one log for both outputs, and shows it from its beginning each time."""
+    log = '{"recipe": \n[1/2] source: started\n{\n "verdict": "FAIL",\n "stages": [\n  {}\n ]\n}\nquantmint: it ended\n'
+    client = Client([("PENDING", {}), ("RUNNING", {}), ("FAILED", {"driver_exit_code": 1})], log)
+    code, printed, shown = attached(client, monkeypatch)
+    assert (code, json.loads(printed)) == (1, {"verdict": "FAIL", "stages": [{}]})
+    assert shown == f"job-1 was submitted\n{log}"
+
+
+def test_what_found_no_room_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client([UNPLACED] * 2 + [("SUCCEEDED", {})])
+    assert attached(client, monkeypatch)[:2] == (0, "")
+    assert client.submitted == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "message", "transient"),
+    [
+        (("FAILED", {"error_type": "JOB_SUPERVISOR_ACTOR_DIED", "message": "its node died"}), "its node died", True),
+        (("FAILED", {"message": "no such environment"}), "no such environment", False),
+        (("STOPPED", {}), "STOPPED", False),
+    ],
+)
+def test_a_job_without_an_end_of_its_own(
+    end: tuple[str, dict[str, Any]], message: str, transient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StageError, match=message) as failure:
+        attached(Client([end]), monkeypatch)
+    assert failure.value.transient is transient
+
+
+def test_told_to_stop_it_stops_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client([("RUNNING", {})], interrupt=True)
+    with pytest.raises(SystemExit) as end:
+        attached(client, monkeypatch)
+    assert (end.value.code, client.stopped) == (143, ["job-1"])
 
 
 def _of_a_library(module: str, name: str, base: type[Exception], **values: Any) -> Exception:

@@ -48,7 +48,13 @@ def test_the_recipe_is_named_as_it_is_found_there(
     here = schedule("export", "--systemd", "recipes/mine.yaml", "--command", "/opt/q/quantmint --debug").out
     assert f"ExecStart=/opt/q/quantmint --debug requantize {tmp_path}/recipes/mine.yaml --due\n" in here
     assert f"WorkingDirectory={tmp_path}\n" in here
+    assert (
+        "/mine.yaml --due --on http://head:8265\n"
+        in schedule("export", "--systemd", "recipes/mine.yaml", "--on", "http://head:8265").out
+    )
     there = schedule("export", "--kubernetes", "--image", _IMAGE, "recipes/mine.yaml").out
+    on = ("--on", "ray", "--env", "RAY_ADDRESS=http://head:8265")
+    assert "- --on\n" in schedule("export", "--kubernetes", "--image", _IMAGE, "recipes/mine.yaml", *on).out
     (container,) = yaml.safe_load(there)["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["quantmint", "requantize", "recipes/mine.yaml", "--due"]
 
@@ -70,6 +76,9 @@ def test_no_secret_goes_into_a_file(written: Written, schedule: Callable[..., An
         ("", "expected one of --systemd, --cron, --kubernetes, --github-actions"),
         ("--systemd --cron", "found --systemd and --cron"),
         ("--cron --image x", "--image is for kubernetes, not for cron"),
+        ("--kubernetes --on ray --image x", "a pod is no node of a Ray cluster"),
+        ("--github-actions --on ray --runner x", "--on is for systemd and cron and kubernetes"),
+        ("--systemd --on head:8265", "expected ray (RAY_ADDRESS's cluster"),
         ("--kubernetes", "--image NAME@sha256"),
         ("--systemd --directory here", "expected an absolute path"),
         ("--systemd --env a-b=c", "expected NAME=VALUE"),

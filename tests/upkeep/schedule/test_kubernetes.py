@@ -56,6 +56,14 @@ def test_a_cron_job(written: Written) -> None:
     assert "# the image is named by a tag" in tagged
 
 
+def test_on_a_ray_cluster_the_pod_itself_holds_no_gpu(written: Written) -> None:
+    item = written("0 3 * * 6", target={"hardware": "mi300x", "gpus": 16})
+    (text,) = cron_job(item, export(on="http://head:8265"), CLUSTER).values()
+    (container,) = pod_of(text)["containers"]
+    assert container["command"][-2:] == ["--on", "http://head:8265"]
+    assert "resources" not in container
+
+
 @pytest.mark.parametrize(("missed", "deadline"), [("skip", 300), ("run", None)])
 def test_missed_times(written: Written, missed: str, deadline: int | None) -> None:
     """Without a deadline the newest missed time is begun, however late."""

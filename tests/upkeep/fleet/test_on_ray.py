@@ -1,0 +1,47 @@
+"""Recipes as jobs of a Ray cluster: what a fleet submits."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from pipeline.base.errors import UserError
+from pipeline.clusters.ray.connection import jobs_address_of
+from pipeline.upkeep.fleet.devices import Device, Devices
+from tests.upkeep.fleet.staged import CHILD, Stage, by_name
+
+
+def test_all_at_once_and_no_device_of_ours(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Devices("HIP_VISIBLE_DEVICES", (Device(0, "0"),))
+    monkeypatch.setattr("pipeline.upkeep.fleet.rounds.devices_of", lambda *_: ours)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
+    names = [stage.recipe(f"r{number}", gpus=8) for number in range(4)]
+    child = (sys.executable, "-I", "-S", str(CHILD), str(stage.children))
+    summary = stage.run(*names, on="http://head:8265", submit_command=child)
+    assert {name: one.verdict for name, one in by_name(summary).items()} == dict.fromkeys(names, "PASS")
+    first = next(event for event in stage.events if event.kind == "started")
+    assert (first.running, first.queued) == (4, 0)
+    assert [stage.seen(name)[0]["devices"][0] for name in names] == ["0"] * 4, "of this machine, and unshared"
+    assert not (stage.store / "refresh" / "devices").exists()
+    assert stage.locks() == []
+
+
+def test_the_command_of_a_child(stage: Stage) -> None:
+    options = stage.options(
+        on="auto", submit_command=("quantmint", "submit"), remote="s3://b/c", device="cpu", redo=("gate",)
+    )
+    words = options.command_line("a")
+    own = ["--device", "cpu", "--remote-store", "s3://b/c", "--redo", "gate"]
+    told = ["--ray", "auto", "--attached", "--json", "--store", str(stage.store)]
+    assert words == ["quantmint", "submit", "a", *told, "--", *own]
+    assert (options.slots(0), stage.options(on="auto", jobs=2).slots(0)) == (sys.maxsize, 2)
+    assert (stage.options().slots(3), stage.options().slots(0)) == (3, 1)
+
+
+def test_where_jobs_go() -> None:
+    assert jobs_address_of("ray") == "auto", "which Ray's client resolves"
+    assert jobs_address_of("http://head:8265") == "http://head:8265"
+    for wrong in ("ray://head", "head:8265", "http://", "http://a:b@head:8265", "http://head:x", "slurm"):
+        with pytest.raises(UserError, match="expected ray "):
+            jobs_address_of(wrong)
