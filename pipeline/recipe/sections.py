@@ -215,6 +215,10 @@ class Hub(Section):
         default=None,
         description="Readers share their address first, and are let in automatically or by hand (null: not gated).",
     )
+    via: Literal["commit", "pull-request"] = Field(
+        default="commit",
+        description="commit: one commit. pull-request: one commit on a pull request, verified there and then merged.",
+    )
     collection: str | None = Field(
         default=None,
         min_length=1,

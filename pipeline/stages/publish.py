@@ -47,8 +47,6 @@ class PublishStage(Stage):
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The places. Who signs is a matter of the signature's own stage."""
         section = setting.recipe.publish.model_dump(mode="json", exclude={"sign", "licence", "folder"})
-        if section["hub"] is not None:
-            section["hub"]["via"] = "commit"  # an option that went: without it finished work would be done again
         folder = published_folder(setting.recipe, setting.home)
         return {**section, "folder": None if folder is None else str(folder.parent), "name": setting.recipe.name}
 

@@ -102,8 +102,8 @@ class Api(Connection):
 
     @route("GET", "/api/models/{repo}/refs")
     def refs(self, repo_id: str) -> Json:
-        found: Json = {"branches": [], "converts": [], "tags": []}
-        kinds = {"heads": "branches", "tags": "tags"}
+        found: Json = {"branches": [], "converts": [], "tags": [], "pullRequests": []}
+        kinds = {"heads": "branches", "tags": "tags", "pr": "pullRequests"}
         for ref, oid in self._repo(repo_id).refs.items():
             _, kind, name = ref.split("/", 2)
             found[kinds[kind]].append({"name": name, "ref": ref, "targetCommit": oid})
@@ -242,11 +242,11 @@ class Api(Connection):
 
     @route("POST", "/api/models/{repo}/commit/{}")
     def commit(self, repo_id: str, revision: str) -> Json:
-        repo = self._repo(repo_id, "repo.write")
+        repo, propose = self._repo(repo_id, "repo.write"), "create_pr" in self.query
         header, *operations = (json.loads(line) for line in self.body.splitlines())
         asked = header["value"]
         wanted, title, text = asked.get("parentCommit"), asked["summary"], asked.get("description", "")
-        parent = repo.find(revision)
+        parent = repo.find(wanted if wanted and propose else revision)
         if wanted and not parent.startswith(wanted):
             raise Refusal(412, "A commit has happened since. Please refresh and try again.")
         tree = dict(repo.tree(parent))
@@ -254,10 +254,41 @@ class Api(Connection):
             _apply(operation["key"], operation["value"], tree, repo)
         url = f"{self.server.url}/{repo_id}"
         ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
-        if ref not in repo.refs:
-            raise Refusal(400, f"{revision} is no branch")
+        if propose:
+            number = repo.propose(parent, title)["num"]
+            ref = f"refs/pr/{number}"
+        elif ref not in repo.refs:
+            raise Refusal(400, f"{revision} is neither a branch nor a pull request")
         oid = repo.record(ref, parent, tree, title, text)
-        return {"success": True, "commitOid": oid, "commitUrl": f"{url}/commit/{oid}", "hookOutput": ""}
+        made = {"success": True, "commitOid": oid, "commitUrl": f"{url}/commit/{oid}", "hookOutput": ""}
+        return made | ({"pullRequestUrl": f"{url}/discussions/{number}"} if propose else {})
+
+    # Pull requests.
+
+    @route("GET", "/api/models/{repo}/discussions")
+    def discussions(self, repo_id: str) -> Json:
+        wanted = self.query.get("status", ["all"])[0]
+        open_ones = {"open": (True,), "closed": (False,), "all": (True, False)}[wanted]
+        found = [one for one in reversed(self._repo(repo_id).pulls) if (one["status"] == "open") in open_ones]
+        start = int(self.query["p"][0]) * self.server.page
+        return {"discussions": found[start : start + self.server.page], "count": len(found), "start": start}
+
+    @route("GET", "/api/models/{repo}/discussions/([0-9]+)")
+    def discussion(self, repo_id: str, number: str) -> Json:
+        repo = self._repo(repo_id)
+        one = repo.discussion(int(number))
+        return one | {"filesWithConflicts": repo.merged(int(number))[1] if one["status"] == "open" else []}
+
+    @route("POST", "/api/models/{repo}/discussions/([0-9]+)/(status|merge)")
+    def change_discussion(self, repo_id: str, number: str, what: str) -> Json:
+        repo = self._repo(repo_id, "repo.write")
+        if what == "merge":
+            repo.merge(int(number))
+            return {}
+        one = repo.discussion(int(number))
+        one["status"] = self.json()["status"]
+        event = {"id": "0" * 24, "type": "status-change", "createdAt": now(), "data": {"status": one["status"]}}
+        return {"newStatus": event}
 
     # Collections.
 
@@ -299,7 +330,7 @@ class Api(Connection):
 
     # Downloads.
 
-    @route("GET", "/{repo}/resolve/([^/]+)/(.+)")
+    @route("GET", "/{repo}/resolve/(refs/pr/[0-9]+|[^/]+)/(.+)")
     def resolve(self, repo_id: str, revision: str, path: str) -> Reply:
         repo = self._repo(repo_id)
         commit = repo.find(revision)

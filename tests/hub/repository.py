@@ -1,4 +1,4 @@
-"""A repository of the Hub's stand-in: commits, branches and tags, all in memory."""
+"""A repository of the Hub's stand-in: commits, branches, tags and pull requests, all in memory."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class Repository:
     refs: dict[str, str] = field(default_factory=dict)
     commits: dict[str, Json] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
+    pulls: list[Json] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.record("refs/heads/main", None, {".gitattributes": self.small(_ATTRIBUTES.encode())}, "initial commit")
@@ -90,6 +91,41 @@ class Repository:
         self.commits[oid] = {**about, "parent": parent, "tree": tree}
         self.refs[ref] = oid
         return oid
+
+    def propose(self, head: str, title: str) -> Json:
+        """A pull request against main, for a commit that is on no branch."""
+        pull = {"num": len(self.pulls) + 1, "title": title, "status": "open", "createdAt": now(), "events": []}
+        pull |= {"isPullRequest": True, "repo": {"name": self.id, "type": "model"}, "author": {"name": "quant"}}
+        pull["changes"] = {"base": "refs/heads/main"}
+        self.refs[f"refs/pr/{pull['num']}"] = head
+        self.pulls.append(pull)
+        return pull
+
+    def discussion(self, number: int) -> Json:
+        if not 0 < number <= len(self.pulls):
+            raise Refusal(404, f"Discussion {number} not found")
+        return self.pulls[number - 1]
+
+    def merged(self, number: int) -> tuple[Tree, list[str]]:
+        """Main's tree with what a pull request changes, and the files that both changed apart."""
+        base, head = self.history(self.refs["refs/heads/main"]), self.history(self.refs[f"refs/pr/{number}"])
+        ours, theirs = base[0]["tree"], head[0]["tree"]
+        start = next(commit["tree"] for commit in head if commit in base)
+        changed = {name for name in start | theirs if start.get(name) != theirs.get(name)}
+        apart = [name for name in sorted(changed) if ours.get(name) not in (start.get(name), theirs.get(name))]
+        kept = {name: entry for name, entry in ours.items() if name not in changed}
+        return kept | {name: theirs[name] for name in changed if name in theirs}, apart
+
+    def merge(self, number: int) -> None:
+        """One commit on main with all that the pull request changed, as the Hub squashes them."""
+        pull, (tree, apart) = self.discussion(number), self.merged(number)
+        if pull["status"] != "open":
+            raise Refusal(400, f"Discussion {number} is no open pull request")
+        if apart:
+            raise Refusal(409, f"The pull request has conflicts: {', '.join(apart)}")
+        title, parent = f"{pull['title']} (#{number})", self.refs["refs/heads/main"]
+        pull["changes"]["mergeCommitId"] = self.record("refs/heads/main", parent, tree, title)
+        pull["status"] = "merged"
 
 
 def is_large(path: str, size: int) -> bool:

@@ -24,7 +24,7 @@ TOLD = PlainReporter(io.StringIO())
 Three = tuple[Release, Release, Release]
 
 
-@pytest.fixture(params=["folder", "bucket", "file", "hub"])
+@pytest.fixture(params=["folder", "bucket", "file", "hub", "pull-request"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     match request.param:
         case "folder":
@@ -36,7 +36,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
             return BucketPlace(f"file://{tmp_path}/models", "r")
         case _:
             request.getfixturevalue("hub")
-            return HubPlace(REPO, Hub(repo=REPO), sleep=lambda _: None)
+            section = Hub.model_validate({"repo": REPO, "via": "commit" if request.param == "hub" else "pull-request"})
+            return HubPlace(REPO, section, sleep=lambda _: None)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
 
 `main` is what readers get, and a release is a tag that never moves. Bytes go up first, where nobody sees them; then
 everything becomes visible in one commit on top of the one that was looked at: on `main`, or for a candidate on the
-branch `candidate`. Its files are compared, and last comes the tag.
+branch `candidate`, or on a pull request, which is verified and merged. Its files are compared, and last comes the tag.
 Going from one release to another is one commit that gives `main` the tag's files: large ones are named again by their
 SHA-256 and sent by nobody.
 
@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.publish.hub import access
-from pipeline.publish.hub.client import Client, MissingError, connect
+from pipeline.publish.hub.client import Client, MissingError, RefusedError, connect
 from pipeline.publish.hub.repository import (
     CANDIDATE,
     MAIN,
@@ -32,8 +32,10 @@ from pipeline.publish.hub.repository import (
     differences,
     differing,
     download,
+    history,
     is_same,
     look,
+    moved,
     read,
     releases,
     require_release,
@@ -55,6 +57,7 @@ class HubPlace(Place):
         self.section = section
         self._sleep = sleep
         self._progress: Progress | None = None
+        self._by_request = section is not None and section.via == "pull-request"
 
     @property
     def address(self) -> str:
@@ -88,11 +91,14 @@ class HubPlace(Place):
         return releases(client, self._require_repository(client))
 
     def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
-        """With what the commit would go on top of, unless the release is tagged."""
+        """With what the commit would go on top of, unless the release is tagged, or a pull request holds it."""
         repository: Repository | None = state.mark
         if repository is None:
             return Difference(sorted(release.files))
-        if self._require_own(release, repository):
+        opened = self._opened(release, repository)
+        if self._require_own(release, repository) or (
+            opened and self._starts_from(repository.requests[opened][0], repository.head)
+        ):
             return Difference()
         there = tree(self._client(), self._base(repository, candidate)[1])
         missing = [name for name, file in sorted(release.files.items()) if not is_same(there.get(name), file)]
@@ -107,8 +113,20 @@ class HubPlace(Place):
         repository = state.mark or self._create(client)
         access.restrict(client, repository, self.section)
         branch, parent = self._base(repository, candidate)
-        made = parent
-        if difference:
+        opened = self._opened(release, repository)
+        if not difference:
+            made = repository.requests[opened][0] if opened is not None else parent
+        elif self._by_request:
+            if opened is not None:
+                self._close(client, opened, f"`{MAIN}` has moved since this was opened; another one takes its place.")
+
+            def found() -> str | None:
+                now = self._require_repository(client)
+                number = self._opened(release, now)
+                return None if number is None else now.requests[number][0]
+
+            made = self._commit(client, release, MAIN, parent, found)
+        else:
             if candidate and branch != CANDIDATE:
                 client.call(
                     f"create the branch {CANDIDATE}",
@@ -120,18 +138,13 @@ class HubPlace(Place):
         return made
 
     def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
-        """Nothing where `main` holds it; else `main` is given its files by a commit.
+        """Nothing where `main` holds it; else its pull request is merged, or `main` is given its files by a commit.
 
-        A candidate waits on the branch that it was committed to.
+        A candidate waits on the branch or the pull request that it was committed to.
         """
         if not candidate:
             self._give(release, state, why)
-            client = self._client()
-            if self._require_repository(client).branches.get(CANDIDATE) == release.revision:
-                with suppress(MissingError):
-                    client.call(
-                        f"delete the branch {CANDIDATE}", lambda: client.api.delete_branch(self.repo, branch=CANDIDATE)
-                    )
+            self._end_wait(release)
 
     def preparing(self, state: State) -> Sequence[Operation]:
         """Make it, gate it, open it."""
@@ -147,13 +160,32 @@ class HubPlace(Place):
         if not differing(tree(client, repository.head), wanted):
             return
         parent = state.mark.head if state.mark is not None else repository.head
-        self._copy(client, release, parent, wanted, f"{why} {release.tag}")
+        number = repository.request_of(release.revision)
+        if number is not None and self._starts_from(release.revision, repository.head):
+            self._merge(client, number, wanted)
+        elif number is not None and release.tag not in repository.tags:
+            raise moved(self.repo, MAIN)
+        else:
+            self._copy(client, release, parent, wanted, f"{why} {release.tag}")
         names = differing(tree(client, MAIN), wanted)
         if names:
             raise StageError(
                 f"{self.repo}: {MAIN} has not become {release.tag}: {some(names)} differs",
                 hint="Somebody may have written there meanwhile; look, then run the same command again.",
             )
+
+    def _end_wait(self, release: Listed) -> None:
+        """Close its pull request, where it was not merged; delete its branch."""
+        client = self._client()
+        repository = self._require_repository(client)
+        number = repository.request_of(release.revision)
+        if number is not None:
+            self._close(client, number, f"Promoted by a commit on {MAIN}, which had moved since.")
+        if repository.branches.get(CANDIDATE) == release.revision:
+            with suppress(MissingError):
+                client.call(
+                    f"delete the branch {CANDIDATE}", lambda: client.api.delete_branch(self.repo, branch=CANDIDATE)
+                )
 
     def finish(self, release: Listed) -> None:
         """Tag it, where it is not tagged; open the repository and have its collection list it, as the recipe says."""
@@ -204,7 +236,7 @@ class HubPlace(Place):
 
     def _base(self, repository: Repository, candidate: bool) -> tuple[str, str]:
         """The branch that a commit would go on top of, and its head."""
-        branch = CANDIDATE if candidate and CANDIDATE in repository.branches else MAIN
+        branch = CANDIDATE if candidate and not self._by_request and CANDIDATE in repository.branches else MAIN
         return branch, repository.branches[branch]
 
     def _create(self, client: Client) -> Repository:
@@ -238,10 +270,23 @@ class HubPlace(Place):
             raise StageError(f"{self.repo}: the release {release.tag} is damaged on the Hub: {some(wrong)}")
         return True
 
+    def _opened(self, release: Release, repository: Repository) -> int | None:
+        """The open pull request that an earlier attempt left, where it holds the release."""
+        if not self._by_request:
+            return None
+        known = repository.requests.items()
+        heads = {number: commit for number, (commit, title) in known if title == title_of(release)}
+        held = (number for number, commit in heads.items() if not differences(tree(self._client(), commit), release))
+        return next(held, None)
+
     def _landed(self, client: Client, release: Release, branch: str) -> str | None:
         """The head of a branch, where it holds the release: the answer to its commit was lost."""
         commit = self._require_repository(client).branches.get(branch)
         return commit if commit is not None and not differences(tree(client, commit), release) else None
+
+    def _starts_from(self, commit: str, parent: str) -> bool:
+        """Whether a commit is the next one after ``parent``, so that merging it gives exactly its files."""
+        return [str(one.commit_id) for one in history(self._client(), commit)[1:2]] == [parent]
 
     def _commit(
         self, client: Client, release: Release, branch: str, parent: str, found: Callable[[], str | None]
@@ -251,10 +296,10 @@ class HubPlace(Place):
 
         gone = sorted(tree(client, parent).keys() - release.files.keys())
         operations = [
-            *upload(client, release, branch),
+            *upload(client, release, branch, by_request=self._by_request),
             *(CommitOperationDelete(name, is_folder=False) for name in gone),
         ]
-        return commit(client, operations, title_of(release), branch, parent, found=found)
+        return commit(client, operations, title_of(release), branch, parent, found=found, by_request=self._by_request)
 
     def _copy(self, client: Client, release: Listed, parent: str, wanted: Tree, message: str) -> None:
         """One commit; large files are named by their SHA-256 and not sent, small ones the client sends again."""
@@ -272,3 +317,23 @@ class HubPlace(Place):
             return None if differing(tree(client, MAIN), wanted) else MAIN
 
         commit(client, operations, message, MAIN, parent, found=found)
+
+    def _merge(self, client: Client, number: int, wanted: Tree) -> None:
+        def attempt() -> None:
+            status = client.api.get_discussion_details(self.repo, number).status
+            if status == "draft":
+                client.api.change_discussion_status(self.repo, number, "open")
+            if status != "merged":
+                client.api.merge_pull_request(self.repo, number)
+
+        try:
+            client.call(f"merge pull request {number}", attempt)
+        except RefusedError:
+            if differing(tree(client, MAIN), wanted):  # else it was merged, and the answer got lost
+                raise
+
+    def _close(self, client: Client, number: int, comment: str) -> None:
+        client.call(
+            f"close pull request {number}",
+            lambda: client.api.change_discussion_status(self.repo, number, "closed", comment=comment),
+        )

@@ -14,7 +14,7 @@ import hashlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC
 from glob import escape
 from pathlib import Path
@@ -34,7 +34,7 @@ CANDIDATE: Final = "candidate"
 _ATTRIBUTES: Final = ".gitattributes"  # the Hub's own file: which names are large files
 
 
-_TITLE: Final = 200  # characters
+_TITLE: Final = 200  # characters that the Hub takes as the title of a pull request (`HfApi.create_discussion`)
 _SMALL: Final = 10 * 1024**2
 """Bytes: larger files never lie in git itself (https://huggingface.co/docs/hub/repositories-getting-started), and are
 sent each by itself; weights are, however small."""
@@ -59,18 +59,26 @@ Tree = Mapping[str, Remote]
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """``name`` differs from the name that was asked for where it was renamed; commits are 40 hex digits."""
+    """``name`` differs from the name that was asked for where it was renamed; commits are 40 hex digits.
+
+    ``requests`` are the head and the title of each open pull request by its number.
+    """
 
     name: str
     private: bool
     gated: str | None
     branches: Mapping[str, str]
     tags: Mapping[str, str]
+    requests: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def head(self) -> str:
         """The commit of ``main``."""
         return self.branches[MAIN]
+
+    def request_of(self, commit: str) -> int | None:
+        """The open pull request whose head is this commit."""
+        return next((number for number, (head, _) in self.requests.items() if head == commit), None)
 
 
 def look(client: Client) -> Repository | None:
@@ -78,15 +86,26 @@ def look(client: Client) -> Repository | None:
     api, repo = client.api, client.repo
     try:
         info = client.call("read the repository", lambda: api.model_info(repo))
-        refs = client.call("read its branches and tags", lambda: api.list_repo_refs(repo))
+        refs = client.call("read its branches and tags", lambda: api.list_repo_refs(repo, include_pull_requests=True))
     except MissingError:
         return None
+    heads = {int(ref.ref.rpartition("/")[2]): str(ref.target_commit) for ref in refs.pull_requests or ()}
+    opened: dict[int, str] = {}
+    if heads:  # a merged or closed one keeps its ref
+        opened = client.call(
+            "list its pull requests",
+            lambda: {
+                int(one.num): str(one.title)
+                for one in api.get_repo_discussions(repo, discussion_type="pull_request", discussion_status="open")
+            },
+        )
     return Repository(
         name=str(info.id),
         private=bool(info.private),
         gated=info.gated or None,
         branches={ref.name: ref.target_commit for ref in refs.branches},
         tags={ref.name: ref.target_commit for ref in refs.tags},
+        requests={number: (heads[number], title) for number, title in opened.items() if number in heads},
     )
 
 
@@ -97,6 +116,7 @@ def releases(client: Client, repository: Repository) -> tuple[Listed, ...]:
     rolled back to is on `main` by another commit than the tagged one.
     """
     tags = {name: commit for name, commit in repository.tags.items() if TAG.fullmatch(name)}
+    waits = {head for head, _ in repository.requests.values()} | {repository.branches.get(CANDIDATE)}
     shown = tree(client, repository.head).get(MANIFEST) if tags else None
     commits: dict[str, Any] = {}
     for revision in (repository.head, *tags.values()):  # most are in the history of `main`
@@ -113,7 +133,7 @@ def releases(client: Client, repository: Repository) -> tuple[Listed, ...]:
                 created=commits[commit].created_at.astimezone(UTC).isoformat(timespec="seconds"),
                 title=str(commits[commit].title).removeprefix(f"{tag}: "),
                 current=current,
-                candidate=commit == repository.branches.get(CANDIDATE) and not current,
+                candidate=commit in waits and not current,
                 size=sum(file.size for file in files.values()),
             )
         )
@@ -245,7 +265,7 @@ def read(client: Client, revision: str, name: str, start: int, stop: int) -> byt
     return found
 
 
-def upload(client: Client, release: Release, branch: str) -> list[Any]:
+def upload(client: Client, release: Release, branch: str, *, by_request: bool) -> list[Any]:
     """Send what the Hub stores as large files; returns the operations of the commit, one for each file.
 
     One file at a time, each tried again by itself; small files together, and those that the Hub keeps in git itself go
@@ -263,6 +283,7 @@ def upload(client: Client, release: Release, branch: str) -> list[Any]:
                 client.repo,
                 operations,
                 revision=branch,
+                create_pr=by_request,
                 free_memory=False,
                 gitignore_content="",  # one in the repository would drop files from the commit without a word
             ),
@@ -288,7 +309,7 @@ def upload(client: Client, release: Release, branch: str) -> list[Any]:
 
 
 def title_of(release: Release) -> str:
-    """The first line of the commit; the listing of releases reads the title from it."""
+    """The first line of the commit, and of a pull request; the listing of releases reads the title from it."""
     return f"{release.tag}: {release.title}"[:_TITLE]
 
 
@@ -300,8 +321,9 @@ def commit(
     parent: str,
     *,
     found: Callable[[], str | None],
+    by_request: bool = False,
 ) -> str:
-    """Make one commit on top of ``parent``; returns its id.
+    """Make one commit on top of ``parent`` (``by_request``: on a new pull request against the branch); returns its id.
 
     ``found`` looks for the commit where it may be there already: its answer got lost, or another publisher made it of
     the same release at the same time. Raises `MovedError` where the branch moved meanwhile: nothing was overwritten.
@@ -321,6 +343,7 @@ def commit(
                 commit_message=title,
                 revision=branch,
                 parent_commit=parent,
+                create_pr=by_request,
             )
         return str(made.oid)
 
@@ -330,8 +353,13 @@ def commit(
         earlier = found()
         if earlier is not None:
             return earlier
-        raise MovedError(
-            f"{client.repo}: {branch} has moved since it was looked at: somebody else wrote to it meanwhile",
-            hint="Nothing was overwritten, and what was sent is kept. Look at what is there, then run the same command "
-            "again: it commits on top.",
-        ) from None
+        raise moved(client.repo, branch) from None
+
+
+def moved(repo: str, branch: str) -> MovedError:
+    """What is said where somebody else wrote to the branch."""
+    return MovedError(
+        f"{repo}: {branch} has moved since it was looked at: somebody else wrote to it meanwhile",
+        hint="Nothing was overwritten, and what was sent is kept. Look at what is there, then run the same command "
+        "again: it commits on top.",
+    )

@@ -216,7 +216,8 @@ def _readers_get(there: Released, ours: str) -> str:
 
 
 def _waits(now: Now) -> bool:
-    return now.setting.recipe.publish.to == "candidate"
+    publish = now.setting.recipe.publish
+    return publish.to == "candidate" or (publish.hub is not None and publish.hub.via == "pull-request")
 
 
 # What it would be made from now: its plan, by what is here and what was answered.

@@ -23,7 +23,7 @@ from tests.hub.standin import Fault
 from tests.publish.hub.conftest import REPO, Publisher
 
 MakeRelease = Callable[..., Release]
-WAYS = ("commit", "candidate")
+WAYS = ("commit", "candidate", "pull-request")
 
 
 class _KilledError(BaseException):
@@ -51,7 +51,7 @@ def killed_after(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
 def go(publisher: Publisher, release: Release, way: str, repo: str) -> None:
     """Publish in one of the ways to a repository of this name."""
-    more: dict[str, Any] = {"gated": "auto", "collection": repo[7:]} if way == "commit" else {}
+    more: dict[str, Any] = {"gated": "auto", "collection": repo[7:], "via": way} if way == "pull-request" else {}
     publisher.publish(release, candidate=way == "candidate", repo=repo, **more)
 
 
@@ -61,8 +61,9 @@ def require_finished(publisher: Publisher, release: Release, way: str, repo: str
     assert publisher.files(release.tag, repo) == publisher.files(branch, repo) == release.files.keys()
     titles = publisher.history(branch, repo)
     assert [title.split(":")[0] for title in titles] == [release.tag, "initial commit"]
-    if way == "commit":
+    if way == "pull-request":
         assert publisher.api.model_info(repo).gated == "auto"
+        assert [one.status for one in publisher.api.get_repo_discussions(repo)] == ["merged"]
         found = [one for one in publisher.api.list_collections(owner="my-org") if one.title == repo[7:]]
         assert [[item.item_id for item in one.items] for one in found] == [[repo]]
 

@@ -1,4 +1,4 @@
-"""Going from one release of a repository to another: one commit that sends no weights."""
+"""Going from one release of a repository to another: one commit that sends no weights, or a merge."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeline.base.errors import StageError
+from pipeline.base.errors import StageError, UserError
 from pipeline.publish.hub.client import MovedError
 from pipeline.publish.release import Release
 from tests.hub.standin import Fault
 from tests.publish.conftest import MakeRelease
 from tests.publish.hub.conftest import REPO, Publisher, Told
+
+BY_REQUEST = {"via": "pull-request"}
 
 
 @pytest.fixture
@@ -55,6 +57,31 @@ def test_a_candidate_becomes_current_by_one_commit_that_sends_no_shard(
     assert publisher.sent() == sent
     assert done == [("point", f"current of {REPO} to {second.tag}")]
     assert "candidate" not in {ref.name for ref in publisher.api.list_repo_refs(REPO).branches}
+
+
+def test_a_pull_request_from_an_older_main_is_not_mixed_into_it(
+    publisher: Publisher, three: tuple[Release, Release, Release]
+) -> None:
+    first, second, third = three
+    publisher.publish(first)
+    publisher.publish(second, candidate=True, **BY_REQUEST)
+    publisher.publish(third)
+    promote(publisher, second.tag)
+    assert publisher.hub.repo(REPO).discussion(1)["status"] == "closed"
+    assert publisher.files() == second.files.keys(), "merged, it would have kept only-three.txt"
+    assert flags(publisher) == {third.tag: "", second.tag: "current", first.tag: ""}
+
+
+def test_which_of_two_candidates_is_meant(publisher: Publisher, three: tuple[Release, Release, Release]) -> None:
+    first, second, third = three
+    publisher.publish(first)
+    publisher.publish(second, candidate=True)
+    publisher.publish(third, candidate=True, **BY_REQUEST)
+    with pytest.raises(UserError, match=f"has 2 candidates, expected the tag of one: .*{second.tag}"):
+        promote(publisher)
+    promote(publisher, third.tag)
+    assert publisher.hub.repo(REPO).discussion(1)["status"] == "merged"
+    assert flags(publisher) == {third.tag: "current", second.tag: "candidate", first.tag: ""}
 
 
 def test_back_and_forth_byte_by_byte(publisher: Publisher, three: tuple[Release, Release, Release]) -> None:
@@ -116,8 +143,8 @@ def test_an_answer_that_got_lost_is_no_failure(publisher: Publisher, three: tupl
     publisher.hub.faults.append(Fault("POST", "/commit/main", lost=True))
     rollback(publisher, first.tag)
     assert publisher.history()[:2] == [f"Roll back to {first.tag}", f"{second.tag}: the model two"]
-    publisher.publish(third, candidate=True)
-    publisher.hub.faults.append(Fault("DELETE", "/branch/", lost=True))
+    publisher.publish(third, candidate=True, **BY_REQUEST)
+    publisher.hub.faults.append(Fault("POST", "/merge", lost=True))
     promote(publisher)
     publisher.hub.faults.append(Fault("DELETE", "/tag/", lost=True))
     publisher.target().remove([first.tag], dry_run=False, progress=Told())
