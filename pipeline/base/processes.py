@@ -64,8 +64,9 @@ def child_environment(ours: Mapping[str, str], planned: Mapping[str, str]) -> di
 class Child:
     """Starts at once; as a context, all of it has ended at the exit.
 
-    ``grace`` is how many seconds it gets between SIGTERM and SIGKILL. Standard output goes to the log too, or to the
-    file ``output``. A log is begun anew, or gone on with where it is to be ``append``-ed to.
+    ``grace`` is how many seconds it gets between SIGTERM and SIGKILL, ``after`` are commands that the supervisor runs
+    when all is over, whoever ended it. Standard output goes to the log too, or to the file ``output``. A log is begun
+    anew, or gone on with where it is to be ``append``-ed to.
     """
 
     def __init__(
@@ -75,13 +76,15 @@ class Child:
         log_path: Path,
         *,
         grace: float,
+        after: Sequence[Sequence[str]] = (),
         output: Path | None = None,
         append: bool = False,
     ) -> None:
         self.log_path = log_path
         self._pid: int | None = None
+        tidy = ["--after", json.dumps([list(argv) for argv in after])] if after else []
         aside = [] if output is None else ["--output", str(output)]
-        supervised = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(grace), *aside]
+        supervised = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(grace), *tidy, *aside]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab" if append else "wb") as log:
             self._supervisor = subprocess.Popen(

@@ -1,6 +1,8 @@
 """Outlives its owner just long enough to end what it started: ``python supervisor.py OWNER_PID GRACE_S COMMAND...``.
 
-With ``--output PATH`` before the command, what it writes to its standard output goes to that file.
+With ``--after JSON`` before the command, a list of argument lists, those run when all is over, however it came to that:
+a container is no child of the client that started it, and is ended by name. With ``--output PATH`` there, what the
+command writes to its standard output goes to that file.
 
 Standard input is a pipe whose other end only the owner holds. The kernel closes it however the owner ends, SIGKILL
 included; that, or a signal, is the order to stop: SIGTERM to the command's process group, and after GRACE_S seconds
@@ -13,6 +15,7 @@ Exits with the command's exit code (128 + N for signal N). Linux only, standard 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
@@ -24,12 +27,13 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.2
 _GIVE_UP_S = 30.0  # a process inside a driver call cannot be killed, and waiting for ever helps nobody
+_AFTER_S = 60.0  # for each command that tidies up
 
 _stopping = False
 
 
-def main(owner: int, grace: float, command: list[str], output: str | None) -> int:
-    """Run ``command`` until it ends or the owner does; return its exit code."""
+def main(owner: int, grace: float, command: list[str], after: list[list[str]], output: str | None) -> int:
+    """Run ``command`` until it ends or the owner does, then ``after``; return its exit code."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -51,9 +55,26 @@ def main(owner: int, grace: float, command: list[str], output: str | None) -> in
     while status is None and not _stopping and not _orphaned(owner):
         status = _reap().get(server)
     ended = _sweep(server, grace if status is None else 0.0)
+    for argv in after:
+        _tidy(argv)
     code = os.waitstatus_to_exitcode(ended.get(server, 0) if status is None else status)
     process.returncode = code  # it was reaped here, and not by its object
     return code if code >= 0 else 128 - code
+
+
+def _tidy(argv: list[str]) -> None:
+    """Run a command without a word: that a container is gone already is no news for the server's log."""
+    try:
+        subprocess.run(
+            argv,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_AFTER_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        sys.stderr.write(f"supervisor: {argv[0]} did not tidy up: {error}\n")
 
 
 def descendants() -> list[int]:
@@ -141,7 +162,8 @@ def _kill_group(group: int, number: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    words, output = sys.argv[3:], None
-    if words[0] == "--output":
-        output, words = words[1], words[2:]
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), words, output))
+    words, options = sys.argv[3:], {}
+    while words[0] in {"--after", "--output"}:
+        options[words[0]], words = words[1], words[2:]
+    tidy = json.loads(options.get("--after", "[]"))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), words, tidy, options.get("--output")))

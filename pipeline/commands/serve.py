@@ -45,7 +45,15 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 )
 @click.option("--served-model-name", help="What clients call it (default: the folder's or recipe's name).")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Of the first server.")
-@click.option("--image", help="For --compose, --kubernetes (default: vLLM's own of the version).")
+@click.option(
+    "--launcher",
+    type=click.Choice(["local", "docker", "endpoint"]),
+    default="local",
+    show_default=True,
+)
+@click.option("--endpoint", metavar="URL", help="A server that runs already, for --launcher endpoint.")
+@click.option("--api-key-variable", metavar="NAME", help="Variable that holds the endpoint's key.")
+@click.option("--image", help="Container image (default: vLLM's own of the version).")
 @click.option("--volume-claim", metavar="NAME", help="PersistentVolumeClaim with the model, for --kubernetes.")
 @click.option("--host-ip", metavar="A,B,...", help="Addresses of several nodes on their private network, in order.")
 @click.option("--node-rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which of them this is.")
@@ -68,6 +76,7 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     Servers listen on the loopback interface. To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
     as they are.
     """
+    from pipeline.stages.launch import How
     from pipeline.stages.launch import serve as serve_until_stopped
 
     forms = [form for form in _FORMS if given[form]]
@@ -77,8 +86,16 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     if dry_run or forms:
         _show(request, forms[0] if forms else "", given)
         return 0
-    logs = given["store_path"] / "logs"
-    return serve_until_stopped(request, logs=logs, startup_timeout=startup_timeout, node_rank=given["node_rank"])
+    how = How(
+        kind=given["launcher"],
+        logs=given["store_path"] / "logs",
+        startup_timeout=startup_timeout,
+        image=given["image"],
+        endpoint=given["endpoint"],
+        api_key_variable=given["api_key_variable"],
+        node_rank=given["node_rank"],
+    )
+    return serve_until_stopped(request, how)
 
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
@@ -93,7 +110,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         target_for,
     )
 
-    version, environment = _serving(given["vllm"], planning=planning)
+    version, environment = _serving(given["vllm"], given["launcher"], planning=planning)
     found = find_model(
         model,
         store=given["store_path"],
@@ -108,7 +125,7 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     )
     trusted = given["trust_remote_code"] or (recipe is not None and recipe.trust_remote_code)
     speculative = speculation_of(given["speculative"]) if given["speculative"] else None
-    if not planning:
+    if not planning and given["launcher"] != "endpoint":
         found = fetched(found, with_code=trusted, progress=reporter_for(json=False))
     return Request(
         model=found,
@@ -129,23 +146,24 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     )
 
 
-def _serving(text: str | None, *, planning: bool) -> tuple[str, VllmEnvironment | None]:
+def _serving(text: str | None, launcher: str, *, planning: bool) -> tuple[str, VllmEnvironment | None]:
     from pipeline.base.errors import QuantmintError, UserError
     from pipeline.serving.environment import find_vllm
     from pipeline.serving.knobs.table import NEWEST_READ
     from pipeline.stages.launch import version_of
 
     version = version_of(text)
-    if version is not None and not planning:
+    elsewhere = planning or launcher in ("docker", "endpoint")
+    if version is not None and not elsewhere:
         raise UserError(
             f"--vllm: {text} is a version, expected the `vllm` command to run",
-            hint="A version is planned for with --dry-run, and run in its container with --compose.",
+            hint="A version is planned for with --dry-run, and run with --launcher docker.",
         )
     try:
         environment = find_vllm(None if version is not None else text)
         return version or environment.version, environment
     except QuantmintError:
-        if not planning or (text is not None and version is None):
+        if not elsewhere or (text is not None and version is None):
             raise
         return version or NEWEST_READ, None
 

@@ -52,7 +52,7 @@ from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from pipeline.serving.running.launchers import LocalLauncher
+    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
     from pipeline.serving.running.server import Server
 
 
@@ -295,7 +295,20 @@ def version_of(text: str | None) -> str | None:
     return text.removeprefix("v")
 
 
-def serve(request: Request, *, logs: Path, startup_timeout: float, node_rank: int = 0) -> int:
+@dataclass(frozen=True, slots=True)
+class How:
+    """Who starts the servers: ``kind`` is local, docker or endpoint."""
+
+    kind: str
+    logs: Path
+    startup_timeout: float
+    image: str | None = None
+    endpoint: str | None = None
+    api_key_variable: str | None = None
+    node_rank: int = 0
+
+
+def serve(request: Request, how: How) -> int:
     """Serve until somebody asks for the end, which is exit code 0; 130 where that was before a server answered.
 
     Raises `ServingError` where a server does not start or dies, with the cause that its log names.
@@ -307,17 +320,18 @@ def serve(request: Request, *, logs: Path, startup_timeout: float, node_rank: in
     plan, processes = request.plan()
     terminal = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
     reporter = PlainReporter() if terminal is None else RichReporter(terminal)
-    launcher = _launcher(request, plan, node_rank)
-    for line in _unready(request, plan):
-        reporter.warn(line)
-    folder = logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
+    launcher = _launcher(request, plan, how)
+    if how.kind != "endpoint":
+        for line in _unready(request, plan):
+            reporter.warn(line)
+    folder = how.logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
     text = f"starting {plan.served_model_name}: weights, graphs, KV cache"
     answered = False
     try:
         with stoppable(), ExitStack() as stack:
             with nullcontext() if terminal is None else terminal.status(text):
                 running = stack.enter_context(
-                    launcher.deploy(plan, processes, folder, startup_timeout=startup_timeout, say=reporter.say)
+                    launcher.deploy(plan, processes, folder, startup_timeout=how.startup_timeout, say=reporter.say)
                 )
             answered = True
             for line in _report(plan, running.servers, folder):
@@ -331,11 +345,14 @@ def serve(request: Request, *, logs: Path, startup_timeout: float, node_rank: in
 def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator[str]:
     """What there is to know of servers that answer, what became of the plan's promises, and how one is asked.
 
-    A node that only joins has no server.
+    A node that only joins has no server; of one that somebody else started there is no log here.
     """
     quantization = checkpoint_quantization(Path(plan.model))
     for server in servers:
         yield f"serving     {server.model_name} at {server.base_url}, ready after {server.started_seconds:.0f} s"
+        if server.log_path is None:
+            yield f"vllm        {server.version()}"
+            continue
         scan = server.scan_log()
         version = scan.vllm_version or server.version()
         yield f"vllm        {version}" + (f", attention {scan.attention_backend}" if scan.attention_backend else "")
@@ -370,14 +387,20 @@ def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
             yield f"{finding.name}: found {finding.found}, expected {finding.expected}; {finding.fix}"
 
 
-def _launcher(request: Request, plan: LaunchPlan, node_rank: int) -> LocalLauncher:
-    from pipeline.serving.running.launchers import LocalLauncher
+def _launcher(request: Request, plan: LaunchPlan, how: How) -> LocalLauncher | DockerLauncher | EndpointLauncher:
+    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
 
+    if how.kind == "endpoint":
+        if how.endpoint is None:
+            raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
+        return EndpointLauncher(how.endpoint, api_key_variable=how.api_key_variable)
     nodes = plan.layout.nodes
     if nodes > 1 and len(request.hosts) < nodes:
         raise UserError(f"--host-ip: found {len(request.hosts)} addresses, expected {nodes}, one for each node")
+    if how.kind == "docker":
+        return DockerLauncher(how.image, node_rank=how.node_rank)
     assert request.environment is not None  # noqa: S101 - looked for before anything else
-    return LocalLauncher(request.environment.executable, node_rank=node_rank)
+    return LocalLauncher(request.environment.executable, node_rank=how.node_rank)
 
 
 class StoppedError(BaseException):

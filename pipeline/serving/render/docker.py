@@ -1,4 +1,4 @@
-"""A launch in containers: a compose file.
+"""A launch in containers: the arguments of ``docker run``, a list and never a shell string, and a compose file.
 
 On several nodes every service has a profile: ``docker compose --profile node-1 up`` is what the second node runs. The
 network is always the host's, so that the server can listen on the loopback interface like one without a container.
@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.base.errors import UserError
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.invocation import arguments, comments, dump, image_of, variables
+from pipeline.serving.render.invocation import LOOPBACK, arguments, comments, dump, image_of, variables
 
 _SINGLE = {"--network": "network_mode", "--ipc": "ipc"}
 _LISTED = {
@@ -64,21 +64,51 @@ def _whole(path: str) -> str:
     return next((str(parent.parent) for parent in parents if parent.name == "snapshots"), path)
 
 
-def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None = None) -> str:
+def docker_run(
+    plan: LaunchPlan,
+    process: Process,
+    *,
+    image: str | None = None,
+    name: str | None = None,
+    host: str = LOOPBACK,
+    more_env: tuple[tuple[str, str], ...] = (),
+) -> tuple[str, ...]:
+    """The whole command for the container of one process.
+
+    The model is mounted read-only where it lies, so that the plan's paths hold inside. ``more_env`` are variables
+    beside the plan's, such as those that keep the server offline.
+    """
+    program, *rest = arguments(process, host=host)
+    env = {**variables(plan, process), **dict(more_env)}
+    return (
+        "docker",
+        "run",
+        "--rm",
+        *([] if name is None else [f"--name={name}"]),
+        *(f"{option}={value}" for option, value in options(plan)),
+        *(f"--volume={path}:{path}:ro" for path in mounted(plan)),
+        *(f"--env={variable}={value}" for variable, value in env.items()),
+        f"--entrypoint={program}",
+        image_of(plan, image),
+        *rest,
+    )
+
+
+def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None = None, host: str = LOOPBACK) -> str:
     """The file, with the warnings of the plan as comments at its top."""
     several = len({process.node for process in processes}) > 1
     services: dict[str, Any] = {}
     for process in processes:
         name = f"node-{process.node}" if several else "vllm"
         name += "" if sum(other.node == process.node for other in processes) == 1 else f"-{process.replica}"
-        services[name] = _service(plan, process, image)
+        services[name] = _service(plan, process, image, host)
         if several:
             services[name]["profiles"] = [f"node-{process.node}"]
     return comments(plan) + dump({"services": services})
 
 
-def _service(plan: LaunchPlan, process: Process, image: str | None) -> dict[str, Any]:
-    program, *rest = arguments(process)
+def _service(plan: LaunchPlan, process: Process, image: str | None, host: str) -> dict[str, Any]:
+    program, *rest = arguments(process, host=host)
     service: dict[str, Any] = {
         "image": image_of(plan, image),
         "entrypoint": [program],

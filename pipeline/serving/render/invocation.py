@@ -66,8 +66,8 @@ def title(plan: LaunchPlan) -> str:
     return f"{plan.served_model_name} on {plan.target}, {plan.profile}, planned for vLLM {plan.vllm_version}"
 
 
-def script(plan: LaunchPlan, processes: Sequence[Process]) -> str:
-    """The script, ending with a newline."""
+def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBACK) -> str:
+    """The script, ending with a newline. Servers listen on ``host``."""
     nodes = sorted({process.node for process in processes})
     lines = ["#!/usr/bin/env bash", f"# {title(plan)}", *(f"# note: {warning}" for warning in plan.warnings)]
     lines += ["set -euo pipefail", ""]
@@ -75,7 +75,7 @@ def script(plan: LaunchPlan, processes: Sequence[Process]) -> str:
         lines += ["# vLLM selects by CUDA_VISIBLE_DEVICES and stops where the two differ.", "unset HIP_VISIBLE_DEVICES"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.env.items()]
     if len(nodes) == 1:
-        return _text([*lines, "", *_node(processes)])
+        return _text([*lines, "", *_node(processes, host)])
     if any(process.env.get("VLLM_HOST_IP", "").startswith("NODE_") for process in processes):
         lines += ["", "# NODE_0_IP and so on stand for the nodes' addresses on their private network."]
     lines += ["", f'case "${{1:?which node: {" ".join(map(str, nodes))}}}" in']
@@ -84,31 +84,31 @@ def script(plan: LaunchPlan, processes: Sequence[Process]) -> str:
         roles = ", ".join(dict.fromkeys(process.role for process in here))
         address = next((process.env["VLLM_HOST_IP"] for process in here if "VLLM_HOST_IP" in process.env), None)
         lines += [f"{node})", f"  # ---- node {node}{f' ({address})' if address else ''}: {roles}"]
-        lines += [f"  {line}" if line else "" for line in _node(here)]
+        lines += [f"  {line}" if line else "" for line in _node(here, host)]
         lines += ["  ;;"]
     return _text([*lines, "*) echo 'no such node' >&2; exit 2 ;;", "esac"])
 
 
-def command(process: Process) -> str:
+def command(process: Process, *, host: str = LOOPBACK) -> str:
     """One process as a command that can be pasted: its own variables, then its arguments, an option a line."""
     words = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
-    words += [shlex.quote(word) for word in arguments(process)]
+    words += [shlex.quote(word) for word in arguments(process, host=host)]
     return " \\\n  ".join(_lines(words))
 
 
-def _node(processes: Sequence[Process]) -> Iterator[str]:
+def _node(processes: Sequence[Process], host: str) -> Iterator[str]:
     """What one node runs. One server replaces the shell; several run beside each other and end together.
 
     A shell without job control starts its background processes deaf to Ctrl-C, so the script tells them.
     """
     if len(processes) == 1:
         assignments = "env " if processes[0].env else ""  # `exec` takes a program
-        yield from f"exec {assignments}{command(processes[0])}".splitlines()
+        yield from f"exec {assignments}{command(processes[0], host=host)}".splitlines()
         return
     yield _TRAP
     for process in processes:
         yield f"# replica {process.replica}, GPUs {', '.join(map(str, process.gpus)) or 'none'}"
-        yield from f"{command(process)} &".splitlines()
+        yield from f"{command(process, host=host)} &".splitlines()
     yield "wait -n  # the first that ends, ends the script, and the script the others"
 
 
@@ -180,7 +180,7 @@ def explain(
         lines += ["", *_memory(plan, plan.memory, width)]
     if reasons:
         lines += ["", "knobs", *_knobs(plan, width, container=False)]
-        lines += ["", "in a container (--compose)", *_knobs(plan, width, container=True)]
+        lines += ["", "in a container (--launcher docker, --compose)", *_knobs(plan, width, container=True)]
     if plan.host:
         lines += ["", "the machine must have (`quantmint doctor` looks)"]
         for check in plan.host:

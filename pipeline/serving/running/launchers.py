@@ -1,23 +1,35 @@
-"""Starts vLLM from a plan, and leaves nothing behind: on this machine, or on a Ray cluster that is there.
+"""Starts vLLM from a plan, and leaves nothing behind: on this machine, in containers, on a Ray cluster that is there;
+or takes a server that already runs.
 
-Servers listen on 127.0.0.1 only. What tells replicas apart (port, devices) comes with each process of the plan.
+Servers listen on 127.0.0.1 only. What tells replicas apart (port, devices) comes with each process of the plan. A
+container is no child of the docker client, whose output is the server's log: the supervisor stops and removes it by its
+name, also when our own end was SIGKILL.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import re
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from pipeline.base.errors import UserError
-from pipeline.base.processes import Child, child_environment
-from pipeline.serving.environment import VllmEnvironment
+from pipeline.base.errors import ServingError, UserError
+from pipeline.base.processes import OFFLINE, Child, child_environment
+from pipeline.serving.environment import VllmEnvironment, parse_version
 from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.render.docker import docker_run
+from pipeline.serving.render.invocation import image_of
 from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of, on_node, require_model, starting
-from pipeline.serving.running.server import HOST, Server
+from pipeline.serving.running.server import HOST, Server, fetch
 
 
 class LocalLauncher:
@@ -126,6 +138,63 @@ def reference_environment(plan: LaunchPlan) -> dict[str, str]:
     return {**plan.env, "PYTHONPATH": path, "TQDM_DISABLE": "1"}
 
 
+#: How the client finds its engine. Its credentials lie in files that these name.
+_CLIENT = re.compile(r"DOCKER_(HOST|CONTEXT|CONFIG|CERT_PATH|TLS_VERIFY|API_VERSION)|XDG_RUNTIME_DIR|SSH_AUTH_SOCK")
+
+
+class DockerLauncher:
+    """Launches the containers of this machine, ``node_rank`` of the plan.
+
+    ``image`` overrides the plan's. ``stop_grace`` is how many seconds a container gets between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, image: str | None = None, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
+        self.image = image
+        self.node_rank = node_rank
+        self.stop_grace = stop_grace
+
+    @contextmanager
+    def deploy(
+        self,
+        plan: LaunchPlan,
+        processes: Sequence[Process],
+        logs: Path,
+        *,
+        startup_timeout: float = 3600.0,
+        say: Say = print,
+    ) -> Iterator[Deployment]:
+        """The containers while the block runs; an image that is not here is pulled, which counts as starting.
+
+        Raises ServingError where one ends or does not answer in time; UserError where there is no docker, no model or
+        no free port.
+        """
+        mains = on_node(plan, processes, self.node_rank)
+        docker = shutil.which("docker")
+        if docker is None:
+            raise UserError("there is no `docker` command on PATH", hint="Install it, or take another launcher.")
+        names = [f"quantmint-{os.getpid()}-{number}" for number in range(len(mains))]
+        say(f"running {image_of(plan, self.image)} as {', '.join(names)}")
+
+        def start(process: Process, port: int | None) -> Child:
+            name, own = names[mains.index(process)], replace(process, port=port)
+            command = docker_run(plan, own, image=self.image, name=name, more_env=tuple(sorted(OFFLINE.items())))
+            passed = {name: value for name, value in os.environ.items() if _CLIENT.fullmatch(name)}
+            end = [
+                [docker, "stop", f"--time={self.stop_grace:.0f}", name],
+                [docker, "rm", "--force", name],
+            ]
+            return Child(
+                [docker, *command[1:]],
+                child_environment(os.environ, {}) | passed,
+                log_of(process, logs),
+                grace=self.stop_grace,
+                after=end,
+            )
+
+        with deployed(plan, mains, start, startup_timeout=startup_timeout, say=say) as running:
+            yield running
+
+
 _EXECUTOR = "--distributed-executor-backend"
 #: How Ray is told to ask for a token; a path, never the token.
 _AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
@@ -173,3 +242,136 @@ class ClusterLauncher(LocalLauncher):
         own = {"RAY_ADDRESS": self.cluster.address, "VLLM_HOST_IP": self.cluster.own}
         environment = child_environment(os.environ, {**_QUIET, **told, **plan.env, **own}) | passed
         return {name: value for name, value in environment.items() if name not in _VISIBLE}
+
+
+_WATCH_S = 5.0
+_MISSES = 3  # a busy server may let one question wait
+
+
+class EndpointLauncher:
+    """Takes a server that already runs: looks whether it is the right one, and never stops it.
+
+    The key is read from a variable at every request and goes into the header of that request, nowhere else. HTTP tells
+    a name, a folder, a length and a version, never the weights: on this machine the folder is proof; elsewhere a server
+    can be shown to be the wrong one, never the right, which is said.
+    """
+
+    def __init__(self, url: str, *, api_key_variable: str | None = None) -> None:
+        self.url = endpoint_url(url)
+        self.api_key_variable = _variable(api_key_variable)
+
+    @contextmanager
+    def deploy(
+        self,
+        plan: LaunchPlan,
+        processes: Sequence[Process],
+        logs: Path,
+        *,
+        startup_timeout: float = 3600.0,
+        say: Say = print,
+    ) -> Iterator[Deployment]:
+        """The server while the block runs; the plan's processes, logs and timeout have no part in it.
+
+        Raises ServingError where nobody answers, or another model does.
+        """
+        key = None if self.api_key_variable is None else os.environ[self.api_key_variable]
+        if key is not None and self.url.startswith("http:") and not _is_local(self.url):
+            say(f"warning: {self.url} is not https: the key in {self.api_key_variable} travels readable")
+        try:
+            status, _ = fetch(self.url, "/health", timeout=30, key=key)
+        except (OSError, http.client.HTTPException) as error:
+            raise ServingError(f"nobody answers at {self.url}: {error}", transient=True) from error
+        if status != 200:
+            hint = "Name the key's variable." if status in {401, 403} else None
+            raise ServingError(
+                f"{self.url} answers /health with {status}, expected 200", hint=hint, transient=status >= 500
+            )
+        server = Server(plan.served_model_name, self.url, None, 0.0, api_key_variable=self.api_key_variable)
+        card = _card(server, plan)
+        for doubt in _doubts(server, card, plan):
+            say(f"warning: {self.url}: {doubt}")
+        yield _Attached(replace(server, model_name=str(card["id"])))
+
+
+class _Attached(Deployment):
+    """A server of somebody else: there is no process to look at, so it is asked."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__([server], [])
+
+    def check(self) -> None:
+        """Raise `ServingError` when it does not answer."""
+        self.servers[0].get("/health")
+
+    def watch(self) -> None:
+        """Block until it leaves several questions in a row without an answer."""
+        missed = 0
+        while missed < _MISSES:
+            time.sleep(_WATCH_S)
+            try:
+                self.check()
+                missed = 0
+            except ServingError:
+                missed += 1
+        self.check()
+
+
+def endpoint_url(text: str) -> str:
+    """An address without the API's path: "http://gpu7:8000/v1/" is "http://gpu7:8000". UserError for another thing."""
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment:
+        raise UserError("--endpoint is not the address of a server: expected something like http://gpu7:8000")
+    if parts.username is not None or parts.password is not None:
+        raise UserError("the address holds a name or password", hint="Put a key into a variable and name that one.")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def _variable(name: str | None) -> str | None:
+    """The name of a variable that is set; it is not repeated, for it may be the key itself."""
+    if name is not None and not os.environ.get(name):
+        raise UserError("--api-key-variable: expected the name of a variable that is set and holds the key")
+    return name
+
+
+def _is_local(url: str) -> bool:
+    """Whether the files of a server there are ours."""
+    return urlsplit(url).hostname in {"127.0.0.1", "localhost", "::1"}
+
+
+def _card(server: Server, plan: LaunchPlan) -> Mapping[str, Any]:
+    """What the server says of our model, by its name, else by its folder. ServingError where it has another."""
+    try:
+        models = [dict(model) for model in json.loads(server.get("/v1/models"))["data"]]
+        ours = [model for model in models if model["id"] == server.model_name]
+        ours += [model for model in models if model.get("root") == plan.model]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServingError(f"{server.base_url} does not list its models as vLLM does: {error}") from error
+    another = f"{server.base_url} is not the server of this plan"
+    if not ours:
+        names = ", ".join(str(model["id"]) for model in models) or "nothing"
+        raise ServingError(f"{another}: it serves {names}, expected {plan.served_model_name}")
+    root, length, needed = ours[0].get("root"), ours[0].get("max_model_len"), plan.option("--max-model-len")
+    seen = root is not None and _is_local(server.base_url) and Path(root).is_dir()
+    if seen and not (Path(plan.model).is_dir() and Path(str(root)).samefile(plan.model)):
+        raise ServingError(f"{another}: it serves {root}, expected {plan.model}")
+    if isinstance(length, int) and needed is not None and needed.isdigit() and length < int(needed):
+        raise ServingError(f"{another}: it takes {length:,} tokens a request, the plan needs {int(needed):,}")
+    return ours[0]
+
+
+def _doubts(server: Server, card: Mapping[str, Any], plan: LaunchPlan) -> Iterator[str]:
+    """What cannot be proven of a server that may be the right one, and what is otherwise than planned."""
+    root = card.get("root")
+    if root is None or not _is_local(server.base_url) or not Path(root).is_dir():
+        yield f"it serves {root or 'a folder that it does not name'}, whose files cannot be seen from here"
+    version = server.version()
+    if plan.vllm_version and parse_version(version) != parse_version(plan.vllm_version):
+        yield f"it is vLLM {version}, the plan was made for {plan.vllm_version}"
+    # The label says "auto" also where the checkpoint brought FP8, so that word proves nothing.
+    said, planned = server.cache_config().get("cache_dtype", "auto"), plan.option("--kv-cache-dtype") or "auto"
+    if said != "auto" and said[:3] != planned[:3]:
+        yield f"its KV cache is {said}, the plan's {planned}"

@@ -1,21 +1,23 @@
 """A running vLLM server, as seen over HTTP.
 
-Plain `http.client`: a proxy that the environment names must not see, or answer, what we ask our own machine.
+Plain `http.client`: a proxy that the environment names must not see, or answer, what we ask our own machine, and no
+redirection carries a key to another.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.base.errors import RefusalError, ServingError
-from pipeline.serving.running.log import LogScan, scan_log
+from pipeline.serving.running.log import Finding, LogScan, scan_log
 
 HOST = "127.0.0.1"
 _SHOWN = 300  # characters of a refusal that an error quotes
@@ -27,23 +29,29 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class Server:
     """A server that answered. `started_seconds` is the time from its start to the first healthy answer.
 
-    `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``.
+    `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``. A server that somebody else started
+    has no log and no process here. `api_key_variable` names the variable that holds its key, which is kept nowhere.
     """
 
     model_name: str
     base_url: str
-    log_path: Path
+    log_path: Path | None
     started_seconds: float
     pid: int | None = None
+    api_key_variable: str | None = None
 
     @property
     def port(self) -> int:
         """Where it listens."""
-        return urlsplit(self.base_url).port or 80
+        address = urlsplit(self.base_url)
+        return address.port or (443 if address.scheme == "https" else 80)
 
     def client_environment(self) -> dict[str, str]:
-        """What lm-eval's client insists on, although the server asks for no key."""
-        return {"OPENAI_API_KEY": "unused"}
+        """The key as OpenAI's clients read it; lm-eval's insists on one also where the server asks for none."""
+        return {"OPENAI_API_KEY": self._key() or "unused"}
+
+    def _key(self) -> str | None:
+        return None if self.api_key_variable is None else os.environ.get(self.api_key_variable)
 
     def version(self) -> str:
         """vLLM's version as the server tells it."""
@@ -58,8 +66,19 @@ class Server:
         return {} if found is None else dict(_LABEL.findall(found[1]))
 
     def scan_log(self) -> LogScan:
-        """What the log says up to now: KV tokens, backend, kernels, and what makes a measurement void."""
-        return scan_log(self.log_path.read_text(encoding="utf-8", errors="replace"))
+        """What the log says up to now: KV tokens, backend, kernels, and what makes a measurement void.
+
+        Without a log it is known only what the server tells over HTTP, and that is a caution.
+        """
+        if self.log_path is not None:
+            return scan_log(self.log_path.read_text(encoding="utf-8", errors="replace"))
+        tokens = self.cache_config().get("kv_cache_size_tokens", "")
+        return replace(
+            scan_log(""),
+            vllm_version=self.version(),
+            kv_tokens=int(tokens) if tokens.isdigit() else None,
+            findings=(Finding("caution", _NO_LOG, self.base_url),),
+        )
 
     def get(self, path: str, *, timeout: float = 30.0) -> str:
         """Body of a GET; ServingError unless the answer is 200 within ``timeout`` seconds."""
@@ -70,9 +89,9 @@ class Server:
         return self._answer(path, body, timeout)
 
     def _answer(self, path: str, body: Mapping[str, object] | None, timeout: float) -> str:
-        where = f"its log: {self.log_path}"
+        where = f"its log: {self.log_path}" if self.log_path is not None else f"it was asked at {self.base_url}"
         try:
-            status, answer = fetch(self.base_url, path, body=body, timeout=timeout)
+            status, answer = fetch(self.base_url, path, body=body, key=self._key(), timeout=timeout)
         except (OSError, http.client.HTTPException) as error:
             raise ServingError(f"the server does not answer {path}: {error}", hint=where, transient=True) from error
         if status != 200:
@@ -83,13 +102,21 @@ class Server:
         return answer
 
 
-def fetch(base_url: str, path: str, *, timeout: float, body: Mapping[str, object] | None = None) -> tuple[int, str]:
-    """Status and body of one request: a GET, or a POST of ``body`` as JSON."""
+_NO_LOG = "somebody else started the server, so its log was not read: default scales or another backend would go unseen"
+
+
+def fetch(
+    base_url: str, path: str, *, timeout: float, body: Mapping[str, object] | None = None, key: str | None = None
+) -> tuple[int, str]:
+    """Status and body of one request: a GET, or a POST of ``body`` as JSON. ``key`` goes into its header alone."""
     address = urlsplit(base_url)
-    method, content, headers = "GET", None, {}
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    method, content = "GET", None
     if body is not None:
-        method, content, headers = "POST", json.dumps(body), {"Content-Type": "application/json"}
-    connection = http.client.HTTPConnection(address.hostname or HOST, address.port, timeout=timeout)
+        method, content = "POST", json.dumps(body)
+        headers["Content-Type"] = "application/json"
+    connection = kind(address.hostname or HOST, address.port, timeout=timeout)
     try:
         connection.request(method, address.path + path, content, headers)
         response = connection.getresponse()

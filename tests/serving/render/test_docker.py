@@ -1,4 +1,4 @@
-"""The compose file, read back."""
+"""The arguments of `docker run`, one by one, and the compose file, read back."""
 
 from __future__ import annotations
 
@@ -11,17 +11,61 @@ import yaml
 from pipeline.base.errors import UserError
 from pipeline.serving.knobs.table import table
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.docker import compose, mounted
+from pipeline.serving.render.docker import compose, docker_run, mounted
 from pipeline.serving.render.invocation import arguments, variables
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]
 MODEL = "/models/it's a model"
 
 
-def test_a_cpu_has_no_image_of_its_own(on_cpu: Launch) -> None:
+def test_a_server_on_instinct(one: Launch) -> None:
+    plan, processes = one
+    assert docker_run(plan, processes[0], name="mine") == (
+        "docker",
+        "run",
+        "--rm",
+        "--name=mine",
+        "--network=host",
+        "--ipc=host",
+        "--group-add=video",
+        "--cap-add=SYS_PTRACE",
+        "--security-opt=seccomp=unconfined",
+        "--device=/dev/kfd",
+        "--device=/dev/dri",
+        f"--volume={MODEL}:{MODEL}:ro",
+        "--volume=/models/draft $1:/models/draft $1:ro",
+        "--volume=/models/tuned %d.csv:/models/tuned %d.csv:ro",
+        "--env=VLLM_ROCM_USE_AITER=1",
+        "--env=PYTORCH_TUNABLEOP_FILENAME=/models/tuned %d.csv",
+        "--env=CUDA_VISIBLE_DEVICES=0,1,2,3",
+        "--entrypoint=vllm",
+        "vllm/vllm-openai-rocm:v0.33.0",
+        *plan.argv[1:],
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8000",
+    )
+
+
+def test_several_nodes_get_their_adapters(headless: Launch) -> None:
+    plan, processes = headless
+    for process in processes:
+        command = docker_run(plan, process, image="mine:1")
+        assert {"--cap-add=IPC_LOCK", "--device=/dev/infiniband", "--ipc=host"} < set(command)
+        assert not any(word.startswith("--shm-size") for word in command), "docker sets it aside beside --ipc=host"
+        assert f"--env=VLLM_HOST_IP={process.env['VLLM_HOST_IP']}" in command
+        assert command[command.index("mine:1") + 1 :][: len(process.argv) - 1] == process.argv[1:]
+
+
+def test_other_machines(on_cpu: Launch) -> None:
     plan, processes = on_cpu
+    assert docker_run(plan, processes[0], image="mine:1")[3] == "--network=host", "the server listens on the loopback"
+    assert docker_run(plan, processes[0], image="mine:1")[4].startswith("--volume=")
     with pytest.raises(UserError, match=r"no image of vLLM 0\.32\.0\+cpu for cpu:1"):
-        compose(plan, processes)
+        docker_run(plan, processes[0])
+    on_cuda = replace(plan, docker=("--gpus", "all", "--ipc=host"), image="theirs:1")
+    assert docker_run(on_cuda, processes[0])[3:6] == ("--network=host", "--gpus=all", "--ipc=host")
 
 
 def test_a_snapshot_of_the_hub_is_mounted_with_its_blobs(one: Launch) -> None:
