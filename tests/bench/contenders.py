@@ -87,7 +87,7 @@ def command(contender: str, task: Task, source: Path, destination: Path) -> list
         case _:
             return [python, "-m", "pipeline", "quantize", *folders, *_options(contender, task)]
     text = str(task.words) if task.calibrated else None
-    order = {"scheme": scheme, "device": task.device, "text": text, "batch": _BATCH}
+    order = {"scheme": scheme, "device": task.device, "text": text, "batch": _BATCH, "kv_cache": task.calibrated}
     return [python, str(_PEERS), name, json.dumps(order), *folders]
 
 

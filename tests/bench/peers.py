@@ -1,6 +1,8 @@
 """What a user of llm-compressor or Quark would run: `python peers.py NAME TASK SOURCE DESTINATION`, TASK being JSON.
 
-Prints the seconds from the process's start until its libraries were imported, and of the work after that.
+A task has the ``scheme``, the ``algorithm`` if there is one, the ``device``, the ``text`` to calibrate on, its
+``batch``, and whether the ``kv_cache`` is in FP8. Prints the seconds from the process's start until its libraries were
+imported, and of the work after that.
 """
 
 from __future__ import annotations
@@ -47,8 +49,24 @@ def oneshot(task: dict[str, Any], source: str, destination: str) -> Work:
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot as entry
+    from llmcompressor.modifiers.autoround import AutoRoundModifier
+    from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
     from transformers import AutoModelForCausalLM
+
+    scheme: dict[str, Any] = {"targets": "Linear", "ignore": ["lm_head"], "scheme": task["scheme"]}
+    if task.get("kv_cache"):
+        scheme["kv_cache_scheme"] = _KV
+    recipe: dict[str | None, Callable[[], Any]] = {
+        None: lambda: QuantizationModifier(**scheme),
+        "gptq": lambda: GPTQModifier(**scheme),
+        "awq": lambda: [AWQModifier(), QuantizationModifier(**scheme)],
+        "autoround": lambda: AutoRoundModifier(**scheme),
+    }
+    if not torch.accelerator.is_available():
+        IntermediatesCache.pin_memory = lambda *_, **__: None  # AWQ would, which takes an accelerator
 
     def work() -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
@@ -56,9 +74,7 @@ def oneshot(task: dict[str, Any], source: str, destination: str) -> Work:
         entry(
             model=model,
             dataset=Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}),
-            recipe=QuantizationModifier(
-                targets="Linear", ignore=["lm_head"], scheme=task["scheme"], kv_cache_scheme=_KV
-            ),
+            recipe=recipe[task.get("algorithm")](),
             max_seq_length=len(ids[0]),
             num_calibration_samples=len(ids),
             batch_size=min(task["batch"], len(ids)),
@@ -72,6 +88,7 @@ def oneshot(task: dict[str, Any], source: str, destination: str) -> Work:
 def quark(task: dict[str, Any], source: str, destination: str) -> Work:
     import torch
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+    from quark.torch.utils.llm.model_preparation import preprocess_for_quantization
     from transformers import AutoModelForCausalLM
 
     def from_file() -> None:
@@ -79,16 +96,19 @@ def quark(task: dict[str, Any], source: str, destination: str) -> Work:
 
     def in_memory() -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(task["device"])
+        preprocess_for_quantization(model)
         batches = list(torch.tensor(_ids(task), device=task["device"]).split(task["batch"]))
         model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, batches))
         with torch.no_grad():
             export_safetensors(model, destination)
 
     template = LLMTemplate.get("llama")
-    config: Any = template.get_config(task["scheme"], kv_cache_scheme="fp8" if task["text"] else None)
+    config: Any = template.get_config(
+        task["scheme"], algorithm=task.get("algorithm"), kv_cache_scheme="fp8" if task.get("kv_cache") else None
+    )
     if not task["text"]:
         return from_file
-    config.kv_cache_post_rope = True
+    config.kv_cache_post_rope = bool(task.get("kv_cache"))
     return in_memory
 
 

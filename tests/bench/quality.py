@@ -76,13 +76,13 @@ def cut(tokenizer: Any, documents: Sequence[str], count: int, spare: int = 0) ->
 class Bench:
     """A model, its tokens, and what is measured with them."""
 
-    def __init__(self, model: str, windows: int, folder: Path) -> None:
+    def __init__(self, model: str, samples: int, windows: int, folder: Path) -> None:
         from transformers import AutoTokenizer
 
         self.source, self.text, calibration, held_out = texts(model)
         self.folder, tokenizer = folder, AutoTokenizer.from_pretrained(self.source)
         self.held_out = cut(tokenizer, held_out, windows)
-        passages = [tokenizer.decode(ids) for ids in cut(tokenizer, calibration, CALIBRATION_WINDOWS, _SPARE)]
+        passages = [tokenizer.decode(ids) for ids in cut(tokenizer, calibration, samples, _SPARE)]
         self.calibration = [tokenizer(text, add_special_tokens=False)["input_ids"][:LENGTH] for text in passages]
         self._write_calibration(passages)
         self._baseline: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -244,6 +244,7 @@ def _chosen(only: str | None, extra: Sequence[str], made: Sequence[str]) -> list
 @click.option("--only", help=f"Rows, with commas between: {', '.join(row['name'] for row in ROWS)}; or none.")
 @click.option("--row", "extra", multiple=True, help="Another row: NAME=OPTIONS of `quantmint quantize`.")
 @click.option("--made", multiple=True, help="A checkpoint that is there: NAME=FOLDER.")
+@click.option("--samples", default=CALIBRATION_WINDOWS, show_default=True, help="Windows to calibrate on.")
 @click.option("--windows", default=HELD_OUT_WINDOWS, show_default=True, help="Windows of held-out text.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where to work.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result there.")
@@ -253,6 +254,7 @@ def main(
     only: str | None,
     extra: tuple[str, ...],
     made: tuple[str, ...],
+    samples: int,
     windows: int,
     folder: Path | None,
     json_path: Path | None,
@@ -262,7 +264,7 @@ def main(
     rows = _chosen(only, extra, made)
     work = Path(tempfile.mkdtemp(prefix="quantmint-quality-", dir=folder))
     try:
-        bench = Bench(model, windows, work)
+        bench = Bench(model, samples, windows, work)
         result: dict[str, Any] = {
             "machine": describe("cpu"),
             "model": model,
@@ -277,7 +279,7 @@ def main(
                 result["rows"] = before["rows"]
         for row in rows:
             out = Path(row["made"]) if "made" in row else work / "out"
-            found = {"name": row["name"], "by": row.get("peer", "quantmint")}
+            found = {"name": row["name"], "by": row.get("by", "quantmint")}
             found |= {} if "made" in row else bench.make(row, out)
             if "why_not" not in found:
                 found |= bench.measure(out)
