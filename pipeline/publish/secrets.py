@@ -1,8 +1,5 @@
 """What must not be read by others: tokens, keys and passwords in the texts of a release.
 
->>> findings({"quantmint/report.html": page})
-(Secret(file='quantmint/report.html', line=214, kind='Hugging Face token'),)
-
 A finding says where and of which kind, never what. The forms are those of detect-secrets, read from its detectors and
 never verified, as its verification sends what it found to whoever would accept it; ours for what it does not know;
 and the values of this process's own credentials. Left out are its detectors of high entropy, of a word beside a digest

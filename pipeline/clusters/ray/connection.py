@@ -1,10 +1,5 @@
 """A cluster that is there already: its address, from what a person gave to ``--on``, and our place in it.
 
->>> address_of("ray://head", {})
-'ray://head:10001'
->>> address_of("ray", {"RAY_ADDRESS": "10.0.0.1:6379"})
-'10.0.0.1:6379'
-
 Nothing is started, and what we ran there ends with the connection. Ray is not told to ship anything: neither our code
 (every node has the same installation, see `nodes`) nor our environment. A worker's environment is that of whoever
 started Ray on its node. A cluster that asks for a token gets the one of RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, which

@@ -1,10 +1,4 @@
-"""Who hears how rounds go, as one callback: a webhook, and Prometheus.
-
-::
-
-    with outlets(store, warn=progress.warn, metrics_file=Path("/var/lib/node_exporter/quantmint.prom")) as told:
-        fleet = Fleet(options, on_event=told.hear, warn=progress.warn)
-"""
+"""Who hears how rounds go, as one callback: a webhook, and Prometheus."""
 
 from __future__ import annotations
 
