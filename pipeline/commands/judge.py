@@ -97,8 +97,8 @@ def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     from eval.report.model import DATA
     from pipeline.base.errors import UserError
     from pipeline.base.progress import reporter_for
-    from pipeline.publish.places import record_of
     from pipeline.publish.release import EVIDENCE
+    from pipeline.publish.verify.place import record_of
     from pipeline.stages import finished
     from pipeline.stages.gate import GATE
 
@@ -192,6 +192,11 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
 @click.option("--identity", help="Whom you trust, where it was signed without a key: an address or a workflow's URL.")
 @click.option("--issuer", help="Who vouches for that identity: the OpenID provider's URL.")
 @click.option("--unsigned", is_flag=True, help="Accept a release that nobody vouches for.")
+@click.option(
+    "--remote",
+    is_flag=True,
+    help="Of a repository of the Hub: fetch no weights. Their digests are the Hub's word, their numbers unchecked.",
+)
 @json_option
 def verify_release(
     subject: str,
@@ -199,6 +204,7 @@ def verify_release(
     identity: str | None,
     issuer: str | None,
     unsigned: bool,
+    remote: bool,
     as_json: bool,
 ) -> int:
     """Check everything that can be checked of a release, with nothing but what was published.
@@ -212,9 +218,9 @@ def verify_release(
     """
     from pipeline.base.errors import UserError
     from pipeline.base.progress import reporter_for
-    from pipeline.publish.places import fetched
     from pipeline.publish.signing import public_fingerprint
     from pipeline.publish.verify.files import Trust
+    from pipeline.publish.verify.place import opened
     from pipeline.publish.verify.run import verify
     from pipeline.publish.verify.subject import exit_code, fails
     from pipeline.store.files import OtherBytesError
@@ -229,8 +235,9 @@ def verify_release(
         public_fingerprint(key)  # before a large model is fetched
     progress = reporter_for(json=as_json)
     try:
-        folder, tag = fetched(subject, progress)
-        checks = verify(folder, Trust(key, identity, issuer, unsigned), progress, tag=tag)
+        with opened(subject, remote=remote, progress=progress) as (folder, vouched, tag):
+            trust = Trust(key, identity, issuer, unsigned)
+            checks = verify(folder, trust, progress, vouched=vouched, tag=tag)
     except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
         checks = (fails("digests", error.message, "it was not fetched; nothing else was checked"),)
     if as_json:

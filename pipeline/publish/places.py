@@ -18,10 +18,8 @@ from pydantic import ValidationError
 
 from pipeline.base.argument import HUB_SCHEME, classify
 from pipeline.base.errors import UserError, did_you_mean
-from pipeline.base.progress import Progress
 from pipeline.publish.folder import RELEASES, FolderPlace
 from pipeline.publish.place import Place
-from pipeline.publish.release import EVIDENCE, MANIFEST
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sections import Hub, Publish
 
@@ -52,29 +50,6 @@ def open_place(text: str) -> Place:
         f"{text}: nothing was published there{near}; expected {_EXPECTED}",
         hint=f"{HUB_SCHEME}{text} is the repository of that name." if found.kind == "repository" else None,
     )
-
-
-def fetched(subject: str, progress: Progress) -> tuple[Path, str | None]:
-    """What a person named: a folder, or PLACE or PLACE@TAG of releases, which may be a repository or a bucket.
-
-    The release's folder, and the tag that was asked for. Raises `UserError` for a place that does not exist.
-    """
-    named = classify(subject)
-    if named.kind == "folder" and named.revision is None:
-        return Path(subject), None
-    return open_place(named.place).fetch(None, tag=named.revision, progress=progress), named.revision
-
-
-def record_of(subject: str, progress: Progress) -> Path | None:
-    """The folder with the evidence of a release that lies elsewhere, fetched without its weights, or None."""
-    named = classify(subject)
-    if named.kind not in ("repository", "bucket"):
-        return None
-
-    def wanted(name: str) -> bool:
-        return name == MANIFEST or name.startswith(f"{EVIDENCE}/")
-
-    return open_place(named.place).fetch(None, tag=named.revision, progress=progress, wanted=wanted) / EVIDENCE
 
 
 def published_folder(recipe: Recipe, home: Path) -> Path | None:

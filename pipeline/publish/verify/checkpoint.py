@@ -18,6 +18,7 @@ from pipeline.publish.release import RECIPE
 from pipeline.publish.verify.subject import Check, Subject, UnknownModelError, fails, first, judged, not_checked
 from pipeline.quantize.formats.layout import layout_of
 from pipeline.quantize.inspection.findings import Finding
+from pipeline.quantize.inspection.findings import check_structure as structure_findings
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.structure import select
 from pipeline.recipe.json_schema import faults_of
@@ -71,10 +72,18 @@ def _against_config(subject: Subject, recipe: Recipe) -> list[str]:
 
 
 def check_structure(subject: Subject) -> Check:
-    """Inspect the checkpoint as `quantmint inspect` does."""
+    """Inspect the checkpoint as `quantmint inspect` does; where only headers were fetched, those."""
     try:
         checkpoint, structure = subject.model
         form = layout_of(checkpoint.config)
+        if subject.vouched:
+            modules = [*structure.linear, *structure.kept]
+            claims = form.claims(checkpoint.config["quantization_config"], modules)
+            found = [_told(finding) for finding in structure_findings(checkpoint, structure, claims)]
+            if found:
+                return fails("structure", *found)
+            reason = f"the headers of {len(checkpoint.tensors)} tensors are right; their numbers were not fetched"
+            return not_checked("structure", reason, "without --remote they are fetched and checked")
         with subject.progress.bar(checkpoint.nbytes, "B") as advance:
             inspection = inspect_checkpoint(checkpoint, structure, advance=advance)
     except UnknownModelError as error:

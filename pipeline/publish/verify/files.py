@@ -55,12 +55,12 @@ def check_files(subject: Subject) -> Check:
     faults += subject.listing.strange
     faults += [f"{name} is there, but not in quantmint.json" for name in there if name not in {*listed, *UNLISTED}]
     faults += refused(there, with_code=code)
-    # What can be looked into: of text no more than a tokenizer has.
+    # What can be looked into: bytes that were fetched, and of text no more than a tokenizer has.
     faults += misnamed(
         {
             name: (subject.folder / name).resolve()  # a link was followed to see that it stays inside
             for name, size in there.items()
-            if size <= _LARGEST or name.endswith(".safetensors")
+            if name not in subject.vouched and (size <= _LARGEST or name.endswith(".safetensors"))
         }
     )
     aside = [f"{name} is not of the release: the Hub's client left it" for name in subject.listing.aside[:3]]
@@ -80,7 +80,16 @@ def check_digests(subject: Subject) -> Check:
         elif found != said.sha256:
             faults.append(f"{name} was changed: its SHA-256 is {found[:16]}…, published was {said.sha256[:16]}…")
     total = sum(said.size for said in subject.known.files.values())
-    return judged("digests", faults, f"{len(subject.known.files)} files, {total:,} bytes, each with its SHA-256")
+    word = [
+        f"the SHA-256 of {len(subject.vouched)} files ({', '.join(sorted(subject.vouched)[:3])}…) is the Hub's word: "
+        "their bytes were not fetched"
+    ]
+    return judged(
+        "digests",
+        faults,
+        f"{len(subject.known.files)} files, {total:,} bytes, each with its SHA-256",
+        details=word if subject.vouched else (),
+    )
 
 
 _UNSIGNED = (
@@ -126,8 +135,9 @@ def check_signature(subject: Subject, trust: Trust) -> Check:
         return fails("signature", _short(subject, error), *faults)
     except StageError as error:
         return not_checked("signature", error.message)
+    on_word = [f"of {len(subject.vouched)} files the digest was taken on the Hub's word"] if subject.vouched else ()
     said = f"signed by {signed.signer}, over every one of {len(signed.digests)} files"
-    return judged("signature", faults, said)
+    return judged("signature", faults, said, details=on_word)
 
 
 def _short(subject: Subject, error: SignatureError) -> str:

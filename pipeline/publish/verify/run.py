@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +21,19 @@ _ALONE = ("signature", "recipe", "structure", "gate", "report")
 """Checks that can be made where quantmint.json cannot be read."""
 
 
-def verify(folder: Path, trust: Trust, progress: Progress, *, tag: str | None = None) -> tuple[Check, ...]:
+def verify(
+    folder: Path,
+    trust: Trust,
+    progress: Progress,
+    *,
+    vouched: Mapping[str, str] | None = None,
+    tag: str | None = None,
+) -> tuple[Check, ...]:
     """Check a release that lies in ``folder``; nothing is written, no code of it is run, nothing of it is shown.
 
-    ``tag`` is that of the release which should be there. Raises `UserError` where there is no release at all, and for a
-    key that is none.
+    ``vouched`` are SHA-256 by name of files whose bytes were not fetched: in their place lie files of the right size
+    with a header. ``tag`` is that of the release which should be there. Raises `UserError` where there is no release at
+    all, and for a key that is none.
     """
     if trust.key is not None:
         public_fingerprint(trust.key)  # what is wrong with a reader's own key is not the release's fault
@@ -41,10 +49,12 @@ def verify(folder: Path, trust: Trust, progress: Progress, *, tag: str | None = 
             f"{folder}: found no {MANIFEST}, so this is no release of quantmint",
             hint="`quantmint inspect` proves any checkpoint's structure.",
         )
+    word = dict(vouched or {})
     progress.say("hashing every file, then inspecting the tensors")
+    own = {name: size for name, size in there.files.items() if name not in word}
     try:
-        with progress.bar(sum(there.files.values()), "B") as advance:
-            found = hashed({name: root / name for name in there.files}, advance)
+        with progress.bar(sum(own.values()), "B") as advance:
+            found = {**word, **hashed({name: root / name for name in own}, advance)}
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
     manifest, unread = None, None
@@ -54,7 +64,7 @@ def verify(folder: Path, trust: Trust, progress: Progress, *, tag: str | None = 
         unread = not_checked("manifest", error.message.replace(f"{root}/", ""), "install a newer quantmint")
     except manifests.ManifestError as error:
         unread = fails("manifest", error.message.replace(f"{root}/", ""))
-    subject = Subject(root, there, found, manifest, progress, tag)
+    subject = Subject(root, there, found, manifest, progress, word, tag)
     steps: dict[str, Callable[[Subject], Check]] = {
         "manifest": check_manifest,
         "files": check_files,

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -155,8 +155,9 @@ def _unread(error: OSError) -> NoReturn:
 class Subject:
     """What the checks look at.
 
-    ``digests`` are the SHA-256 of all files by name, computed here. ``manifest`` is None where quantmint.json cannot be
-    read. ``tag`` is the release that a person asked for.
+    ``digests`` are the SHA-256 of all files by name, computed here but for those in ``vouched``: their bytes were not
+    fetched, the place that holds them says so (their files here have the right size and a header, nothing else).
+    ``manifest`` is None where quantmint.json cannot be read. ``tag`` is the release that a person asked for.
     """
 
     folder: Path
@@ -164,6 +165,7 @@ class Subject:
     digests: Mapping[str, str]
     manifest: Manifest | None
     progress: Progress
+    vouched: Mapping[str, str] = field(default_factory=dict)
     tag: str | None = None
 
     @property

@@ -1,0 +1,114 @@
+"""From what a person names to a folder with a release's files: one that lies here, or what was fetched.
+
+Of a repository of the Hub the weights need not be fetched: the Hub tells the SHA-256 of each large file, and lets a
+reader have the first bytes of one. So a safetensors file is stood in for by its header in a file of the right size.
+"""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pipeline.base.argument import classify
+from pipeline.base.errors import UserError
+from pipeline.base.progress import Progress
+from pipeline.publish.places import open_place
+from pipeline.publish.release import EVIDENCE, MANIFEST
+from pipeline.store.files import require_safe
+
+if TYPE_CHECKING:
+    from pipeline.publish.hub.client import Client
+    from pipeline.publish.hub.repository import Remote
+    from pipeline.publish.place import Place
+
+
+@contextmanager
+def opened(subject: str, *, remote: bool, progress: Progress) -> Iterator[tuple[Path, Mapping[str, str], str | None]]:
+    """What a person named: a folder, or PLACE or PLACE@TAG of releases, which may be a repository or a bucket.
+
+    The release's folder, the SHA-256 of files there whose bytes were not fetched, by the word of the place, and the tag
+    that was asked for. Raises `UserError` for a place that does not exist.
+    """
+    named = classify(subject)
+    if remote:
+        with looked_at(open_place(named.place), named.revision, progress) as (folder, vouched):
+            yield folder, vouched, named.revision
+    elif named.kind == "folder" and named.revision is None:
+        yield Path(subject), {}, None
+    else:
+        place = open_place(named.place)
+        yield place.fetch(None, tag=named.revision, progress=progress), {}, named.revision
+
+
+def record_of(subject: str, progress: Progress) -> Path | None:
+    """The folder with the evidence of a release that lies elsewhere, fetched without its weights, or None."""
+    named = classify(subject)
+    if named.kind not in ("repository", "bucket"):
+        return None
+
+    def wanted(name: str) -> bool:
+        return name == MANIFEST or name.startswith(f"{EVIDENCE}/")
+
+    return open_place(named.place).fetch(None, tag=named.revision, progress=progress, wanted=wanted) / EVIDENCE
+
+
+_WEIGHTS: Final = ".safetensors"
+_HEADER: Final = 100_000_000  # bytes; the format's own limit
+_FIRST: Final = 1 << 17  # bytes that are asked for at once: the header of most files
+
+
+@contextmanager
+def looked_at(target: Place, tag: str | None, progress: Progress) -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """A temporary folder with a release whose weights are stand-ins, and the SHA-256 that the Hub says they have.
+
+    Raises `UserError` for a place that is no repository of the Hub, a repository or tag that is not there, and names
+    or sizes that no release has.
+    """
+    from pipeline.publish.hub.client import connect
+    from pipeline.publish.hub.place import HubPlace
+    from pipeline.publish.hub.repository import read, tree
+
+    if not isinstance(target, HubPlace):
+        raise UserError(f"--remote: found {target.address}, expected a repository of the Hub (org/name)")
+    client = connect(target.repo, progress)
+    revision = target.revision_of(tag)
+    found = tree(client, revision)
+    try:
+        require_safe(found)
+    except ValueError as error:
+        raise UserError(f"{target.address}: {error}") from None
+    vouched = {
+        name: remote.sha256 for name, remote in found.items() if name.endswith(_WEIGHTS) and remote.sha256 is not None
+    }
+    rest = sum(remote.size for name, remote in found.items() if name not in vouched)
+    with tempfile.TemporaryDirectory(prefix="quantmint-verify-") as temporary:
+        folder = Path(temporary) / "release"
+        folder.mkdir()
+        progress.say(
+            f"fetching {rest:,} bytes, and of {len(vouched)} shards the header, from {target.address}@{revision[:12]}"
+        )
+        for name, remote in found.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name in vouched:
+                _stand_in(client, revision, name, remote, path)
+            else:
+                path.write_bytes(read(client, revision, name, 0, remote.size))
+        yield folder, vouched
+
+
+def _stand_in(client: Client, revision: str, name: str, remote: Remote, path: Path) -> None:
+    """A file with the header of a safetensors file, as long as that is."""
+    from pipeline.publish.hub.repository import read
+
+    head = read(client, revision, name, 0, min(_FIRST, remote.size))
+    length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
+    end = min(8 + length, _HEADER, remote.size)
+    head += read(client, revision, name, len(head), end)
+    with path.open("wb") as file:
+        file.write(head[:end])
+        file.truncate(remote.size)
