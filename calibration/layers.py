@@ -78,13 +78,13 @@ def run_layers(
     layers = layer_names(replicas[0].model, replicas[0].attention.values())
     identity = digest_of([asdict(observation), sorted(replicas[0].owned.items())], batches)
     start, found = _resume(activations.folder, identity)
-    parts = [_Part(replica, layers, range(turn, len(batches), len(replicas))) for turn, replica in enumerate(replicas)]
+    parts = [Part(replica, layers, range(turn, len(batches), len(replicas))) for turn, replica in enumerate(replicas)]
     if start:
         activations.resume(start, len(batches))
     else:
         activations.start()
     samples = sum(batch.shape[0] for batch in batches)
-    clock = _Clock(commit_seconds)
+    clock = Clock(commit_seconds)
     with ThreadPoolExecutor(len(parts)) as pool:
         try:
             _all(pool, parts, lambda part: part.record(batches, activations, keep=not start))
@@ -93,7 +93,7 @@ def run_layers(
             advance(samples * start)
             common: dict[str, Any] = {"observation": observation, "activations": activations, "advance": advance}
             for number in range(start, len(layers)):
-                measured = _all(pool, parts, partial(_Part.run, layer=number, **common))
+                measured = _all(pool, parts, partial(Part.run, layer=number, **common))
                 if kept is None:
                     require_sound(replicas[0], found.add(merged(measured)), f"{layers[number]}.")
                 else:
@@ -107,60 +107,66 @@ def run_layers(
     return found
 
 
-class _Part:
+class Part:
     """A replica's share of the batches, and its weights: those of the layer at hand and of the next one."""
 
     def __init__(self, replica: Replica, layers: list[str], numbers: Sequence[int]) -> None:
-        self._replica, self._layers, self._numbers = replica, layers, numbers
-        self._calls: dict[int, list[Call]] = {}
+        self.replica, self.layers, self.numbers = replica, layers, numbers
+        self.calls: dict[int, list[Call]] = {}
         self._ahead: Future[None] | None = None
         self._reader = ThreadPoolExecutor(1)
 
     def record(self, batches: Sequence[torch.Tensor], activations: Activations, *, keep: bool) -> None:
-        replica = self._replica
-        inside = tuple(f"{name}." for name in self._layers)
+        """Learn how the layers are called, and ``keep`` what enters the first one."""
+        replica = self.replica
+        inside = tuple(f"{name}." for name in self.layers)
         outside = [name for name in replica.body if not name.startswith(inside)]
         replica.weights.load(outside)
-        recorded = record(replica, self._layers, (batches[number] for number in self._numbers))
-        for number, (hidden, calls) in zip(self._numbers, recorded, strict=True):
-            self._calls[number] = calls
+        recorded = record(replica, self.layers, (batches[number] for number in self.numbers))
+        for number, (hidden, calls) in zip(self.numbers, recorded, strict=True):
+            self.calls[number] = calls
             if keep:
                 activations.put(number, hidden)
         replica.weights.free(outside)
 
+    def enter(self, layer: int) -> Any:
+        """A layer with its weights; those of the next one are read from now on."""
+        (self._ahead or self._read(layer)).result()
+        self._ahead = self._read(layer + 1) if layer + 1 < len(self.layers) else None
+        return self.replica.model.get_submodule(self.layers[layer])
+
     def run(
         self, layer: int, observation: Observation, activations: Activations, advance: Callable[[int], None]
     ) -> Measurement:
+        """Take all batches through a layer."""
         import torch
 
-        replica, name = self._replica, self._layers[layer]
-        (self._ahead or self._read(layer)).result()
-        self._ahead = self._read(layer + 1) if layer + 1 < len(self._layers) else None
+        replica, name, module = self.replica, self.layers[layer], self.enter(layer)
         measurement = Measurement(observation)
-        module = replica.model.get_submodule(name)
         with watching(replica.model, name, measurement), torch.inference_mode():
-            for number in self._numbers:
+            for number in self.numbers:
                 hidden = activations.get(number, replica.device)
                 cache = recording_cache(measurement, replica.attention)
-                activations.put(number, self._calls[number][layer].run(module, hidden, cache))
+                activations.put(number, self.calls[number][layer].run(module, hidden, cache))
                 measurement.forget_last()
                 advance(hidden.shape[0])
         replica.weights.free(held(replica.model, name))
         return measurement
 
     def _read(self, layer: int) -> Future[None]:
-        wanted = held(self._replica.model, self._layers[layer])
+        wanted = held(self.replica.model, self.layers[layer])
         return self._reader.submit(self._load, wanted)
 
     def _load(self, wanted: list[str]) -> None:
-        self._replica.weights.load(wanted)
-        self._replica.weights.touch(wanted)
+        self.replica.weights.load(wanted)
+        self.replica.weights.touch(wanted)
 
     def close(self) -> None:
+        """Read no further."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
 
-def _all(pool: ThreadPoolExecutor, parts: Sequence[_Part], work: Callable[[_Part], Any]) -> list[Any]:
+def _all(pool: ThreadPoolExecutor, parts: Sequence[Part], work: Callable[[Part], Any]) -> list[Any]:
     if len(parts) == 1:  # in this thread, whose memory the C library gives back
         return [work(parts[0])]
     # All are waited for, so that none still works when the first fault is reported.
@@ -205,16 +211,18 @@ def _resume(folder: Path, identity: str) -> tuple[int, Found]:
     return 0, Found()
 
 
-class _Clock:
+class Clock:
     """When the next commit is due, by the work since the last one and by what that one took."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._since, self._took = seconds, time.monotonic(), 0.0
 
     def is_due(self) -> bool:
+        """Whether it is time."""
         return time.monotonic() - self._since >= (self._seconds and max(self._seconds, 9 * self._took))
 
     def run(self, commit: Callable[[], None]) -> None:
+        """Commit, and begin anew."""
         began = time.monotonic()
         commit()
         self._since = time.monotonic()

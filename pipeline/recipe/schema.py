@@ -167,7 +167,7 @@ class Quantization(Section):
     )
     algorithm: Literal["none", "gptq", "awq", "smoothquant", "rotation", "autoround"] = Field(
         default="none",
-        description="What is done beside rounding to the nearest; only the engines llmcompressor and quark do.",
+        description="What is done beside rounding to the nearest. Engine stream has gptq alone.",
     )
     gptq: Gptq | None = Field(default=None, description="Parameters of `algorithm: gptq`.")
     smoothquant: SmoothQuant | None = Field(default=None, description="Parameters of `algorithm: smoothquant`.")

@@ -42,6 +42,7 @@ _SHOWN = 5  # differences that an error names
 _QUIET_S = 30.0
 _PROGRESS = re.compile(r"([^\r\n|%]{1,80}?):?\s+(\d{1,3})%\|")
 _TOOLS = {
+    "stream": ("tokenizers",),
     "llmcompressor": ("llmcompressor", "compressed-tensors", "auto-round"),
     "quark": ("amd-quark",),
 }
@@ -68,7 +69,7 @@ def settings(setting: Setting) -> Mapping[str, object]:
 
 
 def tools(setting: Setting) -> Mapping[str, str]:
-    """The library's own versions."""
+    """The library's own versions; of our engine, what makes the tokens."""
     return versions(*_TOOLS[setting.recipe.quantization.engine])
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from calibration.errors import CalibrationError
+from pipeline.base.errors import StageError
 from pipeline.base.machine import versions
+from pipeline.base.transience import is_transient
 from pipeline.quantize.device import device_title, resolve_devices
 from pipeline.quantize.engines.stream.engine import scale_ranges, write_checkpoint
-from pipeline.quantize.engines.stream.plan import plan_shards
+from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.structure import Structure, read_structure, select
+from pipeline.recipe.modules import text_config
 from pipeline.recipe.schema import Quantization
 from pipeline.stages import by_library
-from pipeline.stages.calibrate import RANGES
+from pipeline.stages.calibrate import RANGES, read_tokens
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.entries import Entry, FileFact
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT = "checkpoint"
 ERRORS = "errors.json"
+GAINS = "gains.json"
+_WORK = "rounding"
 _MANIFEST = "manifest.jsonl"
 
 
@@ -48,7 +55,7 @@ class QuantizeStage(Stage):
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The whole section, and the calibration data where a library reads it itself."""
-        own = {} if setting.recipe.quantization.engine == "stream" else by_library.settings(setting)
+        own = {} if _is_plain(setting.recipe.quantization) else by_library.settings(setting)
         return {
             **setting.recipe.quantization.model_dump(mode="json"),
             "trust_remote_code": setting.recipe.trust_remote_code,
@@ -56,8 +63,8 @@ class QuantizeStage(Stage):
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
-        """PyTorch rounds; transformers says what is linear."""
-        own = {} if setting.recipe.quantization.engine == "stream" else by_library.tools(setting)
+        """PyTorch rounds; transformers says what is linear, and runs the layers of an algorithm."""
+        own = {} if _is_plain(setting.recipe.quantization) else by_library.tools(setting)
         return {**versions("torch", "transformers"), **own}
 
     def run(self, job: Job) -> Output:
@@ -76,12 +83,16 @@ class QuantizeStage(Stage):
         structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
         choice = select(structure, quantization)
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=quantization.shared_scales)
+        scales = _ranges(job, choice)
+        gained: Mapping[str, object] = {}
+        if quantization.algorithm != "none":
+            plans, gained = _rounded(job, source, choice, plans, scales)
         with job.progress.bar(sum(plan.read_bytes for plan in plans), "B") as advance:
             written = write_checkpoint(
                 source,
                 plans,
                 choice,
-                _ranges(job, choice),
+                scales,
                 job.path / CHECKPOINT,
                 checkpoint_format=quantization.format,
                 manifest=job.path / _MANIFEST,
@@ -89,6 +100,7 @@ class QuantizeStage(Stage):
                 with_code=trust,
                 advance=advance,
                 write=None if spread is None else spread.write_shards,
+                algorithm=quantization.algorithm,
             )
         if spread is not None:
             spread.release()  # what follows may want the GPUs of this machine
@@ -102,6 +114,7 @@ class QuantizeStage(Stage):
         }
         write_json(job.path / ERRORS, errors)
         (job.path / _MANIFEST).unlink()
+        shutil.rmtree(job.path / _WORK, ignore_errors=True)
         size = sum(shard.size for shard in written.shards)
         tensor_bytes = sum(plan.nbytes - len(plan.header) for plan in plans)
         return Output(
@@ -111,10 +124,68 @@ class QuantizeStage(Stage):
                 "modules": len(choice.schemes),
                 "kept": len(choice.kept),
                 "seconds": {kind: round(spent, 3) for kind, spent in sorted(written.seconds.items())},
+                **gained,
             },
             summary=f"{size / 1e6:,.1f} MB from {source.nbytes / 1e6:,.1f} MB, {len(choice.schemes)} modules",
             known={f"{CHECKPOINT}/{shard.name}": (shard.size, shard.sha256) for shard in written.shards},
         )
+
+
+def _is_plain(quantization: Quantization) -> bool:
+    """Whether weights decide alone, and our engine makes them."""
+    return quantization.engine == "stream" and quantization.algorithm == "none"
+
+
+def _rounded(
+    job: Job,
+    source: Checkpoint,
+    choice: Choice,
+    plans: tuple[ShardPlan, ...],
+    scales: Mapping[str, torch.Tensor],
+) -> tuple[tuple[ShardPlan, ...], Mapping[str, object]]:
+    """Have the layers' weights made on the calibration texts; what was gained is kept by module in `GAINS`."""
+    from calibration.batches import batched
+    from pipeline.quantize.engines.stream.layerwise import round_layers
+
+    quantization, section = job.setting.recipe.quantization, job.setting.recipe.calibration
+    trust = job.setting.recipe.trust_remote_code
+    assert section is not None  # noqa: S101 - the recipe's checks
+    try:
+        job.progress.say("reading the calibration texts")
+        samples = read_tokens(section, source.folder, trust_remote_code=trust)
+        layers = int(text_config(source.config)["num_hidden_layers"])
+        with job.progress.bar(layers * len(samples), "layer samples") as advance:
+            rounded = round_layers(
+                plans,
+                choice,
+                source.folder,
+                list(batched(samples, section.batch_size)),
+                scales,
+                device=resolve_devices(job.setting.device)[0],
+                work=job.path / _WORK,
+                parameters=quantization.parameters,
+                activation_bytes=None if section.activation_memory is None else int(section.activation_memory * 1e9),
+                trust_remote_code=trust,
+                advance=advance,
+            )
+    except CalibrationError as error:
+        raise StageError(f"{quantization.algorithm}: {error}", transient=is_transient(error)) from error
+    write_json(job.path / GAINS, {name: asdict(gain) for name, gain in sorted(rounded.gains.items())})
+    sums = [
+        sum(getattr(gain, side) for gain in rounded.gains.values() if gain.fault is None)
+        for side in ("after", "before")
+    ]
+    to_nearest = [*rounded.left, *(name for name, gain in rounded.gains.items() if gain.fault is not None)]
+    if to_nearest:
+        more = f" and {len(to_nearest) - 1} more" if len(to_nearest) > 1 else ""
+        job.progress.warn(f"rounded to the nearest, without {quantization.algorithm}: {to_nearest[0]}{more}")
+    return rounded.plans, {
+        quantization.algorithm: {
+            "modules": len(rounded.gains),
+            "to_nearest": len(to_nearest),
+            "cost": round(sums[0] / sums[1], 4) if sums[1] else None,
+        }
+    }
 
 
 def _hardware(setting: Setting) -> str:

@@ -234,7 +234,7 @@ def test_an_unsound_checkpoint_never_gets_its_configuration(
     [
         (("--scheme", "ptcp_fp8"), '--scheme: found "ptcp_fp8", expected one of .* (did you mean "ptpc_fp8"?)'),
         (("--scheme", "ptpc_fp8", "--format", "gguf"), '--format: found "gguf", expected one of compressed-tensors'),
-        (("--scheme", "ptpc_fp8", "--algorithm", "gptq", *KV), "--algorithm: "),
+        (("--scheme", "ptpc_fp8", "--algorithm", "awq", *KV), "--algorithm: "),
         (("--scheme", "fp8"), "--scheme: found fp8 without calibration, expected --calibration SET"),
         (("--scheme", "ptpc_fp8", "--samples", "3"), "--samples: found it without --calibration"),
         (

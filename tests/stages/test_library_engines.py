@@ -108,6 +108,31 @@ def test_the_library_calibrates_by_itself_and_its_data_is_in_the_fingerprint(ope
     assert {"amd-quark"} <= quantize_of(opened("mxfp4", "quark")).payload["tools"].keys()
 
 
+def test_our_engine_runs_an_algorithm_on_the_same_data(opened: Open) -> None:
+    def quantize_of(setting: Setting) -> Any:
+        return next(planned for planned in build_plan(setting) if planned.key == "quantize").payload["settings"]
+
+    assert not {"calibration", "parameters"} & quantize_of(opened("mxfp4", "stream")).keys()
+    setting, reporter = opened("mxfp4", "stream", "algorithm: gptq"), Silent()
+    assert quantize_of(setting)["calibration"]["samples"] == 8
+    assert quantize_of(setting)["parameters"]["dampening"] == 0.01
+    assert [step.key for step in build_plan(setting)][:3] == ["source", "quantize", "inspect"]
+    outcome = run(setting, "inspect", reporter)
+    entry, proof = outcome.entry("quantize"), outcome.entry("inspect")
+    assert entry is not None and proof is not None  # noqa: PT018
+    assert proof.record.result["verdict"] == "PASS"
+    gains = json.loads((entry.path / "gains.json").read_text())
+    assert entry.record.result["gptq"] == {
+        "modules": len(gains),
+        "to_nearest": 0,
+        "cost": round(
+            sum(gain["after"] for gain in gains.values()) / sum(gain["before"] for gain in gains.values()), 4
+        ),
+    }
+    assert entry.record.result["gptq"]["cost"] < 0.9
+    assert not (entry.path / "rounding").exists()
+
+
 def test_what_it_makes_becomes_the_entry(
     opened: Open, library: Callable[..., list[LibraryJob]], quantize: Callable[..., Any], models: Callable[..., Path]
 ) -> None:

@@ -85,6 +85,13 @@ _ENGINES = {"quark": "quark", "compressed-tensors": "llmcompressor"}
 _PLAIN = frozenset({"QuantizationModifier"})  # rounds to the nearest
 
 
+def record(name: str, checkpoint_format: str) -> tuple[str, str | None]:
+    """How a layout's library records an algorithm: its name there, and the `RECIPE` that holds it, None for Quark."""
+    found = table()[name].engines[_ENGINES[checkpoint_format]].record
+    text = yaml.safe_dump({"default_stage": {"default_modifiers": {found: {}}}})
+    return found, None if checkpoint_format == "quark" else text
+
+
 def recorded_algorithms(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Names of the table of algorithms, in the order of the record; a library's own name where no row has it.
 

@@ -119,6 +119,17 @@ def test_a_scale_of_several_weights_is_kept() -> None:
     assert made.after < made.before
 
 
+@pytest.mark.parametrize("kernel", ["mxfp4", "fp8"])
+def test_many_rows_are_made_by_several_threads(kernel: str) -> None:
+    weight, factor = weight_of(rows=600), factored(hessian_of(), kernel)
+    made, threads = gptq(weight, factor, kernel), torch.get_num_threads()
+    largest = weight.abs().amax()
+    parts = [gptq(rows, factor, kernel, largest) for rows in torch.split(weight, 256)]
+    assert torch.equal(decoded(kernel, made.parts), torch.cat([decoded(kernel, part.parts) for part in parts]))
+    assert made.after == pytest.approx(sum(part.after for part in parts))
+    assert torch.get_num_threads() == threads
+
+
 def test_inputs_fewer_than_columns_are_damped() -> None:
     made = gptq(weight_of(), factored(hessian_of(tokens=3), "mxfp4"), "mxfp4")
     assert made.fault is None

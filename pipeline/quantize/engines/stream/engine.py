@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.base.errors import StageError
 from pipeline.base.schemes import scheme
 from pipeline.quantize.digest import COMPANION_FILES
+from pipeline.quantize.engines.algorithms import RECIPE, record
 from pipeline.quantize.engines.stream.kernels import fp8_scale
 from pipeline.quantize.engines.stream.plan import STATIC_ROLES, ShardPlan
 from pipeline.quantize.engines.stream.schedule import WriteShards, write_shards
@@ -92,12 +93,14 @@ def write_checkpoint(
     with_code: bool = False,
     advance: Callable[[int], None] = lambda _: None,
     write: WriteShards | None = None,
+    algorithm: str = "none",
 ) -> Written:
     """Write the quantized checkpoint into ``destination``, going on where an earlier attempt stopped.
 
     ``ranges`` holds the largest magnitudes behind each static scale, one a value, by its name. ``manifest`` (JSON
     lines) lists the files that are committed; those are skipped. Files are spread over ``devices``, or made elsewhere
-    by ``write``, and committed here in either case. Raises `StageError` when the disk is full, a file cannot be read or
+    by ``write``, and committed here in either case. ``algorithm`` is what made the steps that are made already, and is
+    recorded as the format's library does. Raises `StageError` when the disk is full, a file cannot be read or
     a weight is not finite.
     """
     begin = time.perf_counter()
@@ -128,7 +131,7 @@ def write_checkpoint(
         )
         _forget_partial(destination)  # of attempts elsewhere that were taken for lost
         _write_companions(source, destination, with_code=with_code)
-        _write_config(source, choice, destination, checkpoint_format)
+        _write_config(source, choice, destination, checkpoint_format, algorithm)
         if plans[0].name != SINGLE_NAME or (source.folder / INDEX_NAME).is_file():
             _write_index(plans, destination)
     except OSError as error:
@@ -198,8 +201,16 @@ def _write_companions(source: Checkpoint, destination: Path, *, with_code: bool)
             _write_whole(copy, path.read_bytes())
 
 
-def _write_config(source: Checkpoint, choice: Choice, destination: Path, checkpoint_format: str) -> None:
+def _write_config(
+    source: Checkpoint, choice: Choice, destination: Path, checkpoint_format: str, algorithm: str
+) -> None:
     declared = layout(checkpoint_format).quantization_config(choice)
+    if algorithm != "none":
+        name, text = record(algorithm, checkpoint_format)
+        if text is None:
+            declared = {**declared, "algo_config": [{"name": name}]}
+        else:
+            _write_whole(destination / RECIPE, text.encode())
     config: dict[str, Any] = {**source.config, "quantization_config": declared}
     _write_whole(destination / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 

@@ -15,11 +15,13 @@ A row that is no better by the Hessian than rounded to the nearest is rounded to
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pipeline.quantize.engines.stream.kernels import E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, e8m0, pack_e2m1
+from pipeline.quantize.engines.stream.kernels import E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, amax, e8m0, pack_e2m1
+from pipeline.quantize.engines.stream.schedule import many_small_workers
 from pipeline.quantize.inspection.numbers import dequantize
 
 if TYPE_CHECKING:
@@ -27,10 +29,10 @@ if TYPE_CHECKING:
 
     from pipeline.quantize.engines.stream.kernels import Parts
 
-_DAMPING = (0.01, 0.1, 1.0)
-"""Shares of the mean diagonal that are added to it: the first with which the matrix can be decomposed."""
 _BLOCK = 128
 """Columns that one product of matrices brings up to date."""
+_ROWS = 256
+"""Rows that a thread of a CPU takes at a time: columns of them are short, and threads would wait for each other."""
 _EXPONENTS = (0, -1, 1)
 """What is added to the exponent that rounding to the nearest takes; of equals the first is kept."""
 
@@ -81,10 +83,12 @@ class Made:
     fault: str | None = None
 
 
-def factored(hessian: torch.Tensor, kernel: str) -> Factor:
+def factored(hessian: torch.Tensor, kernel: str, *, dampening: float = 0.01, ordered: bool = True) -> Factor:
     """Decompose a Hessian X^T X, float32 [I, I], for one of `kernels.KERNELS`.
 
-    Inputs that are always zero cost the damping alone. Raises `KeyError` for a kernel that GPTQ is not made for.
+    ``dampening`` is a share of the mean diagonal that is added to it, ten and a hundred times as much where the sum
+    cannot be decomposed. Inputs that are always zero cost the damping alone. Not ``ordered``, columns keep their
+    places. Raises `KeyError` for a kernel that GPTQ is not made for.
     """
     import torch
 
@@ -98,8 +102,10 @@ def factored(hessian: torch.Tensor, kernel: str) -> Factor:
     inside = diagonal.view(-1, group).argsort(dim=1, descending=True, stable=True)
     groups = diagonal.view(-1, group).sum(dim=1).argsort(descending=True, stable=True)
     order = (groups.unsqueeze(1) * group + inside[groups]).view(-1)
+    if not ordered:
+        order = torch.arange(len(order), device=order.device)
     backwards = order.flip(0)
-    for share in _DAMPING:
+    for share in (dampening, 10 * dampening, 100 * dampening):
         matrix = hessian[backwards][:, backwards]
         matrix.diagonal().add_(share * mean)
         lower, info = torch.linalg.cholesky_ex(matrix)
@@ -115,8 +121,25 @@ def gptq(weight: torch.Tensor, factor: Factor, kernel: str, largest: torch.Tenso
     """Quantize a weight of [O, I] of 16 or 32 bits, on the factor's device, whose rows are independent.
 
     ``largest`` is the kernel's: the largest magnitude of all that share the scale of a tensor, None where that is
-    ``weight``. All is computed in float32; the same input gives the same bytes on the same device.
+    ``weight``. All is computed in float32; the same input gives the same bytes on the same device. On a CPU some rows
+    at a time, however many threads there are.
     """
+    import torch
+
+    if weight.device.type != "cpu":
+        return _gptq(weight, factor, kernel, largest)
+    whole = amax(weight) if largest is None and KERNELS[kernel].whole else largest
+    threads = torch.get_num_threads()
+    with many_small_workers(), ThreadPoolExecutor(threads) as pool:
+        made = list(pool.map(lambda rows: _gptq(rows, factor, kernel, whole), torch.split(weight, _ROWS)))
+    parts = {
+        role: torch.cat([each.parts[role] for each in made]) if part.ndim else part
+        for role, part in made[0].parts.items()
+    }
+    return Made(parts, sum(each.before for each in made), sum(each.after for each in made), factor.fault)
+
+
+def _gptq(weight: torch.Tensor, factor: Factor, kernel: str, largest: torch.Tensor | None) -> Made:
     import torch
 
     nearest = KERNELS[kernel].compute(weight, largest)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, lcm, prod
+from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.quantize.engines.stream.kernels import BLOCK, KERNELS, kernel_name
@@ -133,7 +134,8 @@ class Step:
     """What becomes of one weight, or of one tensor that is carried over.
 
     ``name`` is the module or the tensor. ``kernel`` is None where the numbers stay what they are. ``group`` holds the
-    origins of all weights that share one scale, this one included; empty where the scale is the weight's own.
+    origins of all weights that share one scale, this one included; empty where the scale is the weight's own. ``made``
+    is a file that holds what becomes of it already, see `layerwise`.
     """
 
     name: str
@@ -141,6 +143,7 @@ class Step:
     kernel: str | None
     outputs: tuple[StoredTensor, ...]
     group: tuple[Origin, ...] = ()
+    made: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,7 @@ class OpenShard:
         weight = worker.rows(self._files, step.origin, piece.first, piece.last)
         largest = self._largest_of(worker, step) if step.group else None
         with worker.clock("compute"), worker.computing():
-            parts, error = self._compute(step, weight, largest)
+            parts, error = self._compute(piece, weight, largest)
         main, *others = (out for out in step.outputs if out.role not in STATIC_ROLES)
         smalls = [(out, worker.host(parts[out.role], out.role).clone()) for out in others]
         data = worker.host(parts[main.role], "main")
@@ -245,12 +245,16 @@ class OpenShard:
             place = self._plan.offsets[main.name] + piece.first * (main.nbytes // main.shape[0])
             self._hand_over(worker, piece, main=(place, data), smalls=smalls, error=error)
 
-    def _compute(self, step: Step, weight: torch.Tensor, largest: torch.Tensor | None) -> tuple[Parts, Error]:
+    def _compute(self, piece: Piece, weight: torch.Tensor, largest: torch.Tensor | None) -> tuple[Parts, Error]:
+        step = piece.step
         if step.kernel is None:
             self._require_finite(step.origin, amax(weight))
             return {"copy": weight}, Error()
         kernel = KERNELS[step.kernel]
-        parts = kernel.compute(weight, largest)
+        if step.made is None:
+            parts = kernel.compute(weight, largest)
+        else:
+            parts = _made_rows(step, piece.first, piece.last, weight.device)
         # A scale that is a number was made from finite ones; an exponent does not tell.
         scale = parts["weight_scale"]
         self._require_finite(step.origin, scale if scale.is_floating_point() else amax(weight))
@@ -327,6 +331,20 @@ class OpenShard:
                 f"{self._source / place.shard}: {place.info.name} holds numbers that are not finite.",
                 hint="The source is damaged or was saved in the middle of a diverging training: fetch it again.",
             )
+
+
+def _made_rows(step: Step, first: int, last: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Rows [first, last) of what was made of a step, by role, as its kernel would return them."""
+    from safetensors import safe_open
+
+    found: dict[str, torch.Tensor] = {}
+    with safe_open(str(step.made), framework="pt") as stored:
+        for output in step.outputs:
+            name = f"{step.name}.{output.role}"
+            if name in stored.keys():  # noqa: SIM118 - it is no mapping
+                part = stored.get_slice(name)
+                found[output.role] = (part[first:last] if part.get_shape() else stored.get_tensor(name)).to(device)
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

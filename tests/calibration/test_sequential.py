@@ -1,0 +1,134 @@
+"""Hessians and new weights layer by layer, against the whole model run at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from calibration.activations import Activations, committed_layers
+from calibration.replica import load_resident, replica
+from calibration.sequential import Inputs, run_sequential
+
+LINEAR = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+
+
+def unchanged(entering: torch.Tensor) -> torch.Tensor:
+    return entering
+
+
+def coarse(entering: torch.Tensor) -> torch.Tensor:
+    return (entering * 4).round() / 4
+
+
+def names(layers: int = 6) -> list[str]:
+    return [f"model.layers.{layer}.{part}" for layer in range(layers) for part in LINEAR]
+
+
+class Interrupted(Exception):  # noqa: N818
+    pass
+
+
+class Halving:
+    """Keeps what entered each module, and puts other weights in place of a layer's."""
+
+    def __init__(self, model: Any, *, change: bool = True, last: int = 99) -> None:
+        self.model, self.change, self.last = model, change, last
+        self.seen: dict[str, Inputs] = {}
+        self.layers: list[int] = []
+
+    def __call__(self, layer: int, found: Sequence[Inputs]) -> None:
+        if layer == self.last:
+            raise Interrupted
+        self.layers.append(layer)
+        for inputs in found:
+            for name in inputs.modules:
+                self.seen[name] = Inputs(inputs.modules, inputs.hessian.clone(), inputs.tokens)
+                if self.change:
+                    module = self.model.get_submodule(name)
+                    module.weight = torch.nn.Parameter(module.weight.detach() / 2, requires_grad=False)
+
+
+def renew(
+    folder: Path, blocks: torch.Tensor, work: Path, how: Any = unchanged, facts: str = "", **more: Any
+) -> Halving:
+    one = replica(folder, "cpu")
+    halving = Halving(one.model, **more)
+    activations = Activations(work, 10**9)
+    roundings = dict.fromkeys(names(), how)
+    run_sequential(one, list(torch.split(blocks[:, :16], 4)), roundings, halving, activations, facts, commit_seconds=0)
+    return halving
+
+
+def expected(folder: Path, blocks: torch.Tensor, how: Callable[..., Any], *, layers: int) -> dict[str, torch.Tensor]:
+    """X^T X of the whole model, whose first ``layers`` have half of their weights."""
+    model = load_resident(folder, "cpu").model
+    found: dict[str, torch.Tensor] = {}
+
+    def hook(name: str) -> Any:
+        def before(_module: Any, args: Any) -> Any:
+            rows = how(args[0])
+            found[name] = (
+                found.get(name, torch.zeros(())) + rows.flatten(0, -2).double().t() @ rows.flatten(0, -2).double()
+            )
+            return (rows,)
+
+        return before
+
+    for name in names():
+        model.get_submodule(name).register_forward_pre_hook(hook(name))
+        if int(name.split(".")[2]) < layers:
+            model.get_submodule(name).weight.data = model.get_submodule(name).weight.data / 2
+    with torch.inference_mode():
+        for batch in torch.split(blocks[:, :16], 4):
+            model.model(input_ids=batch)
+    return found
+
+
+@pytest.mark.parametrize("how", [unchanged, coarse])
+@pytest.mark.parametrize("layer", [0, 3])
+def test_hessians_are_those_of_inputs_that_new_weights_have_made(
+    deep: Path, blocks: torch.Tensor, tmp_path: Path, how: Callable[..., Any], layer: int
+) -> None:
+    seen = renew(deep, blocks, tmp_path, how).seen
+    wanted = expected(deep, blocks, how, layers=layer)
+    assert list(seen) == names()
+    for name in (name for name in names() if name.startswith(f"model.layers.{layer}.")):
+        torch.testing.assert_close(
+            seen[name].hessian.double(), wanted[name], rtol=1e-4, atol=1e-4 * float(wanted[name].max())
+        )
+        assert seen[name].tokens == blocks[:, :16].numel()
+
+
+def test_modules_with_one_input_have_one_hessian(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
+    seen = renew(deep, blocks, tmp_path).seen
+    at = "model.layers.2"
+    assert seen[f"{at}.self_attn.k_proj"].modules == tuple(f"{at}.self_attn.{part}_proj" for part in "qkv")
+    assert seen[f"{at}.self_attn.o_proj"].modules == (f"{at}.self_attn.o_proj",)
+    assert seen[f"{at}.mlp.gate_proj"].modules == (f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj")
+
+
+def test_inputs_that_are_rounded_otherwise_are_counted_apart(deep: Path, blocks: torch.Tensor, tmp_path: Path) -> None:
+    one = replica(deep, "cpu")
+    halving, roundings = Halving(one.model, change=False), dict.fromkeys(names(), unchanged)
+    roundings["model.layers.0.self_attn.k_proj"] = coarse
+    run_sequential(one, [blocks[:4, :16]], roundings, halving, Activations(tmp_path, 10**9), "")
+    q, k, v = (halving.seen[f"model.layers.0.self_attn.{part}_proj"] for part in "qkv")
+    assert not torch.equal(q.hessian, k.hessian)
+    assert torch.equal(q.hessian, v.hessian)
+
+
+@pytest.mark.parametrize("facts", ["", "others"])
+def test_an_interrupted_run_goes_on_where_it_was_committed(
+    deep: Path, blocks: torch.Tensor, tmp_path: Path, facts: str
+) -> None:
+    whole = renew(deep, blocks, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        renew(deep, blocks, tmp_path / "work", last=4)
+    assert committed_layers(tmp_path / "work") == [4]
+    rest = renew(deep, blocks, tmp_path / "work", facts=facts)
+    assert rest.layers == ([4, 5] if not facts else [0, 1, 2, 3, 4, 5])
+    assert all(torch.equal(rest.seen[name].hessian, whole.seen[name].hessian) for name in rest.seen)

@@ -1,0 +1,140 @@
+"""A checkpoint whose layers calibration rounds: read back, held against what was said of it, gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.quantize.engines.algorithms import recorded_algorithms
+from pipeline.quantize.engines.stream import layerwise
+from pipeline.quantize.engines.stream.engine import write_checkpoint
+from pipeline.quantize.engines.stream.layerwise import Rounded, round_layers
+from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
+from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
+from pipeline.quantize.formats.layout import Choice
+from pipeline.quantize.inspection.inspect import inspect_checkpoint
+from pipeline.quantize.inspection.numbers import dequantize
+from pipeline.quantize.model.structure import Structure, read_structure, select
+from pipeline.recipe.schema import Quantization
+
+PARAMETERS = {"dampening": 0.01, "activation_order": True}
+Models = Callable[..., Path]
+
+
+class Made:
+    """A model with its plans, and what is made of it in a folder."""
+
+    def __init__(self, folder: Path, scheme: Any, layout: Any, work: Path) -> None:
+        self.source: Checkpoint = open_checkpoint(folder)
+        self.structure: Structure = read_structure(folder, self.source.tensors)
+        self.choice: Choice = select(self.structure, Quantization(scheme=scheme, format=layout))
+        self.layout, self.work = layout, work
+        self.plans: tuple[ShardPlan, ...] = plan_shards(
+            self.source, self.structure, self.choice, layout, shared_scales=True
+        )
+        static = {f"{name}.input_scale": torch.tensor([9.0]) for name in self.choice.schemes}
+        self.ranges: Mapping[str, torch.Tensor] = static if scheme in ("fp8", "mxfp4_fp8") else {}
+
+    def rounded(self, blocks: torch.Tensor, **more: Any) -> Rounded:
+        return round_layers(
+            self.plans,
+            self.choice,
+            self.source.folder,
+            list(torch.split(blocks, 8)),
+            self.ranges,
+            device="cpu",
+            work=self.work / "rounding",
+            parameters=PARAMETERS,
+            **more,
+        )
+
+    def written(self, plans: tuple[ShardPlan, ...], algorithm: str = "gptq") -> Checkpoint:
+        write_checkpoint(
+            self.source,
+            plans,
+            self.choice,
+            self.ranges,
+            self.work / algorithm,
+            checkpoint_format=self.layout,
+            manifest=self.work / f"{algorithm}.jsonl",
+            algorithm=algorithm,
+        )
+        return open_checkpoint(self.work / algorithm)
+
+
+CASES = [
+    ("mxfp4", "compressed-tensors"),
+    ("mxfp4", "quark"),
+    ("mxfp4_weight_only", "compressed-tensors"),
+    ("mxfp4_fp8", "quark"),
+    ("ptpc_fp8", "compressed-tensors"),
+    ("fp8", "quark"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "layout"), CASES)
+def test_a_checkpoint_holds_what_was_made_of_its_layers(
+    models: Models, blocks: torch.Tensor, tmp_path: Path, scheme: str, layout: str
+) -> None:
+    made = Made(models("llama"), scheme, layout, tmp_path)
+    rounded = made.rounded(blocks)
+    assert rounded.left == ()
+    assert rounded.gains.keys() == made.choice.schemes.keys()
+    assert all(gain.fault is None and gain.tokens == blocks.numel() for gain in rounded.gains.values())
+    assert sum(gain.after for gain in rounded.gains.values()) < 0.8 * sum(
+        gain.before for gain in rounded.gains.values()
+    )
+    checkpoint, nearest = made.written(rounded.plans), made.written(made.plans, "none")
+    assert recorded_algorithms(checkpoint) == ("gptq",)
+    assert recorded_algorithms(nearest) == ()
+    assert checkpoint.nbytes == nearest.nbytes
+    inspection = inspect_checkpoint(checkpoint, made.structure, source=made.source)
+    assert inspection.passed, inspection.summary()
+    # The last thing that a layer computes with is what the server will read.
+    for step in (step for plan in rounded.plans for step in plan.steps if step.made is not None):
+        stored = {out.role: Reader(checkpoint)(out.name) for out in step.outputs if out.role != "input_scale"}
+        other = {out.role: Reader(nearest)(out.name) for out in step.outputs if out.role != "input_scale"}
+        assert not torch.equal(dequantize(scheme, stored), dequantize(scheme, other))
+
+
+def test_experts_that_no_hessian_is_measured_for_are_rounded_to_the_nearest_and_named(
+    models: Models, blocks: torch.Tensor, tmp_path: Path
+) -> None:
+    made = Made(models("mixtral"), "ptpc_fp8", "compressed-tensors", tmp_path)
+    rounded = made.rounded(blocks)
+    assert rounded.left
+    assert all(".experts." in name for name in rounded.left)
+    assert rounded.gains.keys() == made.choice.schemes.keys() - set(rounded.left)
+    checkpoint = made.written(rounded.plans)
+    nearest = made.written(made.plans, "none")
+    assert inspect_checkpoint(checkpoint, made.structure, source=made.source).passed
+    name = f"{rounded.left[0]}.weight"
+    assert torch.equal(Reader(checkpoint)(name).view(torch.uint8), Reader(nearest)(name).view(torch.uint8))
+
+
+def test_a_killed_run_makes_the_same_bytes(
+    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Made(models("llama"), "mxfp4", "quark", tmp_path / "whole")
+    expected = whole.written(whole.rounded(blocks).plans)
+    made = Made(models("llama"), "mxfp4", "quark", tmp_path / "killed")
+    seen: list[int] = []
+    solve = layerwise._Layers.solve
+
+    def stops(layers: Any, number: int, found: Any) -> None:
+        seen.append(number)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        solve(layers, number, found)
+
+    monkeypatch.setattr(layerwise._Layers, "solve", stops)
+    with pytest.raises(KeyboardInterrupt):
+        made.rounded(blocks, commit_seconds=0)
+    checkpoint = made.written(made.rounded(blocks, commit_seconds=0).plans)
+    assert seen[:3] == [0, 1, 1]
+    for shard in expected.shards:
+        assert (checkpoint.folder / shard).read_bytes() == (expected.folder / shard).read_bytes()
