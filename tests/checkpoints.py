@@ -21,7 +21,7 @@ from eval.measurements import CellResult, Launch, Machine, Measurements, Server,
 from eval.samples import Sample, SampleSet
 from eval.verdict import Verdict
 from pipeline.base.canonical import fingerprint
-from pipeline.store.runs import RunLog
+from pipeline.store.gc import RunLog
 from pipeline.store.tree import Store
 
 GB = 1_000_000_000

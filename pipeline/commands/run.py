@@ -286,7 +286,7 @@ def _change(change: Change) -> dict[str, object]:
 def runs(recipe: str | None, store_path: Path, as_json: bool) -> int:
     """List past runs, the newest first, with how each ended."""
     from eval.report.numbers import duration
-    from pipeline.store.runs import list_runs
+    from pipeline.store.gc import list_runs
 
     found = [run for run in list_runs(store_path) if recipe in (None, run.recipe)]
     if as_json:

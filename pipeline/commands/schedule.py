@@ -24,8 +24,7 @@ from pipeline.commands.options import (
 
 if TYPE_CHECKING:
     from pipeline.upkeep.fleet.events import Event
-    from pipeline.upkeep.schedule.export import Export
-    from pipeline.upkeep.schedule.recipes import Scheduled
+    from pipeline.upkeep.schedule.export import Export, Scheduled
 
 _SHOWN = 3
 _MISSED = {"run": "run once, later", "skip": "left out"}
@@ -67,7 +66,7 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
     from datetime import UTC, datetime
 
     from pipeline.commands.tables import table, terminal
-    from pipeline.upkeep.schedule.recipes import EXAMPLE, scheduled
+    from pipeline.upkeep.schedule.export import EXAMPLE, scheduled
 
     found, now = scheduled(recipes), datetime.now(UTC)
     times = {item.name: item.next_times(now, _SHOWN) for item in found}
@@ -206,8 +205,7 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
     refused with the reason; docs/scheduling.md compares them.
     """
     from pipeline.base.errors import UserError
-    from pipeline.upkeep.schedule.export import needed_secrets
-    from pipeline.upkeep.schedule.recipes import EXAMPLE, scheduled
+    from pipeline.upkeep.schedule.export import EXAMPLE, needed_secrets, scheduled
 
     forms = [form for form in _FORMS if given[form]]
     if len(forms) != 1:

@@ -177,11 +177,11 @@ def _show(request: Request, form: str, given: dict[str, Any]) -> None:
 
         click.echo(script(plan, processes), nl=False)
     elif form == "compose":
-        from pipeline.serving.render.docker import compose
+        from pipeline.serving.render.containers import compose
 
         click.echo(compose(plan, processes, image=given["image"]), nl=False)
     elif form == "kubernetes":
-        from pipeline.serving.render.kubernetes import manifests
+        from pipeline.serving.render.containers import manifests
 
         click.echo(manifests(plan, processes, image=given["image"], claim=given["volume_claim"]), nl=False)
     else:

@@ -24,8 +24,7 @@ _LARGEST_GRID = 4096
 def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) -> int:
     """List what a launch of vLLM can set, or say of one NAME when it gets which value, and why."""
     from pipeline.serving.environment import parse_version
-    from pipeline.serving.knobs.page import conditions, entry, existence, page, versions
-    from pipeline.serving.knobs.table import Knob, knob, table
+    from pipeline.serving.knobs.table import Knob, conditions, entry, existence, knob, page, table, versions
 
     number = None if version is None else parse_version(version)
 

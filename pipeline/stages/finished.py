@@ -18,7 +18,7 @@ from pipeline.publish.release import EVIDENCE
 from pipeline.recipe.load import load_recipe
 from pipeline.stages.gate import GATE
 from pipeline.store.entries import Entry
-from pipeline.store.runs import Run, list_runs
+from pipeline.store.gc import Run, list_runs
 from pipeline.store.tree import Store
 
 

@@ -25,7 +25,7 @@ from pipeline.stages.serve import ServeStage
 from pipeline.stages.source import SourceStage
 from pipeline.stages.stage import Planned, Setting, Stage
 from pipeline.store.entries import Entry
-from pipeline.store.runs import list_runs
+from pipeline.store.gc import list_runs
 
 Named = TypeVar("Named", Stage, Planned)
 

@@ -30,7 +30,7 @@ from pipeline.stages.serve import LAUNCH, SIDES
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.entries import Entry
-from pipeline.store.runs import list_runs
+from pipeline.store.gc import list_runs
 
 if TYPE_CHECKING:
     from eval.gate import GateReport

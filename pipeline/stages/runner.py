@@ -26,7 +26,7 @@ from pipeline.stages.servers import Servers
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Planned, Setting
 from pipeline.store.entries import Entry
-from pipeline.store.runs import RunLog
+from pipeline.store.gc import RunLog
 
 RELEASING = ("package", "sign", "publish")
 """Stages that only a PASS is given to, in the order in which they run."""

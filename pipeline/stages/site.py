@@ -30,8 +30,8 @@ from eval.report.page import environment
 from pipeline.base.errors import UserError
 from pipeline.stages.finished import of_run
 from pipeline.store.disk import disk_errors, write_atomic
+from pipeline.store.gc import Run, list_runs
 from pipeline.store.locks import Lock
-from pipeline.store.runs import Run, list_runs
 from pipeline.store.tree import Store
 
 PAGE_DIGITS = 16

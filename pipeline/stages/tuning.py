@@ -40,8 +40,8 @@ from pipeline.serving.tuning.sweep import Sweep, planned, run_sweep
 from pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, Trials, first_pass
 from pipeline.stages.launch import ServedModel, fetched, find_model, target_for
 from pipeline.store.disk import disk_errors
+from pipeline.store.gc import RunLog
 from pipeline.store.locks import Lock
-from pipeline.store.runs import RunLog
 from pipeline.store.tree import Store
 
 LOCK = "tuning.lock"

@@ -168,7 +168,7 @@ def test_a_fault_of_ours(quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch, 
     def broken(root: Path) -> None:
         raise LookupError("what")
 
-    monkeypatch.setattr("pipeline.store.runs.list_runs", broken)
+    monkeypatch.setattr("pipeline.store.gc.list_runs", broken)
     ended = quantmint("runs", *(["--json"] if as_json else []))
     assert ended.code == 5
     assert ended.err.startswith("quantmint: unexpected LookupError: what\n  --debug shows where")

@@ -16,10 +16,9 @@ import pytest
 import recipes
 from pipeline.base.schemes import table
 from pipeline.recipe.load import load_recipe, recipe_names
-from pipeline.serving.knobs.page import REFRESH
+from pipeline.serving.knobs.table import REFRESH
 from pipeline.serving.knobs.table import table as knobs
-from pipeline.store.gc import plan_gc
-from pipeline.store.runs import RunLog
+from pipeline.store.gc import RunLog, plan_gc
 
 Quantmint = Callable[..., Any]
 

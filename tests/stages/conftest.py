@@ -19,7 +19,7 @@ from pipeline.stages.runner import Outcome, run_plan
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Job, Output, Planned, Setting
 from pipeline.store.entries import Entry
-from pipeline.store.runs import Run, list_runs
+from pipeline.store.gc import Run, list_runs
 from pipeline.store.tree import Store
 
 CONFIG: Mapping[str, Any] = {

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.store.entries import Entry
-from pipeline.store.gc import LOG_S, QUARANTINE_S, UNFINISHED_S, GcPlan, apply, plan_gc
+from pipeline.store.gc import LOG_S, QUARANTINE_S, UNFINISHED_S, GcPlan, RunLog, apply, plan_gc
 from pipeline.store.locks import Lock
-from pipeline.store.runs import RunLog
 from pipeline.store.tree import Store
 
 Make = Callable[..., Entry]

@@ -22,7 +22,7 @@ from pipeline.base.errors import SECRET, RecipeError, UserError, shown_path
 from pipeline.clusters.submit.place import Kind, Task, require_no_secret
 from pipeline.recipe.yaml_positions import parse, text_of
 from pipeline.serving.environment import IMAGE_VARIABLE
-from pipeline.serving.render.kubernetes import RESOURCES, object_name, plain_variables, shared_memory
+from pipeline.serving.render.containers import RESOURCES, object_name, plain_variables, shared_memory
 
 CONTAINER = "quantmint"
 WORK = "/work"

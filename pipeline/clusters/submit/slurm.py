@@ -36,7 +36,7 @@ from pipeline.clusters.submit.place import (
 )
 from pipeline.clusters.submit.pod import by_digest
 from pipeline.serving.environment import IMAGE_VARIABLE
-from pipeline.serving.render.kubernetes import object_name
+from pipeline.serving.render.containers import object_name
 from pipeline.store.disk import disk_errors
 
 WARNING_S = 120

@@ -11,10 +11,17 @@ from pipeline.base.progress import Progress
 from pipeline.publish import manifest as manifests
 from pipeline.publish.release import MANIFEST
 from pipeline.publish.signing import hashed, public_fingerprint
-from pipeline.publish.verify.checkpoint import check_gate, check_recipe, check_structure
-from pipeline.publish.verify.files import Trust, check_digests, check_files, check_manifest, check_signature
-from pipeline.publish.verify.provenance import check_licence, check_provenance, check_sbom
-from pipeline.publish.verify.report import check_card, check_report
+from pipeline.publish.verify.checkpoint import check_card, check_gate, check_recipe, check_report, check_structure
+from pipeline.publish.verify.files import (
+    Trust,
+    check_digests,
+    check_files,
+    check_licence,
+    check_manifest,
+    check_provenance,
+    check_sbom,
+    check_signature,
+)
 from pipeline.publish.verify.subject import Check, Outcome, Subject, UnreadableError, fails, listing, not_checked
 
 _ALONE = ("signature", "recipe", "structure", "gate", "report")

@@ -1,6 +1,6 @@
 """The checks of a machine as a table, and what they find.
 
-The texts are `checks.yaml`; the functions that look are in `looks.py`. Nothing is ever changed.
+The texts are `checks.yaml`; each function that looks says what it saw. Nothing is ever changed.
 """
 
 from __future__ import annotations
@@ -14,29 +14,283 @@ from types import MappingProxyType
 
 import yaml
 
+from pipeline.base import hardware
 from pipeline.base.machine import Machine
-from pipeline.serving.host import looks
-from pipeline.serving.host.subject import Finding, Outcome, Subject, Wanted, look, target_of
+from pipeline.serving.environment import parse_version
+from pipeline.serving.host.detect import CUDA, HIP
+from pipeline.serving.host.subject import Finding, Outcome, Status, Subject, Wanted, look, target_of
+from pipeline.serving.knobs.table import NEWEST_READ, OLDEST_READ
 from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.running.deployment import listener
+
+_DOCKER = "docker run --device /dev/kfd --device /dev/dri --group-add=video"
+_NOISE = 1 << 30  # what a driver and a desktop may hold of an idle GPU
+_TOLERANCE = 0.95  # of the memory that a plan counts with: drivers keep some for themselves
+
+
+def accelerators(subject: Subject) -> Outcome:
+    """As many of the planned accelerators as one node needs."""
+    target, found = subject.target, subject.detected
+    title = target.accelerator.title
+    wanted = title if target.accelerator.kind == "cpu" else f"{target.gpus} x {title}"
+    if found is None:
+        return Outcome("fail", subject.unknown, {"wanted": wanted})
+    row = found.accelerator
+    seen = row.title if row.kind == "cpu" else f"{found.gpus} x {row.title}"
+    if target.accelerator.kind == "cpu":
+        return Outcome("ok", seen, {"wanted": "a processor"})
+    # `cuda` is any GPU of its kind; every other name is one.
+    same = row.kind == "cuda" if target.hardware == "cuda" else row.name == target.hardware
+    return Outcome("ok" if same and found.gpus >= target.gpus else "fail", seen, {"wanted": wanted})
+
+
+def partition(subject: Subject) -> Outcome:
+    """Whole GPUs; or parts, if the plan counts with their memory."""
+    found, counted = subject.detected, subject.target.memory
+    memory = "their memory" if counted is None else _gib(counted)
+    if found is None or found.compute_partition is None:
+        return Outcome("skipped", "the driver says nothing of partitions", {"memory": memory})
+    modes = f"{found.compute_partition} with {found.memory_partition or 'an unknown memory mode'}"
+    size = "" if found.hbm_bytes is None else f", {_gib(found.hbm_bytes)} each"
+    if not found.partitioned and found.memory_partition in (None, "NPS1"):
+        return Outcome("ok", modes + size, {"memory": memory})
+    enough = counted is None or (found.hbm_bytes or 0) >= _TOLERANCE * counted
+    return Outcome("warn" if enough else "fail", modes + size, {"memory": memory})
+
+
+def memory_in_use(subject: Subject) -> Outcome:
+    """GPUs that nobody else fills."""
+    tool = "sudo fuser -v /dev/kfd" if subject.kind == "rocm" else "nvidia-smi"
+    values = {"share": f"{subject.utilization:.0%}", "command": tool}
+    # Of a partition the driver says what the whole device holds: that is nobody's share.
+    found = subject.detected
+    ours = found is not None and found.accelerator.kind == subject.kind and not found.partitioned
+    known = found.memory if found is not None and ours else ()
+    used = [(held, whole, index) for index, (whole, held) in enumerate(known) if held is not None and whole]
+    if not used:
+        return Outcome("skipped", "the driver does not say how much is in use", values)
+    most, whole, index = max(used, key=lambda entry: entry[0] / entry[1])
+    if most < _NOISE:
+        return Outcome("ok", f"at most {_gib(most)} in use", values)
+    status: Status = "fail" if most > (1 - subject.utilization) * whole else "warn"
+    return Outcome(status, f"{_gib(most)} of {_gib(whole)} in use on GPU {index}", values)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def kfd(subject: Subject) -> Outcome:
+    """ROCm's compute device can be opened."""
+    return _device(subject, [subject.machine.path("dev/kfd")])
+
+
+def dri(subject: Subject) -> Outcome:
+    """So can the render node of each GPU; all that are there where the driver does not say which belongs to which."""
+    machine, found = subject.machine, subject.detected
+    minors = [gpu.render for gpu in found.devices if gpu.render is not None] if found is not None else []
+    nodes = [machine.path(f"dev/dri/renderD{minor}") for minor in minors] or machine.glob("dev/dri/renderD*")
+    return _device(subject, nodes or [machine.path("dev/dri")])
+
+
+def _device(subject: Subject, paths: list[Path]) -> Outcome:
+    def name(path: Path) -> str:
+        return f"/{path.relative_to(subject.machine.root)}"
+
+    absent = [path for path in paths if not path.exists()]
+    if absent:
+        fix = f"load the driver: sudo modprobe amdgpu; in a container: {_DOCKER}"
+        return Outcome("fail", f"{name(absent[0])} is not there", {"fix": fix})
+    for path in paths:
+        reason = subject.machine.opens(path)
+        if reason is not None:
+            user = user_of(subject)
+            fix = f"sudo usermod -a -G video,render {user}, then log in again; in a container: {_DOCKER}"
+            return Outcome("fail", f"{name(path)} cannot be opened: {reason}", {"fix": fix})
+    return Outcome("ok", "open" if len(paths) == 1 else f"{len(paths)} render nodes are open")
+
+
+def group(subject: Subject, name: str) -> Outcome:
+    """The user is in a group that owns the devices: video on older systems, render on current ones."""
+    machine, values = subject.machine, {"user": user_of(subject)}
+    devices = [machine.path("dev/kfd"), *machine.glob("dev/dri/renderD*")]
+    lines = (line.split(":") for line in (machine.text("etc/group") or "").splitlines())
+    number = next((int(fields[2]) for fields in lines if len(fields) > 2 and fields[0] == name), None)
+    owned = [path for path in devices if number is not None and machine.owned_by(path) == number]
+    if not owned:
+        return Outcome("skipped", f"a group {name} owns no device here", values)
+    if all(machine.opens(path) is None for path in owned):
+        return Outcome("ok", "its devices are open to this user", values)
+    return Outcome("fail", f"not a member of {name}, which owns {len(owned)} devices", values)
+
+
+def visible_devices(subject: Subject) -> Outcome:
+    """HIP's variable does not contradict CUDA's."""
+    environ = subject.machine.environ
+    hip, cuda = environ.get(HIP) or None, environ.get(CUDA) or None
+    if hip is None:
+        return Outcome("ok", "unset" if cuda is None else f"unset; {CUDA}={cuda}")
+    fix = f"unset {HIP}" if cuda is not None else f"export {CUDA}={hip}; unset {HIP}"
+    if cuda not in {None, hip}:
+        return Outcome("fail", f"{HIP}={hip} and {CUDA}={cuda}", {"fix": fix})
+    return Outcome("warn", f"{HIP}={hip}", {"fix": fix})
+
+
+def user_of(subject: Subject) -> str:
+    """The user's name, for a command that somebody else may run."""
+    return subject.machine.environ.get("USER") or subject.machine.environ.get("LOGNAME") or "root"
+
+
+_SHARED = 16 << 30
+_SHARED_LEAST = 1 << 30  # Docker's default is 64 MB
+_PASSING = ("iommu=pt", "iommu.passthrough=1", "iommu=off", "amd_iommu=off", "intel_iommu=off")
+_FIRST, _LAST = (parse_version(version)[:2] for version in (OLDEST_READ, NEWEST_READ))
+
+
+def numa_balancing(subject: Subject) -> Outcome:
+    """The kernel leaves pages where they are."""
+    value = subject.machine.text("proc/sys/kernel/numa_balancing")
+    if value is None:
+        return Outcome("skipped", "this kernel has no NUMA balancing")
+    return Outcome("ok" if value == "0" else "warn", value)
+
+
+def iommu(subject: Subject) -> Outcome:
+    """No IOMMU translates between GPUs that talk to each other."""
+    machine = subject.machine
+    if not subject.several:
+        return Outcome("skipped", "one GPU has nobody to talk to")
+    passing = [word for word in (machine.text("proc/cmdline") or "").split() if word in _PASSING]
+    if passing:
+        return Outcome("ok", passing[0])
+    if machine.glob("sys/kernel/iommu_groups/*"):
+        return Outcome("warn", "an IOMMU is on, and iommu=pt is not on the kernel's command line")
+    return Outcome("ok", "no IOMMU is on")
+
+
+def shared_memory(subject: Subject) -> Outcome:
+    """Room for the ranks of a launch to meet."""
+    if not subject.several:
+        return Outcome("skipped", "one GPU needs none")
+    space = subject.machine.space(subject.machine.path("dev/shm"))
+    if space is None:
+        return Outcome("fail", "there is no /dev/shm")
+    found = f"{_gib(space.total)}, {_gib(space.free)} of it free"
+    if space.free < _SHARED_LEAST:
+        return Outcome("fail", found)
+    return Outcome("ok" if space.total >= _SHARED else "warn", found)
+
+
+def port(subject: Subject) -> Outcome:
+    """A server could listen there."""
+    values = {"port": subject.port}
+    if subject.port is None:
+        return Outcome("skipped", "no --port was given", values)
+    reason = subject.machine.binds(subject.port)
+    if reason is None:
+        return Outcome("ok", f"{subject.port} is free", values)
+    holder = listener(subject.port)
+    why = f"is not free: {reason}" if holder is None else f"is held by {holder}"
+    return Outcome("fail", f"{subject.port} {why}", values)
+
+
+def rdma(subject: Subject) -> Outcome:
+    """Adapters whose ports are up: what ibstat shows, from the files that it reads."""
+    machine = subject.machine
+    if subject.target.nodes == 1:
+        return Outcome("skipped", "one node needs no RDMA")
+    ports = machine.glob("sys/class/infiniband/*/ports/*")
+    if not ports:
+        return Outcome("warn", "no RDMA adapter")
+    # "4: ACTIVE", "5: LinkUp", "400 Gb/sec (4X NDR)"
+    up = [
+        place
+        for place in ports
+        if "ACTIVE" in (machine.text(place / "state") or "") and "LinkUp" in (machine.text(place / "phys_state") or "")
+    ]
+    rates = sorted({rate for place in up if (rate := machine.text(place / "rate"))})
+    found = f"{len(up)} of {len(ports)} ports active" + (f", {', '.join(rates)}" if rates else "")
+    return Outcome("ok" if len(up) == len(ports) else "warn", found)
+
+
+def vllm(subject: Subject) -> Outcome:
+    """There is a vLLM, of a version that the table of knobs knows."""
+    first, last = (".".join(map(str, version)) for version in (_FIRST, _LAST))
+    values = {"first": first, "last": last, "fix": f"install vLLM {last}, or plan for this one with care"}
+    there = subject.installed
+    if there is None or there.vllm is None:
+        absent = f"{there.python} has no vLLM" if there is not None else subject.missing
+        fix = "`make serving` builds one for a CPU; on a GPU install vLLM's own build and set QUANTMINT_VLLM to it"
+        return Outcome("fail", absent, values | {"fix": fix})
+    version = parse_version(there.vllm)[:2]
+    if version < _FIRST:
+        return Outcome("fail", there.vllm, values)
+    return Outcome("ok" if version <= _LAST else "warn", there.vllm, values)
+
+
+def quark(subject: Subject) -> Outcome:
+    """What emulates microscaling formats is there, if they are emulated."""
+    values = {"distributions": "amd-quark", "python": "python"}
+    wanted, there = subject.wanted, subject.installed
+    if wanted is None:
+        return Outcome("skipped", "needed where vLLM emulates an MX scheme; --model tells", values)
+    needed = hardware.needs(subject.target.hardware, wanted.scheme, wanted.kv_cache, wanted.checkpoint_format)
+    if not needed:
+        title = subject.target.accelerator.title
+        return Outcome("skipped", f"{_scheme(wanted)} is not emulated on {title}", values)
+    if there is None:
+        return Outcome("skipped", "there is no serving environment", values)
+    values = {"distributions": " ".join(needed), "python": there.python}
+    absent = [name for name in needed if name not in there.versions]
+    if absent:
+        return Outcome("fail", f"{' and '.join(absent)} is not there", values)
+    return Outcome("ok", ", ".join(f"{name} {there.versions[name]}" for name in needed), values)
+
+
+def checkpoint(subject: Subject) -> Outcome:
+    """vLLM has the kernels that this checkpoint asks for."""
+    target, wanted = subject.target, subject.wanted
+    values = {
+        "hardware": target.accelerator.title,
+        "fix": "serve it elsewhere, or quantize to a scheme that loads here",
+    }
+    if wanted is None:
+        return Outcome("skipped", "no --model was given", values)
+    flags = hardware.local_cpu_flags(subject.machine.text("proc/cpuinfo") or "") if subject.kind == "cpu" else None
+    asked = (target.hardware, wanted.scheme, wanted.kv_cache, wanted.checkpoint_format)
+    reason = hardware.refusal(*asked, cpu_flags=flags)
+    if reason is not None:
+        return Outcome("fail", reason, values)
+    found = f"{_scheme(wanted)}, KV cache {wanted.kv_cache}"
+    cautions = hardware.cautions(*asked, cpu_flags=flags)
+    if cautions:
+        values["fix"] = "it loads all the same; `quantmint schemes` shows what runs as it is stored"
+        return Outcome("warn", f"{found}: {'; '.join(cautions)}", values)
+    return Outcome("ok", found, values)
+
+
+def _scheme(wanted: Wanted) -> str:
+    return "16 bit" if wanted.scheme == "none" else wanted.scheme
+
 
 LOOKS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
     {
-        "accelerators": looks.accelerators,
-        "partition": looks.partition,
-        "GPU memory": looks.memory_in_use,
-        "/dev/kfd": looks.kfd,
-        "/dev/dri": looks.dri,
-        "group video": partial(looks.group, name="video"),
-        "group render": partial(looks.group, name="render"),
-        "HIP_VISIBLE_DEVICES": looks.visible_devices,
-        "numa_balancing": looks.numa_balancing,
-        "iommu": looks.iommu,
-        "/dev/shm": looks.shared_memory,  # noqa: S108 - the name of a check
-        "ibstat": looks.rdma,
-        "port": looks.port,
-        "vllm": looks.vllm,
-        "amd-quark": looks.quark,
-        "checkpoint": looks.checkpoint,
+        "accelerators": accelerators,
+        "partition": partition,
+        "GPU memory": memory_in_use,
+        "/dev/kfd": kfd,
+        "/dev/dri": dri,
+        "group video": partial(group, name="video"),
+        "group render": partial(group, name="render"),
+        "HIP_VISIBLE_DEVICES": visible_devices,
+        "numa_balancing": numa_balancing,
+        "iommu": iommu,
+        "/dev/shm": shared_memory,  # noqa: S108 - the name of a check
+        "ibstat": rdma,
+        "port": port,
+        "vllm": vllm,
+        "amd-quark": quark,
+        "checkpoint": checkpoint,
     }
 )
 

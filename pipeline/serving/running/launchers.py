@@ -26,7 +26,7 @@ from pipeline.base.errors import ServingError, UserError
 from pipeline.base.processes import OFFLINE, Child, child_environment
 from pipeline.serving.environment import VllmEnvironment, parse_version
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.docker import docker_run
+from pipeline.serving.render.containers import docker_run
 from pipeline.serving.render.invocation import image_of
 from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of, on_node, require_model, starting
 from pipeline.serving.running.server import HOST, Server, fetch

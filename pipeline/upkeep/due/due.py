@@ -31,7 +31,7 @@ from pipeline.stages.stage import Planned, Setting, SourceIdentity
 from pipeline.store.tree import Store
 from pipeline.upkeep.due.answers import Answers, Places, Released, UnaskedError, ask
 from pipeline.upkeep.due.causes import RECIPE, Change, apart_from_unknown, changes, what_changed
-from pipeline.upkeep.schedule.recipes import here
+from pipeline.upkeep.schedule.export import here
 
 State = Literal["current", "due", "held", "broken", "damaged", "unknown"]
 

@@ -20,11 +20,11 @@ from pipeline.upkeep.schedule.export import (
     PREFIX,
     UTC_NAMES,
     Export,
+    Scheduled,
     classic_or_refuse,
     refusal,
     refuse_missed,
 )
-from pipeline.upkeep.schedule.recipes import Scheduled
 
 STOP_S: Final = 120
 """Seconds between SIGTERM and SIGKILL."""

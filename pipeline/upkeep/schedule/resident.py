@@ -19,7 +19,7 @@ from pipeline.base.errors import QuantmintError, UserError
 from pipeline.upkeep.fleet.events import Event
 from pipeline.upkeep.fleet.jobs import Look, Options, Request
 from pipeline.upkeep.fleet.rounds import Fleet, stopping
-from pipeline.upkeep.schedule.recipes import EXAMPLE, LATE, Scheduled, here, load_scheduled
+from pipeline.upkeep.schedule.export import EXAMPLE, LATE, Scheduled, here, load_scheduled
 
 _LONGEST_SLEEP_S: Final = 30.0  # a sleeping machine's time does not pass for a wait, and files of recipes change
 

@@ -11,7 +11,7 @@ import yaml
 from pipeline.base.errors import UserError
 from pipeline.serving.knobs.table import table
 from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.render.docker import compose, docker_run, mounted
+from pipeline.serving.render.containers import compose, docker_run, mounted
 from pipeline.serving.render.invocation import arguments, variables
 
 Launch = tuple[LaunchPlan, tuple[Process, ...]]

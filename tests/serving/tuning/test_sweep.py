@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.base.errors import ServingError
 from pipeline.serving.tuning.sweep import Objective
-from pipeline.store.runs import list_runs
+from pipeline.store.gc import list_runs
 from tests.serving.tuning.sweeping import run, starts, sweep_of
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeline.base.errors import UserError
 from pipeline.upkeep.due.state import RecipeState, state_path, write_state
 from pipeline.upkeep.fleet.events import Event
-from pipeline.upkeep.notices import outlets
-from pipeline.upkeep.notices.metrics import Metrics
+from pipeline.upkeep.notices import Metrics, outlets
 
 Make = Callable[..., Event]
 Samples = dict[tuple[str, ...], float]

@@ -12,8 +12,7 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.upkeep.fleet.events import Event
-from pipeline.upkeep.notices import outlets
-from pipeline.upkeep.notices.webhook import Webhook, host_of
+from pipeline.upkeep.notices import Webhook, host_of, outlets
 from tests.upkeep.notices.receiver import Receiver
 
 Make = Callable[..., Event]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.upkeep.schedule.recipes import Scheduled, scheduled
+from pipeline.upkeep.schedule.export import Scheduled, scheduled
 
 Written = Callable[..., Scheduled]
 
