@@ -148,7 +148,7 @@ def pod_of(given: Mapping[str, Any], **more: Any) -> Pod:
 
 def jobs_address(on: str | None, devices: tuple[int, ...] | None) -> str | None:
     """The address of the Ray dashboard that ``--on`` names, or None; refuses ``--devices`` beside it."""
-    from pipeline.clusters.ray.connection import jobs_address_of
+    from pipeline.clusters.ray.nodes import jobs_address_of
 
     if on is None:
         return None

@@ -213,7 +213,6 @@ def show_published(published: Sequence[Published], setting: Setting) -> None:
 
 
 def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
-    """Ask every place, also where the store says that it was published there."""
     from pipeline.stages.runner import run_plan
 
     outcome = run_plan(plan, setting, reporter, redo=("publish",))

@@ -235,7 +235,7 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
 
 def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
     from pipeline.base.errors import SECRET, UserError
-    from pipeline.clusters.ray.connection import jobs_address_of
+    from pipeline.clusters.ray.nodes import jobs_address_of
     from pipeline.clusters.submit.place import program_here
     from pipeline.clusters.submit.pod import parse_pairs
     from pipeline.upkeep.schedule.export import Export

@@ -199,7 +199,6 @@ class BucketPlace(Place):
         return (None, None) if found is None else (_decode(found.data, f"{self._url}/{name}"), found.mark)
 
     def _write(self, name: str, release: Listed, state: State) -> None:
-        """Replace a pointer, unless somebody else did since the state was looked at."""
         data, seen = _encode(release), state.mark.marks[name]
         before = self._objects.read(name)
         if (before and before.mark) == seen and self._objects.put_if(name, data, seen):
@@ -228,7 +227,6 @@ class BucketPlace(Place):
 
 
 def _encode(release: Listed) -> bytes:
-    """The bytes of a pointer, the same for the same release."""
     found = Pointer(release.tag, release.revision, release.title, release.created, release.size or 0)
     return (json.dumps(asdict(found), indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 

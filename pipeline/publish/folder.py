@@ -231,6 +231,5 @@ def _read(path: Path) -> bytes | None:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of everything in a folder by its name there."""
     found = (path for path in folder.rglob("*") if not path.is_dir())
     return {path.relative_to(folder).as_posix(): path.lstat().st_size for path in found}

@@ -348,7 +348,6 @@ def _sigstore() -> Iterator[None]:
 
 
 def _hashing(digests: Mapping[str, str]) -> Any:
-    """The library's hashing, for files whose digests are known."""
     from model_signing import hashing, manifest
 
     class Known(hashing.Config):  # type: ignore[misc]

@@ -27,7 +27,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def _row_of(names: Iterable[str]) -> Any:
-    """Constraint of a field that names a row of a table."""
     known = tuple(names)
 
     def check(name: str) -> str:

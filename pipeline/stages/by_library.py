@@ -126,7 +126,6 @@ def require_library(source: Checkpoint, structure: Structure, setting: Setting, 
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """The window of a model's sliding attention; None where no layer has one."""
     text = config.get("text_config") or config
     window = text.get("sliding_window")
     kinds = text.get("layer_types")
@@ -213,7 +212,6 @@ def _samples(job: Job, work: Path, folder: Path) -> Path | None:
 
 
 def _environment(device: str) -> dict[str, str]:
-    """What the process gets beside our own variables, from which `run_logged` takes the tokens."""
     root = str(Path(__file__).parents[2])
     inherited = os.environ.get("PYTHONPATH")
     return {

@@ -79,7 +79,6 @@ def check_run(loaded: LoadedRecipe) -> list[Fault]:
 
 
 def _used(loaded: LoadedRecipe) -> list[tuple[YamlPath, str]]:
-    """Each scheme of the recipe with the field that asks for it."""
     quantization = loaded.recipe.quantization
     overrides = enumerate(quantization.overrides)
     return [

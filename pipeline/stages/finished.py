@@ -66,7 +66,6 @@ def of_run(run: Run, store: Store) -> Entry | None:
 
 
 def _of_recipe(name: str, store: Store) -> Finished:
-    """The newest run of a recipe whose report the store still has."""
     runs = list_runs(store.root)
     found = next((entry for run in runs if run.recipe == name and (entry := of_run(run, store)) is not None), None)
     if found is not None:
@@ -90,7 +89,6 @@ def beside(report: Path, store: Store) -> Finished:
 
 
 def _gate_of(report: Path, store: Store) -> Path | None:
-    """The record in the store that a report of the store was made from."""
     folder = report.parent.resolve()
     try:
         entry = store.find("report", folder.name) if folder.parent.name == "report" else None

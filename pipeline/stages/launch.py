@@ -148,7 +148,6 @@ def _of_recipe(
 
 
 def _source(setting: Setting, config: Path | None) -> ServedModel:
-    """The 16-bit model of a recipe."""
     source = setting.recipe.source
     if setting.loaded.source_folder is not None:
         return _folder(setting.loaded.source_folder)

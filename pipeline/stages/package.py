@@ -281,20 +281,19 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
 
 
 def _require_clean(files: Mapping[str, File], setting: Setting, progress: Progress) -> None:
-    """Refuse names and contents that must not go out, and credentials in texts."""
-    from pipeline.publish import allowed, secrets
+    from pipeline.publish import allowed
 
     paths = {name: file.path for name, file in files.items()}
     refused = allowed.refused(files, with_code=setting.recipe.trust_remote_code) or allowed.misnamed(paths)
     if refused:
         raise StageError("what must not be published is among the files:\n" + "\n".join(refused))
-    found = secrets.findings(paths)
+    found = allowed.findings(paths)
     if found:
         raise StageError(
             "the files hold what looks like credentials, and nothing is published:\n" + "\n".join(map(str, found)),
             hint="Take them out of the recipe or the source, make them invalid where they were real, and run again.",
         )
-    for place in secrets.private_paths(paths):
+    for place in allowed.private_paths(paths):
         progress.warn(f"{place}: it will be published")
 
 

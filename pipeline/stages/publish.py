@@ -159,7 +159,6 @@ def _names(source: SourceIdentity) -> list[str] | None:
 
 
 def _shown(place: Place) -> str:
-    """A place as a person would type it from here."""
     path = Path(place.address)
     return shown_path(path) if path.is_absolute() else place.address
 

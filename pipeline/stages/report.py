@@ -133,7 +133,6 @@ def _notes(server: Server) -> list[str]:
 
 
 def _kv_tokens(measured: Measurements, inputs: Mapping[str, Entry]) -> dict[str, int]:
-    """Tokens that each side's cache holds: the median of its launches, or what its one server said."""
     found: dict[str, int] = {}
     for side in SIDES:
         said = [launch.kv_tokens for launch in measured.launches if launch.side == side and launch.kv_tokens]
@@ -155,7 +154,6 @@ def _flips(setting: Setting, measured: Measurements, inputs: Mapping[str, Entry]
 
 
 def _answers(entry: Entry, task: str) -> flips.Answers:
-    """What a side answered, by item; nothing for a task without answers, such as a perplexity."""
     path = entry.path / ANSWERS / f"{task}.jsonl.gz"
     if not path.is_file():
         return {}
@@ -164,7 +162,6 @@ def _answers(entry: Entry, task: str) -> flips.Answers:
 
 
 def _prompts(setting: Setting, gate: GateReport) -> dict[str, str]:
-    """The texts of the prompts that the canary names."""
     if gate.canary is None:
         return {}
     named = {name for name, _ in gate.canary.worst} | set(gate.canary.unanswered)
@@ -189,7 +186,6 @@ def _stages(setting: Setting, inputs: Mapping[str, Entry]) -> list[ShownStage]:
 
 
 def _server(side: str, server: Server, model: str) -> LaunchPlan:
-    """How a side was served, with its model by the name that a reader knows."""
     argv: Sequence[str] = [model if word == "MODEL" else word for word in server.argv]
     return LaunchPlan(
         side=side,

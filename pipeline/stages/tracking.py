@@ -158,7 +158,6 @@ def _flat(value: Any, at: str) -> Iterator[tuple[str, Any]]:
 
 
 def _key(name: str) -> str:
-    """A name in the letters that MLflow allows."""
     return re.sub(r"[^\w\-. :/]", "_", name)[:_LONGEST_KEY]
 
 

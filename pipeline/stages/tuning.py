@@ -109,7 +109,6 @@ def _tuned_first(sweep: Sweep, store: Store, budget: Budget, reporter: Reporter,
 
 
 def _entries(sweep: Sweep, trials: Iterable[Trial]) -> list[tuple[str, str]]:
-    """Where trials are in the store; those that cannot be planned have no place."""
     found = []
     for trial in trials:
         with suppress(UserError):

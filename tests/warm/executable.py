@@ -43,7 +43,7 @@ _LIBRARIES = (
     "pipeline.quantize.inspection.inspect",
     "pipeline.publish.places", "pipeline.publish.hub.place",
     "pipeline.publish.card",
-    "pipeline.publish.provenance", "pipeline.publish.secrets", "pipeline.serving.reference.lm",
+    "pipeline.publish.provenance", "pipeline.publish.allowed", "pipeline.serving.reference.lm",
     "calibration.calibrate", "eval.report.page",
     "eval.report.plots", "eval.harness_client",
 )  # fmt: skip

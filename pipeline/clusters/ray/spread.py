@@ -21,13 +21,14 @@ from calibration.shares import Order, Share
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.clusters.ray import tasks
-from pipeline.clusters.ray.connection import address_of, connect
 from pipeline.clusters.ray.nodes import (
     CORES_A_SHARD,
     Ask,
     Facts,
     Node,
+    address_of,
     ask_for,
+    connect,
     facts_here,
     nodes_of,
     remove_probes,
@@ -249,7 +250,6 @@ def _remote(function: Callable[..., Any], ask: Ask) -> Any:
 
 
 def _on(node: Node, function: Callable[..., Any], ask: Ask) -> Any:
-    """A question to one node, which goes nowhere else."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.base.errors import QuantmintError, StageError, UserError, first_line, last_line
-from pipeline.clusters.ray.connection import forget_secrets
-from pipeline.clusters.ray.nodes import HINT, Ask, Facts, Node, facts_here, nodes_of, require_versions
+from pipeline.clusters.ray.nodes import HINT, Ask, Facts, Node, facts_here, forget_secrets, nodes_of, require_versions
 
 if TYPE_CHECKING:
     import torch

@@ -110,7 +110,6 @@ class Kubernetes:
             )
 
     def _connect(self) -> tuple[Any, Any, str]:
-        """Clients of jobs and of pods, and the namespace."""
         from kubernetes import client, config
         from kubernetes.config.config_exception import ConfigException
 

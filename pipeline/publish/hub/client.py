@@ -163,7 +163,6 @@ def redact(text: str) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it was raised from."""
     found: BaseException | None = error
     while found is not None:
         yield found

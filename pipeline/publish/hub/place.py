@@ -233,7 +233,6 @@ class HubPlace(Place):
         return connect(self.repo, self._progress, sleep=self._sleep)
 
     def _base(self, repository: Repository, candidate: bool) -> tuple[str, str]:
-        """The branch that a commit would go on top of, and its head."""
         branch = CANDIDATE if candidate and not self._by_request and CANDIDATE in repository.branches else MAIN
         return branch, repository.branches[branch]
 

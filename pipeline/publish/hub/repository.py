@@ -167,7 +167,10 @@ def is_same(remote: Remote | None, file: File) -> bool:
     """Whether the Hub holds these bytes under that name."""
     if remote is None or remote.size != file.size:
         return False
-    return remote.sha256 == file.sha256 if remote.sha256 is not None else remote.blob == git_blob(content(file))
+    if remote.sha256 is not None:
+        return remote.sha256 == file.sha256
+    found = content(file)  # git's own hash, as git-hash-object(1) has it
+    return remote.blob == hashlib.sha1(b"blob %d\0" % len(found) + found, usedforsecurity=False).hexdigest()
 
 
 def differences(found: Tree, release: Release) -> tuple[str, ...]:
@@ -210,11 +213,6 @@ def content(file: File) -> bytes:
     found = file.path.read_bytes()
     require_digest(file, hashlib.sha256(found).hexdigest())
     return found
-
-
-def git_blob(found: bytes) -> str:
-    """Git's hash of a file: SHA-1 of ``blob``, its length, a zero byte and its bytes (git-hash-object(1))."""
-    return hashlib.sha1(b"blob %d\0" % len(found) + found, usedforsecurity=False).hexdigest()
 
 
 def download(client: Client, revision: str, into: Path | None, wanted: Callable[[str], bool] | None) -> Path:

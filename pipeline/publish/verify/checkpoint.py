@@ -215,7 +215,6 @@ def _data(subject: Subject, data: Mapping[str, Any], measurements: Measurements,
 
 
 def _other(what: str, expected: object, found: object) -> Iterator[str]:
-    """The places where two trees differ; the first few, each with both values."""
     other = [
         f"{DATA}: {what}: {change.path[2:]} is {change.new!r:.60}, the evidence says {change.old!r:.60}"
         for change in difference(plain(expected), plain(found))
@@ -245,7 +244,6 @@ def _tables(text: str, gate: GateReport) -> Iterator[str]:
 
 
 def _cells(line: str) -> list[str]:
-    """The cells of a row, as they are read."""
     parts = re.split(r"(?<!\\)\|", line.strip())
     return [_plain(_ESCAPED.sub(r"\1", cell)) for cell in parts[1:-1]]
 
@@ -266,7 +264,6 @@ def _metadata(subject: Subject) -> Iterator[str]:
 
 
 def _scores(subject: Subject, gate: GateReport) -> Iterator[str]:
-    """Files of scores that are not the gate's."""
     known = {result.task: result for result in gate.accuracy}
     for name in subject.listing.files:
         if not name.startswith(f"{SCORES}/"):

@@ -14,7 +14,7 @@ from pipeline.base.errors import StageError
 from pipeline.publish import signing
 from pipeline.publish.allowed import misnamed, refused
 from pipeline.publish.licences import table, terms
-from pipeline.publish.manifest import Manifest, contradictions
+from pipeline.publish.manifest import contradictions
 from pipeline.publish.provenance import PREDICATE_TYPE, STATEMENT_TYPE, Lineage, statement
 from pipeline.publish.release import CARD, MANIFEST, NOTICE, PROVENANCE, SBOM, SIGNATURE, UNLISTED, identity_in, tag_of
 from pipeline.publish.signing import SignatureError, Signed, read_signature
@@ -162,7 +162,6 @@ def _unsigned(trust: Trust) -> Check:
 
 
 def _differences(subject: Subject, signed: Signed) -> list[str]:
-    """Where what was signed is not what lies here."""
     covered = signed.digests
     here = {name: subject.digests[name] for name in subject.listing.files if name != SIGNATURE}
     shared = covered.keys() & here.keys()
@@ -182,7 +181,9 @@ def check_provenance(subject: Subject) -> Check:
         return fails("provenance", f"{PROVENANCE} is no in-toto statement of SLSA provenance v1")
     faults = list(_subjects(subject, found.get("subject")))
     files = {name: File(subject.folder / name, file.size, file.sha256) for name, file in manifest.files.items()}
-    expected = statement(_lineage(manifest), files, manifest.quantmint)
+    shared = ("recipe", "artefact", "base", "stages", "datasets", "tools", "serving", "hardware")
+    lineage = Lineage(**{name: getattr(manifest, name) for name in shared}, environments={})
+    expected = statement(lineage, files, manifest.quantmint)
     other = [change for change in difference(expected, found) if not change.path.startswith("$.subject")]
     faults += first(
         [
@@ -217,20 +218,6 @@ def _subjects(subject: Subject, found: object) -> Iterator[str]:
             yield f"{PROVENANCE} speaks of another {name}: its SHA-256 is not that of the file"
 
 
-def _lineage(manifest: Manifest) -> Lineage:
-    return Lineage(
-        recipe=manifest.recipe,
-        artefact=manifest.artefact,
-        base=manifest.base,
-        stages=manifest.stages,
-        datasets=manifest.datasets,
-        tools=manifest.tools,
-        serving=manifest.serving,
-        hardware=manifest.hardware,
-        environments={},
-    )
-
-
 def check_sbom(subject: Subject) -> Check:
     """Read the CycloneDX document and look every recorded tool up in it."""
     data = subject.object(SBOM)
@@ -248,7 +235,6 @@ def check_sbom(subject: Subject) -> Check:
 
 
 def _model(subject: Subject, data: Mapping[str, Any]) -> Iterator[str]:
-    """Files of the model that the document says other digests of."""
     for entry in data["metadata"]["component"].get("components", ()):
         found = {content["content"] for content in entry["hashes"] if content["alg"] == "SHA-256"}
         here = subject.known.files.get(entry["name"])

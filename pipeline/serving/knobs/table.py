@@ -315,7 +315,8 @@ def page() -> str:
     topics: dict[str, list[Knob]] = {}
     for knob in table().values():
         topics.setdefault(knob.topic, []).append(knob)
-    blocks = [_INTRODUCTION, _contents(topics)]
+    contents = [f"- **{topic}**: {', '.join(f'`{knob.name}`' for knob in knobs)}" for topic, knobs in topics.items()]
+    blocks = [_INTRODUCTION, "\n".join(contents)]
     for topic, knobs in topics.items():
         blocks += [f"## {topic}", *map(entry, knobs)]
     return "\n\n".join(blocks) + "\n"
@@ -357,11 +358,6 @@ def existence(knob: Knob) -> str:
 def conditions(rule: Rule) -> str:
     """The facts that a rule asks for, in words; empty where it asks for none."""
     return ", ".join(f"{name} {condition}" for name, condition in rule.when.items())
-
-
-def _contents(topics: dict[str, list[Knob]]) -> str:
-    lines = [f"- **{topic}**: {', '.join(f'`{knob.name}`' for knob in knobs)}" for topic, knobs in topics.items()]
-    return "\n".join(lines)
 
 
 def _facts(knob: Knob) -> list[str]:

@@ -261,7 +261,6 @@ def _feed_of_mark(mark: str) -> Feed:
 
 
 def _routed(text: Mapping[str, Any], model_type: str, number: int) -> bool:
-    """Whether a layer of a mixture has experts."""
     if model_type.startswith("llama4"):
         listed = text.get("moe_layers")
         step = integer(text, "interleave_moe_layer_step") or 1

@@ -256,7 +256,6 @@ def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[Piece]:
 
 
 def _sizes(vision: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Layers, hidden size, and width of the feed-forward layers."""
     # Where there is an embed_dim, as in Qwen2-VL, hidden_size is the language model's.
     hidden = integer(vision, "embed_dim", "hidden_size", "width") or 1152
     layers = integer(vision, "num_hidden_layers", "depth", "layers") or 24

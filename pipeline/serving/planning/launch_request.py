@@ -100,7 +100,6 @@ class LaunchRequest:
         return Settings(MappingProxyType(flags), MappingProxyType(env), tuple(docker), tuple(host), tuple(reasons))
 
     def _software(self) -> Iterator[HostCheck]:
-        """What the serving environment must have for this checkpoint on this accelerator."""
         model, name = self.facts, self.target.hardware
         for package in accelerators.needs(name, model.quantization, self.kv_cache_dtype, model.checkpoint_format):
             why = f"vLLM emulates {model.quantization} on {self.target.accelerator.title} with it, and stops without it"

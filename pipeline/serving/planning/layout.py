@@ -137,7 +137,6 @@ def _row(entry: Mapping[str, Any]) -> Row:
 
 
 def _room(case: _Case) -> str | None:
-    """The smallest thing that holds the model: comfortably for one of several accelerators, at all for the rest."""
     alone = Layout(replicas=case.target.gpus * case.target.nodes)
     whole = case.comfortable if case.target.gpus > 1 else case.has_room
     if whole(alone):
@@ -202,7 +201,6 @@ def _packed(case: _Case, packed: int) -> Choice | None:
 
 
 def _departure(facts: ModelFacts, row: Row, layout: Layout) -> str:
-    """What a layout does otherwise than its row, and why; empty where it does nothing so."""
     if layout.expert == row.expert or not facts.experts or layout.gpus == 1:
         return ""
     way = "whole experts are spread" if layout.expert else "experts are sliced"

@@ -202,7 +202,6 @@ def _kv_dtype(facts: ModelFacts, said: Mapping[str, str | bool], given: KvDtype 
 
 
 def _readable(facts: ModelFacts, target: Target, version: Version, dtype: KvDtype, *, explicit: bool) -> KvDtype:
-    """The type that this version's attention can read; UserError where somebody asked for another."""
     backend = _BACKENDS.get(facts.attention)
     if dtype == "auto" or target.accelerator.kind != "rocm" or takes(backend, version).fp8:
         return dtype

@@ -74,7 +74,6 @@ def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> Loade
 
 
 def _claims(checkpoint: Checkpoint, structure: Structure) -> Claims:
-    """What is quantized how; nothing for a model that is in 16 bit, or that is decoded to it."""
     if structure.quantized_by is None:
         return Claims({}, {}, kv_cache=False)
     form = layout_of(checkpoint.config)

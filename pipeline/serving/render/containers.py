@@ -136,7 +136,6 @@ def _composed(plan: LaunchPlan, process: Process, image: str | None, host: str) 
 
 
 def _from_the_host(plan: LaunchPlan) -> dict[str, Any]:
-    """The options of `docker run` in compose's words."""
     found: dict[str, Any] = {}
     for option, value in options(plan):
         if option in _LISTED:

@@ -96,25 +96,13 @@ def _require_private(process: Process) -> None:
 
 
 @contextmanager
-def deployed(
-    plan: LaunchPlan, processes: Sequence[Process], start: Start, *, startup_timeout: float, say: Say
-) -> Iterator[Deployment]:
-    """Start every process; hand over when each server answers; stop them all when the block ends.
-
-    A server without a port gets a free one. Raises `ServingError` where one ends or does not answer within
-    ``startup_timeout`` seconds, `UserError` where a port is not free.
-    """
-    with starting(plan, processes, start, startup_timeout=startup_timeout, say=say) as ready:
-        yield ready()
-
-
-@contextmanager
 def starting(
     plan: LaunchPlan, processes: Sequence[Process], start: Start, *, startup_timeout: float, say: Say
 ) -> Iterator[Callable[[], Deployment]]:
-    """As `deployed`, for a block that has something to do meanwhile: what it is given waits until each server answers.
+    """Start every process, and stop them all when the block ends; what it is given, once, waits until each answers.
 
-    It is to be called once.
+    A server without a port gets a free one. Raises `ServingError` where one ends or does not answer within
+    ``startup_timeout`` seconds, `UserError` where a port is not free.
     """
     members: list[Member] = []
     try:
@@ -197,7 +185,6 @@ def ended(member: Member, when: str) -> Exception:
 
 
 def _ready(plan: LaunchPlan, members: Sequence[Member], began: float, timeout: float, say: Say) -> list[Server]:
-    """Wait for the servers among the processes; the others only have to stay alive."""
     for member in members:
         if member.child.pid is None:
             member.child.wait()
@@ -235,7 +222,6 @@ def _ready(plan: LaunchPlan, members: Sequence[Member], began: float, timeout: f
 
 
 def _healthy(plan: LaunchPlan, member: Member) -> bool:
-    """Whether *our* server answers."""
     address = f"http://{HOST}:{member.port}"
     try:
         status, _ = fetch(address, "/health", timeout=5)

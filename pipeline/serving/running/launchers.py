@@ -28,7 +28,7 @@ from pipeline.serving.environment import VllmEnvironment, parse_version
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.containers import docker_run
 from pipeline.serving.render.invocation import image_of
-from pipeline.serving.running.deployment import Deployment, Say, deployed, log_of, on_node, require_model, starting
+from pipeline.serving.running.deployment import Deployment, Say, log_of, on_node, require_model, starting
 from pipeline.serving.running.server import HOST, Server, fetch
 
 
@@ -86,8 +86,8 @@ class LocalLauncher:
         def start(process: Process, port: int | None) -> Child:
             return self._start(plan, process, port, log_of(process, logs))
 
-        with deployed(plan, here, start, startup_timeout=startup_timeout, say=say) as running:
-            yield running
+        with starting(plan, here, start, startup_timeout=startup_timeout, say=say) as ready:
+            yield ready()
 
     def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path) -> Child:
         command = [str(self.executable), *process.argv[1:], *([] if port is None else listening(process, port))]
@@ -191,8 +191,8 @@ class DockerLauncher:
                 after=end,
             )
 
-        with deployed(plan, mains, start, startup_timeout=startup_timeout, say=say) as running:
-            yield running
+        with starting(plan, mains, start, startup_timeout=startup_timeout, say=say) as ready:
+            yield ready()
 
 
 _EXECUTOR = "--distributed-executor-backend"
@@ -338,7 +338,6 @@ def _variable(name: str | None) -> str | None:
 
 
 def _is_local(url: str) -> bool:
-    """Whether the files of a server there are ours."""
     return urlsplit(url).hostname in {"127.0.0.1", "localhost", "::1"}
 
 

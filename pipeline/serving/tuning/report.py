@@ -220,7 +220,6 @@ def render(report: Report) -> str:
 
 
 def _plots(report: Report, cell: str, index: int) -> dict[str, Any]:
-    """Throughput against three latencies, by the latency's name."""
     found = {}
     if any(point["status"] == "ok" for point in report["points"]):
         for name in TITLES:

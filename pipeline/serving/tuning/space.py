@@ -58,15 +58,11 @@ class Trial:
 def parse_knob(text: str) -> tuple[str, tuple[Value, ...]]:
     """Read ``NAME=v1,v2``: 16k is 16384, on and off are a switch; commas inside braces do not separate."""
     name, _, values = text.partition("=")
-    found = tuple(dict.fromkeys(_value(word) for word in _words(values)))
+    words = (word.strip() for word in re.findall(r"(?:\{[^}]*\}|[^,{])+", values))
+    found = tuple(dict.fromkeys(_value(word) for word in words if word))
     if not found or not name.strip():
         raise UserError(f"--knob {text!r}: expected NAME=v1,v2,...")
     return name.strip(), found
-
-
-def _words(text: str) -> list[str]:
-    """Separated by commas, but for those within braces."""
-    return [word.strip() for word in re.findall(r"(?:\{[^}]*\}|[^,{])+", text) if word.strip()]
 
 
 def _value(word: str) -> Value:

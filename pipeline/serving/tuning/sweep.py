@@ -304,7 +304,8 @@ class _Runner:
         if self.redo:
             self.trials.forget(trial)
         self.reporter.started(name, self.number, self.total)
-        base_start = self._base_start()
+        outcomes = self.sweep.outcomes.items()
+        base_start = next((done.started_seconds for one, done in outcomes if one.point == BASE), None)
         try:
             outcome = self.trials.make(
                 trial,
@@ -327,9 +328,6 @@ class _Runner:
         self.sweep.outcomes[trial] = outcome
         if outcome.status != "failed":
             self.budget.seen(outcome.seconds)
-
-    def _base_start(self) -> float | None:
-        return next((o.started_seconds for t, o in self.sweep.outcomes.items() if t.point == BASE), None)
 
     def _stop(self, why: str | None = None) -> None:
         if not self.sweep.out_of_time:

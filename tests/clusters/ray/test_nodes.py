@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.clusters.ray.connection import address_of, forget_secrets
 from pipeline.clusters.ray.nodes import (
     Ask,
     Node,
+    address_of,
     ask_for,
     facts_here,
+    forget_secrets,
     nodes_of,
     remove_probes,
     require_same,

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.clusters.ray.connection import jobs_address_of
+from pipeline.clusters.ray.nodes import jobs_address_of
 from pipeline.upkeep.fleet.devices import Device, Devices
 from tests.upkeep.fleet.staged import CHILD, Stage, by_name
 
