@@ -5,8 +5,6 @@
     s3://bucket/models/llama70b-fp8kv/current.json                 what readers get
     s3://bucket/models/llama70b-fp8kv/candidate.json               what waits to be promoted
 
-    {"schema": 1, "tag": "v20261121-3f1c0a52", "identity": "3f1c0a52...", "title": "...", "created": "...", "size": 1}
-
 Nobody looks under a tag before ``current.json`` names it; that object is replaced as a whole, on the condition that it
 is still the one that was there when the publication began.
 """

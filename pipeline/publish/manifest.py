@@ -4,8 +4,6 @@ It is what everything else of a release is held against, so reading is strict: a
 name that leads out of the folder is one error, and nothing of it is used. That it agrees with itself is a question of
 its own (`contradictions`), whose answers `quantmint verify` names one by one.
 
-    {"schema": 1, "name": "...", "artefact": "<sha256>", "verdict": "PASS", "stages": {...}, "files": {...}, ...}
-
 It names no user, host or path: payloads hold content, by digest or by commit.
 """
 

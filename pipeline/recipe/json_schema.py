@@ -1,7 +1,5 @@
 """What the schema of recipes says: in JSON for editors, and in words for messages.
 
-    # yaml-language-server: $schema=recipe.schema.json
-
 Every "expected ..." comes from the JSON Schema of the models, so that a message cannot disagree with what editors
 complete. Errors of pydantic become faults here: at file:line:column, with what was found, what was expected and the
 nearest spelling.

@@ -1,11 +1,8 @@
 """What a recipe may say: every section, every field, its limits and its default.
 
-    name: llama8b-ptpc
-    source: {repo: meta-llama/Llama-3.1-8B-Instruct}
-    quantization: {scheme: ptpc_fp8}
-
-is a whole recipe; the rest has defaults. The descriptions below are what an editor shows, through the JSON Schema that
-is made from these models. Rules between fields that need more than one section are in `pipeline.stages.checks`.
+``name``, ``source`` and ``quantization`` are a whole recipe; the rest has defaults. The descriptions below are what an
+editor shows, through the JSON Schema that is made from these models. Rules between fields that need more than one
+section are in `pipeline.stages.checks`.
 """
 
 from __future__ import annotations

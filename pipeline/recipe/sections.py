@@ -1,12 +1,4 @@
-"""What a recipe says about its proof, its publication and its upkeep, and what all of its sections share.
-
-evaluation: {suite: core}
-gate:
-  accuracy: {margin: 0.01}
-  throughput: {min_ratio: 1.1, launches: 4}
-publish: {folder: published}
-refresh: {schedule: 0 3 * * 6}
-"""
+"""What a recipe says about its proof, its publication and its upkeep, and what all of its sections share."""
 
 from __future__ import annotations
 

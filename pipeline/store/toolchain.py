@@ -2,8 +2,6 @@
 
 A stage that shapes bytes or figures keeps this beside its output, because it is true then and there. A bill of
 materials that is put together later, on another machine perhaps, would otherwise list what is installed by then.
-
-    {"python": "3.11.9", "distributions": {"torch": {"version": "2.13.0", "licence": "BSD-3-Clause"}, ...}}
 """
 
 from __future__ import annotations

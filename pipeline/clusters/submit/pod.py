@@ -128,6 +128,11 @@ def template(pod: Pod) -> dict[str, Any]:
     """The pod's PodTemplateSpec. UserError for a secret among its plain variables."""
     for name in pod.variables:
         require_no_secret("--env", name, f"Put it into a Secret of the cluster: --secret {name}=SECRET:KEY")
+    image = {IMAGE_VARIABLE: pod.image} if by_digest(pod.image) else {}
+    references = [
+        {"name": item.variable, "valueFrom": {"secretKeyRef": {"name": item.secret, "key": item.key}}}
+        for item in pod.secrets
+    ]
     memory, mount = shared_memory()
     claims = {f"work-{number}" if number else "work": claim for number, claim in enumerate(pod.claims)}
     volumes = [{"name": name, "persistentVolumeClaim": {"claimName": claim.name}} for name, claim in claims.items()]
@@ -141,7 +146,7 @@ def template(pod: Pod) -> dict[str, Any]:
         "image": pod.image,
         "command": [word.replace("$", "$$") for word in pod.command],  # Kubernetes reads $(NAME) and $$ in a command
         **({} if pod.folder is None else {"workingDir": pod.folder}),
-        "env": _variables(pod),
+        "env": [*plain_variables({**image, **pod.variables}), *references],
         **({"resources": resources} if resources else {}),
         "volumeMounts": mounts,
     }
@@ -262,12 +267,3 @@ def parse_pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
             raise UserError(f"{option}: found {name!r}, expected NAME=VALUE")
         pairs[name] = value
     return pairs
-
-
-def _variables(pod: Pod) -> list[dict[str, Any]]:
-    image = {IMAGE_VARIABLE: pod.image} if by_digest(pod.image) else {}
-    references = [
-        {"name": item.variable, "valueFrom": {"secretKeyRef": {"name": item.secret, "key": item.key}}}
-        for item in pod.secrets
-    ]
-    return [*plain_variables({**image, **pod.variables}), *references]

@@ -373,9 +373,6 @@ def _facts(knob: Knob) -> list[str]:
 
 def _row(rule: Rule) -> str:
     value = "on" if rule.value is True else f"`{rule.value}`"
-    cells = (value, conditions(rule) or "always", versions(rule.first, rule.end), rule.why, rule.source)
-    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    texts = (value, conditions(rule) or "always", versions(rule.first, rule.end), rule.why, rule.source)
+    cells = [text.replace("|", "\\|") for text in texts]
+    return f"| {' | '.join(cells)} |"

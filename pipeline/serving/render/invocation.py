@@ -244,13 +244,10 @@ def _knobs(plan: LaunchPlan, width: int, *, container: bool) -> Iterator[str]:
     for reason in plan.reasons:
         if reason.knob == LAYOUT or (table()[reason.knob].kind == "docker") != container:
             continue
-        value = "" if reason.value == "on" and reason.knob.startswith("--") else _assigned(reason.knob, reason.value)
-        yield f"  {reason.knob}{value}"
+        flag = reason.knob.startswith("--")
+        joint = " " if flag or reason.knob == "image" else "="
+        yield f"  {reason.knob}" + ("" if flag and reason.value == "on" else f"{joint}{shlex.quote(reason.value)}")
         yield from _prose(f"{reason.why} [{reason.source}]", 6, width)
-
-
-def _assigned(knob: str, value: str) -> str:
-    return f" {shlex.quote(value)}" if knob.startswith("--") or knob == "image" else f"={shlex.quote(value)}"
 
 
 def _row(name: str, value: str) -> str:

@@ -258,7 +258,9 @@ class EndpointLauncher:
 
     def __init__(self, url: str, *, api_key_variable: str | None = None) -> None:
         self.url = endpoint_url(url)
-        self.api_key_variable = _variable(api_key_variable)
+        if api_key_variable is not None and not os.environ.get(api_key_variable):  # not repeated: it may be the key
+            raise UserError("--api-key-variable: expected the name of a variable that is set and holds the key")
+        self.api_key_variable = api_key_variable
 
     @contextmanager
     def deploy(
@@ -328,13 +330,6 @@ def endpoint_url(text: str) -> str:
     if parts.username is not None or parts.password is not None:
         raise UserError("the address holds a name or password", hint="Put a key into a variable and name that one.")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-
-
-def _variable(name: str | None) -> str | None:
-    """The name of a variable that is set; it is not repeated, for it may be the key itself."""
-    if name is not None and not os.environ.get(name):
-        raise UserError("--api-key-variable: expected the name of a variable that is set and holds the key")
-    return name
 
 
 def _is_local(url: str) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -70,7 +70,9 @@ def summary(cells: Sequence[Sequence[Reading]]) -> Machine:
     powers = [reading.power_w for reading in readings if reading.power_w is not None]
     throttled = {name for reading in readings for name in reading.throttled}
     for cell in cells:
-        throttled.update(_grown(cell))
+        if len(cell) > 1:  # a counter that falls was set back, which says nothing
+            first, last = cell[0].counters, cell[-1].counters
+            throttled.update(name for name, count in last.items() if count > first.get(name, count))
     return Machine(
         clock_mhz=median(clocks) if clocks else None,
         clock_mhz_low=clocks[math.ceil(0.05 * len(clocks)) - 1] if clocks else None,
@@ -79,13 +81,6 @@ def summary(cells: Sequence[Sequence[Reading]]) -> Machine:
         throttled=tuple(sorted(throttled)),
         samples=len(readings),
     )
-
-
-def _grown(cell: Sequence[Reading]) -> Iterator[str]:
-    """A counter that falls was set back, which says nothing."""
-    if len(cell) > 1:
-        first, last = cell[0].counters, cell[-1].counters
-        yield from (name for name, count in last.items() if count > first.get(name, count))
 
 
 def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[str, str]) -> Sensor | None:
