@@ -1,5 +1,9 @@
 """One byte string for each value, so that equal inputs meet at one fingerprint.
 
+::
+
+    fingerprint({"stage": "quantize", "version": 3, "recipe": {"scheme": "ptpc-fp8"}})   # 64 hex digits
+
 A fingerprint that wavers is worse than none: it redoes hours of work, or takes another result for this one. So the
 encoder refuses what has no stable form (sets, paths, bytes, NaN, objects) and names its place. It keeps apart what
 a kernel would: ``1``, ``1.0`` and ``True`` differ. Strings are taken as they are, without Unicode normalization: a

@@ -1,5 +1,10 @@
 """The accelerators that a checkpoint can be served on, as a table, with what vLLM cannot load on each.
 
+    >>> refusal("cpu", "mxfp4", "auto", "quark")[:55]
+    "vLLM's CPU build has no kernel for MXFP4 linear layers:"
+    >>> refusal("mi300x", "mxfp4", "auto", "quark") is None
+    True
+
 The table is `hardware.yaml`; it is read before hours of quantization are spent on a checkpoint that nothing loads.
 """
 

@@ -1,5 +1,8 @@
 """What can be asked of a machine: its files, variables, devices, ports, file systems and commands.
 
+    >>> Machine(root=tmp).text("proc/sys/kernel/numa_balancing")
+    '1'
+
 Everything that looks at a host takes one of these, so that a test hands it a folder that looks like another machine.
 Nothing here changes anything.
 """

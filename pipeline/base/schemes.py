@@ -1,5 +1,10 @@
 """The table of quantization schemes.
 
+    >>> scheme("mxfp4").bits_per_weight
+    4.25
+    >>> scheme("fp8_block").formats
+    ('compressed-tensors',)
+
 The table is `schemes.yaml`; the tensors that a format stores for a scheme are in `pipeline.quantize.formats.layout`.
 """
 

@@ -1,5 +1,10 @@
 """Times that people type: durations, and cron expressions with the meaning that Debian's cron gives them.
 
+
+    >>> from datetime import datetime, UTC
+    >>> [time.isoformat() for time in next_times("30 3 * * 6", "Europe/Berlin", datetime(2027, 3, 25, tzinfo=UTC), 2)]
+    ['2027-03-27T03:30:00+01:00', '2027-04-03T03:30:00+02:00']
+
 The meaning is cronsim's: day of month and day of week are both fulfilled where either begins with a star, and one of
 them is enough where neither does. An expression that names its hours and minutes runs once for each, whatever the
 clocks do: a time that is skipped comes at the end of the gap, and one that occurs twice is the first. One whose minutes

@@ -1,5 +1,8 @@
 """What may be in a release: by its name, by what is really in it, and without tokens, keys and passwords.
 
+>>> refused(["config.json", "model.safetensors", "optimizer.pt", "quantmint/gate.json"])
+('optimizer.pt: a pickle, or may hold one, which runs code when it is loaded',)
+
 A list of what may go out, not of what may not: a file that nobody thought of stays here. Names that are refused for a
 reason which people should know come with that reason.
 

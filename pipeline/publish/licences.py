@@ -1,5 +1,11 @@
 """What the licence of a base model asks of those who pass on a checkpoint that was made from it.
 
+    >>> found = terms({"license": "llama3.3"}, ("LICENSE", "USE_POLICY.md"))
+    >>> found.name, found.prefix, found.display
+    ('Llama 3.3 Community License Agreement', 'Llama', ('Built with Llama.',))
+    >>> refusal(found, "my-org/My-Model-FP8")[:60]
+    'its licence (Llama 3.3 Community License Agreement) has cond'
+
 The table is `licences.yaml`: a reading of the texts and no legal advice. What it does not know is not passed on.
 """
 

@@ -1,5 +1,8 @@
 """Which commits the branches of the Hub stand for: a plan names commits, and what it names is what is read.
 
+    commits = Commits()
+    commits.dataset("openai/gsm8k", "main")    # 40 hex digits, the same for as long as the object lives
+
 Who plans and does not run asks in another way, all at once and not for long (`pipeline.upkeep.due`), and hands in the
 answers.
 """

@@ -1,4 +1,8 @@
-"""What is wrong in a recipe, at its place."""
+"""What is wrong in a recipe, at its place.
+
+>>> print(Fault(Place("r.yaml", 3, 7), ("gate", "margin"), "found 2, expected less"))
+r.yaml:3:7: gate.margin: found 2, expected less
+"""
 
 from __future__ import annotations
 

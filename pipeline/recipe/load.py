@@ -1,5 +1,9 @@
 """From a name or a path to a recipe that is whole and valid, or to one message with everything that is wrong.
 
+    >>> loaded = load_recipe("tiny-ptpc-fp8kv")
+    >>> loaded.recipe.quantization.scheme
+    'ptpc_fp8'
+
 `extends` is resolved here: mappings merge deeply, lists and scalars replace. A value keeps the place where it really
 stands, so that a fault in a shared file is reported there. `name` and `description` say what one file is, so they are
 never inherited.

@@ -1,5 +1,8 @@
 """Which scheme a module gets, and which modules must get the same one.
 
+    >>> fused_with("model.layers.0.self_attn.q_proj")
+    'model.layers.0.self_attn.{q_proj, k_proj, v_proj}'
+
 vLLM computes q, k, v in one product, likewise gate with up, and all experts of a layer in one kernel: such modules are
 loaded with one scheme or not at all.
 """

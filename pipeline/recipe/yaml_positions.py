@@ -1,5 +1,9 @@
 """YAML whose every key and value knows where it stands.
 
+    >>> document = parse("gate:\\n  accuracy: {margin: 1e-3}\\n", "r.yaml")
+    >>> document.data, str(document.values["gate", "accuracy", "margin"])
+    ({'gate': {'accuracy': {'margin': 0.001}}}, 'r.yaml:2:22')
+
 PyYAML reads YAML 1.1, where `no` is false, `1:30` is ninety and `1e-3` is text. Recipes are read by the core schema of
 YAML 1.2 instead, which is what editors complete by. Everything that could make a small file expensive or surprising
 (tags, repeated keys, deep nesting, aliases that multiply) is refused.

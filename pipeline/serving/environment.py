@@ -1,5 +1,8 @@
 """Where the ``vllm`` command is: an argument, then QUANTMINT_VLLM, then ``.venv-vllm``, then PATH.
 
+    >>> find_vllm().version  # without importing vLLM, which takes some ten seconds
+    '0.32.0+cpu'
+
 vLLM lives in its own environment, because its pins clash with llm-compressor's. It is started, never imported. In a
 container, QUANTMINT_IMAGE names the image by its digest: what was measured with one image says nothing of another.
 """

@@ -1,5 +1,7 @@
 """What a recipe asks for that no one could make, serve or prove: found before any work.
 
+    refuse(check(load_recipe("llama70b-fp8kv"), config=config))
+
 Everything here follows from tables and small files. `check` says what can never be; `check_run` adds what this machine
 lacks, where it may be planned all the same.
 """

@@ -1,5 +1,11 @@
 """A lock file that holds between processes of one machine or of several that share a filesystem.
 
+::
+
+    with Lock(root / "quantize" / "3f2a.lock") as lock:
+        ...                 # nobody else is here
+        lock.check()        # before a step that cannot be undone: is it still ours?
+
 No byte-range locks: shared filesystems implement them badly or not at all. The file appears by hard link, whole,
 and says who holds it. On the holder's own machine (same boot, same pid namespace: containers share host names) the
 process table decides whether it lives, so a killed holder frees the lock at once and a suspended one keeps it. From

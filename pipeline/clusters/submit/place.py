@@ -1,5 +1,9 @@
 """A task (`quantmint run RECIPE --json` on some machines), the places that take one, and how its job is followed.
 
+    >>> task = task_for(load_recipe("llama405b-fp8kv").recipe, "llama405b-fp8kv", store="store")
+    >>> task.words("quantmint")
+    ('quantmint', 'run', 'llama405b-fp8kv', '--json', '--store', 'store')
+
 Words stay words: each place quotes them in its own way, and no text of a recipe is ever read by a shell.
 """
 

@@ -1,5 +1,8 @@
 """What a launch is planned for: the machines, as a user names them, and the load.
 
+    >>> parse_target("mi300x:16")
+    Target(hardware='mi300x', gpus=8, nodes=2, hbm_bytes=None)
+
 ``NAME:GPUS`` fills nodes one after the other; ``NAME:GPUSxNODES`` says how they are shared out. A profile is latency,
 streaming, throughput or offline work: the rows of `profiles.yaml`. A workload of ``eval/workloads`` names its own.
 """

@@ -1,5 +1,8 @@
 """A schedule for what this machine has: a systemd timer with its service, or a crontab of Debian's cron.
 
+    >>> on_calendar("0 3 1 * 6", "Europe/Berlin")
+    ('*-*-01 03:00:00 Europe/Berlin', 'Sat *-*-* 03:00:00 Europe/Berlin')
+
 systemd's times are in the schedule's zone. What would take GPUs, executable memory for compiled kernels or the /tmp of
 Ray away is not among the hardening. cron has no time zones but the machine's. No `flock`: a second run of a recipe
 meets quantmint's own lock, which holds across machines as well, and says so instead of waiting (``--no-wait``).
