@@ -74,7 +74,7 @@ def test_a_run_that_broke_goes_on_at_its_layer(calibrate: Run, orchestra: Any, m
     expected = load_ranges(calibrate(", mode: resident, seed: 2").file(RANGES))
     monkeypatch.setattr(room, "COMMIT_SECONDS", 0.0)
     done: list[int] = []
-    run = layers._Part.run
+    run = layers.Part.run
 
     def broken(self: Any, layer: int, **more: Any) -> Any:
         if (layer, done) == (1, [0]):
@@ -83,7 +83,7 @@ def test_a_run_that_broke_goes_on_at_its_layer(calibrate: Run, orchestra: Any, m
         done.append(layer)
         return run(self, layer, **more)
 
-    monkeypatch.setattr(layers._Part, "run", broken)
+    monkeypatch.setattr(layers.Part, "run", broken)
     with pytest.raises(Exception, match="the machine went away"):
         calibrate(", mode: layer, seed: 2, kv_floor: 0.001")
     done.append(-1)
