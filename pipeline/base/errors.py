@@ -1,5 +1,20 @@
 """The errors that a user can meet, and the exit code of each.
 
+::
+
+    QuantmintError                  5  something broke; the same command resumes
+    ├── UserError                   2  what was asked for is wrong: nothing was started
+    │   ├── RecipeError             2  ... and it stands in a recipe, at file:line:column
+    │   └── ManifestError           2  ... or what was named is no release (`pipeline.publish.manifest`)
+    ├── StageError                  5  a stage broke
+    │   ├── ServingError            5  vLLM did not start, died or answered nonsense
+    │   │   └── RefusalError        5  ... it is there, and answered a request with an error
+    │   ├── StoreError              5  the store cannot be read or written
+    │   ├── DamagedError            5  a release is not what was published (`pipeline.store.files`)
+    │   ├── UnstableValueError      5  a value in a fingerprint has no stable form (`pipeline.base.canonical`)
+    │   └── InspectionError         1  the checkpoint is structurally wrong: it must not be served
+    └── InvalidMeasurementError     4  the numbers do not mean what they should
+
 A message is one paragraph: what was found, what was expected. ``hint`` is what to do about it.
 `eval` and `calibration` know nothing of this tree: they raise their own `eval.errors.MeasurementError` and
 `calibration.errors.CalibrationError`, which the stages translate.

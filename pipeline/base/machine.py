@@ -46,8 +46,22 @@ def cores(root: Path = Path("/")) -> int:
 
 def process_age() -> float:
     """Seconds since this process was started: what a person has waited, imports and all."""
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(process_stat(os.getpid())[1]) / os.sysconf("SC_CLK_TCK")
+
+
+def process_stat(pid: int) -> tuple[str, str]:
+    """State letter and start time (clock ticks since boot) of a process; empty where they cannot be read."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", ""
+    fields = text.rpartition(")")[2].split()  # the name before it may hold blanks and brackets
+    return fields[0], fields[19]
+
+
+def cache_folder() -> Path:
+    """Where what can be fetched or found again is kept for this user; it need not be there yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantmint"
 
 
 class Space(NamedTuple):

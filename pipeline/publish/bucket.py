@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from typing import Annotated, Final
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from pipeline.base.errors import StageError, UserError
+from pipeline.base.machine import cache_folder
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest
 from pipeline.publish.place import Difference, Listed, Place, State, named, newest_first
@@ -219,9 +219,8 @@ class BucketPlace(Place):
 
     def _cache(self) -> Path:
         """A folder for copies of what this place holds."""
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         which = hashlib.sha256(f"{self._endpoint or ''} {self._url}".encode()).hexdigest()[:16]
-        return root / "quantmint" / "releases" / which
+        return cache_folder() / "releases" / which
 
 
 def _encode(release: Listed) -> bytes:

@@ -251,6 +251,11 @@ class Calibration(Section):
     )
 
     @property
+    def activation_bytes(self) -> int | None:
+        """`activation_memory` in bytes."""
+        return None if self.activation_memory is None else int(self.activation_memory * 1e9)
+
+    @property
     def observation(self) -> Observation:
         """What is measured, and how; a parameter of an observer that is not used has its default."""
         cache = self.kv_observer or self.observer

@@ -81,7 +81,7 @@ class CalibrateStage(Stage):
                 work=job.path / _LAYERS,
                 watcher=job.progress,
                 mode=section.mode,
-                activation_bytes=None if section.activation_memory is None else int(section.activation_memory * 1e9),
+                activation_bytes=section.activation_bytes,
                 trust_remote_code=trust,
                 elsewhere=places,
             )

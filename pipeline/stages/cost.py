@@ -350,7 +350,7 @@ def calibrate_volume(source: Checkpoint, structure: Structure, calibration: Cali
         flops=2.0 * tokens * products + 4.0 * scores * width,
         scores=scores,
         mode=calibration.mode,
-        memory=None if calibration.activation_memory is None else int(calibration.activation_memory * 1e9),
+        memory=calibration.activation_bytes,
     )
 
 

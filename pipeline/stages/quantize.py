@@ -164,7 +164,7 @@ def _rounded(
                 device=resolve_devices(job.setting.device)[0],
                 work=job.path / _WORK,
                 parameters=quantization.parameters,
-                activation_bytes=None if section.activation_memory is None else int(section.activation_memory * 1e9),
+                activation_bytes=section.activation_bytes,
                 trust_remote_code=trust,
                 advance=advance,
             )

@@ -38,6 +38,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipeline.base.errors import StoreError
+from pipeline.base.machine import process_stat
 
 HEARTBEAT_S = 5.0
 STALE_AFTER_S = 60.0
@@ -64,7 +65,7 @@ class _Holder:
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         since = datetime.now(UTC).isoformat(timespec="seconds")
         pid = os.getpid()
-        return cls(*_place(), pid, _process(pid)[1], secrets.token_hex(8), command, since)
+        return cls(*_place(), pid, process_stat(pid)[1], secrets.token_hex(8), command, since)
 
     @classmethod
     def parse(cls, raw: bytes) -> _Holder | None:
@@ -85,7 +86,7 @@ class _Holder:
             return False
         except PermissionError:
             pass  # another user's: it exists
-        state, born = _process(self.pid)
+        state, born = process_stat(self.pid)
         # A killed child that its parent has not reaped keeps its pid; a reused pid has another time of birth.
         return state not in {"Z", "X"} and (not born or not self.born or born == self.born)
 
@@ -348,13 +349,3 @@ def _place() -> tuple[str, str, str]:
     except OSError:
         boot = namespace = ""
     return socket.gethostname(), boot, namespace
-
-
-def _process(pid: int) -> tuple[str, str]:
-    """State letter and start time (clock ticks since boot) of a process; empty where they cannot be read."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", ""
-    fields = text.rpartition(")")[2].split()  # the name before it may hold blanks and brackets
-    return fields[0], fields[19]

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import StoreError
-from pipeline.base.machine import versions
+from pipeline.base.machine import cache_folder, versions
 from pipeline.quantize.formats.checkpoint import TensorInfo
 from pipeline.quantize.model.weights import Structure, WeightSource
 from pipeline.store.disk import sha256_of, write_atomic
@@ -28,8 +28,7 @@ def place_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> Path:
     code = [sha256_of(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
     stored = [[info.name, info.dtype, list(info.shape)] for info in tensors]
     key = fingerprint([json.dumps(config, sort_keys=True), stored, versions("torch", "transformers"), code])
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "quantmint" / "structures" / f"{key}.json"
+    return cache_folder() / "structures" / f"{key}.json"
 
 
 def recall(place: Path) -> Structure | None:
