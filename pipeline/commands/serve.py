@@ -217,12 +217,14 @@ def _plain(process: Process) -> dict[str, Any]:
 @click.option("--model", help="Checkpoint's folder, or a recipe: what its scheme needs is checked too.")
 @vllm_option
 @json_option
+@click.option("--fix-script", is_flag=True, help="Print a bash script of the fixes that need root; nothing is run.")
 def doctor(
     target: str | None,
     port: int | None,
     model: str | None,
     vllm: str | None,
     as_json: bool,
+    fix_script: bool,
 ) -> int:
     """Check whether this machine is ready to serve: each finding comes with its fix, and nothing is changed.
 
@@ -230,9 +232,11 @@ def doctor(
     """
     from pipeline.base.machine import Machine
     from pipeline.serving.host.checks import examine
-    from pipeline.serving.host.subject import look, wanted_of
+    from pipeline.serving.host.subject import look, script, wanted_of
     from pipeline.serving.planning.target import parse_target
 
+    if as_json and fix_script:
+        raise click.UsageError("--json and --fix-script both print on standard output: give one of them")
     wanted, meant = (None, None) if model is None else wanted_of(model)
     asked = meant if target is None else None if target == "auto" else parse_target(target)
     subject = look(Machine(), target=asked, vllm=vllm, port=port, wanted=wanted)
@@ -247,6 +251,8 @@ def doctor(
                 "findings": [dataclasses.asdict(finding) for finding in findings],
             }
         )
+    elif fix_script:
+        click.echo(script(findings), nl=False)
     else:
         _print_findings(subject.target, findings)
     return 1 if failed else 0

@@ -40,7 +40,7 @@ def test_the_machine_at_hand(doctor):
     assert {"accelerators", "vllm", "checkpoint", "port"} <= set(found)
     assert not {"/dev/kfd", "group render", "ibstat"} & set(found)
     assert found["vllm"]["found"] == "0.32.0+cpu"
-    assert set(found["vllm"]) == {"name", "status", "found", "expected", "why", "fix", "source"}
+    assert set(found["vllm"]) == {"name", "status", "found", "expected", "why", "fix", "as_root", "source"}
     failed = any(finding["status"] == "fail" for finding in told["findings"])
     assert (code, told["ready"]) == (int(failed), not failed)
 
@@ -59,9 +59,10 @@ def test_a_port_that_is_held_fails(doctor):
 
 @pytest.mark.skipif(Path("/dev/kfd").exists(), reason="this machine has an Instinct")
 def test_another_machine_is_not_this_one(doctor):
-    code, out, _ = doctor("--target", "mi300x:16")
+    code, out, _ = doctor("--target", "mi300x:16", "--fix-script")
     assert code == 1
     assert "modprobe amdgpu" in out
+    assert subprocess.run(["bash", "-n"], input=out, text=True, check=False, capture_output=True).stderr == ""
 
 
 @pytest.mark.skipif(Path("/dev/kfd").exists(), reason="this machine has an Instinct")
@@ -79,6 +80,8 @@ def test_a_recipe_brings_its_target_and_its_scheme(doctor):
 def test_wrong_questions(doctor):
     assert doctor("--target", "mi299x:8")[0] == 2
     assert doctor("--model", "no-such-recipe")[0] == 2
+    code, _, err = doctor("--json", "--fix-script")
+    assert (code, "one of them" in err) == (2, True)
 
 
 def test_nothing_is_changed(doctor, monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,7 @@ The texts are `checks.yaml`; each function that looks says what it saw. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import resources
@@ -100,13 +100,14 @@ def _device(subject: Subject, paths: list[Path]) -> Outcome:
     absent = [path for path in paths if not path.exists()]
     if absent:
         fix = f"load the driver: sudo modprobe amdgpu; in a container: {_DOCKER}"
-        return Outcome("fail", f"{name(absent[0])} is not there", {"fix": fix})
+        return Outcome("fail", f"{name(absent[0])} is not there", {"fix": fix, "root": "modprobe amdgpu"})
     for path in paths:
         reason = subject.machine.opens(path)
         if reason is not None:
             user = user_of(subject)
             fix = f"sudo usermod -a -G video,render {user}, then log in again; in a container: {_DOCKER}"
-            return Outcome("fail", f"{name(path)} cannot be opened: {reason}", {"fix": fix})
+            values = {"fix": fix, "root": f"usermod -a -G video,render {user}"}
+            return Outcome("fail", f"{name(path)} cannot be opened: {reason}", values)
     return Outcome("ok", "open" if len(paths) == 1 else f"{len(paths)} render nodes are open")
 
 
@@ -305,6 +306,7 @@ class Check:
     why: str
     fix: str
     source: str
+    as_root: Sequence[str] = ()
 
     def finding(self, subject: Subject) -> Finding:
         """Look, and say what was seen; a fix only where something is wrong."""
@@ -319,6 +321,7 @@ class Check:
             why=self.why,
             fix=self.fix.format_map(values) if wrong else "",
             source=self.source,
+            as_root=tuple(text.format_map(values) for text in self.as_root) if wrong else (),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -43,8 +43,8 @@ class Outcome:
 class Finding:
     """One line of `quantmint doctor`.
 
-    ``fix`` is what to do, a command where one does it, and empty where nothing is wrong. ``source`` names the guide and
-    its section.
+    ``fix`` is what to do, a command where one does it, and empty where nothing is wrong; ``as_root`` are the commands
+    of it that need root. ``source`` names the guide and its section.
     """
 
     name: str
@@ -54,6 +54,22 @@ class Finding:
     why: str
     fix: str
     source: str
+    as_root: tuple[str, ...] = ()
+
+
+def script(findings: Iterable[Finding]) -> str:
+    """A bash script of the fixes that need root, each below a comment that says why. Nothing runs it but its reader."""
+    lines = ["#!/usr/bin/env bash", "# Fixes that need root, found by `quantmint doctor`. Read it before you run it."]
+    lines += ["set -euo pipefail"]
+    given: set[str] = set()
+    for finding in findings:
+        commands = [command for command in finding.as_root if command not in given]
+        if commands:
+            lines += ["", f"# {finding.name}: found {finding.found}, expected {finding.expected}", *commands]
+            given.update(commands)
+    if not given:
+        lines += ["", "# nothing to fix as root"]
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from pipeline.serving.host.checks import LOOKS, checks, examine, preflight
-from pipeline.serving.host.subject import look
+from pipeline.serving.host.subject import look, script
 from pipeline.serving.knobs.table import table
 from pipeline.serving.model.facts import model_facts
 from pipeline.serving.plan import HostCheck, LaunchPlan, Layout, Memory
@@ -57,7 +58,8 @@ def test_what_a_plan_demands_is_looked_at():
 def test_a_healthy_machine_has_nothing_to_mend(tmp_path: Path, vllm: Path):
     found = examine(look(machine(trees.instinct(tmp_path)), vllm=vllm, port=8000))
     assert {finding.status for finding in found} == {"ok", "skipped"}
-    assert not any(finding.fix for finding in found)
+    assert not any(finding.fix or finding.as_root for finding in found)
+    assert script(found).endswith("# nothing to fix as root\n")
 
 
 def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Path):
@@ -85,6 +87,10 @@ def test_a_broken_machine_says_how_each_fault_is_mended(tmp_path: Path, vllm: Pa
         "checkpoint",
     }
     assert all(finding.fix for finding in found if finding.name in bad)
+    text = script(found)
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False, capture_output=True).stderr == ""
+    assert text.count("usermod -a -G render ann") == 1
+    assert "echo 0 > /proc/sys/kernel/numa_balancing" in text
 
 
 def test_a_plan_is_checked_for_what_it_names(tmp_path: Path, vllm: Path):

@@ -29,6 +29,7 @@ def test_partitions_fail_a_plan_that_counts_on_whole_gpus(tmp_path: Path, findin
     box = machine(trees.partitioned(tmp_path))
     whole = finding("partition", box, target="mi300x:8")
     assert (whole.status, whole.found) == ("fail", "CPX with NPS1, 24.0 GiB each")
+    assert whole.as_root == ("amd-smi set --compute-partition SPX", "amd-smi set --memory-partition NPS1")
     assert finding("partition", box).status == "warn"  # the target is what the machine is
 
 
@@ -53,7 +54,7 @@ def test_device_files_that_are_not_there(tmp_path: Path, finding):
     (root / "dev/kfd").unlink()
     (root / "dev/dri/renderD131").unlink()
     kfd, dri = (finding(name, machine(root)) for name in ("/dev/kfd", "/dev/dri"))
-    assert (kfd.status, kfd.found) == ("fail", "/dev/kfd is not there")
+    assert (kfd.status, kfd.found, kfd.as_root) == ("fail", "/dev/kfd is not there", ("modprobe amdgpu",))
     assert (dri.status, dri.found) == ("fail", "/dev/dri/renderD131 is not there")
     assert "--device /dev/kfd --device /dev/dri" in kfd.fix
     # A container with two of the eight needs no more than theirs.
@@ -66,7 +67,7 @@ def test_device_files_that_are_closed(tmp_path: Path, finding):
     box = machine(trees.instinct(tmp_path), opens=lambda path: "Permission denied" if path.name == "kfd" else None)
     seen = finding("/dev/kfd", box)
     assert (seen.status, seen.found) == ("fail", "/dev/kfd cannot be opened: Permission denied")
-    assert "usermod -a -G video,render ann," in seen.fix
+    assert seen.as_root == ("usermod -a -G video,render ann",)
     assert finding("/dev/dri", box).status == "ok"
 
 
@@ -78,7 +79,7 @@ def test_the_group_that_owns_the_devices(tmp_path: Path, finding):
     closed = machine(root, owned_by=lambda path: 109, opens=lambda path: "Permission denied")
     seen = finding("group render", closed)
     assert (seen.status, seen.found) == ("fail", "not a member of render, which owns 9 devices")
-    assert "usermod -a -G render ann," in seen.fix
+    assert seen.as_root == ("usermod -a -G render ann",)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ def test_numa_balancing(tmp_path: Path, finding):
     trees.write(root, "proc/sys/kernel/numa_balancing", 1)
     seen = finding("numa_balancing", machine(root))
     assert (seen.status, seen.found, seen.expected) == ("warn", "1", "0")
+    assert seen.as_root == ("echo 0 > /proc/sys/kernel/numa_balancing",)
     (root / "proc/sys/kernel/numa_balancing").unlink()
     assert finding("numa_balancing", machine(root)).status == "skipped"
 
@@ -31,7 +32,7 @@ def test_iommu(tmp_path: Path, finding):
     assert finding("iommu", machine(root)).found == "no IOMMU is on"
     (root / "sys/kernel/iommu_groups/0").mkdir(parents=True)
     seen = finding("iommu", machine(root))
-    assert seen.status == "warn"
+    assert (seen.status, len(seen.as_root)) == ("warn", 2)
 
 
 @pytest.mark.parametrize(
