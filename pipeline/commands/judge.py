@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -19,12 +18,12 @@ from eval.report.numbers import figure, level, percent, ratio, unit_of
 from eval.report.summary import worst_first
 from eval.throughput import Throughput
 from eval.verdict import Verdict
-from pipeline.commands.options import emit, json_option, store_option
+from pipeline.base.errors import UserError
+from pipeline.base.progress import reporter_for
+from pipeline.commands.options import PATH, emit, json_option, store_option
 from pipeline.commands.tables import paragraph, printable, table, terminal
-
-if TYPE_CHECKING:
-    from pipeline.publish.verify.subject import Check
-    from pipeline.store.tree import Store
+from pipeline.publish.verify.subject import Check, Outcome, exit_code, fails
+from pipeline.store.tree import Store
 
 _SHOWN = 8  # details of a check that are printed
 
@@ -61,8 +60,6 @@ def gate(
     was run, or a release elsewhere (org/name[@TAG], s3://bucket/prefix/name[@TAG]), of which only the evidence is
     fetched. Nothing of the recorded verdict is used; whether it is the same is said. Ends with the verdict's exit code.
     """
-    from pipeline.base.errors import UserError
-    from pipeline.store.tree import Store
 
     file = _record_of(subject, Store(store_path), as_json=as_json)
     try:
@@ -95,8 +92,6 @@ def gate(
 
 def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     from eval.report.model import DATA
-    from pipeline.base.errors import UserError
-    from pipeline.base.progress import reporter_for
     from pipeline.publish.release import EVIDENCE
     from pipeline.publish.verify.place import record_of
     from pipeline.stages import finished
@@ -186,9 +181,7 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
 
 @click.command(name="verify")
 @click.argument("subject", metavar="REPO_OR_PATH")
-@click.option(
-    "--key", type=click.Path(path_type=Path), help="PEM file with the public key of whom you trust to publish it."
-)
+@click.option("--key", type=PATH, help="PEM file with the public key of whom you trust to publish it.")
 @click.option("--identity", help="Whom you trust, where it was signed without a key: an address or a workflow's URL.")
 @click.option("--issuer", help="Who vouches for that identity: the OpenID provider's URL.")
 @click.option("--unsigned", is_flag=True, help="Accept a release that nobody vouches for.")
@@ -216,13 +209,10 @@ def verify_release(
     Ends with 0 when everything holds, with 1 when something does not, with 3 when nothing fails but something could
     not be checked (a release without a signature, or no key to check one with), with 2 when there is no release.
     """
-    from pipeline.base.errors import UserError
-    from pipeline.base.progress import reporter_for
     from pipeline.publish.signing import public_fingerprint
     from pipeline.publish.verify.files import Trust
     from pipeline.publish.verify.place import opened
     from pipeline.publish.verify.run import verify
-    from pipeline.publish.verify.subject import exit_code, fails
     from pipeline.store.files import OtherBytesError
 
     if key is not None and (identity or issuer):
@@ -248,8 +238,6 @@ def verify_release(
 
 
 def _print_checks(place: str, checks: Sequence[Check]) -> None:
-    from pipeline.publish.verify.subject import Outcome, exit_code
-
     marks = {Outcome.OK: ("✓", "green"), Outcome.FAILS: ("✗", "red"), Outcome.NOT_CHECKED: ("?", "yellow")}
     ends = {0: ("VERIFIED", "green"), 1: ("FAILS", "red"), 3: ("NOT ALL CHECKED", "yellow")}
     console = terminal()

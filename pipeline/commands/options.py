@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pipeline.stages.stage import Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
+PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+MODEL_FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, given: str) -> tuple[int, ...] | None:
@@ -47,7 +51,7 @@ device_option = click.option(
 store_option = click.option(
     "--store",
     "store_path",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER,
     default=lambda: Path(os.environ.get("QUANTMINT_STORE", "store")),
     help="Folder of finished stages (default: $QUANTMINT_STORE, or ./store).",
 )
@@ -100,7 +104,7 @@ fleet_options = _together(
     ),
     click.option(
         "--metrics-file",
-        type=click.Path(path_type=Path, dir_okay=False),
+        type=FILE,
         help="Keep metrics for Prometheus in this file, for the node exporter's textfile collector.",
     ),
     device_option,
@@ -118,7 +122,7 @@ pod_options = _together(
     click.option("--node-selector", metavar="LABEL=VALUE", multiple=True, help="Kubernetes."),
     click.option(
         "--pod-template",
-        type=click.Path(path_type=Path, dir_okay=False),
+        type=FILE,
         help="Kubernetes: YAML file with what the cluster wants of every pod: tolerations, sidecars.",
     ),
     click.option(

@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
+from rich.markup import escape
 
+from eval.report.numbers import size
+from pipeline.base.errors import UserError, shown_path
+from pipeline.base.progress import Reporter, reporter_for
 from pipeline.commands.options import emit, json_option, store_option, vllm_option
+from pipeline.commands.tables import printable, table, terminal
+from pipeline.publish.place import Operation, Published, outdated
+from pipeline.publish.places import elsewhere, open_place, places_of, published_folder
+from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeline.base.progress import Reporter
-    from pipeline.publish.place import Operation, Published
     from pipeline.stages.runner import Outcome
     from pipeline.stages.stage import Planned, Setting
 
@@ -49,13 +55,9 @@ def publish(
     To the places of the recipe, or to those that are named here; several may be named. A release that is there is left
     as it is, so that the same command finishes what was interrupted; `quantmint rollback` gives readers an earlier one.
     """
-    from pipeline.base.errors import UserError
-    from pipeline.base.progress import reporter_for
-    from pipeline.publish.places import elsewhere
     from pipeline.stages.planning import build_plan, foreseen, missing_stages
     from pipeline.stages.preflight import require_means
     from pipeline.stages.session import open_setting
-    from pipeline.store.tree import Store
 
     reporter = reporter_for(json=as_json)
     setting = open_setting(recipe, store=Store(store_path, on_warning=reporter.warn), vllm=vllm)
@@ -77,25 +79,20 @@ def publish(
 @click.command(name="releases")
 @click.argument("place")
 @json_option
-def releases(place: str, as_json: bool) -> int:
+def releases(place: str, as_json: bool) -> None:
     """List what is published in PLACE, the newest first, and which of it readers get.
 
     PLACE is a published folder (published/NAME), a bucket (s3://bucket/prefix/NAME) or a repository (org/name).
     """
-    from pipeline.publish.places import open_place
 
     there = open_place(place)
     found = there.releases()
     if as_json:
         emit({"place": there.address, "releases": [asdict(release) for release in found]})
-        return 0
+        return
     if not found:
         click.echo(f"nothing is published in {_shown(there.address)}", err=True)
-        return 0
-    from rich.markup import escape
-
-    from eval.report.numbers import size
-    from pipeline.commands.tables import printable, table, terminal
+        return
 
     rows = [
         (
@@ -108,7 +105,6 @@ def releases(place: str, as_json: bool) -> int:
         for release in found
     ]
     terminal().print(table("tag", "date", "", "size", "title", right=("size",), rows=rows))
-    return 0
 
 
 @click.command(name="promote")
@@ -116,12 +112,12 @@ def releases(place: str, as_json: bool) -> int:
 @click.argument("tag", required=False)
 @_dry_run_option
 @json_option
-def promote(place: str, tag: str | None, dry_run: bool, as_json: bool) -> int:
+def promote(place: str, tag: str | None, dry_run: bool, as_json: bool) -> None:
     """Make a candidate in PLACE what readers get; TAG says which one where several wait.
 
     Its files were sent when it was published: none is sent again. `quantmint rollback` undoes it.
     """
-    return _change("promote", place, tag, dry_run=dry_run, as_json=as_json)
+    _change("promote", place, tag, dry_run=dry_run, as_json=as_json)
 
 
 @click.command(name="rollback")
@@ -129,31 +125,27 @@ def promote(place: str, tag: str | None, dry_run: bool, as_json: bool) -> int:
 @click.argument("tag")
 @_dry_run_option
 @json_option
-def rollback(place: str, tag: str, dry_run: bool, as_json: bool) -> int:
+def rollback(place: str, tag: str, dry_run: bool, as_json: bool) -> None:
     """Make TAG, an earlier release in PLACE, what readers get again, byte by byte.
 
     Nothing is removed: the release that it replaces can be rolled back to in the same way.
     """
-    return _change("rollback", place, tag, dry_run=dry_run, as_json=as_json)
+    _change("rollback", place, tag, dry_run=dry_run, as_json=as_json)
 
 
-def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *, dry_run: bool, as_json: bool) -> int:
-    from pipeline.base.progress import reporter_for
-    from pipeline.publish.places import open_place
-
+def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *, dry_run: bool, as_json: bool) -> None:
     there = open_place(place)
     done = getattr(there, way)(tag, dry_run=dry_run, progress=reporter_for(json=as_json))
     if as_json:
         named = {"tag": tag} if way == "rollback" else {}
         emit({"place": there.address, **named, "dry_run": dry_run, "operations": _as_json(done)})
-        return 0
+        return
     _show(done)
     if not done:
         click.echo(f"{tag} is the current release of {_shown(there.address)} already")
     elif not dry_run:
         current = next((release.tag for release in there.releases() if release.current), None)
         click.echo(f"current  {current or '-'} of {_shown(there.address)}")
-    return 0
 
 
 @click.command(name="prune")
@@ -161,22 +153,18 @@ def _change(way: Literal["promote", "rollback"], place: str, tag: str | None, *,
 @click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="The newest N releases stay.")
 @_dry_run_option
 @json_option
-def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> int:
+def prune(place: str, keep: int, dry_run: bool, as_json: bool) -> None:
     """Remove old releases from PLACE, never the current one or a candidate."""
-    from pipeline.base.progress import reporter_for
-    from pipeline.publish.place import outdated
-    from pipeline.publish.places import open_place
 
     there = open_place(place)
     tags = outdated(there.releases(), keep=keep)
     done = there.remove(tags, dry_run=dry_run, progress=reporter_for(json=as_json)) if tags else ()
     if as_json:
         emit({"place": there.address, "removed": list(tags), "dry_run": dry_run, "operations": _as_json(done)})
-        return 0
+        return
     _show(done)
     if not tags:
         click.echo(f"{_shown(there.address)} has no release to remove")
-    return 0
 
 
 def published_by(outcome: Outcome) -> Sequence[Published]:
@@ -190,7 +178,6 @@ def published_by(outcome: Outcome) -> Sequence[Published]:
 def report_page(outcome: Outcome, setting: Setting) -> Path | None:
     """The report's page: beside the checkpoint where readers get this very release from a folder, else in the store."""
     from eval.report.model import PAGE
-    from pipeline.publish.places import published_folder
     from pipeline.publish.release import EVIDENCE
 
     report = outcome.entry("report")
@@ -232,9 +219,6 @@ def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
 
     A signature without a key is not made for that: Sigstore writes it into a public log, for ever.
     """
-    from eval.report.numbers import size
-    from pipeline.publish.place import Operation
-    from pipeline.publish.places import places_of
     from pipeline.stages.planning import missing_stages
     from pipeline.stages.publish import release_of, require_proof
     from pipeline.stages.runner import run_plan
@@ -280,15 +264,11 @@ def _as_json(operations: Sequence[Operation]) -> list[dict[str, object]]:
 
 
 def _shown(place: str) -> str:
-    from pipeline.base.errors import shown_path
-
     path = Path(place)
     return shown_path(path) if path.is_absolute() else place
 
 
 def _show(operations: Sequence[Operation], *, indent: str = "") -> None:
-    from eval.report.numbers import size
-
     for one in operations:
         line = f"{indent}{one.verb:<9}{one.what}"
         click.echo(line if one.size is None else f"{line}  {size(one.size)}")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import device_option, emit, json_option, on_option, spread
+from pipeline.base.progress import reporter_for
+from pipeline.commands.options import PATH, device_option, emit, json_option, on_option, spread
 
 if TYPE_CHECKING:
     from pipeline.stages.quantization import Outlook, QuantizationJob
@@ -20,7 +21,7 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 
 @click.command(name="quantize")
 @click.argument("src")
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=PATH)
 @click.option("--scheme", required=True, help="What linear layers become; `quantmint schemes` lists them.")
 @click.option("--format", "layout", help="Layout: compressed-tensors (default) or quark.")
 @click.option("--kv-cache", help="fp8: calibrated static scales. auto (default): 16 bit.")
@@ -56,7 +57,7 @@ def quantize(
     as_json: bool,
     override: tuple[str, ...],
     **given: Any,
-) -> int:
+) -> None:
     """Quantize SRC, a folder or organisation/name[@revision] of the Hub, into the folder OUT.
 
     The one stage, without a recipe: nothing is served or judged. OUT gets its config.json when all is made and found
@@ -64,7 +65,6 @@ def quantize(
     """
     from dataclasses import replace
 
-    from pipeline.base.progress import reporter_for
     from pipeline.recipe.load import recipe_of
     from pipeline.stages.quantization import look_ahead, make, open_job, source_section
 
@@ -76,12 +76,11 @@ def quantize(
     if dry_run:
         state = "finished" if job.finished else "goes on where it stopped" if job.begun else "nothing is there yet"
         _show_plan(job, look_ahead(job), state, as_json=as_json)
-        return 0
+        return
     reporter = reporter_for(json=as_json)
     with spread(on, job.setting, reporter) as setting:
         made = make(replace(job, setting=setting), reporter)
     _show_result(job, job.record, made=made, as_json=as_json)
-    return 0
 
 
 def _sections(given: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[str, Any]:
@@ -183,10 +182,10 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
 
 
 @click.command(name="inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @click.option(
     "--source",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="The 16-bit model: measures the error of every layer and compares what was not quantized.",
 )
 @click.option("--allow-unit-kv-scales", is_flag=True, help="Accept KV scales of exactly 1.0.")
@@ -197,7 +196,6 @@ def inspect(path: Path, source: Path | None, allow_unit_kv_scales: bool, device:
 
     Ends with 0 when nothing contradicts anything, with 1 when something does.
     """
-    from pipeline.base.progress import reporter_for
     from pipeline.quantize.device import resolve_device
     from pipeline.quantize.formats.checkpoint import open_checkpoint
     from pipeline.quantize.formats.layout import layout_of

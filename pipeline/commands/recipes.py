@@ -20,7 +20,7 @@ _GRANULARITY = {"per_tensor": "tensor", "per_channel": "channel", "per_token": "
 @click.command(name="recipes")
 @click.argument("name", required=False)
 @json_option
-def recipes(name: str | None, as_json: bool) -> int:
+def recipes(name: str | None, as_json: bool) -> None:
     """List the recipes by name, or print NAME with everything inherited and every default written out."""
     from pipeline.recipe.load import load_recipe, recipe_names
 
@@ -30,42 +30,40 @@ def recipes(name: str | None, as_json: bool) -> int:
             emit(loaded.recipe.model_dump(mode="json"))
         else:
             click.echo(loaded.text_resolved, nl=False)
-        return 0
+        return
     found = [load_recipe(known).recipe for known in recipe_names()]
     if as_json:
         emit([{"name": recipe.name, "description": recipe.description} for recipe in found])
-        return 0
+        return
     for recipe in found:
         click.echo(f"{recipe.name:<22} {recipe.description}")
-    return 0
 
 
 @click.command(name="schema")
-def schema() -> int:
+def schema() -> None:
     """Print the JSON Schema of recipes, for editors that complete and check them."""
     from pipeline.recipe.json_schema import schema_text
 
     click.echo(schema_text(), nl=False)
-    return 0
 
 
 @click.command(name="schemes")
 @click.option("--markdown", is_flag=True, help="Print the table as docs/schemes.md has it.")
 @json_option
-def schemes(markdown: bool, as_json: bool) -> int:
+def schemes(markdown: bool, as_json: bool) -> None:
     """List the schemes: what they store, which engines make them in each layout, and where they run as they are.
 
     An FP8 KV cache goes with every scheme; its scales are calibrated.
     """
     if as_json:
         emit([_facts(scheme) for scheme in table().values()])
-        return 0
+        return
     rows = [_cells(scheme) for scheme in table().values()]
     if markdown:
         click.echo(f"| {' | '.join(_COLUMNS)} |\n|---|--:|" + "---|" * (len(_COLUMNS) - 2))
         for name, *cells in rows:
             click.echo(f"| `{name}` | {' | '.join(cells)} |")
-        return 0
+        return
     from pipeline.commands.tables import table as make
     from pipeline.commands.tables import terminal
 
@@ -73,7 +71,6 @@ def schemes(markdown: bool, as_json: bool) -> int:
     for column in shown.columns[2:]:
         column.no_wrap = False  # only the name must stay in one piece on a narrow terminal
     terminal().print(shown)
-    return 0
 
 
 def _facts(scheme: Scheme) -> dict[str, Any]:

@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
+from rich.markup import escape
 
-from pipeline.commands.options import emit, json_option, store_option
+from eval.report.numbers import count, percent, ratio, size, unit_of
+from pipeline.base.errors import UserError, shown_path
+from pipeline.base.progress import reporter_for
+from pipeline.commands.options import FILE, FOLDER, emit, json_option, store_option
+from pipeline.commands.tables import printable, table, terminal
+from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from eval.comparison.model import Comparison, Group
 
 FORMATS = ("html", "markdown", "junit", "json")
@@ -23,18 +28,16 @@ FORMATS = ("html", "markdown", "junit", "json")
     "--format", "form", type=click.Choice(FORMATS), default="html", show_default=True,
     help="The page, the section of a model card, test results for a CI system, or the data.",
 )  # fmt: skip
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Copy it there.")
+@click.option("--output", type=FILE, help="Copy it there.")
 @store_option
 @json_option
-def report(subject: str, form: str, output: Path | None, store_path: Path, as_json: bool) -> int:
+def report(subject: str, form: str, output: Path | None, store_path: Path, as_json: bool) -> None:
     """Show the report of a recipe's last run, of a published folder or of an entry of the store.
 
     The page is told by its path; the other forms are printed, unless --output says where they go.
     """
-    from pipeline.base.errors import UserError, shown_path
     from pipeline.stages.finished import find
     from pipeline.stages.report import FILES
-    from pipeline.store.tree import Store
 
     folder = find(subject, Store(store_path)).report.parent
     file = (folder / FILES[form]).absolute()  # as it was named: a link to the newest release stays one
@@ -53,11 +56,9 @@ def report(subject: str, form: str, output: Path | None, store_path: Path, as_js
         click.echo(shown_path(file))
     else:
         click.echo(file.read_text(encoding="utf-8"), nl=False)
-    return 0
 
 
 def _write(output: Path, content: bytes) -> None:
-    from pipeline.base.errors import UserError
     from pipeline.store.disk import write_atomic
 
     try:
@@ -68,12 +69,10 @@ def _write(output: Path, content: bytes) -> None:
 
 @click.command(name="compare")
 @click.argument("finished", nargs=-1, required=True, metavar="A B ...")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.html", help="Write the page there."
-)
+@click.option("--output", type=FILE, metavar="FILE.html", help="Write the page there.")
 @store_option
 @json_option
-def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as_json: bool) -> int:
+def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as_json: bool) -> None:
     """Put checkpoints side by side: accuracy against size against throughput.
 
     A, B, ... are published folders, report.json files, reports in the store, or names of recipes that were run.
@@ -81,9 +80,7 @@ def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as
     from eval.comparison.model import read, side_by_side, to_json
     from eval.comparison.page import render
     from eval.errors import MeasurementError
-    from pipeline.base.errors import UserError, shown_path
     from pipeline.stages.finished import find
-    from pipeline.store.tree import Store
 
     if len(finished) < 2:
         raise UserError(f"found one checkpoint, {finished[0]}, expected at least two to compare")
@@ -96,16 +93,13 @@ def compare(finished: tuple[str, ...], output: Path | None, store_path: Path, as
         _write(output, render(comparison).encode())
     if as_json:
         emit({**to_json(comparison), "page": None if output is None else str(output.resolve())})
-        return 0
+        return
     _show(comparison)
     if output is not None:
         click.echo(f"page  {shown_path(output.resolve())}")
-    return 0
 
 
 def _show(comparison: Comparison) -> None:
-    from pipeline.commands.tables import terminal
-
     console = terminal()
     for warning in comparison.warnings:
         console.print(f"[yellow]note:[/] {_plain(warning)}")
@@ -119,9 +113,6 @@ def _show(comparison: Comparison) -> None:
 
 
 def _print_marks(console: Console, group: Group) -> None:
-    from eval.report.numbers import count, percent, ratio, size
-    from pipeline.commands.tables import table
-
     who = table("", "checkpoint", "verdict", "measured on")
     figures = ("size", "of 16 bit", "recovery", "flips", "speed", "KV tokens", "canary")
     made = table("", *figures, right=figures)
@@ -149,9 +140,6 @@ def _print_marks(console: Console, group: Group) -> None:
 
 
 def _print_tasks(console: Console, group: Group) -> None:
-    from eval.report.numbers import unit_of
-    from pipeline.commands.tables import table
-
     if not group.tasks:
         return
     numbers = ("change", "interval", "items")
@@ -176,8 +164,6 @@ def _print_tasks(console: Console, group: Group) -> None:
 
 def _print_direct(console: Console, group: Group) -> None:
     from eval.accuracy import better
-    from eval.report.numbers import unit_of
-    from pipeline.commands.tables import table
 
     if not group.direct:
         return
@@ -198,9 +184,6 @@ def _print_direct(console: Console, group: Group) -> None:
 
 def _plain(text: str) -> str:
     """Text of a report that anybody may have written: no markup of ours, nothing that moves a cursor."""
-    from rich.markup import escape
-
-    from pipeline.commands.tables import printable
 
     return escape(printable(text))
 
@@ -208,32 +191,28 @@ def _plain(text: str) -> str:
 @click.command(name="site")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER,
     default=Path("site"),
     show_default=True,
     help="Folder of the site; what is there is brought up to date.",
 )
 @store_option
 @json_option
-def site(output: Path, store_path: Path, as_json: bool) -> int:
+def site(output: Path, store_path: Path, as_json: bool) -> None:
     """Render an index of all runs with their reports: plain files for any web server, or to be opened from the disk.
 
     Runs that the store has forgotten stay in the index; delete the folder to begin anew.
     """
-    from pipeline.base.errors import shown_path
-    from pipeline.base.progress import reporter_for
     from pipeline.stages.site import INDEX, build
-    from pipeline.store.tree import Store
 
     reporter = reporter_for(json=as_json)
     built = build(output, Store(store_path, on_warning=reporter.warn))
     page = (output / INDEX).resolve()
     if as_json:
         emit({"page": str(page), "copied": built.copied, "runs": [row.to_json() for row in built.rows]})
-        return 0
+        return
     click.echo(f"{len(built.rows)} runs, {built.copied} new reports")
     click.echo(f"page  {shown_path(page)}")
-    return 0
 
 
 @click.command(name="track")
@@ -242,7 +221,7 @@ def site(output: Path, store_path: Path, as_json: bool) -> int:
 @click.option("--experiment", default="quantmint", show_default=True, help="Experiment that the run is put into.")
 @store_option
 @json_option
-def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: bool) -> int:
+def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: bool) -> None:
     """Log a finished run to MLflow: its recipe, figures, verdict and report. What is there already stays as it is.
 
     PATH_OR_RECIPE is a published folder, a report.json, a report in the store, or the name of a recipe that was run.
@@ -250,7 +229,6 @@ def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: b
     """
     from pipeline.stages.finished import find
     from pipeline.stages.tracking import content_of, log
-    from pipeline.store.tree import Store
 
     content = content_of(find(finished, Store(store_path)))
     logged = log(content, uri, experiment)
@@ -258,4 +236,3 @@ def track(finished: str, uri: str, experiment: str, store_path: Path, as_json: b
         emit({"run_id": logged.run_id, "experiment": experiment, "new": logged.new, "fingerprint": content.fingerprint})
     else:
         click.echo(f"{'logged' if logged.new else 'was logged before:'} {content.name}, run {logged.run_id}")
-    return 0

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
+from rich.markup import escape
 
+from eval.report.numbers import duration, size
+from pipeline.base.progress import reporter_for
 from pipeline.commands.options import (
     device_option,
     emit,
@@ -18,11 +21,11 @@ from pipeline.commands.options import (
     store_option,
     vllm_option,
 )
-
-if TYPE_CHECKING:
-    from pipeline.upkeep.due.due import Due
-    from pipeline.upkeep.fleet.events import Event, Summary
-    from pipeline.upkeep.fleet.jobs import Options
+from pipeline.commands.tables import table, terminal
+from pipeline.store.tree import Store
+from pipeline.upkeep.due.due import Due, all_recipes, look
+from pipeline.upkeep.fleet.events import Event, Summary, line_of, worst
+from pipeline.upkeep.fleet.jobs import Options, Request, devices_needed, foresee
 
 SOMETHING_DUE: Final = 10
 """Exit code where at least one recipe is due: 1 to 5 are verdicts and errors."""
@@ -51,10 +54,7 @@ def due(
     all of ./recipes are looked at. Ends with 10 where something is due, else 5 where a release cannot be read, else 2
     where a recipe is broken, else 0.
     """
-    from pipeline.base.progress import reporter_for
     from pipeline.serving.environment import serving_image
-    from pipeline.store.tree import Store
-    from pipeline.upkeep.due.due import all_recipes, look
 
     serving_image()  # a wrong one is one error, and not one of each recipe
     reporter = reporter_for(json=as_json)
@@ -145,8 +145,6 @@ def requantize(
     does not hold up the others; faults of networks and servers are tried again. Stopped at any moment, the same command
     goes on. Ends with the worst of the recipes' exit codes: 5, 2, 4, 1, 3, 0.
     """
-    from pipeline.upkeep.due.due import all_recipes
-    from pipeline.upkeep.fleet.jobs import Options
 
     named = tuple(dict.fromkeys(recipes)) or all_recipes()
     options = Options(
@@ -168,8 +166,6 @@ def requantize(
 
 
 def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> Summary:
-    from pipeline.upkeep.fleet.events import line_of
-    from pipeline.upkeep.fleet.jobs import Request
     from pipeline.upkeep.fleet.rounds import Fleet, stopping
     from pipeline.upkeep.notices import outlets
 
@@ -194,14 +190,6 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> S
 
 
 def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
-    from rich.markup import escape
-
-    from eval.report.numbers import duration
-    from pipeline.base.progress import reporter_for
-    from pipeline.commands.tables import table, terminal
-    from pipeline.upkeep.fleet.events import worst
-    from pipeline.upkeep.fleet.jobs import devices_needed, foresee
-
     jobs, left = foresee(named, options, reporter_for(json=as_json).warn)
     runs: list[dict[str, Any]] = [
         {
@@ -234,11 +222,6 @@ def _foresee(named: Sequence[str], options: Options, as_json: bool) -> int:
 
 
 def _print(summary: Summary) -> None:
-    from rich.markup import escape
-
-    from eval.report.numbers import duration, size
-    from pipeline.commands.tables import table, terminal
-
     rows = [
         (
             ended.recipe,

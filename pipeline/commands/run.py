@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from eval.report.numbers import duration, size
 from pipeline.base.canonical import ABSENT, Change
+from pipeline.base.errors import shown_path
+from pipeline.base.progress import reporter_for
 from pipeline.commands.options import (
+    MODEL_FOLDER,
     device_option,
     emit,
     json_option,
@@ -23,6 +27,7 @@ from pipeline.commands.options import (
     store_option,
     vllm_option,
 )
+from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
     from pipeline.recipe.schema import Recipe
@@ -56,8 +61,6 @@ def run(
 
     Finished stages are taken from the store; an interrupted run goes on with the same command.
     """
-    from pipeline.base.errors import shown_path
-    from pipeline.base.progress import reporter_for
     from pipeline.commands.publish import published_by, report_page, show_published
     from pipeline.publish.places import published_folder
     from pipeline.serving.host.detect import device_here
@@ -67,7 +70,6 @@ def run(
     from pipeline.stages.session import open_setting
     from pipeline.stages.tracking import log_run
     from pipeline.store.remote import open_tier
-    from pipeline.store.tree import Store
 
     reporter = reporter_for(json=as_json)
     setting = open_setting(
@@ -148,13 +150,13 @@ def _measured(gate: Entry | None) -> dict[str, str] | None:
 @click.option(
     "--config",
     "config_folder",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=MODEL_FOLDER,
     help="Folder with the model's config.json, to plan without its weights and without a network.",
 )
 @vllm_option
 @store_option
 @json_option
-def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> int:
+def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, store_path: Path, as_json: bool) -> None:
     """Show the stages of RECIPE, which of them are cached, and what it takes: time, memory, disk.
 
     Nothing is made. Ends with 2 where the disk is too small or the recipe asks for the impossible.
@@ -169,7 +171,6 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     from pipeline.stages.session import open_setting
     from pipeline.stages.source import config_folder as fetched
     from pipeline.store.disk import free_bytes
-    from pipeline.store.tree import Store
 
     setting = open_setting(recipe, store=Store(store_path), vllm=vllm, config=config_folder)
     plan = foreseen(build_plan(setting), setting)
@@ -197,13 +198,11 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     else:
         _print_plan(setting.recipe, told)
     require_disk(needed, free, str(where))
-    return 0
 
 
 def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
     from rich.markup import escape
 
-    from eval.report.numbers import size
     from pipeline.commands.tables import print_costs, table, terminal
 
     console = terminal()
@@ -252,22 +251,20 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
 @vllm_option
 @store_option
 @json_option
-def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> int:
+def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> None:
     """Say which input of which stage changed since RECIPE was last run."""
     from pipeline.stages.planning import build_plan, explain, foreseen
     from pipeline.stages.session import open_setting
-    from pipeline.store.tree import Store
 
     setting = open_setting(recipe, store=Store(store_path), vllm=vllm)
     explained = explain(foreseen(build_plan(setting), setting), setting)
     if as_json:
         emit([{"stage": e.key, "state": e.state, "changes": [_change(c) for c in e.changes]} for e in explained])
-        return 0
+        return
     for entry in explained:
         click.echo(f"{entry.key:<20} {entry.state}")
         for change in entry.changes:
             click.echo(f"{'':<20}   {change.path.removeprefix('$.')}: {_short(change.old)} -> {_short(change.new)}")
-    return 0
 
 
 def _short(side: object) -> str:
@@ -283,16 +280,15 @@ def _change(change: Change) -> dict[str, object]:
 @click.option("--recipe", help="Only runs of this recipe.")
 @store_option
 @json_option
-def runs(recipe: str | None, store_path: Path, as_json: bool) -> int:
+def runs(recipe: str | None, store_path: Path, as_json: bool) -> None:
     """List past runs, the newest first, with how each ended."""
-    from eval.report.numbers import duration
     from pipeline.store.gc import list_runs
 
     found = [run for run in list_runs(store_path) if recipe in (None, run.recipe)]
     if as_json:
         names = ("recipe", "started", "finished", "verdict", "exit_code", "facts")
         emit([{name: getattr(run, name) for name in names} for run in found])
-        return 0
+        return
     width = max((len(run.recipe) for run in found), default=0)
     for run in found:
         ended, took = run.verdict or f"exit {run.exit_code}", ""
@@ -304,7 +300,6 @@ def runs(recipe: str | None, store_path: Path, as_json: bool) -> int:
         click.echo(f"{run.started[:16].replace('T', ' ')} UTC  {run.recipe:<{width}}  {ended:<12}  {took}".rstrip())
     if not found:
         click.echo(f"no runs in {store_path}", err=True)
-    return 0
 
 
 @click.command(name="gc")
@@ -312,19 +307,16 @@ def runs(recipe: str | None, store_path: Path, as_json: bool) -> int:
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @store_option
 @json_option
-def gc(keep: int, dry_run: bool, store_path: Path, as_json: bool) -> int:
+def gc(keep: int, dry_run: bool, store_path: Path, as_json: bool) -> None:
     """Remove what none of the newest runs of any recipe uses. What was published is not touched."""
-    from eval.report.numbers import size
     from pipeline.store.gc import apply, plan_gc
-    from pipeline.store.tree import Store
 
     plan = plan_gc(Store(store_path), keep=keep)
     freed = plan.freed_bytes if dry_run else apply(plan)
     if as_json:
         items = [{"path": str(item.path), "bytes": item.bytes, "why": item.why} for item in plan.remove]
         emit({"removed": items, "freed_bytes": freed, "dry_run": dry_run})
-        return 0
+        return
     for item in plan.remove:
         click.echo(f"{size(item.bytes):>10}  {item.path}  {item.why}")
     click.echo(f"{'would free' if dry_run else 'freed'} {size(freed)}")
-    return 0

@@ -7,11 +7,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from pipeline.base.errors import SECRET, UserError
 from pipeline.commands.options import (
+    FOLDER,
     emit,
     fleet_options,
     jobs_address,
@@ -21,10 +23,8 @@ from pipeline.commands.options import (
     pod_options,
     refuse_foreign,
 )
-
-if TYPE_CHECKING:
-    from pipeline.upkeep.fleet.events import Event
-    from pipeline.upkeep.schedule.export import Export, Scheduled
+from pipeline.upkeep.fleet.events import Event, line_of, now_utc
+from pipeline.upkeep.schedule.export import EXAMPLE, Export, Scheduled, cron_job, needed_secrets, scheduled, workflow
 
 _SHOWN = 3
 _MISSED = {"run": "run once, later", "skip": "left out"}
@@ -58,7 +58,7 @@ def command() -> None:
 @command.command(name="list")
 @click.argument("recipes", nargs=-1)
 @json_option
-def list_(recipes: tuple[str, ...], as_json: bool) -> int:
+def list_(recipes: tuple[str, ...], as_json: bool) -> None:
     """Show when RECIPES are next looked at (default: those of ./recipes that have a schedule).
 
     Times are in the schedule's own zone, then in UTC.
@@ -66,7 +66,6 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
     from datetime import UTC, datetime
 
     from pipeline.commands.tables import table, terminal
-    from pipeline.upkeep.schedule.export import EXAMPLE, scheduled
 
     found, now = scheduled(recipes), datetime.now(UTC)
     times = {item.name: item.next_times(now, _SHOWN) for item in found}
@@ -87,10 +86,10 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
                 for item in found
             ]
         )
-        return 0
+        return
     if not found:
         click.echo(f"no recipe of ./recipes has a schedule: {EXAMPLE}")
-        return 0
+        return
     rows = [
         (
             item.name,
@@ -102,7 +101,6 @@ def list_(recipes: tuple[str, ...], as_json: bool) -> int:
         for item in found
     ]
     terminal().print(table("recipe", "next", "UTC", "missed times", "schedule", rows=rows))
-    return 0
 
 
 @command.command()
@@ -150,7 +148,6 @@ class Log:
 
     def tell(self, event: str, text: str, **facts: object) -> None:
         """Something that the scheduler did or found: a word for programs, a sentence for people, the facts."""
-        from pipeline.upkeep.fleet.events import now_utc
 
         at = now_utc()
         self._write(json.dumps({"event": event, "at": at, **facts}) if self._as_json else f"{at} {text}")
@@ -162,8 +159,6 @@ class Log:
     def hear(self, event: Event) -> None:
         """Something that the fleet did."""
         from dataclasses import asdict
-
-        from pipeline.upkeep.fleet.events import line_of
 
         if self._as_json:
             facts = {name: value for name, value in asdict(event).items() if value not in (None, "", ())}
@@ -182,7 +177,7 @@ class Log:
 @click.option("--cron", is_flag=True, help="A crontab.")
 @click.option("--kubernetes", is_flag=True, help="A CronJob for each recipe.")
 @click.option("--github-actions", is_flag=True, help="A workflow for each recipe, for a runner of your own.")
-@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder to write to (default: print).")
+@click.option("--output", type=FOLDER, help="Folder to write to (default: print).")
 @click.option("--command", "program", metavar="WORDS", help="What starts quantmint (default: this one; `quantmint`).")
 @click.option("--directory", help="Where it starts (default: here; the volume; a checkout of the repository).")
 @click.option("--store", help="Folder of finished stages there (default: ./store of that directory).")
@@ -198,14 +193,12 @@ class Log:
 @click.option("--memory", type=click.IntRange(min=1), metavar="GB", help="Host memory that is kept free for a pod.")
 @click.option("--runner", metavar="LABEL,LABEL", help="Labels of the runner: self-hosted,mi300x.")
 @click.pass_context
-def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None, **given: Any) -> int:
+def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None, **given: Any) -> None:
     """Print or write what makes a scheduler run `quantmint requantize RECIPE --due`.
 
     RECIPES: default are those of ./recipes that have a schedule. What the scheduler cannot say of a schedule is
     refused with the reason; docs/scheduling.md compares them.
     """
-    from pipeline.base.errors import UserError
-    from pipeline.upkeep.schedule.export import EXAMPLE, needed_secrets, scheduled
 
     forms = [form for form in _FORMS if given[form]]
     if len(forms) != 1:
@@ -230,15 +223,12 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
     wanted = sorted({name for item in items for name in needed_secrets(item.recipe)})
     if form in _HERE and wanted and given["environment_file"] is None:
         click.echo(f"note: {' and '.join(wanted)} come from --environment-file PATH", err=True)
-    return 0
 
 
 def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
-    from pipeline.base.errors import SECRET, UserError
     from pipeline.clusters.ray.nodes import jobs_address_of
     from pipeline.clusters.submit.place import program_here
     from pipeline.clusters.submit.pod import parse_pairs
-    from pipeline.upkeep.schedule.export import Export
 
     flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
     for name, value in given.items():
@@ -274,7 +264,6 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
 
 
 def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[str, Any]) -> dict[str, str]:
-    from pipeline.base.errors import UserError
     from pipeline.upkeep.schedule.machine import crontab, units, zone_of_machine
 
     if form == "cron":
@@ -283,15 +272,11 @@ def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[st
     if form == "systemd":
         made = [units(item, how, run_as=given["run_as"]) for item in items]
     elif form == "kubernetes":
-        from pipeline.upkeep.schedule.export import cron_job
-
         if given["image"] is None:
             raise UserError("found no image", hint="Name one that has quantmint and vLLM: --image NAME@sha256:...")
         pod = pod_of(given, cpus=given["cpus"], memory_gb=given["memory"])
         made = [cron_job(item, how, pod, given["namespace"]) for item in items]
     else:
-        from pipeline.upkeep.schedule.export import workflow
-
         runner = [label.strip() for label in (given["runner"] or "").split(",") if label.strip()]
         made = [workflow(item, how, runner=runner, secrets=given["secrets"]) for item in items]
     return {name: text for files in made for name, text in files.items()}

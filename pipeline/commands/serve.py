@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.options import emit, json_option, store_option, vllm_option
+from pipeline.base.errors import QuantmintError, UserError
+from pipeline.base.progress import reporter_for
+from pipeline.commands.options import MODEL_FOLDER, emit, json_option, store_option, vllm_option
 
 if TYPE_CHECKING:
     from pipeline.serving.environment import VllmEnvironment
@@ -38,19 +39,10 @@ _FORMS = ("explain", "json", "shell", "compose", "kubernetes")
 @click.option("--speculative", metavar="METHOD[:MODEL]:TOKENS", help="Speculative decoding.")
 @click.option("--pack", type=click.IntRange(1, 8), help="Servers that share one GPU.")
 @click.option("--baseline", is_flag=True, help="The 16-bit model of a recipe.")
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="config.json of a recipe's model, to plan without a network.",
-)
+@click.option("--config", type=MODEL_FOLDER, help="config.json of a recipe's model, to plan without a network.")
 @click.option("--served-model-name", help="What clients call it (default: the folder's or recipe's name).")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Of the first server.")
-@click.option(
-    "--launcher",
-    type=click.Choice(["local", "docker", "endpoint"]),
-    default="local",
-    show_default=True,
-)
+@click.option("--launcher", type=click.Choice(["local", "docker", "endpoint"]), default="local", show_default=True)
 @click.option("--endpoint", metavar="URL", help="A server that runs already, for --launcher endpoint.")
 @click.option("--api-key-variable", metavar="NAME", help="Variable that holds the endpoint's key.")
 @click.option("--image", help="Container image (default: vLLM's own of the version).")
@@ -99,7 +91,6 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
 
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
-    from pipeline.base.progress import reporter_for
     from pipeline.stages.launch import (
         Request,
         fetched,
@@ -147,7 +138,6 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
 
 
 def _serving(text: str | None, launcher: str, *, planning: bool) -> tuple[str, VllmEnvironment | None]:
-    from pipeline.base.errors import QuantmintError, UserError
     from pipeline.serving.environment import find_vllm
     from pipeline.serving.knobs.table import NEWEST_READ
     from pipeline.stages.launch import version_of

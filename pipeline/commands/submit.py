@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from pipeline.clusters.submit.place import Place, State, Task, follow, task_for
 from pipeline.commands.options import emit, json_option, pod_of, pod_options, refuse_foreign, store_option
-
-if TYPE_CHECKING:
-    from pipeline.clusters.submit.place import Place, State, Task
 
 _FOR = {
     **dict.fromkeys(("partition", "account", "gres", "sbatch", "setup", "container", "mount"), ("slurm",)),
@@ -143,7 +141,6 @@ def _place(name: str, given: dict[str, Any]) -> Place:
 def _task(given: dict[str, Any]) -> Task:
     """Refuses here what the run would refuse there, after hours in a queue."""
     from pipeline.base.times import parse_duration
-    from pipeline.clusters.submit.place import task_for
     from pipeline.commands import run
     from pipeline.recipe.faults import refuse
     from pipeline.recipe.load import load_recipe
@@ -167,7 +164,6 @@ def _task(given: dict[str, Any]) -> Task:
 
 def _follow(place: Place, told: dict[str, Any], as_json: bool) -> int:
     """The log on standard output (with --json on standard error), then the run's own exit code."""
-    from pipeline.clusters.submit.place import follow
 
     heard: set[str] = set()
 

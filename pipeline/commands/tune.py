@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pipeline.commands.options import emit, json_option, store_option, vllm_option
+from pipeline.base.errors import UserError
+from pipeline.base.progress import reporter_for
+from pipeline.commands.options import FOLDER, emit, json_option, store_option, vllm_option
+from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
     from pipeline.serving.tuning.report import Report
@@ -21,7 +24,7 @@ _LARGEST_GRID = 4096
 @click.option("--vllm", "version", help="Only what this version of vLLM has; with NAME, whether it has it.")
 @click.option("--markdown", is_flag=True, help="Print the documentation's page of knobs.")
 @json_option
-def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) -> int:
+def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) -> None:
     """List what a launch of vLLM can set, or say of one NAME when it gets which value, and why."""
     from pipeline.serving.environment import parse_version
     from pipeline.serving.knobs.table import Knob, conditions, entry, existence, knob, page, table, versions
@@ -44,26 +47,25 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
 
     if markdown:
         click.echo(page(), nl=False)
-        return 0
+        return
     if name is not None:
         found = knob(name)
         if as_json:
             emit(plain(found))
-            return 0
+            return
         click.echo(entry(found))
         if number is not None and not found.known(number):
             click.echo(f"\nvLLM {version} does not have it.")
-        return 0
+        return
     shown = [item for item in table().values() if number is None or item.known(number)]
     if as_json:
         emit([plain(item) for item in shown])
-        return 0
+        return
     from pipeline.commands.tables import table as make
     from pipeline.commands.tables import terminal
 
     rows = [(item.name, item.kind, existence(item), item.about) for item in shown]
     terminal().print(make("knob", "kind", "vLLM", "what it does", rows=rows))
-    return 0
 
 
 @click.command(name="tune")
@@ -80,9 +82,7 @@ def knobs(name: str | None, version: str | None, markdown: bool, as_json: bool) 
 @click.option("--max-ttft", type=click.FloatRange(0, min_open=True), metavar="MS", help="Limit of TTFT p99.")
 @click.option("--max-itl", type=click.FloatRange(0, min_open=True), metavar="MS", help="Limit of ITL p99.")
 @click.option("--tunableop", is_flag=True, help="Tune matrix kernels first (ROCm); the CSV files are kept.")
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the result (default: tuning/NAME)."
-)
+@click.option("--out", type=FOLDER, help="Folder of the result (default: tuning/NAME).")
 @click.option("--redo", is_flag=True, help="Measure everything again.")
 @click.option("--dry-run", is_flag=True, help="Show what would be tried.")
 @vllm_option
@@ -112,8 +112,6 @@ def tune(
     Every trial is a fresh server. Finished trials are kept: the same command goes on after an interruption, also with
     other knobs or a larger budget. Ends with 1 where no measured plan keeps the limits.
     """
-    from pipeline.base.errors import UserError
-    from pipeline.base.progress import reporter_for
     from pipeline.base.times import parse_duration
     from pipeline.serving.knobs.table import table
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
@@ -121,7 +119,6 @@ def tune(
     from pipeline.serving.tuning.trials import Budget, refuse_unless_rocm
     from pipeline.stages.tuning import open_subject
     from pipeline.stages.tuning import tune as measure
-    from pipeline.store.tree import Store
 
     reporter = reporter_for(json=as_json)
     limit = Budget(None if budget is None else parse_duration(budget))
@@ -197,7 +194,6 @@ def _print(report: Report) -> None:
 
 
 def _show(sweep: Sweep, out: Path, *, as_json: bool) -> int:
-    from pipeline.base.errors import UserError
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, label, with_tunableop
     from pipeline.serving.tuning.sweep import planned
     from pipeline.serving.tuning.trials import FOLDER
