@@ -5,8 +5,8 @@ The statement is in-toto's Statement v1 (https://in-toto.io/Statement/v1) with S
 is what the publisher says: it claims no SLSA level, and it is worth as much as the signature over the release.
 
 The bill of materials lists what the stages kept of the environments that they ran in, a distribution that several
-stages ran on once; a stage that kept no environment adds the tools that its record names. `quantmint.json`, the
-statement and the bill are three readings of one `Lineage`, so that none says what another does not.
+stages ran on once; a stage that kept no environment adds the tools that its record names. Both are readings of one
+`Manifest`, so that none says what another does not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import quote
 from uuid import NAMESPACE_URL, uuid5
 
 from pipeline.base.canonical import fingerprint
-from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Serving
+from pipeline.publish.manifest import Base, Dataset, Manifest
 from pipeline.publish.release import EVIDENCE, PROVENANCE, UNLISTED
 from pipeline.store.files import File
 from pipeline.store.toolchain import OURS, Environment
@@ -32,35 +32,6 @@ if TYPE_CHECKING:
 
 
 ABSENT: Final = "absent"  # what `pipeline.base.machine.versions` says of a distribution that is not there
-
-
-@dataclass(frozen=True, slots=True)
-class Lineage:
-    """What a release was made from.
-
-    ``recipe`` is the resolved recipe without where it goes; ``stages`` are by their keys in the plan, ``tools`` and
-    ``environments`` as the manifest and the bill of materials have them, an environment by the key of its stage.
-    """
-
-    recipe: Mapping[str, Any]
-    artefact: str
-    base: Base
-    stages: Mapping[str, Made]
-    datasets: tuple[Dataset, ...]
-    tools: Mapping[str, str]
-    serving: Serving
-    hardware: Hardware
-    environments: Mapping[str, Environment]
-
-    @property
-    def name(self) -> str:
-        """The recipe's."""
-        return str(self.recipe["name"])
-
-    @property
-    def judged(self) -> str:
-        """When the gate had judged: ISO 8601 in UTC."""
-        return self.stages["gate"].finished
 
 
 STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
@@ -75,8 +46,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 Descriptor = dict[str, Any]
 
 
-def statement(lineage: Lineage, files: Mapping[str, File], version: str) -> dict[str, Any]:
-    """The statement over a release's files, by their names there; ``version`` is that of quantmint.
+def statement(manifest: Manifest, files: Mapping[str, File]) -> dict[str, Any]:
+    """The statement over a release's files, by their names there; those that the manifest lists are not read.
 
     The manifest and the signature come after the statement and are no subjects of it; nor is it one of itself.
     """
@@ -88,27 +59,27 @@ def statement(lineage: Lineage, files: Mapping[str, File], version: str) -> dict
         "predicate": {
             "buildDefinition": {
                 "buildType": BUILD_TYPE,
-                "externalParameters": {"recipe": lineage.recipe},
+                "externalParameters": {"recipe": manifest.recipe},
                 "internalParameters": {
-                    "artefact": lineage.artefact,
+                    "artefact": manifest.artefact,
                     "stages": {
                         key: {"fingerprint": made.fingerprint, "version": made.version}
-                        for key, made in lineage.stages.items()
+                        for key, made in manifest.stages.items()
                     },
                 },
                 "resolvedDependencies": [
-                    *_model(lineage.base),
-                    *(descriptor for dataset in lineage.datasets for descriptor in _data(dataset)),
-                    *_serving(lineage),
-                    *(tool for name, versions in lineage.tools.items() for tool in _tools(name, versions)),
+                    *_model(manifest.base),
+                    *(descriptor for dataset in manifest.datasets for descriptor in _data(dataset)),
+                    *_serving(manifest.serving.image),
+                    *(tool for name, versions in manifest.tools.items() for tool in _tools(name, versions)),
                 ],
             },
             "runDetails": {
-                "builder": {"id": BUILDER, "version": {"quantmint": version}},
+                "builder": {"id": BUILDER, "version": {"quantmint": manifest.quantmint}},
                 "metadata": {
-                    "invocationId": lineage.stages["gate"].fingerprint,
-                    "startedOn": min(made.started for made in lineage.stages.values()),
-                    "finishedOn": max(made.finished for made in lineage.stages.values()),
+                    "invocationId": manifest.stages["gate"].fingerprint,
+                    "startedOn": min(made.started for made in manifest.stages.values()),
+                    "finishedOn": max(made.finished for made in manifest.stages.values()),
                 },
                 "byproducts": [
                     {"name": name, "digest": {"sha256": files[name].sha256}} for name in _BYPRODUCTS if name in files
@@ -151,9 +122,8 @@ def _data(dataset: Dataset) -> Iterator[Descriptor]:
         yield {"name": name, "uri": f"hf://datasets/{dataset.name}"}
 
 
-def _serving(lineage: Lineage) -> Iterator[Descriptor]:
+def _serving(image: str | None) -> Iterator[Descriptor]:
     """The container that served, where there was one; what served without one is among the tools."""
-    image = lineage.serving.image
     if image is not None:
         digest = re.search(r"sha256:([0-9a-f]{64})", image)
         yield {"name": "serving", "uri": f"oci://{image}", **({"digest": {"sha256": digest[1]}} if digest else {})}
@@ -176,11 +146,11 @@ class _Found:
     stages: set[str] = field(default_factory=set)
 
 
-def sbom(lineage: Lineage, files: Mapping[str, File], title: str, version: str) -> bytes:
+def sbom(manifest: Manifest, environments: Mapping[str, Environment], files: Mapping[str, File]) -> bytes:
     """The document as JSON (CycloneDX 1.6), for ``files`` of the checkpoint by their names in the release.
 
-    ``version`` is that of quantmint, which is the document's author. Neither clock nor chance has a part in it: the
-    time is that of the judgement, and the serial number follows from the content.
+    ``environments`` are by the keys of the stages that kept theirs. Neither clock nor chance has a part in it: the time
+    is that of the judgement, and the serial number follows from the content.
     """
     from cyclonedx.model import HashAlgorithm, HashType, Property
     from cyclonedx.model.bom import Bom, BomMetaData
@@ -188,15 +158,15 @@ def sbom(lineage: Lineage, files: Mapping[str, File], title: str, version: str) 
     from cyclonedx.model.tool import ToolRepository
     from cyclonedx.output.json import JsonV1Dot6
 
-    used = _used(lineage)
+    used = _used(manifest, environments)
     components = [_component(name, release, found) for (name, release), found in sorted(used.items())]
     model = Component(
-        name=lineage.name,
+        name=manifest.name,
         type=ComponentType.MACHINE_LEARNING_MODEL,
         bom_ref="model",
-        version=lineage.artefact[:16],
-        description=title,
-        properties=[Property(name="quantmint:artefact", value=lineage.artefact)],
+        version=manifest.artefact[:16],
+        description=manifest.title,
+        properties=[Property(name="quantmint:artefact", value=manifest.artefact)],
         components=[
             Component(
                 name=name,
@@ -208,16 +178,16 @@ def sbom(lineage: Lineage, files: Mapping[str, File], title: str, version: str) 
         ],
     )
     content = {
-        "model": [lineage.name, lineage.artefact, lineage.judged, title, version],
+        "model": [manifest.name, manifest.artefact, manifest.created, manifest.title, manifest.quantmint],
         "files": {name: file.sha256 for name, file in files.items()},
         "used": [[*key, found.licence, sorted(found.stages)] for key, found in sorted(used.items())],
     }
-    author = Component(name=OURS, type=ComponentType.APPLICATION, bom_ref=f"author/{OURS}", version=version)
+    author = Component(name=OURS, type=ComponentType.APPLICATION, bom_ref=f"author/{OURS}", version=manifest.quantmint)
     bom = Bom(
         components=components,
         serial_number=uuid5(NAMESPACE_URL, f"quantmint:{fingerprint(content)}"),
         metadata=BomMetaData(
-            timestamp=datetime.fromisoformat(lineage.judged),
+            timestamp=datetime.fromisoformat(manifest.created),
             component=model,
             tools=ToolRepository(components=[author]),
         ),
@@ -227,7 +197,7 @@ def sbom(lineage: Lineage, files: Mapping[str, File], title: str, version: str) 
     return f"{text}\n".encode()
 
 
-def _used(lineage: Lineage) -> dict[tuple[str, str], _Found]:
+def _used(manifest: Manifest, environments: Mapping[str, Environment]) -> dict[tuple[str, str], _Found]:
     """Name and version of all that stages ran on: what they kept of their environments, and the tools they name."""
     found: dict[tuple[str, str], _Found] = {}
 
@@ -236,11 +206,11 @@ def _used(lineage: Lineage) -> dict[tuple[str, str], _Found]:
         one.licence = one.licence or licence
         one.stages.add(stage)
 
-    for stage, environment in lineage.environments.items():
+    for stage, environment in environments.items():
         add(PYTHON, environment.python, stage, "PSF-2.0")
         for name, distribution in environment.distributions.items():
             add(name, distribution.version, stage, distribution.licence)
-    for stage, made in lineage.stages.items():
+    for stage, made in manifest.stages.items():
         for name, version in made.tools.items():
             if version != ABSENT:
                 add(name, version, stage)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from pipeline.base.progress import Progress
 from pipeline.publish import manifest as manifests
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
 from pipeline.publish.places import public_names
-from pipeline.publish.provenance import ABSENT, Lineage
+from pipeline.publish.provenance import ABSENT
 from pipeline.publish.release import (
     CARD,
     EVIDENCE,
@@ -93,31 +93,17 @@ class PackageStage(Stage):
         _require_unchanged(entries, job.progress)
         files = _given(entries["quantize"], {key: entries[key] for key in EVIDENT})
         title = _write_texts(job, files)
-        lineage = lineage_of(entries, setting.loaded.text_proven)
+        manifest = manifest_of(entries, setting.loaded.text_proven, title)
+        found = {key: recorded_environment(entry) for key, entry in sorted(entries.items())}
+        environments = {key: environment for key, environment in found.items() if environment is not None}
         made = {name: file for name, file in files.items() if not name.startswith(f"{EVIDENCE}/")}
-        _write(job.path, files, SBOM, sbom(lineage, made, title, __version__))
-        _write(job.path, files, PROVENANCE, encode(statement(lineage, files, __version__)))
-        manifest = Manifest(
-            name=lineage.name,
-            title=title,
-            created=lineage.judged,
-            artefact=lineage.artefact,
-            verdict="PASS",
-            base=lineage.base,
-            recipe=lineage.recipe,
-            recipe_fingerprint=fingerprint(lineage.recipe),
-            stages=lineage.stages,
-            datasets=lineage.datasets,
-            tools=lineage.tools,
-            serving=lineage.serving,
-            hardware=lineage.hardware,
-            files=manifests.digests(files),
-            quantmint=__version__,
-        )
+        _write(job.path, files, SBOM, sbom(manifest, environments, made))
+        _write(job.path, files, PROVENANCE, encode(statement(manifest, files)))
+        manifest = replace(manifest, files=manifests.digests(files))
         _write(job.path, files, MANIFEST, manifests.encode(manifest))
         identity = files[MANIFEST].sha256
         _require_clean(files, setting, job.progress)
-        tag = tag_of(datetime.fromisoformat(lineage.judged), identity)
+        tag = tag_of(datetime.fromisoformat(manifest.created), identity)
         size = sum(file.size for file in files.values())
         return Output(
             result={"identity": identity, "tag": tag, "title": title, "size": size},
@@ -297,23 +283,28 @@ def _require_clean(files: Mapping[str, File], setting: Setting, progress: Progre
         progress.warn(f"{place}: it will be published")
 
 
-def lineage_of(entries: Mapping[str, Entry], recipe: str) -> Lineage:
-    """Where a checkpoint comes from, as the records of its stages say: model, data, tools, devices.
+def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manifest:
+    """Where a checkpoint comes from, as the records of its stages say: model, data, tools, devices; no files yet.
 
-    Manifest, statement and bill of materials are three readings of this. ``entries`` are a run's, by the keys of their
-    stages; ``recipe`` is `LoadedRecipe.text_proven`. Raises `StageError` where the gate's record cannot be read.
+    ``entries`` are a run's, by the keys of their stages; ``recipe`` is `LoadedRecipe.text_proven`. Raises `StageError`
+    where the gate's record cannot be read.
     """
     resolved = yaml.safe_load(recipe)
     try:
         server = record.read(entries["gate"].file(GATE))[0].candidate
     except MeasurementError as error:
         raise StageError(f"the gate's record cannot be read: {error}") from error
-    environments = {key: recorded_environment(entry) for key, entry in sorted(entries.items())}
-    return Lineage(
-        recipe=resolved,
+    stages = {key: _made(entry) for key, entry in sorted(entries.items())}
+    return Manifest(
+        name=str(resolved["name"]),
+        title=title,
+        created=stages["gate"].finished,
         artefact=str(entries["gate"].record.result["artefact"]),
+        verdict="PASS",
         base=_base(entries["source"]),
-        stages={key: _made(entry) for key, entry in sorted(entries.items())},
+        recipe=resolved,
+        recipe_fingerprint=fingerprint(resolved),
+        stages=stages,
         datasets=tuple(dict.fromkeys((*_calibrated(entries, resolved), *_evaluated(entries)))),
         tools=_tools(entries),
         serving=Serving(engine=server.engine, image=server.image),
@@ -322,7 +313,8 @@ def lineage_of(entries: Mapping[str, Entry], recipe: str) -> Lineage:
             measured_on=server.device,
             target=str(resolved["target"]["hardware"]),
         ),
-        environments={key: found for key, found in environments.items() if found is not None},
+        files={},
+        quantmint=__version__,
     )
 
 

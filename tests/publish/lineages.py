@@ -1,4 +1,4 @@
-"""A lineage of a model of the Hub, and the files of its release."""
+"""What a release of a model of the Hub was made from, and its files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.canonical import fingerprint
-from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Serving
-from pipeline.publish.provenance import Lineage
+from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
 from pipeline.publish.release import CARD, MANIFEST, PROVENANCE, SIGNATURE
 from pipeline.store.files import File
 from pipeline.store.toolchain import Distribution, Environment
@@ -28,7 +27,14 @@ def made(key: str, started: str, finished: str, **tools: str) -> Made:
     return Made(fingerprint(payload), 2, started, finished, tools, payload)
 
 
-LINEAGE = Lineage(
+MANIFEST_OF_LLAMA = Manifest(
+    name="llama-ptpc",
+    title="Llama in FP8",
+    created=JUDGED,
+    verdict="PASS",
+    recipe_fingerprint=B,
+    files={},
+    quantmint="0.1.0",
     recipe={"name": "llama-ptpc", "gate": {"accuracy": {"margin": 0.01}}, "calibration": None},
     artefact=A,
     base=Base("org/llama", COMMIT, None, {"config.json": A, "model.safetensors": B}),
@@ -47,23 +53,23 @@ LINEAGE = Lineage(
     tools={"Jinja2": "3.1.6", "torch": "2.12.0, 2.13.0+rocm7.0", "vllm": "0.32.0"},
     serving=Serving("vllm 0.32.0", f"rocm/vllm@sha256:{B}"),
     hardware=Hardware("8 x AMD Instinct MI300X", "AMD Instinct MI300X", "mi300x"),
-    environments={
-        "quantize": Environment(
-            "3.11.9",
-            {
-                "torch": Distribution("2.13.0+rocm7.0", "BSD-3-Clause"),
-                "numpy": Distribution("2.3.0", "BSD License"),
-                "certifi": Distribution("2026.1", None),
-            },
-        ),
-        "serve-candidate": Environment(
-            "3.12.1",
-            {
-                "torch": Distribution("2.12.0", "BSD-3-Clause"),
-                "numpy": Distribution("2.3.0", None),
-                "aiohttp": Distribution("3.14", "Apache-2.0 AND MIT"),
-            },
-        ),
-    },
 )
+ENVIRONMENTS = {
+    "quantize": Environment(
+        "3.11.9",
+        {
+            "torch": Distribution("2.13.0+rocm7.0", "BSD-3-Clause"),
+            "numpy": Distribution("2.3.0", "BSD License"),
+            "certifi": Distribution("2026.1", None),
+        },
+    ),
+    "serve-candidate": Environment(
+        "3.12.1",
+        {
+            "torch": Distribution("2.12.0", "BSD-3-Clause"),
+            "numpy": Distribution("2.3.0", None),
+            "aiohttp": Distribution("3.14", "Apache-2.0 AND MIT"),
+        },
+    ),
+}
 """Two environments that share a version of numpy and differ in torch; two stages that only named their tools."""

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from pipeline.publish.provenance import sbom
-from tests.publish.lineages import CHECKPOINT, JUDGED, LINEAGE, A
+from tests.publish.lineages import CHECKPOINT, ENVIRONMENTS, JUDGED, MANIFEST_OF_LLAMA, A
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def document() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(sbom(LINEAGE, CHECKPOINT, "Llama in FP8", "0.1.0"))
+    found: dict[str, Any] = json.loads(sbom(MANIFEST_OF_LLAMA, ENVIRONMENTS, CHECKPOINT))
     return found
 
 
@@ -92,11 +92,11 @@ def test_no_clock_and_no_chance(document: dict[str, Any], tmp_path: Path) -> Non
     assert document["metadata"]["timestamp"].startswith(JUDGED.removesuffix("Z"))
     code = (
         "import sys; from pipeline.publish.provenance import sbom; from tests.publish.lineages import *;"
-        "sys.stdout.buffer.write(sbom(LINEAGE, dict(reversed(CHECKPOINT.items())), 'Llama in FP8', '0.1.0'))"
+        "sys.stdout.buffer.write(sbom(MANIFEST_OF_LLAMA, ENVIRONMENTS, dict(reversed(CHECKPOINT.items()))))"
     )
     for seed in ("0", "4711"):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "TZ": "Asia/Tokyo"}
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=True
         )
-        assert done.stdout == sbom(LINEAGE, CHECKPOINT, "Llama in FP8", "0.1.0")
+        assert done.stdout == sbom(MANIFEST_OF_LLAMA, ENVIRONMENTS, CHECKPOINT)

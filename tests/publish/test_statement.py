@@ -17,7 +17,7 @@ from packageurl import PackageURL
 
 from pipeline.publish.provenance import BUILD_TYPE, encode, statement
 from pipeline.publish.release import CARD
-from tests.publish.lineages import COMMIT, FILES, JUDGED, LINEAGE, OTHER, REPORTED, STARTED, A, B
+from tests.publish.lineages import COMMIT, FILES, JUDGED, MANIFEST_OF_LLAMA, OTHER, REPORTED, STARTED, A, B
 
 _URI = re.compile(r"[a-z][a-z0-9+.-]*:[^\s]+")
 _LENGTHS = {"sha256": 64, "gitCommit": 40}
@@ -25,7 +25,7 @@ _LENGTHS = {"sha256": 64, "gitCommit": 40}
 
 @pytest.fixture
 def said() -> dict[str, Any]:
-    return statement(LINEAGE, FILES, "0.1.0")
+    return statement(MANIFEST_OF_LLAMA, FILES)
 
 
 def dependencies(said: dict[str, Any]) -> list[dict[str, Any]]:
@@ -91,9 +91,9 @@ def test_what_it_was_made_from(said: dict[str, Any]) -> None:
 
 def test_how_and_when(said: dict[str, Any]) -> None:
     definition, details = said["predicate"]["buildDefinition"], said["predicate"]["runDetails"]
-    assert definition["externalParameters"] == {"recipe": LINEAGE.recipe}
+    assert definition["externalParameters"] == {"recipe": MANIFEST_OF_LLAMA.recipe}
     assert definition["internalParameters"]["artefact"] == A
-    gate = LINEAGE.stages["gate"]
+    gate = MANIFEST_OF_LLAMA.stages["gate"]
     assert definition["internalParameters"]["stages"]["gate"] == {"fingerprint": gate.fingerprint, "version": 2}
     assert details["metadata"] == {"invocationId": gate.fingerprint, "startedOn": STARTED, "finishedOn": REPORTED}
     assert details["builder"]["version"] == {"quantmint": "0.1.0"}
@@ -104,7 +104,7 @@ def test_the_page_that_the_build_type_names() -> None:
     """It is there, and explains every parameter."""
     page = Path(__file__).parents[2] / str(PackageURL.from_string(BUILD_TYPE).subpath)
     text = page.read_text(encoding="utf-8")
-    definition = statement(LINEAGE, FILES, "0.1.0")["predicate"]["buildDefinition"]
+    definition = statement(MANIFEST_OF_LLAMA, FILES)["predicate"]["buildDefinition"]
     for name in (*definition["externalParameters"], *definition["internalParameters"], BUILD_TYPE):
         assert f"`{name}`" in text
     example = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])  # type: ignore[index]

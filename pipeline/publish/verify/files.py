@@ -15,7 +15,7 @@ from pipeline.publish import signing
 from pipeline.publish.allowed import misnamed, refused
 from pipeline.publish.licences import table, terms
 from pipeline.publish.manifest import contradictions
-from pipeline.publish.provenance import PREDICATE_TYPE, STATEMENT_TYPE, Lineage, statement
+from pipeline.publish.provenance import PREDICATE_TYPE, STATEMENT_TYPE, statement
 from pipeline.publish.release import CARD, MANIFEST, NOTICE, PROVENANCE, SBOM, SIGNATURE, UNLISTED, identity_in, tag_of
 from pipeline.publish.signing import SignatureError, Signed, read_signature
 from pipeline.publish.verify.subject import Check, Outcome, Subject, fails, first, judged, not_checked
@@ -181,9 +181,7 @@ def check_provenance(subject: Subject) -> Check:
         return fails("provenance", f"{PROVENANCE} is no in-toto statement of SLSA provenance v1")
     faults = list(_subjects(subject, found.get("subject")))
     files = {name: File(subject.folder / name, file.size, file.sha256) for name, file in manifest.files.items()}
-    shared = ("recipe", "artefact", "base", "stages", "datasets", "tools", "serving", "hardware")
-    lineage = Lineage(**{name: getattr(manifest, name) for name in shared}, environments={})
-    expected = statement(lineage, files, manifest.quantmint)
+    expected = statement(manifest, files)
     other = [change for change in difference(expected, found) if not change.path.startswith("$.subject")]
     faults += first(
         [

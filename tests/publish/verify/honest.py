@@ -25,7 +25,7 @@ from pipeline.publish.card import render
 from pipeline.publish.card_facts import CardFacts
 from pipeline.publish.licences import terms
 from pipeline.publish.manifest import Base, Digest, Hardware, Made, Manifest, Serving
-from pipeline.publish.provenance import Lineage, encode, sbom, statement
+from pipeline.publish.provenance import encode, sbom, statement
 from pipeline.publish.release import CARD, EVIDENCE, MANIFEST, PROVENANCE, RECIPE, SBOM, UNLISTED
 from pipeline.quantize.digest import folder_digest
 from pipeline.quantize.inspection.findings import INSPECTION, Inspection
@@ -191,19 +191,8 @@ def make(folder: Path, source: Path) -> Path:
         serving=Serving("vllm 0.32.0", None), hardware=Hardware("cpu", "AMD Instinct MI300X", "mi300x"), files={},
         quantmint=__version__,
     )  # fmt: skip
-    lineage = Lineage(
-        manifest.recipe,
-        artefact,
-        manifest.base,
-        stages,
-        (),
-        TOOLS,
-        manifest.serving,
-        manifest.hardware,
-        environments={},
-    )
     (folder / CARD).write_text(render(_facts(folder, manifest)))
-    (folder / SBOM).write_bytes(sbom(lineage, held(folder), manifest.title, __version__))
-    (folder / PROVENANCE).write_bytes(encode(statement(lineage, held(folder), __version__)))
+    (folder / SBOM).write_bytes(sbom(manifest, {}, held(folder)))
+    (folder / PROVENANCE).write_bytes(encode(statement(manifest, held(folder))))
     (folder / MANIFEST).write_bytes(manifests.encode(replace(manifest, files=listed(folder))))
     return folder
