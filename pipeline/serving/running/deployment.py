@@ -167,11 +167,6 @@ def listener(port: int) -> str | None:
     return None
 
 
-def log_of(process: Process, folder: Path) -> Path:
-    """Where a process writes: ``server-0.log``, ``headless-0.log``."""
-    return folder / f"{process.role}-{process.replica}.log"
-
-
 def ended(member: Member, when: str) -> Exception:
     """What to raise when a process has ended: the cause that its log names."""
     found = diagnose(member.child.log())

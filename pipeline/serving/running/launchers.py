@@ -28,44 +28,19 @@ from pipeline.serving.environment import VllmEnvironment, parse_version
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.render.containers import docker_run
 from pipeline.serving.render.invocation import image_of
-from pipeline.serving.running.deployment import Deployment, Say, log_of, on_node, require_model, starting
+from pipeline.serving.running.deployment import Deployment, Say, on_node, require_model, starting
 from pipeline.serving.running.server import HOST, Server, fetch
 
 
-class LocalLauncher:
-    """Launches ``vllm serve`` on this machine, ``node_rank`` of the plan.
+class Launcher:
+    """Starts the processes of this machine, ``node_rank`` of the plan.
 
     ``stop_grace`` is how many seconds a server gets between SIGTERM and SIGKILL.
     """
 
-    def __init__(self, vllm_executable: Path | str, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
-        self.executable = Path(vllm_executable)
+    def __init__(self, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
         self.node_rank = node_rank
         self.stop_grace = stop_grace
-
-    @contextmanager
-    def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[Server]:
-        """One server of the plan on any free port while the block runs; the log goes to ``log_path``.
-
-        Raises ServingError, with the cause that the log names, when the server ends or does not answer within
-        ``startup_timeout`` seconds; UserError when the model's folder is not there.
-        """
-        with self.starting(plan, log_path, startup_timeout=startup_timeout) as ready:
-            yield ready()
-
-    @contextmanager
-    def starting(
-        self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0
-    ) -> Iterator[Callable[[], Server]]:
-        """As `launch`, for a block that has something to do until it calls, once, for the server that answers."""
-        require_model(plan)
-        process = Process(0, "server", 0, (), None, {}, plan.argv)
-
-        def start(process: Process, port: int | None) -> Child:
-            return self._start(plan, process, port, log_path)
-
-        with starting(plan, [process], start, startup_timeout=startup_timeout, say=lambda _: None) as ready:
-            yield lambda: ready().servers[0]
 
     @contextmanager
     def deploy(
@@ -79,25 +54,59 @@ class LocalLauncher:
     ) -> Iterator[Deployment]:
         """Every process of this machine while the block runs, each with a log of its own in ``logs``.
 
-        Raises as `launch` does, and UserError where a port that the plan asks for is not free.
+        Raises ServingError, with the cause that the log names, when one ends or does not answer within
+        ``startup_timeout`` seconds; UserError when what it needs is not here: the model's folder, a port, docker.
         """
         here = on_node(plan, processes, self.node_rank)
 
         def start(process: Process, port: int | None) -> Child:
-            return self._start(plan, process, port, log_of(process, logs))
+            return self._start(plan, process, port, logs / f"{process.role}-{process.replica}.log", say)
 
         with starting(plan, here, start, startup_timeout=startup_timeout, say=say) as ready:
             yield ready()
 
-    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path) -> Child:
-        command = [str(self.executable), *process.argv[1:], *([] if port is None else listening(process, port))]
-        environment = child_environment(os.environ, {**plan.env, **process.env})
-        return Child(command, environment, log_path, grace=self.stop_grace)
+    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
+        raise NotImplementedError
 
 
-def listening(process: Process, port: int) -> list[str]:
-    """The arguments that say where a server listens: on the loopback interface, unless its own say otherwise."""
-    return [*([] if "--host" in process.argv else ["--host", HOST]), "--port", str(port)]
+class LocalLauncher(Launcher):
+    """Runs ``vllm serve`` on this machine."""
+
+    def __init__(self, vllm_executable: Path | str, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
+        super().__init__(node_rank=node_rank, stop_grace=stop_grace)
+        self.executable = Path(vllm_executable)
+
+    @contextmanager
+    def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[Server]:
+        """One server of the plan on any free port while the block runs; the log goes to ``log_path``.
+
+        Raises what `deploy` does.
+        """
+        with self.starting(plan, log_path, startup_timeout=startup_timeout) as ready:
+            yield ready()
+
+    @contextmanager
+    def starting(
+        self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0
+    ) -> Iterator[Callable[[], Server]]:
+        """As `launch`, for a block that has something to do until it calls, once, for the server that answers."""
+        require_model(plan)
+        process = Process(0, "server", 0, (), None, {}, plan.argv)
+
+        def start(process: Process, port: int | None) -> Child:
+            return self._start(plan, process, port, log_path, print)
+
+        with starting(plan, [process], start, startup_timeout=startup_timeout, say=lambda _: None) as ready:
+            yield lambda: ready().servers[0]
+
+    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
+        command = [str(self.executable), *process.argv[1:]]
+        if port is not None:  # on the loopback interface, unless its own arguments say otherwise
+            command += [*([] if "--host" in process.argv else ["--host", HOST]), "--port", str(port)]
+        return Child(command, self._environment(plan, process), log_path, grace=self.stop_grace)
+
+    def _environment(self, plan: LaunchPlan, process: Process) -> dict[str, str]:
+        return child_environment(os.environ, {**plan.env, **process.env})
 
 
 # A name in fingerprints, not what is run: it stays where the module moved, or what was measured would be again.
@@ -142,57 +151,25 @@ def reference_environment(plan: LaunchPlan) -> dict[str, str]:
 _CLIENT = re.compile(r"DOCKER_(HOST|CONTEXT|CONFIG|CERT_PATH|TLS_VERIFY|API_VERSION)|XDG_RUNTIME_DIR|SSH_AUTH_SOCK")
 
 
-class DockerLauncher:
-    """Launches the containers of this machine, ``node_rank`` of the plan.
-
-    ``image`` overrides the plan's. ``stop_grace`` is how many seconds a container gets between SIGTERM and SIGKILL.
-    """
+class DockerLauncher(Launcher):
+    """Runs containers; ``image`` overrides the plan's. One that is not here is pulled, which counts as starting."""
 
     def __init__(self, image: str | None = None, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
+        super().__init__(node_rank=node_rank, stop_grace=stop_grace)
         self.image = image
-        self.node_rank = node_rank
-        self.stop_grace = stop_grace
 
-    @contextmanager
-    def deploy(
-        self,
-        plan: LaunchPlan,
-        processes: Sequence[Process],
-        logs: Path,
-        *,
-        startup_timeout: float = 3600.0,
-        say: Say = print,
-    ) -> Iterator[Deployment]:
-        """The containers while the block runs; an image that is not here is pulled, which counts as starting.
-
-        Raises ServingError where one ends or does not answer in time; UserError where there is no docker, no model or
-        no free port.
-        """
-        mains = on_node(plan, processes, self.node_rank)
+    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
         docker = shutil.which("docker")
         if docker is None:
             raise UserError("there is no `docker` command on PATH", hint="Install it, or take another launcher.")
-        names = [f"quantmint-{os.getpid()}-{number}" for number in range(len(mains))]
-        say(f"running {image_of(plan, self.image)} as {', '.join(names)}")
-
-        def start(process: Process, port: int | None) -> Child:
-            name, own = names[mains.index(process)], replace(process, port=port)
-            command = docker_run(plan, own, image=self.image, name=name, more_env=tuple(sorted(OFFLINE.items())))
-            passed = {name: value for name, value in os.environ.items() if _CLIENT.fullmatch(name)}
-            end = [
-                [docker, "stop", f"--time={self.stop_grace:.0f}", name],
-                [docker, "rm", "--force", name],
-            ]
-            return Child(
-                [docker, *command[1:]],
-                child_environment(os.environ, {}) | passed,
-                log_of(process, logs),
-                grace=self.stop_grace,
-                after=end,
-            )
-
-        with starting(plan, mains, start, startup_timeout=startup_timeout, say=say) as ready:
-            yield ready()
+        name = f"quantmint-{os.getpid()}-{process.replica}"
+        say(f"running {image_of(plan, self.image)} as {name}")
+        more = tuple(sorted(OFFLINE.items()))
+        command = docker_run(plan, replace(process, port=port), image=self.image, name=name, more_env=more)
+        passed = {variable: value for variable, value in os.environ.items() if _CLIENT.fullmatch(variable)}
+        end = [[docker, "stop", f"--time={self.stop_grace:.0f}", name], [docker, "rm", "--force", name]]
+        environment = child_environment(os.environ, {}) | passed
+        return Child([docker, *command[1:]], environment, log_path, grace=self.stop_grace, after=end)
 
 
 _EXECUTOR = "--distributed-executor-backend"
@@ -217,12 +194,10 @@ class ClusterLauncher(LocalLauncher):
         super().__init__(vllm.executable, stop_grace=stop_grace)
         self.cluster = cluster
 
-    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path) -> Child:
+    def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
         self.require(plan)
-        assert port is not None  # noqa: S101 - a server has one
         spread = () if plan.option(_EXECUTOR) is not None else (_EXECUTOR, "ray")
-        command = [str(self.executable), *process.argv[1:], *spread, *listening(process, port)]
-        return Child(command, self._environment(plan), log_path, grace=self.stop_grace)
+        return super()._start(plan, replace(process, argv=(*process.argv, *spread)), port, log_path, say)
 
     def require(self, plan: LaunchPlan) -> None:
         """UserError for engines parallel in data, which each node starts itself."""
@@ -233,7 +208,7 @@ class ClusterLauncher(LocalLauncher):
                 hint="`serve: knobs:` can ask for tensor and pipeline parallelism instead.",
             )
 
-    def _environment(self, plan: LaunchPlan) -> dict[str, str]:
+    def _environment(self, plan: LaunchPlan, process: Process) -> dict[str, str]:
         """Ray gives the engine its GPUs: the server's own process must see none of its own choosing."""
         passed = {name: os.environ[name] for name in _AUTH if name in os.environ}
         # vLLM hands its own variables to Ray's workers; what else the plan sets, it is told to (vLLM ray/ray_env.py).
