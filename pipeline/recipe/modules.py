@@ -70,11 +70,16 @@ def siblings(name: str) -> tuple[str, ...]:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the language model."""
-    for key in ("text_config", "llm_config"):
+    for key in ("thinker_config", "text_config", "llm_config", "language_config"):
         if isinstance(config.get(key), Mapping):
-            part: Mapping[str, Any] = config[key]
-            return part
+            return text_config(config[key])
     return config
+
+
+def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a config.json, None in 16 bit; some declare it for their language model alone."""
+    found = config.get("quantization_config") or text_config(config).get("quantization_config")
+    return found if isinstance(found, Mapping) else None
 
 
 def expected_names(config: Mapping[str, Any]) -> Iterator[str]:

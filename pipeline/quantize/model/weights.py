@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import TensorInfo
+from pipeline.recipe.modules import declared_quantization
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,7 @@ _SUFFIX = "_scale_inv"
 
 def quantized_by(config: Mapping[str, Any]) -> str | None:
     """The ``quant_method`` of a source that cannot be decoded; None for 16 bit and for FP8 in blocks of 128x128."""
-    declared = _declared(config)
+    declared = declared_quantization(config)
     if declared is None:
         return None
     method, block = str(declared.get("quant_method")), declared.get("weight_block_size")
@@ -90,7 +91,7 @@ def encoded_weights(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, 
 
     Raises `UserError` for an FP8 weight without scales and for scales of another shape.
     """
-    declared = _declared(config)
+    declared = declared_quantization(config)
     if declared is None or declared.get("quant_method") != "fp8" or quantized_by(config) is not None:
         return {}
     found: dict[str, str] = {}
@@ -108,15 +109,6 @@ def encoded_weights(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, 
             )
         found[name] = name + _SUFFIX
     return found
-
-
-def _declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    # Some multimodal models declare it for the part that is the language model.
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping) and isinstance(part.get("quantization_config"), Mapping):
-            declared: Mapping[str, Any] = part["quantization_config"]
-            return declared
-    return None
 
 
 # Parameter of the module: the projections of an expert that it stacks.

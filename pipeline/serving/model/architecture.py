@@ -5,11 +5,12 @@ Where a configuration leaves out what its class in transformers has a default fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline.base.errors import UserError
+from pipeline.recipe.modules import text_config
 
 Kind = Literal["full", "sliding", "chunked", "delta", "mamba2", "none"]
 """What mixes the tokens of a layer: attention to all, to a window, to a chunk; a gated delta net; Mamba-2; nothing."""
@@ -37,7 +38,8 @@ _ATTENTION_KINDS: Mapping[str, Kind] = {
 }  # fmt: skip
 
 _MARKS: Mapping[str, Kind] = {"M": "mamba2", "*": "full"}
-"""Marks of Nemotron-H's pattern, in which - and E are feed-forward layers alone."""
+_FEEDS: Mapping[str, Feed] = {"E": "experts", "-": "dense"}
+"""Marks of Nemotron-H's pattern, whose layers mix tokens or feed forward but never both."""
 
 _UNPLANNED = ("jamba", "mamba", "falcon_mamba", "mamba2")
 
@@ -96,18 +98,6 @@ class Shape:
     def gated(self) -> bool:
         """Whether a feed-forward layer has a gate beside up and down; Nemotron's squared ReLU has none."""
         return self.model_type not in ("nemotron", "nemotron_h")
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a configuration."""
-    thinker = config.get("thinker_config")
-    if isinstance(thinker, Mapping):
-        return text_config(thinker)
-    for key in ("text_config", "llm_config", "language_config"):
-        part = config.get(key)
-        if isinstance(part, Mapping):
-            return part
-    return config
 
 
 def read_shape(config: Mapping[str, Any]) -> Shape:
@@ -208,26 +198,26 @@ def _recurrent(text: Mapping[str, Any], hidden: int) -> Delta:
 
 
 def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Kind, ...]:
+    kinds: tuple[Kind, Kind]
     if marks := _blocks(text):
-        return _translate(marks, _MARKS, "none")[:layers]
+        return tuple(_MARKS.get(mark, "none") for mark in marks[:layers])
     named = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(named, list):
-        return _translate(named, _ATTENTION_KINDS, "full")[:layers]
-    numbers = range(layers)
-    if every := integer(text, "full_attention_interval"):
-        return _alternate("delta", "full", every, layers)
+        return tuple(_ATTENTION_KINDS.get(str(name), "full") for name in named[:layers])
     if model_type.startswith("llama4"):
         # A layer without rotary embedding (0) attends to everything; every fourth where nothing is listed.
-        rope = text.get("no_rope_layers") or [int((number + 1) % 4 != 0) for number in numbers]
-        names = ("chunked_attention" if rope[number] else "full_attention" for number in numbers)
-        return _translate(names, _ATTENTION_KINDS, "full")
-    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
-        return _alternate("full", "full", 1, layers)
-    if model_type == "gpt_oss":
-        return _alternate("sliding", "full", 2, layers)
-    if every := integer(text, "sliding_window_pattern", "_sliding_window_pattern"):
-        return _alternate("sliding", "full", every, layers)
-    return _alternate("sliding", "sliding", 1, layers)
+        rope = text.get("no_rope_layers") or [int((number + 1) % 4 != 0) for number in range(layers)]
+        kinds = ("full", "chunked")
+        return tuple(kinds[bool(rope[number])] for number in range(layers))
+    usual: Kind = "delta"
+    every = integer(text, "full_attention_interval")
+    if not every and text.get("sliding_window") and text.get("use_sliding_window") is not False:
+        usual = "sliding"
+        every = 2 if model_type == "gpt_oss" else integer(text, "sliding_window_pattern", "_sliding_window_pattern")
+    elif not every:
+        usual = "full"
+    kinds = (usual, "full")
+    return tuple(kinds[every > 0 and (number + 1) % every == 0] for number in range(layers))
 
 
 def _blocks(text: Mapping[str, Any]) -> str:
@@ -238,26 +228,9 @@ def _blocks(text: Mapping[str, Any]) -> str:
     return str(text.get("hybrid_override_pattern") or "")
 
 
-def _translate(names: Iterable[Any], kinds: Mapping[str, Kind], otherwise: Kind) -> tuple[Kind, ...]:
-    return tuple(kinds.get(name, otherwise) for name in map(str, names))
-
-
-def _alternate(usual: Kind, last: Kind, every: int, layers: int) -> tuple[Kind, ...]:
-    kinds: tuple[Kind, Kind] = (last, usual)
-    return tuple(kinds[(number + 1) % every > 0] for number in range(layers))
-
-
 def _feeds(text: Mapping[str, Any], model_type: str, layers: int, experts: int) -> tuple[Feed, ...]:
-    if marks := _blocks(text):
-        return tuple(_feed_of_mark(mark) for mark in marks)[:layers]
-    routed = (experts > 0 and _routed(text, model_type, number) for number in range(layers))
-    return tuple(_feed_of_mark("E" if has_experts else "-") for has_experts in routed)
-
-
-def _feed_of_mark(mark: str) -> Feed:
-    if mark == "E":
-        return "experts"
-    return "dense" if mark == "-" else "none"
+    routed = ("E" if experts > 0 and _routed(text, model_type, number) else "-" for number in range(layers))
+    return tuple(_FEEDS.get(mark, "none") for mark in _blocks(text) or routed)[:layers]
 
 
 def _routed(text: Mapping[str, Any], model_type: str, number: int) -> bool:

@@ -19,7 +19,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.schemes import table
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
 from pipeline.quantize.formats.layout import layout as layout_of_method
-from pipeline.serving.model.architecture import Shape, read_shape, text_config
+from pipeline.recipe.modules import declared_quantization
+from pipeline.serving.model.architecture import Shape, read_shape
 from pipeline.serving.model.weights import Piece, count_pieces, measure_pieces
 
 Attention = Literal["mha", "mla", "dsa", "none"]
@@ -119,20 +120,18 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
     shape = read_shape(config)
     pieces = count_pieces(config)
     linear = {piece.name: piece.parameters for piece in pieces if piece.linear}
-    declared = _declared(_quantization(config), tuple(linear))
+    declared = _declared(declared_quantization(config), tuple(linear))
+    weights: Counter[str] = Counter()
+    for module, scheme in declared.schemes.items():
+        if scheme is not None:
+            weights[scheme] += linear[module]
     pieces = tuple(piece.stored(declared.schemes[piece.name]) if piece.linear else piece for piece in pieces)
-    return _facts(config, shape, pieces, declared, declared.most(linear))
-
-
-def _facts(
-    config: Mapping[str, Any], shape: Shape, pieces: tuple[Piece, ...], declared: _Declared, quantization: str
-) -> ModelFacts:
     kinds = shape.kinds
     attends = {"full", "sliding", "chunked"} & set(kinds)
     attention: Attention = "mha" if attends else "none"
     if shape.latent:
         attention = "dsa" if shape.indexer else "mla"
-    linear = sum(kind in ("delta", "mamba2") for kind in kinds)
+    recurrent = sum(kind in ("delta", "mamba2") for kind in kinds)
     return ModelFacts(
         architecture=str((config.get("architectures") or [""])[0]),
         model_type=str(config.get("model_type") or shape.model_type),
@@ -142,12 +141,12 @@ def _facts(
         shared_experts=shape.shared_experts if shape.experts else 0,
         gpt_oss=shape.model_type == "gpt_oss",
         multimodal=any(isinstance(config.get(key), Mapping) for key in _ENCODERS),
-        hybrid=linear > 0,
+        hybrid=recurrent > 0,
         parameters=sum(piece.parameters for piece in pieces if piece.role != "mtp"),
         encoder_parameters=sum(piece.parameters for piece in pieces if piece.role == "encoder"),
         layers=len(kinds),
         sliding_layers=kinds.count("sliding"),
-        linear_layers=linear,
+        linear_layers=recurrent,
         hidden=shape.hidden,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -156,7 +155,7 @@ def _facts(
         context=_context(shape),
         intermediate=shape.intermediate if "dense" in shape.feeds else 0,
         expert_intermediate=shape.expert_intermediate,
-        quantization=quantization,
+        quantization=next(iter(weights.most_common(1)), ("none", 0))[0],
         checkpoint_format=declared.method,
         group=declared.group,
         kv_cache_scheme=declared.kv_cache,
@@ -205,11 +204,6 @@ def as_quantized(
     )
 
 
-def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    found = config.get("quantization_config") or text_config(config).get("quantization_config")
-    return found if isinstance(found, Mapping) else None
-
-
 def _bytes(pieces: tuple[Piece, ...]) -> int:
     return sum(piece.nbytes for piece in pieces if piece.role != "mtp")
 
@@ -245,14 +239,6 @@ class _Declared:
     schemes: Mapping[str, str | None]
     group: int | None
     kv_cache: Literal["fp8"] | None
-
-    def most(self, parameters: Mapping[str, int]) -> str:
-        """The scheme of the most parameters; "none" where nothing is quantized."""
-        weights: Counter[str] = Counter()
-        for module, scheme in self.schemes.items():
-            if scheme is not None:
-                weights[scheme] += parameters[module]
-        return weights.most_common(1)[0][0] if weights else "none"
 
 
 def _declared(quantization: Mapping[str, Any] | None, modules: Sequence[str]) -> _Declared:

@@ -96,21 +96,15 @@ def stored_bytes(parameters: int, rows: int, scheme: str | None) -> int:
     return round(nbytes)
 
 
-def _prefixes(config: Mapping[str, Any]) -> tuple[str, str]:
-    """What stands before ``layers`` in a checkpoint of this configuration, and the name of its output head."""
-    if not isinstance(config.get("text_config"), Mapping):
-        return "model.", "lm_head"
-    if str(config.get("model_type", "")).startswith("qwen"):
-        return "model.language_model.", "lm_head"
-    return "language_model.model.", "language_model.lm_head"
-
-
 def count_pieces(config: Mapping[str, Any]) -> tuple[Piece, ...]:
     """Every weight of a model in 16 bit, but for a predictor of further tokens (MTP): vLLM loads it only to speculate.
 
     UserError where the configuration names no layers.
     """
-    shape, (body, head) = read_shape(config), _prefixes(config)
+    shape, body, head = read_shape(config), "model.", "lm_head"
+    if isinstance(config.get("text_config"), Mapping):
+        qwen = str(config.get("model_type", "")).startswith("qwen")
+        body, head = ("model.language_model.", head) if qwen else ("language_model.model.", "language_model.lm_head")
     pieces = [_piece(f"{body}embed_tokens", None, "embeddings", "vocabulary", shape.vocabulary, shape.hidden)]
     for number, (kind, feed) in enumerate(zip(shape.kinds, shape.feeds, strict=True)):
         pieces += _layer(shape, f"{body}layers.{number}.", number, kind, feed)
@@ -129,7 +123,10 @@ def _layer(shape: Shape, prefix: str, number: int, kind: str, feed: str) -> Iter
     if feed == "experts":
         yield from _experts(shape, f"{prefix}mlp.", number)
     elif feed == "dense":
-        yield from _mlp(shape, f"{prefix}mlp.", number)
+        width = shape.shared_intermediate if not shape.experts and shape.shared_intermediate else shape.intermediate
+        yield from _feed(shape, f"{prefix}mlp.", number, "mlp", "tensor", width)
+        if shape.fields.get("mlp_bias"):
+            yield _vector(f"{prefix}mlp.biases", number, "mlp", 2 * width + shape.hidden)
     norms = 4 if shape.model_type.startswith(_FOUR_NORMS) else (kind != "none") + (feed != "none")
     yield _vector(f"{prefix}norms", number, "norms", norms * shape.hidden)
 
@@ -179,33 +176,24 @@ def _latent(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
         yield _vector(f"{at}indexer.k_norm", number, "norms", 2 * size)
 
 
-def _mlp(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
-    width = shape.shared_intermediate if not shape.experts and shape.shared_intermediate else shape.intermediate
-    bias = bool(shape.fields.get("mlp_bias"))
+def _feed(shape: Shape, at: str, number: int, role: Role, split: Split, width: int, count: int = 1) -> Iterator[Piece]:
+    """The matrices of a feed-forward layer, or of ``count`` such experts."""
     for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
-        yield _linear(f"{prefix}{name}", number, "mlp", "tensor", width, shape.hidden)
-    yield _linear(f"{prefix}down_proj", number, "mlp", "tensor", shape.hidden, width)
-    if bias:
-        yield _vector(f"{prefix}biases", number, "mlp", 2 * width + shape.hidden)
+        yield _linear(f"{at}{name}", number, role, split, count * width, shape.hidden)
+    yield _linear(f"{at}down_proj", number, role, split, count * shape.hidden, width)
 
 
 def _experts(shape: Shape, prefix: str, number: int) -> Iterator[Piece]:
     count, width = shape.experts, shape.expert_intermediate
-    at = f"{prefix}experts.0."
-    for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
-        yield _linear(f"{at}{name}", number, "experts", "experts", count * width, shape.hidden)
-    yield _linear(f"{at}down_proj", number, "experts", "experts", count * shape.hidden, width)
+    yield from _feed(shape, f"{prefix}experts.0.", number, "experts", "experts", width, count)
     yield _piece(f"{prefix}gate", number, "router", "copied", count, shape.hidden)
     if shape.model_type == "gpt_oss":
         yield _vector(f"{prefix}experts.biases", number, "experts", count * (2 * width + shape.hidden), "experts")
         yield _vector(f"{prefix}gate.bias", number, "router", count)
-    if shape.shared_intermediate:
-        at, width = f"{prefix}shared_experts.", shape.shared_intermediate
-        for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
-            yield _linear(f"{at}{name}", number, "shared-experts", "shared", width, shape.hidden)
-        yield _linear(f"{at}down_proj", number, "shared-experts", "shared", shape.hidden, width)
-    if "shared_expert_intermediate_size" in shape.fields and shape.shared_intermediate:
-        yield _vector(f"{prefix}shared_expert_gate", number, "router", shape.hidden)
+    if shared := shape.shared_intermediate:
+        yield from _feed(shape, f"{prefix}shared_experts.", number, "shared-experts", "shared", shared)
+        if "shared_expert_intermediate_size" in shape.fields:
+            yield _vector(f"{prefix}shared_expert_gate", number, "router", shape.hidden)
     if shape.model_type in _CORRECTED:
         # In float32, in every release.
         yield Piece(f"{prefix}gate.e_score_correction_bias", number, "router", "copied", count, 4 * count)
@@ -248,20 +236,16 @@ def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[Piece]:
     """
     vision = config.get("vision_config")
     if isinstance(vision, Mapping):
+        # Where there is an embed_dim, as in Qwen2-VL, hidden_size is the language model's.
+        hidden = integer(vision, "embed_dim", "hidden_size", "width") or 1152
+        layers = integer(vision, "num_hidden_layers", "depth", "layers") or 24
+        ratio = vision.get("mlp_ratio")
+        width = int(ratio * hidden) if isinstance(ratio, int | float) else 4 * hidden
+        sizes = (layers, hidden, integer(vision, "intermediate_size") or width)
         kind = str(config.get("model_type", ""))
-        sizes = _sizes(vision)
-        tower, projector = _COUNT.get(kind.removesuffix("_moe"), _plain)(vision, sizes, config, text_hidden)
+        tower, projector = _COUNT.get(kind.removesuffix("_moe"), _plain)(vision, sizes, text_hidden)
         yield Piece("visual", None, "encoder", "encoder", tower, 2 * tower)
         yield Piece("multi_modal_projector", None, "encoder", "encoder", projector, 2 * projector)
-
-
-def _sizes(vision: Mapping[str, Any]) -> tuple[int, int, int]:
-    # Where there is an embed_dim, as in Qwen2-VL, hidden_size is the language model's.
-    hidden = integer(vision, "embed_dim", "hidden_size", "width") or 1152
-    layers = integer(vision, "num_hidden_layers", "depth", "layers") or 24
-    ratio = vision.get("mlp_ratio")
-    width = int(ratio * hidden) if isinstance(ratio, int | float) else 4 * hidden
-    return layers, hidden, integer(vision, "intermediate_size") or width
 
 
 def _blocks(layers: int, hidden: int, width: int) -> int:
@@ -269,9 +253,7 @@ def _blocks(layers: int, hidden: int, width: int) -> int:
     return layers * (4 * (hidden * hidden + hidden) + 2 * hidden * width + width + hidden + 4 * hidden)
 
 
-def _plain(
-    vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
-) -> tuple[int, int]:
+def _plain(vision: Mapping[str, Any], sizes: tuple[int, int, int], text_hidden: int) -> tuple[int, int]:
     layers, hidden, width = sizes
     patch = integer(vision, "patch_size") or 14
     patches = (integer(vision, "image_size") // patch) ** 2
@@ -279,9 +261,7 @@ def _plain(
     return tower, hidden * text_hidden
 
 
-def _llama4(
-    vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
-) -> tuple[int, int]:
+def _llama4(vision: Mapping[str, Any], sizes: tuple[int, int, int], text_hidden: int) -> tuple[int, int]:
     layers, hidden, width = sizes
     patch = integer(vision, "patch_size") or 14
     positions = ((integer(vision, "image_size") or 448) // patch) ** 2 + 1
@@ -293,9 +273,7 @@ def _llama4(
     return tower + adapter, (integer(vision, "vision_output_dim") or output) * text_hidden
 
 
-def _qwen3_vl(
-    vision: Mapping[str, Any], sizes: tuple[int, int, int], config: Mapping[str, Any], text_hidden: int
-) -> tuple[int, int]:
+def _qwen3_vl(vision: Mapping[str, Any], sizes: tuple[int, int, int], text_hidden: int) -> tuple[int, int]:
     layers, hidden, width = sizes
     pixels = (integer(vision, "in_channels") or 3) * (integer(vision, "temporal_patch_size") or 2)
     embedding = hidden * pixels * (integer(vision, "patch_size") or 16) ** 2 + hidden
@@ -312,17 +290,6 @@ def _qwen3_vl(
 _COUNT = {"llama4": _llama4, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_vl}
 
 
-@dataclass(slots=True)
-class _Sum:
-    role: Role
-    split: Split
-    layer: int | None
-    parameters: int = 0
-    nbytes: int = 0
-    rows: int = 0
-    linear: bool = False
-
-
 def measure_pieces(tensors: Iterable[TensorInfo], *, layers: int) -> tuple[Piece, ...]:
     """Sum the tensors of each module; those of all experts of a layer are one piece. A name that nothing is known of is
     taken for a matrix that tensor parallelism divides.
@@ -330,7 +297,7 @@ def measure_pieces(tensors: Iterable[TensorInfo], *, layers: int) -> tuple[Piece
     ``layers`` are the decoder's: what lies behind them belongs to a predictor of further tokens. A packed tensor's
     parameters are the elements that are stored.
     """
-    sums: dict[str, _Sum] = {}
+    pieces: dict[tuple[str, Role, Split], Piece] = {}
     for info in tensors:
         name = _EXPERT.sub(".experts.0.", info.name)
         found = _LAYER.search(name)
@@ -338,15 +305,15 @@ def measure_pieces(tensors: Iterable[TensorInfo], *, layers: int) -> tuple[Piece
         role, split = next((role, split) for pattern, role, split in _SORTS if re.search(pattern, name))
         if role in ("encoder", "mtp") or (layer is not None and layer >= layers):
             role, layer = "encoder" if role == "encoder" else "mtp", None
-        entry = sums.setdefault(name.rpartition(".")[0] + f"|{role}|{split}", _Sum(role, split, layer))
-        entry.nbytes += info.nbytes
-        if _SCALES.search(name):
-            continue
-        entry.parameters += info.parameters
-        if len(info.shape) >= 2 and role not in ("embeddings", "head", "router", "norms", "encoder"):
-            entry.linear = entry.linear or "conv" not in name
-            entry.rows += info.parameters // info.shape[-1]
-    return tuple(
-        Piece(key.partition("|")[0], s.layer, s.role, s.split, s.parameters, s.nbytes, s.rows, s.linear)
-        for key, s in sums.items()
-    )
+        module = name.rpartition(".")[0]
+        piece = pieces.get((module, role, split)) or Piece(module, layer, role, split, 0, 0)
+        counted = 0 if _SCALES.search(name) else info.parameters
+        matrix = counted and len(info.shape) >= 2 and role not in ("embeddings", "head", "router", "norms", "encoder")
+        pieces[module, role, split] = replace(
+            piece,
+            parameters=piece.parameters + counted,
+            nbytes=piece.nbytes + info.nbytes,
+            rows=piece.rows + (counted // info.shape[-1] if matrix else 0),
+            linear=piece.linear or bool(matrix and "conv" not in name),
+        )
+    return tuple(pieces.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -18,6 +19,9 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from pipeline.base.errors import UserError
+from pipeline.quantize.formats.checkpoint import read_json
+from pipeline.recipe.modules import declared_quantization
 from pipeline.serving.plan import LaunchPlan
 
 
@@ -172,16 +176,9 @@ def broken_promises(plan: LaunchPlan, scan: LogScan, *, quantization: str | None
 
 def checkpoint_quantization(folder: Path) -> str | None:
     """The method that a checkpoint's config.json names; None for one in 16 bit, or without such a file."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict):
-        return None
-    for section in (config, config.get("text_config"), config.get("llm_config")):
-        found = section.get("quantization_config") if isinstance(section, dict) else None
-        if isinstance(found, dict) and found.get("quant_method"):
-            return str(found["quant_method"])
+    with suppress(UserError):
+        method = (declared_quantization(read_json(folder / "config.json")) or {}).get("quant_method")
+        return None if method is None else str(method)
     return None
 
 
