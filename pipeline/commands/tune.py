@@ -169,18 +169,18 @@ def tune(
 
 def _print(report: Report) -> None:
     from pipeline.commands.tables import table, terminal
-    from pipeline.serving.tuning.report import COMPARED, SHORT, percent
+    from pipeline.serving.tuning.report import SHORT, percent
 
     noise = report["noise"]
-    rows = table("plan", *(SHORT[name] for name in COMPARED), "launches", right=(*SHORT.values(), "launches"))
+    rows = table("plan", *SHORT.values(), "launches", right=(*SHORT.values(), "launches"))
     for point in report["points"]:
-        figures = [point["status"], *["-"] * (len(COMPARED) - 1)]
+        figures = [point["status"], *["-"] * (len(SHORT) - 1)]
         if point["ratios"]:
-            same = {name for name in COMPARED if noise and 1 / noise[name] <= point["ratios"][name] <= noise[name]}
-            figures = [("~" if name in same else "") + percent(point["ratios"][name]) for name in COMPARED]
+            same = {name for name in SHORT if noise and 1 / noise[name] <= point["ratios"][name] <= noise[name]}
+            figures = [("~" if name in same else "") + percent(point["ratios"][name]) for name in SHORT]
         if point["number"] == 0 and len(point["cells"]) == 1:
             (cell,) = point["cells"].values()
-            figures = [f"{cell[name]:,.4g}" + ("" if name == "output_throughput" else " ms") for name in COMPARED]
+            figures = [f"{cell[name]:,.4g}" + ("" if name == "output_throughput" else " ms") for name in SHORT]
         best = ", the best" if point["number"] == report["best"] else ""
         rows.add_row(f"{point['label']}{best}", *figures, str(point["runs"]))
     terminal().print(rows)

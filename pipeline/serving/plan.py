@@ -71,10 +71,6 @@ class Memory:
     kv_tokens: int
     concurrency: float
 
-    def to_json(self) -> dict[str, int | float]:
-        """A plain mapping of the fields."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -148,7 +144,7 @@ class LaunchPlan:
             "nodes": self.layout.nodes,
             "servers_per_gpu": self.layout.packed,
             "attention_backend": self.attention_backend,
-            "memory": None if self.memory is None else self.memory.to_json(),
+            "memory": None if self.memory is None else asdict(self.memory),
             "host": [check._asdict() for check in self.host],
             "image": self.image,
             "docker": list(self.docker),

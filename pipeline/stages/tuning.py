@@ -15,7 +15,7 @@ from typing import Any
 from eval import workloads
 from eval.errors import DefinitionError
 from pipeline.base.errors import UserError
-from pipeline.base.machine import Machine
+from pipeline.base.machine import Machine, cores
 from pipeline.base.progress import Reporter
 from pipeline.quantize.digest import file_digests, folder_digest
 from pipeline.recipe.schema import Recipe
@@ -142,7 +142,7 @@ class Opened:
                 "tp": str(layout.tensor),
             },
             version=self.subject.vllm.version,
-            cores=len(os.sched_getaffinity(0)),
+            cores=cores(),
             concurrency=max(cell.in_flight for cell in self.subject.cells),
         )
 
@@ -204,7 +204,7 @@ def open_subject(
         arguments=() if serve is None else serve.arguments,
         tunableop=None if kernels is None else str(kernels),
         trust_remote_code=recipe is not None and recipe.trust_remote_code,
-        cpu_threads=len(os.sched_getaffinity(0)),
+        cpu_threads=cores(),
     )
     subject = Subject(
         name=found.name,

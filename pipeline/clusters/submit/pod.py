@@ -26,7 +26,7 @@ from pipeline.base.errors import SECRET, RecipeError, UserError, shown_path
 from pipeline.clusters.submit.place import Kind, Task, require_no_secret
 from pipeline.recipe.yaml_positions import parse, text_of
 from pipeline.serving.environment import IMAGE_VARIABLE
-from pipeline.serving.render.containers import RESOURCES, object_name, plain_variables, shared_memory
+from pipeline.serving.render.containers import RESOURCES, SHARED_MOUNT, SHARED_VOLUME, object_name, plain_variables
 
 CONTAINER = "quantmint"
 WORK = "/work"
@@ -137,7 +137,6 @@ def template(pod: Pod) -> dict[str, Any]:
         {"name": item.variable, "valueFrom": {"secretKeyRef": {"name": item.secret, "key": item.key}}}
         for item in pod.secrets
     ]
-    memory, mount = shared_memory()
     claims = {f"work-{number}" if number else "work": claim for number, claim in enumerate(pod.claims)}
     volumes = [{"name": name, "persistentVolumeClaim": {"claimName": claim.name}} for name, claim in claims.items()]
     mounts = [{"name": name, "mountPath": claim.path} for name, claim in claims.items()]
@@ -160,7 +159,7 @@ def template(pod: Pod) -> dict[str, Any]:
         "securityContext": {"allowPrivilegeEscalation": False},
         # The end of what went wrong, in `kubectl describe`, where nothing else is said.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [mount],
+        "volumeMounts": [SHARED_MOUNT],
     }
     required = {
         "metadata": {"labels": pod.labels},
@@ -178,7 +177,7 @@ def template(pod: Pod) -> dict[str, Any]:
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": GRACE_S,
             "containers": [defaults],
-            "volumes": [memory],
+            "volumes": [SHARED_VOLUME],
         },
     }
     whole: dict[str, Any] = merged(merged(ours, pod.given or {}), required)

@@ -110,7 +110,7 @@ class LaunchRequest:
         if name in self.overrides:
             given = self.overrides[name]
             return None if given is False else (None if given is True else str(given), SET, GIVEN)
-        if any(self.overrides.get(other) not in {None, False} for other in opposites(name)):
+        if self.overrides.get(opposite(name)) not in {None, False}:
             return None
         rule = table()[name].choose(facts, self.numbers)
         if rule is not None and name == LEN_FLAG and not self.len_given:
@@ -204,11 +204,9 @@ def speculative_config(speculative: Speculative) -> str:
     return json.dumps({"method": speculative.method, **model, "num_speculative_tokens": speculative.tokens})
 
 
-def opposites(name: str) -> tuple[str, ...]:
-    """The flag that says the contrary of a flag: ``--no-X`` and ``--X``."""
-    if not name.startswith("--"):
-        return ()
-    return ("--" + name.removeprefix("--no-"),) if name.startswith("--no-") else ("--no-" + name.removeprefix("--"),)
+def opposite(name: str) -> str:
+    """The flag that says the contrary of a flag: ``--no-X`` of ``--X``, and the other way round."""
+    return name.replace("--no-", "--") if name.startswith("--no-") else name.replace("--", "--no-", 1)
 
 
 def cudagraph_mode(flags: Mapping[str, str | None]) -> str | None:

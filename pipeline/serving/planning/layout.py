@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -34,11 +34,11 @@ class Row(NamedTuple):
     """One entry of the table."""
 
     name: str
-    when: Mapping[str, tuple[str, ...]]
+    when: Mapping[str, list[str]]
     form: str
-    expert: bool
     why: str
     source: str
+    expert: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +128,7 @@ def density_band(facts: ModelFacts) -> str:
 def rows() -> tuple[Row, ...]:
     """The table, in the order of its file."""
     text = resources.files("pipeline.serving.planning").joinpath("layouts.yaml").read_text(encoding="utf-8")
-    return tuple(_row(entry) for entry in yaml.safe_load(text))
-
-
-def _row(entry: Mapping[str, Any]) -> Row:
-    when = {name: tuple(values) for name, values in entry["when"].items()}
-    return Row(entry["name"], when, entry["form"], entry.get("expert", False), entry["why"].strip(), entry["source"])
+    return tuple(Row(**entry) for entry in yaml.safe_load(text))
 
 
 def _room(case: _Case) -> str | None:

@@ -89,7 +89,9 @@ def fit(
     """
     kind, numbers = hardware.kind, parse_version(version)
     caches = tuple(_caches(facts, layout.tensor, kv_cache_dtype, kind))
-    block_size = block_size or default_block_size(facts, kind)
+    if not block_size:  # vLLM's own (0.32 platforms/cpu.py, v1/attention/backends/mla)
+        latent = facts.shape.latent is not None
+        block_size = (16 if latent else 128) if kind == "cpu" else 64 if latent and kind == "cuda" else 16
     groups = cache_groups(caches, block_size=block_size)
     total = cpu_kv_bytes if kind == "cpu" else (hbm_bytes or hardware.hbm_bytes)
     if total is None:
@@ -121,6 +123,11 @@ def fit(
     states = 1 + (numbers >= _STATES_CACHED)
     request = groups.blocks_of_request(max_model_len, batches * max_num_batched_tokens, states=states)
     concurrency = max(0.0, blocks / request) if request else float(max_num_seqs)
+    # What vLLM logs as the size of the cache.
+    block = min((group.block for group in groups.groups if group.block), default=0)
+    tokens = max(0, blocks) // max(1, len(groups.groups)) * block
+    if numbers >= _TOKENS_BY_REQUESTS:
+        tokens = int(concurrency * max_model_len)
     return Memory(
         total=total if kind != "cpu" else total + weights + activations,
         budget=budget if kind != "cpu" else total + weights + activations,
@@ -129,25 +136,9 @@ def fit(
         graphs=counted_graphs,
         kv_cache=free,
         kv_bytes_per_token=kv_bytes_per_token(facts, layout.tensor, kv_cache_dtype, kind=kind),
-        kv_tokens=_tokens(groups, max(0, blocks), concurrency, max_model_len, numbers),
+        kv_tokens=tokens,
         concurrency=concurrency,
     )
-
-
-def default_block_size(facts: ModelFacts, kind: str) -> int:
-    """Tokens of a block where no --block-size is given (vLLM 0.32 platforms/cpu.py, v1/attention/backends/mla)."""
-    latent = facts.shape.latent is not None
-    if kind == "cpu":
-        return 16 if latent else 128
-    return 64 if latent and kind == "cuda" else 16
-
-
-def _tokens(groups: CacheGroups, blocks: int, concurrency: float, length: int, version: tuple[int, ...]) -> int:
-    """What vLLM logs as the size of the KV cache."""
-    if version >= _TOKENS_BY_REQUESTS:
-        return int(concurrency * length)
-    size = min((group.block for group in groups.groups if group.block), default=0)
-    return blocks // max(1, len(groups.groups)) * size
 
 
 def _caches(facts: ModelFacts, tensor: int, dtype: str, kind: str) -> Iterator[LayerCache]:
@@ -241,19 +232,16 @@ def _share(piece: Piece, facts: ModelFacts, layout: Layout, kind: str) -> float:
         return padded / max(1, facts.vocabulary) / tensor
     if piece.split == "experts":
         whole = -(-facts.experts // ranks) / facts.experts if layout.expert else 1 / ranks
-        return whole * _padding(facts, layout, kind)
+        if not facts.gpt_oss or facts.quantization != "mxfp4":
+            return whole
+        hidden, intermediate = _MXFP4_STEPS[kind]
+        width = facts.expert_intermediate / (1 if layout.expert else ranks)
+        grown = (-(-facts.hidden // hidden) * hidden / facts.hidden) * (-(-width // intermediate) * intermediate)
+        return whole * grown / width
     if piece.split == "shared":
         # With tokens sharded over the ranks of an engine, each needs the whole of what every token visits.
         return 1.0 if layout.expert and layout.data > 1 and tensor > 1 else 1 / tensor
     return 1.0
-
-
-def _padding(facts: ModelFacts, layout: Layout, kind: str) -> float:
-    if not facts.gpt_oss or facts.quantization != "mxfp4":
-        return 1.0
-    hidden, intermediate = _MXFP4_STEPS[kind]
-    width = facts.expert_intermediate / (1 if layout.expert else layout.tensor * layout.data)
-    return (-(-facts.hidden // hidden) * hidden / facts.hidden) * (-(-width // intermediate) * intermediate / width)
 
 
 def profile_peak(

@@ -169,11 +169,19 @@ def _literal(text: str) -> str:
 
 PORT = 8000
 _ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, which nothing outside the cluster reaches
-_SHARED_MEMORY = "16Gi"
+SHARED_VOLUME = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+SHARED_MOUNT = {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108
+"""What processes of one server share is more than a container's 64 MiB."""
 _OWN, _LEADER, _RANK = "$(VLLM_HOST_IP)", "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"
 RESOURCES = {"rocm": "amd.com/gpu", "cuda": "nvidia.com/gpu"}
 """What the vendors' device plugins call a GPU."""
-_SELECTING = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}
+_OURS = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "VLLM_HOST_IP"}
+_ASK = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "timeoutSeconds": 5}
+_PROBES = {
+    "startupProbe": {**_ASK, "failureThreshold": START_PERIOD_S // 10},
+    "readinessProbe": {**_ASK, "failureThreshold": 1},
+    "livenessProbe": {**_ASK, "failureThreshold": 6},
+}
 
 
 def manifests(
@@ -265,12 +273,14 @@ def _pod(
     at_port = None if process.port is None else PORT  # a pod has an address of its own
     argv = arguments(replace(process, port=at_port), host=_ANYWHERE)
     capabilities = [value for option, value in options(plan) if option == "--cap-add"]
+    own = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    passed = {name: value for name, value in variables(plan, process).items() if name not in _OURS}
     container: dict[str, Any] = {
         "name": "vllm",
         "image": image_of(plan, image),
         "command": list(argv[:1]),
         "args": list(argv[1:]),
-        "env": _env(variables(plan, process), several=several),
+        "env": [*([own] if several else []), *plain_variables(passed)],
     }
     if kind != "cpu":
         count = {RESOURCES[kind]: str(gpus)}
@@ -281,7 +291,7 @@ def _pod(
         container.setdefault("securityContext", {})["seccompProfile"] = {"type": "Unconfined"}
     if process.port is not None:
         container["ports"] = [{"name": "http", "containerPort": PORT}]
-        container |= _probes()
+        container |= _PROBES
     volumes, mounts = _volumes(plan, claim)
     return {
         "metadata": {"labels": {**labels, **role}},
@@ -295,35 +305,14 @@ def _pod(
     }
 
 
-def _env(values: Mapping[str, str], *, several: bool) -> list[dict[str, Any]]:
-    own = {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    passed = {name: value for name, value in values.items() if name not in _SELECTING and name != "VLLM_HOST_IP"}
-    return [*([own] if several else []), *plain_variables(passed)]
-
-
 def plain_variables(values: Mapping[str, str]) -> list[dict[str, Any]]:
     """Variables of a container with their values as they stand: neither $(NAME) nor $$ is replaced."""
     return [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
 
 
-def shared_memory() -> tuple[dict[str, Any], dict[str, Any]]:
-    """A volume and its mount: what processes of one server share is more than a container's 64 MiB."""
-    volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}}
-    return volume, {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108
-
-
-def _probes() -> dict[str, Any]:
-    ask = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "timeoutSeconds": 5}
-    return {
-        "startupProbe": {**ask, "failureThreshold": START_PERIOD_S // 10},
-        "readinessProbe": {**ask, "failureThreshold": 1},
-        "livenessProbe": {**ask, "failureThreshold": 6},
-    }
-
-
 def _volumes(plan: LaunchPlan, claim: str | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    memory, mount = shared_memory()
-    volumes, mounts = [memory], [mount]
+    volumes: list[dict[str, Any]] = [SHARED_VOLUME]
+    mounts: list[dict[str, Any]] = [SHARED_MOUNT]
     for number, path in enumerate(mounted(plan)):
         name = f"model-{number}" if number else "model"
         if claim is not None and not number:

@@ -75,7 +75,7 @@ def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBA
         lines += ["# vLLM selects by CUDA_VISIBLE_DEVICES and stops where the two differ.", "unset HIP_VISIBLE_DEVICES"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.env.items()]
     if len(nodes) == 1:
-        return _text([*lines, "", *_node(processes, host)])
+        return "\n".join([*lines, "", *_node(processes, host), ""])
     if any(process.env.get("VLLM_HOST_IP", "").startswith("NODE_") for process in processes):
         lines += ["", "# NODE_0_IP and so on stand for the nodes' addresses on their private network."]
     lines += ["", f'case "${{1:?which node: {" ".join(map(str, nodes))}}}" in']
@@ -86,7 +86,7 @@ def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBA
         lines += [f"{node})", f"  # ---- node {node}{f' ({address})' if address else ''}: {roles}"]
         lines += [f"  {line}" if line else "" for line in _node(here, host)]
         lines += ["  ;;"]
-    return _text([*lines, "*) echo 'no such node' >&2; exit 2 ;;", "esac"])
+    return "\n".join([*lines, "*) echo 'no such node' >&2; exit 2 ;;", "esac", ""])
 
 
 def command(process: Process, *, host: str = LOOPBACK) -> str:
@@ -121,10 +121,6 @@ def _lines(words: Iterable[str]) -> list[str]:
         else:
             lines.append(word)
     return lines
-
-
-def _text(lines: Iterable[str]) -> str:
-    return "\n".join(lines) + "\n"
 
 
 class _Dumper(yaml.SafeDumper):

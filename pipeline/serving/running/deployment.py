@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import ipaddress
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from pipeline.base.errors import ServingError, UserError
 from pipeline.base.processes import Child, stop
 from pipeline.serving.plan import LaunchPlan, Process
 from pipeline.serving.running.log import diagnose
-from pipeline.serving.running.server import HOST, Server, fetch, served_models
+from pipeline.serving.running.server import HOST, Server, fetch
 
 Say = Callable[[str], None]
 Start = Callable[[Process, int | None], Child]
@@ -223,7 +224,7 @@ def _healthy(plan: LaunchPlan, member: Member) -> bool:
         if status != 200:
             return False
         status, body = fetch(address, "/v1/models", timeout=5)
-        models = served_models(body)
+        models = {model["id"]: model.get("root") for model in json.loads(body)["data"]}
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return False
     name = plan.served_model_name

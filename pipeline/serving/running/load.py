@@ -137,7 +137,7 @@ class LoadWatch:
             if cpu is not None:
                 run.used.append(Used(time.monotonic(), cpu))
             if self._sensor is not None and ticks % _MACHINE_EVERY == 0:
-                at, reading = time.monotonic(), self._sensor.read()
+                at, reading = time.monotonic(), self._sensor()
                 run.readings += [] if reading is None else [(at, reading)]
             ticks += 1
 

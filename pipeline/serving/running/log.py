@@ -161,43 +161,23 @@ _TOLERANCE = 0.10
 """Relative; a prediction of memory that is off by less is as good as it gets."""
 
 
-def broken_promises(plan: LaunchPlan, scan: LogScan, *, quantization: str | None = None) -> tuple[Finding, ...]:
+def broken_promises(plan: LaunchPlan, scan: LogScan, *, quantization: str | None = None) -> Iterator[Finding]:
     """Each promise that the log contradicts, or that it should confirm and does not.
 
     ``quantization`` is the method that the checkpoint's configuration names. "invalid" is what makes a measurement one
     of another checkpoint: the KV cache or the weights are not what they were to be.
     """
-    return tuple(
-        finding
-        for check in (_formats(plan, scan, quantization), _kernels(plan, scan), _memory(plan, scan))
-        for finding in check
-    )
-
-
-def checkpoint_quantization(folder: Path) -> str | None:
-    """The method that a checkpoint's config.json names; None for one in 16 bit, or without such a file."""
-    with suppress(UserError):
-        method = (declared_quantization(read_json(folder / "config.json")) or {}).get("quant_method")
-        return None if method is None else str(method)
-    return None
-
-
-def _formats(plan: LaunchPlan, scan: LogScan, quantization: str | None) -> Iterator[Finding]:
     dtype = plan.option("--kv-cache-dtype")
     if dtype is not None and dtype.startswith("fp8") and not (scan.kv_cache_dtype or dtype).startswith("fp8"):
         yield Finding("invalid", "the KV cache is not FP8", _both(dtype, scan.kv_cache_dtype))
     if quantization is not None and scan.quantization == "None":
         yield Finding("invalid", "vLLM took the checkpoint for one that is not quantized", _both(quantization, "none"))
-
-
-def _kernels(plan: LaunchPlan, scan: LogScan) -> Iterator[Finding]:
-    backend = plan.attention_backend
-    seen = scan.attention_backends
+    backend, seen = plan.attention_backend, scan.attention_backends
     logged = bool(seen) or scan.vllm_version is not None  # else there is no log, and nothing to miss in it
     if backend is not None and backend not in seen and logged:
         told = ", ".join(seen) or "none that the log names"
         yield Finding("caution", "the attention backend of the plan is not the one that runs", _both(backend, told))
-    named = [*scan.attention_backends, *scan.kernels]
+    named = [*seen, *scan.kernels]
     if plan.env.get("VLLM_ROCM_USE_AITER") == "1" and named and not any("aiter" in name.lower() for name in named):
         yield Finding("caution", "AITER is on in the plan, but no kernel is AITER's", f"seen: {', '.join(named)}")
     batched = plan.option("--max-num-batched-tokens")
@@ -208,16 +188,19 @@ def _kernels(plan: LaunchPlan, scan: LogScan) -> Iterator[Finding]:
     if graphs is not None and scan.cudagraph_mode not in {None, graphs}:
         values = _both(graphs, scan.cudagraph_mode)
         yield Finding("caution", "the graph mode of the plan is not the one that runs", values)
+    if plan.memory is not None and plan.memory.kv_tokens and scan.kv_tokens is not None:
+        change = scan.kv_tokens / plan.memory.kv_tokens - 1
+        if abs(change) > _TOLERANCE:
+            values = _both(f"{plan.memory.kv_tokens:,} tokens", f"{scan.kv_tokens:,} ({change:+.0%})")
+            yield Finding("caution", "the KV cache has not the size that was predicted", values)
 
 
-def _memory(plan: LaunchPlan, scan: LogScan) -> Iterator[Finding]:
-    memory = plan.memory
-    if memory is None:
-        return
-    change = scan.kv_tokens / memory.kv_tokens - 1 if scan.kv_tokens is not None and memory.kv_tokens else 0.0
-    if scan.kv_tokens is not None and abs(change) > _TOLERANCE:
-        values = _both(f"{memory.kv_tokens:,} tokens", f"{scan.kv_tokens:,} ({change:+.0%})")
-        yield Finding("caution", "the KV cache has not the size that was predicted", values)
+def checkpoint_quantization(folder: Path) -> str | None:
+    """The method that a checkpoint's config.json names; None for one in 16 bit, or without such a file."""
+    with suppress(UserError):
+        method = (declared_quantization(read_json(folder / "config.json")) or {}).get("quant_method")
+        return None if method is None else str(method)
+    return None
 
 
 def _both(promised: object, seen: object) -> str:

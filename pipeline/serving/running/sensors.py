@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal, Protocol
+from typing import Literal
 
 from eval.measurements import Machine
 from pipeline.base import machine as host
@@ -54,12 +55,8 @@ class Reading:
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
-class Sensor(Protocol):
-    """What can be looked at about once a second."""
-
-    def read(self) -> Reading | None:
-        """The state now; None where it cannot be read."""
-        ...
+Sensor = Callable[[], Reading | None]
+"""The state now, for a look about once a second; None where it cannot be read."""
 
 
 def summary(cells: Sequence[Sequence[Reading]]) -> Machine:
@@ -89,54 +86,51 @@ def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[
     None where a GPU server has no GPU that tells: its cores say nothing about it.
     """
     machine = host.Machine(environ={**os.environ, **env})
+    if kind == "cpu":
+        return read_cpu
     if kind == "rocm":
         return amd_sensor(machine, gpus)
-    return nvidia_sensor(machine, gpus) if kind == "cuda" else CpuSensor()
+    found = [row[0] for row in nvidia_smi(machine, ("uuid",))]
+    uuids = [found[index] for index in visible_cuda(machine.environ, found)[:gpus]]
+    return partial(read_nvidia, machine, uuids) if uuids else None
 
 
-@dataclass(frozen=True, slots=True)
-class AmdSensor:
-    """The devices of a server, each once however it is partitioned, by their folders on the bus."""
+def amd_sensor(machine: host.Machine, gpus: int) -> Sensor | None:
+    """The first so many GPUs that the environment leaves; None where there are none, or no files of them.
 
-    machine: host.Machine
-    devices: tuple[Path, ...]
-
-    def read(self) -> Reading | None:
-        """See `Sensor`."""
-        clocks, temperatures, powers = [], [], []
-        counters: dict[str, int] = {}
-        for device in self.devices:
-            for hwmon in sorted(device.glob("hwmon/hwmon*"))[:1]:
-                clock = self.machine.number(hwmon / "freq1_input")
-                power = self.machine.number(hwmon / "power1_average") or self.machine.number(hwmon / "power1_input")
-                clocks += [clock / 1e6] if clock is not None else []
-                powers += [power / 1e6] if power is not None else []
-                temperatures += self._temperatures(hwmon)
-            for name, count in _limiters(device).items():
-                counters[name] = counters.get(name, 0) + count
-        if not clocks and not temperatures and not powers and not counters:
-            return None
-        return Reading(
-            clocks_mhz=tuple(clocks),
-            temperature_c=max(temperatures, default=None),
-            power_w=sum(powers) if powers else None,
-            counters=counters,
-        )
-
-    def _temperatures(self, hwmon: Path) -> list[float]:
-        """Those of the hottest point of the chip; "mem" and "edge" are other places."""
-        labels = [at for at in sorted(hwmon.glob("temp*_label")) if self.machine.text(at) == "junction"]
-        values = [self.machine.number(at.with_name(at.name.replace("_label", "_input"))) for at in labels]
-        return [value / 1000 for value in values if value is not None]
-
-
-def amd_sensor(machine: host.Machine, gpus: int) -> AmdSensor | None:
-    """The first so many GPUs that the environment leaves; None where there are none, or no files of them."""
+    Each device counts once however it is partitioned.
+    """
     found = amd_gpus(machine)
     used = visible_amd(machine.environ, [gpu.uuid for gpu in found])[:gpus]
     devices: Sequence[Path | None] = [found[index].device for index in used]
     folders = dict.fromkeys(device.resolve() for device in devices if device is not None)
-    return AmdSensor(machine, tuple(folders)) if folders else None
+    return partial(read_amd, machine, tuple(folders)) if folders else None
+
+
+def read_amd(machine: host.Machine, devices: Sequence[Path]) -> Reading | None:
+    """The state of devices by their folders on the bus."""
+    clocks, temperatures, powers = [], [], []
+    counters: dict[str, int] = {}
+    for device in devices:
+        for hwmon in sorted(device.glob("hwmon/hwmon*"))[:1]:
+            clock = machine.number(hwmon / "freq1_input")
+            power = machine.number(hwmon / "power1_average") or machine.number(hwmon / "power1_input")
+            clocks += [clock / 1e6] if clock is not None else []
+            powers += [power / 1e6] if power is not None else []
+            # Those of the hottest point of the chip; "mem" and "edge" are other places.
+            labels = [at for at in sorted(hwmon.glob("temp*_label")) if machine.text(at) == "junction"]
+            values = [machine.number(at.with_name(at.name.replace("_label", "_input"))) for at in labels]
+            temperatures += [value / 1000 for value in values if value is not None]
+        for name, count in _limiters(device).items():
+            counters[name] = counters.get(name, 0) + count
+    if not clocks and not temperatures and not powers and not counters:
+        return None
+    return Reading(
+        clocks_mhz=tuple(clocks),
+        temperature_c=max(temperatures, default=None),
+        power_w=sum(powers) if powers else None,
+        counters=counters,
+    )
 
 
 def _limiters(device: Path) -> dict[str, int]:
@@ -151,35 +145,21 @@ def _limiters(device: Path) -> dict[str, int]:
     return {name: count for name, count in counts if name is not None and count != unknown}
 
 
-@dataclass(frozen=True, slots=True)
-class NvidiaSensor:
-    """The GPUs of a server by UUID."""
-
-    machine: host.Machine
-    uuids: tuple[str, ...]
-
-    def read(self) -> Reading | None:
-        """See `Sensor`."""
-        rows = nvidia_smi(self.machine, _FIELDS, "-i", ",".join(self.uuids))
-        if not rows:
-            return None
-        clocks, temperatures, powers = ([number for row in rows if (number := _number(row[at]))] for at in range(3))
-        bits = 0
-        for row in rows:
-            bits |= int(row[3], 16) if row[3].startswith("0x") else 0
-        return Reading(
-            clocks_mhz=tuple(clocks),
-            temperature_c=max(temperatures, default=None),
-            power_w=sum(powers) if powers else None,
-            throttled=tuple(name for bit, name in _SLOWDOWNS.items() if bits & bit),
-        )
-
-
-def nvidia_sensor(machine: host.Machine, gpus: int) -> NvidiaSensor | None:
-    """The first so many GPUs that the environment leaves; None without nvidia-smi or without any."""
-    found = [row[0] for row in nvidia_smi(machine, ("uuid",))]
-    uuids = tuple(found[index] for index in visible_cuda(machine.environ, found)[:gpus])
-    return NvidiaSensor(machine, uuids) if uuids else None
+def read_nvidia(machine: host.Machine, uuids: Sequence[str]) -> Reading | None:
+    """The state of GPUs by UUID."""
+    rows = nvidia_smi(machine, _FIELDS, "-i", ",".join(uuids))
+    if not rows:
+        return None
+    clocks, temperatures, powers = ([number for row in rows if (number := _number(row[at]))] for at in range(3))
+    bits = 0
+    for row in rows:
+        bits |= int(row[3], 16) if row[3].startswith("0x") else 0
+    return Reading(
+        clocks_mhz=tuple(clocks),
+        temperature_c=max(temperatures, default=None),
+        power_w=sum(powers) if powers else None,
+        throttled=tuple(name for bit, name in _SLOWDOWNS.items() if bits & bit),
+    )
 
 
 def _number(cell: str) -> float | None:
@@ -190,12 +170,9 @@ def _number(cell: str) -> float | None:
         return None
 
 
-class CpuSensor:
+def read_cpu() -> Reading | None:
     """The clocks of all cores; a virtual machine has its nominal clock at most."""
+    import psutil
 
-    def read(self) -> Reading | None:
-        """See `Sensor`."""
-        import psutil
-
-        clocks = tuple(core.current for core in psutil.cpu_freq(percpu=True) or ())
-        return Reading(clocks_mhz=clocks) if clocks else None
+    clocks = tuple(core.current for core in psutil.cpu_freq(percpu=True) or ())
+    return Reading(clocks_mhz=clocks) if clocks else None

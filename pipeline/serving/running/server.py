@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.base.errors import RefusalError, ServingError
@@ -82,13 +81,10 @@ class Server:
 
     def get(self, path: str, *, timeout: float = 30.0) -> str:
         """Body of a GET; ServingError unless the answer is 200 within ``timeout`` seconds."""
-        return self._answer(path, None, timeout)
+        return self.post(path, None, timeout=timeout)
 
-    def post(self, path: str, body: Mapping[str, object], *, timeout: float = 30.0) -> str:
-        """Body of the answer to a POST of JSON; ServingError unless it is 200 within ``timeout`` seconds."""
-        return self._answer(path, body, timeout)
-
-    def _answer(self, path: str, body: Mapping[str, object] | None, timeout: float) -> str:
+    def post(self, path: str, body: Mapping[str, object] | None, *, timeout: float = 30.0) -> str:
+        """The same of a POST of JSON."""
         where = f"its log: {self.log_path}" if self.log_path is not None else f"it was asked at {self.base_url}"
         try:
             status, answer = fetch(self.base_url, path, body=body, key=self._key(), timeout=timeout)
@@ -123,9 +119,3 @@ def fetch(
         return response.status, response.read().decode("utf-8", errors="replace")
     finally:
         connection.close()
-
-
-def served_models(body: str) -> dict[str, str | None]:
-    """Name and root (the checkpoint's folder) of each model in an answer of /v1/models."""
-    answer: dict[str, Any] = json.loads(body)
-    return {model["id"]: model.get("root") for model in answer["data"]}

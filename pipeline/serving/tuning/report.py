@@ -25,12 +25,9 @@ from pipeline.serving.tuning.space import (
     device_name,
     label,
 )
-from pipeline.serving.tuning.sweep import Objective, Sweep, by_point, frontier
+from pipeline.serving.tuning.sweep import Objective, Sweep, frontier
 from pipeline.serving.tuning.trials import Budget
 from pipeline.store.disk import write_atomic
-
-COMPARED = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
-
 
 Report: TypeAlias = dict[str, Any]
 """`tuning.json`. Throughputs are output tokens per second of one server, latencies ms, `noise` factors.
@@ -42,11 +39,11 @@ plots, 0 for the base plan; `score` is None where a limit is broken. `gated` cha
 
 def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, Any], tunableop: str | None) -> Report:
     """Gather everything. ``existing`` is the recipe's own serve section, ``tunableop`` the path that it shall name."""
-    subject, judge = sweep.subject, sweep.judge
+    subject = sweep.subject
     base = subject.plan(BASE)
-    best = judge.best()
+    best = sweep.best()
     points = _points(sweep)
-    numbers = {point: index for index, point in enumerate(by_point(sweep.outcomes))}
+    numbers = {point: index for index, point in enumerate(sweep.by_point())}
     serve = None if best is None else serve_section(best, existing, tunableop)
     gated = {axis.knob for axis in sweep.design.axes if axis.gated}
     return Report(
@@ -66,8 +63,8 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
         budget={"seconds": budget.seconds, "spent": round(budget.spent, 1)},
         sweep=sweep.id,
         base={"env": dict(base.env), "argv": list(base.argv)},
-        noise=judge.noise(),
-        score_noise=judge.score_noise(),
+        noise=sweep.noise(),
+        score_noise=sweep.score_noise(),
         points=points,
         best=None if best is None else numbers[best],
         verdict=_verdict(sweep, best),
@@ -82,10 +79,10 @@ def report(sweep: Sweep, budget: Budget, *, created: str, existing: dict[str, An
 
 
 def _points(sweep: Sweep) -> list[dict[str, Any]]:
-    judge, gated = sweep.judge, {axis.knob for axis in sweep.design.axes if axis.gated}
-    measured = judge.points()
+    gated = {axis.knob for axis in sweep.design.axes if axis.gated}
+    measured = sweep.points()
     found = []
-    for number, (point, runs) in enumerate(by_point(sweep.outcomes).items()):
+    for number, (point, runs) in enumerate(sweep.by_point().items()):
         sound = [run for run in runs if run.status == "ok"]
         odd = next((run for run in runs if run.status != "ok"), None)
         shown = sound[0] if sound else runs[0]
@@ -102,8 +99,8 @@ def _points(sweep: Sweep) -> list[dict[str, Any]]:
                 "why": None if odd is None else odd.why,
                 "fix": None if odd is None else odd.fix,
                 "cells": {cell: dict(row) for cell, row in measured[point].items()} if sound else {},
-                "ratios": judge.ratios(point) or {},
-                "score": judge.score(point),
+                "ratios": sweep.ratios(point) or {},
+                "score": sweep.score(point),
                 "seconds": sum(run.seconds for run in runs),
                 "started_seconds": median(run.started_seconds or 0.0 for run in sound) if sound else None,
                 "kv_tokens": shown.kv_tokens,
@@ -115,17 +112,17 @@ def _points(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def _verdict(sweep: Sweep, best: Point | None) -> str:
-    judge, limits = sweep.judge, _limits(sweep.objective)
+    limits = _limits(sweep.objective)
     if best is None:
         return f"No plan that was measured keeps {limits}." if limits else "Nothing could be measured."
     if best == BASE:
         return "Nothing that was tried beats the base plan by more than the noise: keep it."
-    score, relative = judge.score(best) or 1.0, judge.ratios(best) or {}
+    score, relative = sweep.score(best) or 1.0, sweep.ratios(best) or {}
     shown = {
         "throughput": f"{percent(relative['output_throughput'])} output tokens/s",
         "latency": f"{percent(1 / score)} latency (time to first token and between tokens, 99th percentile)",
     }[sweep.objective.goal]
-    broken = "" if judge.score(BASE) is not None else f"; the base plan does not keep {limits}"
+    broken = "" if sweep.score(BASE) is not None else f"; the base plan does not keep {limits}"
     return f"{shown} against the base plan{broken}."
 
 
@@ -213,7 +210,7 @@ def render(report: Report) -> str:
         best=None if report["best"] is None else points[report["best"]],
         cells=[(cell, _plots(report, cell["name"], index)) for index, cell in enumerate(report["cells"])],
         bad=[point for point in points if point["status"] != "ok"],
-        compared=COMPARED,
+        compared=tuple(SHORT),
         short=SHORT,
         command=command(Process(0, "server", 0, (), None, base_plan["env"], tuple(base_plan["argv"]))),
     )

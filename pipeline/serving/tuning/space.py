@@ -7,7 +7,6 @@ base plan itself. `True` is a flag without a value, `False` a knob that the laun
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from eval.workloads import Cell, Workload
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
-from pipeline.base.machine import Machine, cpu_name
+from pipeline.base.machine import Machine, cores, cpu_name
 from pipeline.serving.environment import VllmEnvironment, parse_version
 from pipeline.serving.host.detect import Detected, detect
 from pipeline.serving.knobs.table import knob as knob_of
@@ -135,11 +134,11 @@ def default_axes(
 ) -> tuple[Axis, ...]:
     """The axes for a target of ``kind`` (rocm, cuda, cpu) that a vLLM knows; ``facts`` are those of `when`."""
     numbers = {
-        "cores": cores,
-        "half_cores": max(1, cores // 2),
-        "concurrency": concurrency,
-        "half_concurrency": max(1, concurrency // 2),
-        "double_concurrency": 2 * concurrency,
+        "{cores}": str(cores),
+        "{half_cores}": str(max(1, cores // 2)),
+        "{concurrency}": str(concurrency),
+        "{half_concurrency}": str(max(1, concurrency // 2)),
+        "{double_concurrency}": str(2 * concurrency),
     }
     axes = []
     for row in sweeps()[kind]:
@@ -147,7 +146,7 @@ def default_axes(
         knob = knob_of(row["knob"])
         if holds and knob.known(parse_version(version)):
             values = row.get("values") or knob.sweep
-            found = dict.fromkeys(_filled(value, numbers) for value in values)
+            found = dict.fromkeys(numbers.get(value, value) for value in values)
             axes.append(Axis(knob.name, tuple(found), bool(row.get("gated", False))))
     return tuple(axes)
 
@@ -181,12 +180,6 @@ def sweeps() -> Mapping[str, list[dict[str, Any]]]:
     text = Path(__file__).with_name("sweeps.yaml").read_text(encoding="utf-8")
     rows: Mapping[str, list[dict[str, Any]]] = yaml.safe_load(text)
     return rows
-
-
-def _filled(value: Value, numbers: Mapping[str, int]) -> Value:
-    if isinstance(value, str) and value[:1] == "{" and value[1:-1] in numbers:
-        return str(numbers[value[1:-1]])
-    return value
 
 
 STAGE, VERSION = "tune", 1
@@ -309,8 +302,7 @@ def machine_facts(target: Target, machine: Machine) -> dict[str, str]:
 
     UserError where the machine is not the target: a sweep measures, it cannot plan for another machine.
     """
-    cores = len(os.sched_getaffinity(0))
-    facts = {"target": str(target), "cpu": cpu_name(machine), "cores": str(cores)}
+    facts = {"target": str(target), "cpu": cpu_name(machine), "cores": str(cores())}
     if target.accelerator.kind == "cpu":
         return facts
     found = detect(machine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean, median
 from typing import Literal, TypeAlias
@@ -44,14 +44,6 @@ def figures(outcomes: Iterable[Outcome]) -> Figures | None:
     }
 
 
-def by_point(outcomes: Mapping[Trial, Outcome]) -> dict[Point, list[Outcome]]:
-    """Outcomes of each point, in the order in which points were first met."""
-    found: dict[Point, list[Outcome]] = {}
-    for trial, outcome in outcomes.items():
-        found.setdefault(trial.point, []).append(outcome)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Objective:
     """What is asked for. ``max_ttft`` and ``max_itl`` are ms that the 99th percentile of every cell must keep."""
@@ -76,78 +68,12 @@ class Objective:
         return geometric_mean([1 / ratios["ttft_p99"], 1 / ratios["itl_p99"]])
 
 
-def ratios(found: Figures, base: Figures) -> dict[str, float]:
+def relative(found: Figures, base: Figures) -> dict[str, float]:
     """Each figure relative to the base plan: the geometric mean over the cells."""
     return {
         name: geometric_mean([max(cell[name], 1e-9) / max(base[key][name], 1e-9) for key, cell in found.items()])
         for name in FIGURES
     }
-
-
-class Judge:
-    """Compares the points of a sweep as far as it got; looks at ``outcomes`` anew with each question."""
-
-    def __init__(self, outcomes: Mapping[Trial, Outcome], objective: Objective) -> None:
-        self._outcomes = outcomes
-        self.objective = objective
-
-    def points(self) -> dict[Point, Figures]:
-        """The points with at least one sound run."""
-        found = {point: figures(runs) for point, runs in by_point(self._outcomes).items()}
-        return {point: medians for point, medians in found.items() if medians is not None}
-
-    def ratios(self, point: Point) -> dict[str, float] | None:
-        """A point's figures relative to the base plan; None where one of them was not measured."""
-        points = self.points()
-        return ratios(points[point], points[BASE]) if point in points and BASE in points else None
-
-    def repeats(self) -> list[list[dict[str, float]]]:
-        """For each plan that was launched more than once: its sound runs, relative to their own median."""
-        found = []
-        for runs in by_point(self._outcomes).values():
-            sound = [run for run in runs if run.status == "ok"]
-            middle = figures(sound)
-            if middle is not None and len(sound) > 1:
-                found.append([ratios(one, middle) for run in sound if (one := figures([run])) is not None])
-        return found
-
-    def noise(self) -> dict[str, float] | None:
-        """For each figure the largest factor between two launches of one plan; None before anything was repeated.
-
-        Never less than `LEAST`: two launches can agree by chance.
-        """
-        repeats = self.repeats()
-        if not repeats:
-            return None
-        return {name: max(LEAST, *(_range([run[name] for run in runs]) for runs in repeats)) for name in FIGURES}
-
-    def score_noise(self) -> float:
-        """The same for the score."""
-        return max(LEAST, *(_range([self.objective.score(run) for run in runs]) for runs in self.repeats()), 1.0)
-
-    def score(self, point: Point) -> float | None:
-        """A point's score; None where it has none or breaks a limit."""
-        found, relative = self.points().get(point), self.ratios(point)
-        if found is None or relative is None or not self.objective.keeps(found):
-            return None
-        return self.objective.score(relative)
-
-    def choose(self, points: Sequence[Point]) -> Point:
-        """The best of the points; among those that noise cannot tell from it the one with the fewest changes.
-
-        The first of the points stands in where none has a score.
-        """
-        scored = [(point, score) for point in points if (score := self.score(point)) is not None]
-        if not scored:
-            return points[0]
-        enough = max(score for _, score in scored) / self.score_noise()
-        near = [(point, score) for point, score in scored if score >= enough]
-        return min(near, key=lambda item: (len(item[0]), -item[1]))[0]
-
-    def best(self) -> Point | None:
-        """The point to recommend; None where no measured point keeps the limits."""
-        points = [point for point in self.points() if self.score(point) is not None]
-        return self.choose(points) if points else None
 
 
 def _range(values: Sequence[float]) -> float:
@@ -184,8 +110,8 @@ def planned(design: Design) -> list[Trial]:
 
     The base plan comes once more at the end: its spread is the noise, drift included.
     """
-    points = combinations(design.axes) if design.mode == "grid" else singles(design.axes)
-    return [*_rounds([BASE, *points], design.repeat), Trial(BASE, design.repeat)]
+    points = [BASE, *(combinations(design.axes) if design.mode == "grid" else singles(design.axes))]
+    return [*(Trial(point, run) for run in range(design.repeat) for point in points), Trial(BASE, design.repeat)]
 
 
 def singles(axes: Sequence[Axis]) -> list[Point]:
@@ -206,13 +132,12 @@ def grid_size(axes: Sequence[Axis]) -> int:
     return math.prod(len(axis.values) + 1 for axis in axes)
 
 
-def _rounds(points: Sequence[Point], repeat: int) -> Iterator[Trial]:
-    return (Trial(point, run) for run in range(repeat) for point in points)
-
-
 @dataclass
 class Sweep:
-    """A sweep as far as it got. ``refused`` are points that the planner would not plan, with its reason."""
+    """A sweep as far as it got, and what its points come to.
+
+    ``refused`` are points that the planner would not plan, with its reason.
+    """
 
     subject: Subject
     design: Design
@@ -221,11 +146,6 @@ class Sweep:
     refused: dict[Point, str] = field(default_factory=dict)
     not_tried: list[Point] = field(default_factory=list)
     out_of_time: bool = False
-
-    @property
-    def judge(self) -> Judge:
-        """Compares what was measured so far."""
-        return Judge(self.outcomes, self.objective)
 
     @property
     def id(self) -> str:
@@ -239,12 +159,76 @@ class Sweep:
             }
         )
 
+    def by_point(self) -> dict[Point, list[Outcome]]:
+        """Outcomes of each point, in the order in which points were first met."""
+        found: dict[Point, list[Outcome]] = {}
+        for trial, outcome in self.outcomes.items():
+            found.setdefault(trial.point, []).append(outcome)
+        return found
+
+    def points(self) -> dict[Point, Figures]:
+        """The points with at least one sound run."""
+        found = {point: figures(runs) for point, runs in self.by_point().items()}
+        return {point: medians for point, medians in found.items() if medians is not None}
+
+    def ratios(self, point: Point) -> dict[str, float] | None:
+        """A point's figures relative to the base plan; None where one of them was not measured."""
+        points = self.points()
+        return relative(points[point], points[BASE]) if point in points and BASE in points else None
+
+    def repeats(self) -> list[list[dict[str, float]]]:
+        """For each plan that was launched more than once: its sound runs, relative to their own median."""
+        found = []
+        for runs in self.by_point().values():
+            sound = [one for run in runs if (one := figures([run])) is not None]
+            middle = figures(runs)
+            if middle is not None and len(sound) > 1:
+                found.append([relative(one, middle) for one in sound])
+        return found
+
+    def noise(self) -> dict[str, float] | None:
+        """For each figure the largest factor between two launches of one plan; None before anything was repeated.
+
+        Never less than `LEAST`: two launches can agree by chance.
+        """
+        repeats = self.repeats()
+        if not repeats:
+            return None
+        return {name: max(LEAST, *(_range([run[name] for run in runs]) for runs in repeats)) for name in FIGURES}
+
+    def score_noise(self) -> float:
+        """The same for the score."""
+        return max([LEAST, *(_range([self.objective.score(run) for run in runs]) for runs in self.repeats())])
+
+    def score(self, point: Point) -> float | None:
+        """A point's score; None where it has none or breaks a limit."""
+        found, ratios = self.points().get(point), self.ratios(point)
+        if found is None or ratios is None or not self.objective.keeps(found):
+            return None
+        return self.objective.score(ratios)
+
+    def choose(self, points: Sequence[Point]) -> Point:
+        """The best of the points; among those that noise cannot tell from it the one with the fewest changes.
+
+        The first of the points stands in where none has a score.
+        """
+        scored = [(point, score) for point in points if (score := self.score(point)) is not None]
+        if not scored:
+            return points[0]
+        enough = max(score for _, score in scored) / self.score_noise()
+        near = [(point, score) for point, score in scored if score >= enough]
+        return min(near, key=lambda item: (len(item[0]), -item[1]))[0]
+
+    def best(self) -> Point | None:
+        """The point to recommend; None where no measured point keeps the limits."""
+        points = [point for point in self.points() if self.score(point) is not None]
+        return self.choose(points) if points else None
+
     def winners(self) -> Point:
         """The best value of each knob, where it beats the base plan by more than noise."""
-        choose = self.judge.choose
         axes = self.design.axes
         return tuple(
-            change for axis in axes for change in choose([BASE, *(((axis.knob, value),) for value in axis.values)])
+            change for axis in axes for change in self.choose([BASE, *(((axis.knob, value),) for value in axis.values)])
         )
 
 
@@ -260,7 +244,7 @@ def run_sweep(sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, 
     points = [trial.point for trial in wanted]
     if complete and sweep.design.mode == "one-at-a-time" and len(winner := sweep.winners()) > 1:
         points.append(winner)
-        runner.through(_rounds([winner], sweep.design.repeat), reserve=0)
+        runner.through([Trial(winner, run) for run in range(sweep.design.repeat)], reserve=0)
     met = {trial.point for trial in sweep.outcomes} | set(sweep.refused)
     sweep.not_tried += [point for point in dict.fromkeys(points) if point not in met]
 

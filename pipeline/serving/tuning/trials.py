@@ -6,13 +6,14 @@ import csv
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from eval.errors import MeasurementError
 from eval.measurements import CellResult
+from eval.records import Record
 from eval.workloads import Cell
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import ServingError, StageError, UserError
@@ -86,7 +87,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Record):
     """One trial. ``seconds`` is its whole wall time, ``started_seconds`` until the server answered.
 
     ``status`` is "failed" where the server did not start or a request did not come back; "void" where the log says that
@@ -103,20 +104,6 @@ class Outcome:
     kv_tokens: int | None = None
     attention_backend: str | None = None
     notes: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
-        return {
-            **asdict(self),
-            "notes": list(self.notes),
-            "cells": {name: cell.to_json() for name, cell in self.cells.items()},
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """Read back what `to_json` wrote. Raises TypeError or `eval.errors.MeasurementError` for anything else."""
-        cells = {name: CellResult.from_json(cell) for name, cell in data["cells"].items()}
-        return cls(**{**data, "cells": cells, "notes": tuple(data["notes"])})
 
 
 def measure(
@@ -201,9 +188,7 @@ class Trials:
     def find(self, trial: Trial) -> Outcome | None:
         """What was measured before, by whichever sweep."""
         entry = self._store.find(STAGE, self._subject.fingerprint(trial))
-        if entry is None:
-            return None
-        return Outcome.from_json(entry.record.result)
+        return None if entry is None else Outcome.from_json(entry.record.result)
 
     def forget(self, trial: Trial) -> None:
         """Measure it again next time."""

@@ -16,7 +16,7 @@ from pipeline.base.schemes import table as schemes
 from pipeline.recipe.schema import Speculative
 from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
 from pipeline.serving.plan import LaunchPlan, Layout, processes
-from pipeline.serving.planning.launch_request import aiter_mla, opposites, running
+from pipeline.serving.planning.launch_request import aiter_mla, opposite, running
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
 
@@ -75,7 +75,7 @@ def test_what_the_recipe_sets_wins_and_memory_follows():
 
 
 def test_a_flag_that_is_set_silences_its_opposite():
-    assert opposites("--no-enable-prefix-caching") == ("--enable-prefix-caching",)
+    assert opposite("--no-enable-prefix-caching") == "--enable-prefix-caching"
     measured = {"purpose": "measure"}
     assert "--no-enable-prefix-caching" in plan(**measured).argv
     set_ = plan(overrides={"--enable-prefix-caching": True}, **measured)

@@ -46,7 +46,7 @@ def test_nvidia_by_its_tool(smi: Callable[..., Path]) -> None:
     smi("1980, 61, 412.55, 0x0000000000000004\n1755, 64, 690.10, 0x0000000000000000\n")
     sensor = sensor_for("cuda", gpus=2, env={})
     assert sensor is not None
-    assert sensor.read() == Reading((1980.0, 1755.0), 64.0, pytest.approx(1102.65), ())
+    assert sensor() == Reading((1980.0, 1755.0), 64.0, pytest.approx(1102.65), ())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_slows_nvidia_down(smi: Callable[..., Path], bits: str, names: tupl
     smi(f"[N/A], 61, [Not Supported], {bits}\n")
     sensor = sensor_for("cuda", gpus=1, env={})
     assert sensor is not None
-    assert sensor.read() == Reading((), 61.0, None, names)
+    assert sensor() == Reading((), 61.0, None, names)
 
 
 def test_only_the_gpus_of_the_server_are_asked(smi: Callable[..., Path]) -> None:
@@ -72,7 +72,7 @@ def test_only_the_gpus_of_the_server_are_asked(smi: Callable[..., Path]) -> None
     for gpus, env in ((2, {"CUDA_VISIBLE_DEVICES": "1"}), (1, {"CUDA_VISIBLE_DEVICES": "GPU-bb,0"})):
         sensor = sensor_for("cuda", gpus=gpus, env=env)
         assert sensor is not None
-        assert sensor.read() is not None
+        assert sensor() is not None
     assert [line.split()[-1] for line in asked.read_text().splitlines()] == ["GPU-bbbb", "GPU-bbbb"]
     assert sensor_for("cuda", gpus=1, env={"CUDA_VISIBLE_DEVICES": ""}) is None
 
@@ -104,11 +104,11 @@ def test_instinct_by_its_files(tmp_path: Path) -> None:
     limiters(second, 3, 50, 7, 0, 0)
     sensor = amd_sensor(trees.machine(tmp_path), 2)
     assert sensor is not None
-    before = sensor.read()
+    before = sensor()
     assert before is not None
     assert (before.clocks_mhz, before.temperature_c, before.power_w) == ((2100.0, 1900.0), 74.0, 1224.0)
     limiters(second, 3, 900, 9, 0, 4)
-    after = sensor.read()
+    after = sensor()
     assert after is not None
     state = summary([[before, after]])
     assert state.throttled == ("memory temperature", "socket temperature")  # the power limit is no fault
@@ -122,7 +122,7 @@ def test_instinct_of_the_server_alone(tmp_path: Path) -> None:
     machine = trees.machine(tmp_path, {"HIP_VISIBLE_DEVICES": "2,0"})
     sensor = amd_sensor(machine, 1)
     assert sensor is not None
-    assert sensor.read() == Reading((3000.0,), 50.0, 612.0)
+    assert sensor() == Reading((3000.0,), 50.0, 612.0)
 
 
 def test_partitions_of_a_card_are_one_device(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_partitions_of_a_card_are_one_device(tmp_path: Path) -> None:
         hwmon(tmp_path, card, mhz=2100, junction=50)
     sensor = amd_sensor(trees.machine(tmp_path), 8)
     assert sensor is not None
-    assert sensor.read() == Reading((2100.0,), 50.0, 612.0)
+    assert sensor() == Reading((2100.0,), 50.0, 612.0)
 
 
 @pytest.mark.parametrize("revision", [(1, 5), (2, 6), (1, 9)])
@@ -140,7 +140,7 @@ def test_tables_of_other_drivers_are_not_guessed(tmp_path: Path, revision: tuple
     limiters(hwmon(tmp_path, 0, mhz=2100, junction=50), 1, 2, 3, 4, 5, revision=revision)
     sensor = amd_sensor(trees.machine(tmp_path), 1)
     assert sensor is not None
-    assert sensor.read() == Reading((2100.0,), 50.0, 612.0)
+    assert sensor() == Reading((2100.0,), 50.0, 612.0)
 
 
 def test_a_launch_is_the_readings_of_its_cells() -> None:

@@ -25,11 +25,9 @@ print("Starting main benchmark run...", flush=True)
 """
 
 
-class Clock:
+def clock() -> Reading:
     """Says the same of the machine every time."""
-
-    def read(self) -> Reading | None:
-        return Reading((1000.0,))
+    return Reading((1000.0,))
 
 
 def test_only_the_measured_run_counts(tmp_path: Path) -> None:
@@ -39,7 +37,7 @@ def test_only_the_measured_run_counts(tmp_path: Path) -> None:
         log = tmp_path / f"{before}.log"
         log.write_text("Starting main benchmark run...\nof another cell\n")
         code = CLIENT.format(before=before, after=after)
-        with LoadWatch(Clock(), log) as watch:
+        with LoadWatch(clock, log) as watch:
             run_logged([sys.executable, "-c", code], log, what="it", env={}, started=watch.follow)
         seen[before] = watch.seen(2.2)
 
@@ -58,7 +56,7 @@ def test_only_the_measured_run_counts(tmp_path: Path) -> None:
 
 def test_a_load_whose_beginning_is_not_seen_says_nothing(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with LoadWatch(Clock(), log) as watch:
+    with LoadWatch(clock, log) as watch:
         run_logged([sys.executable, "-c", "import time; time.sleep(1.2)"], log, what="it", env={}, started=watch.follow)
     assert watch.seen(10.0) == Seen((), None)
 

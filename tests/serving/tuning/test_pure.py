@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -15,7 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.times import parse_duration
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.tuning.space import BASE, Axis, Trial, parse_knob, same, value_in, without_base_values
-from pipeline.serving.tuning.sweep import Design, Judge, Objective, Sweep, frontier, grid_size, planned
+from pipeline.serving.tuning.sweep import Design, Objective, Sweep, frontier, grid_size, planned
 from pipeline.serving.tuning.trials import Budget, Outcome
 
 FIGURE = st.integers(1, 40).map(float)
@@ -148,12 +149,12 @@ def test_of_points_that_noise_cannot_tell_apart_the_one_with_fewer_changes_is_ch
         Trial(b): outcome(120, 50),
         Trial(c): outcome(122, 50),
     }
-    judge = Judge(outcomes, Objective())
+    judge = Sweep(None, Design(()), Objective(), outcomes)  # type: ignore[arg-type]
     assert judge.score_noise() == pytest.approx(1.04)
     assert judge.best() == b
     outcomes[Trial(c)] = outcome(130, 50)
     assert judge.best() == c
-    assert Judge(outcomes, Objective("latency")).best() == BASE
+    assert replace(judge, objective=Objective("latency")).best() == BASE
 
 
 @pytest.mark.parametrize(("goal", "best"), [("throughput", "--fast"), ("latency", "--quick")])
@@ -165,4 +166,5 @@ def test_objectives_weigh_speed_against_waiting(goal: object, best: str) -> None
         Trial((("--quick", "1"),)): outcome(50, 40),
         Trial((("--both", "1"),)): outcome(160, 70),
     }
-    assert Judge(outcomes, Objective(goal)).best() == ((best, "1"),)  # type: ignore[arg-type]
+    sweep = Sweep(None, Design(()), Objective(goal), outcomes)  # type: ignore[arg-type]
+    assert sweep.best() == ((best, "1"),)
