@@ -17,8 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import yaml
-
+from pipeline.base.data import beside
 from pipeline.base.errors import UserError, did_you_mean
 
 
@@ -63,7 +62,9 @@ def hardware(name: str) -> Hardware:
 @cache
 def table() -> Mapping[str, Hardware]:
     """Every accelerator by name, in the order of the file."""
-    return MappingProxyType({name: _row(name, row) for name, row in _document()["hardware"].items()})
+    return MappingProxyType(
+        {name: _row(name, row) for name, row in beside(__file__, "hardware.yaml")["hardware"].items()}
+    )
 
 
 def by_pci(device_id: int) -> Hardware | None:
@@ -168,12 +169,5 @@ def _rules(section: str) -> tuple[_Rule, ...]:
             unless_cpu_has=tuple(row.get("unless_cpu_has", ())),
             needs=tuple(row.get("needs", ())),
         )
-        for row in _document()[section]
+        for row in beside(__file__, "hardware.yaml")[section]
     )
-
-
-@cache
-def _document() -> dict[str, Any]:
-    text = Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8")
-    document: dict[str, Any] = yaml.safe_load(text)
-    return document

@@ -14,11 +14,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
 
-import yaml
+from pipeline.base.data import beside
 
 Format = Literal["compressed-tensors", "quark"]
 Engine = Literal["stream", "llmcompressor", "quark"]
@@ -113,8 +112,7 @@ class Scheme:
 @cache
 def table() -> Mapping[str, Scheme]:
     """Every scheme by name, in the order of the file."""
-    rows = yaml.safe_load(resources.files("pipeline.base").joinpath("schemes.yaml").read_text(encoding="utf-8"))
-    return MappingProxyType({name: _scheme(name, row) for name, row in rows.items()})
+    return MappingProxyType({name: _scheme(name, row) for name, row in beside(__file__, "schemes.yaml").items()})
 
 
 def scheme(name: str) -> Scheme:

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 
-import yaml
-
 from pipeline.base import hardware
+from pipeline.base.data import beside
 from pipeline.base.machine import Machine
 from pipeline.serving.environment import parse_version
 from pipeline.serving.host.detect import CUDA, HIP
@@ -328,8 +326,7 @@ class Check:
 @cache
 def checks() -> Mapping[str, Check]:
     """Every check by name, in the order of the file."""
-    text = resources.files("pipeline.serving.host").joinpath("checks.yaml").read_text(encoding="utf-8")
-    return MappingProxyType({row["name"]: Check(**row) for row in yaml.safe_load(text)})
+    return MappingProxyType({row["name"]: Check(**row) for row in beside(__file__, "checks.yaml")})
 
 
 def examine(subject: Subject, names: Collection[str] | None = None) -> tuple[Finding, ...]:

@@ -10,14 +10,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
-
-import yaml
+from typing import Literal, NamedTuple
 
 from pipeline.base import hardware as accelerators
+from pipeline.base.data import beside
 from pipeline.recipe.schema import Speculative
 from pipeline.serving.environment import Version, parse_version, within
 from pipeline.serving.knobs.table import Fact, table, value_of
@@ -227,7 +224,7 @@ class Takes(NamedTuple):
 
 def takes(backend: str | None, version: Version) -> Takes:
     """What a backend takes in a version of vLLM; everything, where the table knows no limit."""
-    for row in _document()["takes"].get(backend, ()):
+    for row in beside(__file__, "attention.yaml")["takes"].get(backend, ()):
         first, end = (parse_version(bound) if bound else () for bound in row["vllm"])
         if within(version, first, end):
             return Takes(None if row["heads"] == "any" else tuple(row["heads"]), row["fp8"], row["source"])
@@ -242,7 +239,7 @@ def aiter_mla(facts: ModelFacts, tensor: int, version: Version) -> bool:
 
 def mm_prefix(facts: ModelFacts) -> bool:
     """Whether tokens of an image attend to each other in both directions, which AITER's backends do not do."""
-    return facts.multimodal and facts.model_type in _document()["mm_prefix"]
+    return facts.multimodal and facts.model_type in beside(__file__, "attention.yaml")["mm_prefix"]
 
 
 def running(facts: ModelFacts, kind: str, env: Mapping[str, str], argv: Sequence[str]) -> str | None:
@@ -257,13 +254,6 @@ def running(facts: ModelFacts, kind: str, env: Mapping[str, str], argv: Sequence
     if not switched_on:
         return None
     return "ROCM_AITER_MLA_SPARSE" if facts.attention == "dsa" else "ROCM_ATTN"
-
-
-@cache
-def _document() -> dict[str, Any]:
-    text = resources.files("pipeline.serving.planning").joinpath("attention.yaml").read_text(encoding="utf-8")
-    document: dict[str, Any] = yaml.safe_load(text)
-    return document
 
 
 def _yes(holds: bool) -> str:

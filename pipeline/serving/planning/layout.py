@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import NamedTuple
 
-import yaml
-
+from pipeline.base.data import beside
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import Layout, Memory
 from pipeline.serving.planning.target import Profile, Target
@@ -127,8 +125,7 @@ def density_band(facts: ModelFacts) -> str:
 @cache
 def rows() -> tuple[Row, ...]:
     """The table, in the order of its file."""
-    text = resources.files("pipeline.serving.planning").joinpath("layouts.yaml").read_text(encoding="utf-8")
-    return tuple(Row(**entry) for entry in yaml.safe_load(text))
+    return tuple(Row(**entry) for entry in beside(__file__, "layouts.yaml"))
 
 
 def _room(case: _Case) -> str | None:

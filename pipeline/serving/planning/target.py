@@ -13,12 +13,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 
-import yaml
-
 from pipeline.base import hardware as accelerators
+from pipeline.base.data import beside
 from pipeline.base.errors import UserError, did_you_mean
 
 _FORM = re.compile(r"(?P<name>[a-z0-9_.-]+)(?::(?P<gpus>\d+)(?:x(?P<nodes>\d+))?)?", re.IGNORECASE)
@@ -113,6 +111,5 @@ def profile(name: str, *, concurrency: int | None = None, max_model_len: int | N
 @cache
 def profiles() -> Mapping[str, Profile]:
     """Every profile by name, in the order of the file."""
-    text = resources.files("pipeline.serving.planning").joinpath("profiles.yaml").read_text(encoding="utf-8")
-    rows = yaml.safe_load(text).items()
+    rows = beside(__file__, "profiles.yaml").items()
     return MappingProxyType({name: Profile(name=name, **row) for name, row in rows})

@@ -12,13 +12,10 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import yaml
-
+from pipeline.base.data import beside
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.recipe.modules import declared_quantization
@@ -85,8 +82,8 @@ def scan_log(log: str) -> LogScan:
 
 def _findings(log: str) -> tuple[Finding, ...]:
     findings: dict[tuple[str, str], Finding] = {}
-    for row in _table("log_patterns.yaml")["findings"]:
-        for found in _compiled(row["pattern"]).finditer(log):
+    for row in beside(__file__, "log_patterns.yaml")["findings"]:
+        for found in re.finditer(row["pattern"], log):
             key = (row["pattern"], found["what"] if row.get("each") else "")
             if key not in findings:
                 start = log.rfind("\n", 0, found.start()) + 1
@@ -102,15 +99,15 @@ def _every(log: str, fact: str) -> tuple[str, ...]:
     """Distinct values, in the order of the patterns, then of the log."""
     found = {
         line["value"]: None
-        for pattern in _table("log_patterns.yaml")["facts"][fact]["patterns"]
-        for line in _compiled(pattern).finditer(log)
+        for pattern in beside(__file__, "log_patterns.yaml")["facts"][fact]["patterns"]
+        for line in re.finditer(pattern, log)
     }
     return tuple(found)
 
 
 def _first(log: str, fact: str) -> str | None:
-    for pattern in _table("log_patterns.yaml")["facts"][fact]:
-        found = _compiled(pattern).search(log)
+    for pattern in beside(__file__, "log_patterns.yaml")["facts"][fact]:
+        found = re.search(pattern, log)
         if found is not None:
             return found["value"]
     return None
@@ -138,8 +135,8 @@ class Diagnosis(NamedTuple):
 
 def diagnose(log: str) -> Diagnosis:
     """Explain the log of a server that ended before it answered."""
-    for row in _table("failures.yaml"):
-        found = _compiled(row["pattern"]).search(log)
+    for row in beside(__file__, "failures.yaml"):
+        found = re.search(row["pattern"], log)
         if found is not None:
             groups = {name: value or "" for name, value in found.groupdict().items()}
             return Diagnosis(row["name"], row["message"].format_map(groups), row["fix"])
@@ -205,13 +202,3 @@ def checkpoint_quantization(folder: Path) -> str | None:
 
 def _both(promised: object, seen: object) -> str:
     return f"planned: {promised}, seen: {seen}"
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
-
-
-@cache
-def _table(name: str) -> Any:
-    return yaml.safe_load(resources.files("pipeline.serving.running").joinpath(name).read_text(encoding="utf-8"))

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
-
-import yaml
+from typing import TypeAlias
 
 from eval.workloads import Cell, Workload
 from pipeline.base.canonical import fingerprint
+from pipeline.base.data import beside
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import hardware
 from pipeline.base.machine import Machine, cores, cpu_name
@@ -141,7 +140,7 @@ def default_axes(
         "{double_concurrency}": str(2 * concurrency),
     }
     axes = []
-    for row in sweeps()[kind]:
+    for row in beside(__file__, "sweeps.yaml")[kind]:
         holds = all(facts.get(fact) in values for fact, values in row.get("when", {}).items())
         knob = knob_of(row["knob"])
         if holds and knob.known(parse_version(version)):
@@ -168,18 +167,10 @@ def given_axes(given: Sequence[tuple[str, tuple[Value, ...]]], *, version: str) 
 @cache
 def gated() -> frozenset[str]:
     """The knobs that change what a model answers: those of the file, and what decides number formats."""
-    listed = {row["knob"] for rows in sweeps().values() for row in rows if row.get("gated")}
+    listed = {row["knob"] for rows in beside(__file__, "sweeps.yaml").values() for row in rows if row.get("gated")}
     return frozenset(
         listed | {"--kv-cache-dtype", "--dtype", "--quantization", "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16"}
     )
-
-
-@cache
-def sweeps() -> Mapping[str, list[dict[str, Any]]]:
-    """The file."""
-    text = Path(__file__).with_name("sweeps.yaml").read_text(encoding="utf-8")
-    rows: Mapping[str, list[dict[str, Any]]] = yaml.safe_load(text)
-    return rows
 
 
 STAGE, VERSION = "tune", 1

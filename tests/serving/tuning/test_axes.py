@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.base.data import beside
 from pipeline.base.errors import UserError
 from pipeline.serving.knobs.table import table
-from pipeline.serving.tuning.space import default_axes, gated, given_axes, label, sweeps
+from pipeline.serving.tuning import space
+from pipeline.serving.tuning.space import default_axes, gated, given_axes, label
 
 DENSE = {
     "attention": "mha",
@@ -26,7 +28,7 @@ def axes(kind: str = "rocm", version: str = "0.33.0", **facts: str) -> dict[str,
 
 
 def test_every_knob_of_the_file_is_one_of_the_table_and_the_reverse() -> None:
-    named = {row["knob"] for rows in sweeps().values() for row in rows}
+    named = {row["knob"] for rows in beside(space.__file__, "sweeps.yaml").values() for row in rows}
     assert named <= table().keys()
     assert {name for name, knob in table().items() if knob.sweep} - ELSEWHERE <= named
 
