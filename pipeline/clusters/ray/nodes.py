@@ -71,34 +71,25 @@ def connect(address: str) -> None:
 
     if ray.is_initialized():
         return
-    _require_open(address)
+    named = "this machine" if address == HERE else address
+    if address != HERE:  # Ray itself tries for a minute
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if not host or not port.isdecimal():
+            raise UserError(f"{VARIABLE}: found {address!r}, expected HOST:PORT or ray://HOST:PORT.")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"no Ray cluster answers at {named}: {error}.", hint=_HINT) from None
     try:
         with _own_signals():
             ray.init(address=address, logging_level="ERROR", log_to_driver=False, configure_logging=False)
     except ray.exceptions.AuthenticationError as error:
         raise UserError(
-            f"{_named(address)} asks for a token: {first_line(error)}",
+            f"{named} asks for a token: {first_line(error)}",
             hint="Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token.",
         ) from None
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise UserError(f"no Ray cluster answers at {_named(address)}: {first_line(error)}", hint=_HINT) from None
-
-
-def _require_open(address: str) -> None:
-    """Ask whether something listens there at all: Ray itself tries for a minute."""
-    if address == HERE:
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError(f"{VARIABLE}: found {address!r}, expected HOST:PORT or ray://HOST:PORT.")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(f"no Ray cluster answers at {_named(address)}: {error}.", hint=_HINT) from None
-
-
-def _named(address: str) -> str:
-    return "this machine" if address == HERE else address
+        raise UserError(f"no Ray cluster answers at {named}: {first_line(error)}", hint=_HINT) from None
 
 
 @contextmanager
@@ -129,12 +120,8 @@ CORES_A_SHARD = 8
 _ACCELERATOR = "accelerator_type:"
 _SHAPING = ("quantmint", "torch", "transformers", "tokenizers", "safetensors")
 _CODE = "quantmint's code"
-_ROOMS = (
-    "calibration",
-    "pipeline/clusters/ray",
-    "pipeline/quantize/engines",
-    "pipeline/quantize/formats",
-)  # that shape bytes on a node
+# That shape bytes on a node.
+_ROOMS = ("calibration", "pipeline/clusters/ray", "pipeline/quantize/engines", "pipeline/quantize/formats")
 _PROBE = ".quantmint-probe"
 _SAMPLES, _SAMPLE = 8, 4096  # places in a file, and bytes at each
 _ROOT = Path(__file__).parents[3]
@@ -236,7 +223,11 @@ def facts_here(folders: Sequence[Path], written: Sequence[Path] = (), mark: str 
 @lru_cache(maxsize=1)
 def versions_here() -> Mapping[str, str]:
     """Versions of what shapes bytes, by name; of our own code a digest, for a version has many commits."""
-    return {**versions(*_SHAPING), "Python": platform.python_version(), _CODE: _code()}
+    digest = hashlib.sha256()
+    for room in _ROOMS:
+        for path in sorted((_ROOT / room).rglob("*.py")):
+            digest.update(path.relative_to(_ROOT).as_posix().encode() + path.read_bytes())
+    return {**versions(*_SHAPING), "Python": platform.python_version(), _CODE: digest.hexdigest()}
 
 
 def require_versions(
@@ -278,27 +269,16 @@ def _digest(folder: Path) -> str | None:
     digest = hashlib.sha256()
     try:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            if entry.is_file() and not entry.name.startswith(_PROBE):
-                size = entry.stat().st_size
-                digest.update(f"{entry.name} {size}\n".encode())
-                _sample(digest, folder / entry.name, size)
+            if not entry.is_file() or entry.name.startswith(_PROBE):
+                continue
+            size = entry.stat().st_size
+            digest.update(f"{entry.name} {size}\n".encode())
+            # Two models that were trained from one have the same names and sizes, and hardly a weight in common.
+            with (folder / entry.name).open("rb", buffering=0) as stream:
+                for place in range(_SAMPLES):
+                    stream.seek(size * place // _SAMPLES)
+                    digest.update(stream.read(_SAMPLE))
         digest.update((folder / "config.json").read_bytes())
     except OSError:
         return None
-    return digest.hexdigest()
-
-
-def _sample(digest: hashlib._Hash, path: Path, size: int) -> None:
-    """Two models that were trained from one have the same names and sizes, and hardly a weight in common."""
-    with path.open("rb", buffering=0) as stream:
-        for place in range(_SAMPLES):
-            stream.seek(size * place // _SAMPLES)
-            digest.update(stream.read(_SAMPLE))
-
-
-def _code() -> str:
-    digest = hashlib.sha256()
-    for room in _ROOMS:
-        for path in sorted((_ROOT / room).rglob("*.py")):
-            digest.update(path.relative_to(_ROOT).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

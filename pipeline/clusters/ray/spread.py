@@ -248,15 +248,13 @@ class Places:
             yield share
 
 
-def _remote(function: Callable[..., Any], ask: Ask) -> Any:
+def _remote(function: Callable[..., Any], ask: Ask, strategy: Any = "SPREAD") -> Any:
     import ray
 
-    return ray.remote(max_retries=RETRIES, scheduling_strategy="SPREAD", **ask.options())(function)
+    return ray.remote(max_retries=RETRIES, scheduling_strategy=strategy, **ask.options())(function)
 
 
 def _on(node: Node, function: Callable[..., Any], ask: Ask) -> Any:
-    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(node.id, soft=False)
-    return ray.remote(max_retries=RETRIES, scheduling_strategy=there, **ask.options())(function)
+    return _remote(function, ask, NodeAffinitySchedulingStrategy(node.id, soft=False))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -108,11 +108,18 @@ def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Ite
                 _require_connection()
                 ready = ray.wait(list(left), timeout=_LOOK_S)[0]
                 for reference in ready:
-                    yield left.pop(reference), _result(reference)
+                    what = left.pop(reference)
+                    try:
+                        made = ray.get(reference)
+                    except ray.exceptions.RayTaskError as error:
+                        raise error.cause from None
+                    yield what, made
                 if not ready:
                     known = _told_of_losses(known, ask, say)
     finally:
-        _end(left)
+        with suppress(*_lost()):
+            for reference in left if ray.is_initialized() else ():  # Ray would start a cluster here to end them
+                ray.cancel(reference, force=True)
 
 
 def answers(questions: Mapping[Any, Node]) -> Iterator[tuple[Node, Any]]:
@@ -175,25 +182,6 @@ def _require_connection() -> None:
 
     if not ray.is_initialized():  # Ray would start a cluster here to ask it
         raise ConnectionError("it was closed")
-
-
-def _end(references: Iterable[Any]) -> None:
-    import ray
-
-    with suppress(*_lost()):
-        if not ray.is_initialized():  # likewise
-            return
-        for reference in references:
-            ray.cancel(reference, force=True)
-
-
-def _result(reference: Any) -> Any:
-    import ray
-
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
 
 
 def _told_of_losses(known: Mapping[str, str], ask: Ask, say: Callable[[str], None]) -> dict[str, str]:

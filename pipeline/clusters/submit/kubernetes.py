@@ -63,8 +63,7 @@ class Kubernetes:
         """The Job's condition; of one that ended, the exit code of the pod that decided it."""
         _require_name(identifier)
         jobs, _, namespace = self._connect()
-        with _answers():
-            job = jobs.read_namespaced_job(identifier, namespace, _request_timeout=_TIMEOUT_S)
+        job = _told(jobs.read_namespaced_job, identifier, namespace)
         for condition in (item for item in job.status.conditions or () if item.status == "True"):
             if condition.type == "Complete":
                 return State("Complete", 0)
@@ -88,10 +87,7 @@ class Kubernetes:
         """Delete the Job with its pods, which get their time to end."""
         _require_name(identifier)
         jobs, _, namespace = self._connect()
-        with _answers():
-            jobs.delete_namespaced_job(
-                identifier, namespace, propagation_policy="Background", _request_timeout=_TIMEOUT_S
-            )
+        _told(jobs.delete_namespaced_job, identifier, namespace, propagation_policy="Background")
 
     def _manifest(self, task: Task) -> dict[str, Any]:
         if self._pod is None:
@@ -104,10 +100,7 @@ class Kubernetes:
     def _create(self, task: Task, **how: str) -> Any:
         body = self._manifest(task)
         jobs, _, namespace = self._connect()
-        with _answers():
-            return jobs.create_namespaced_job(
-                namespace, body, field_validation="Strict", _request_timeout=_TIMEOUT_S, **how
-            )
+        return _told(jobs.create_namespaced_job, namespace, body, field_validation="Strict", **how)
 
     def _connect(self) -> tuple[Any, Any, str]:
         from kubernetes import client, config
@@ -128,18 +121,14 @@ class Kubernetes:
     def _pods(self, job: str) -> list[Any]:
         """The oldest first."""
         _, pods, namespace = self._connect()
-        with _answers():
-            found = pods.list_namespaced_pod(namespace, label_selector=f"job-name={job}", _request_timeout=_TIMEOUT_S)
+        found = _told(pods.list_namespaced_pod, namespace, label_selector=f"job-name={job}")
         return sorted(found.items, key=lambda pod: pod.metadata.creation_timestamp)
 
     def _log(self, name: str) -> str:
         """A pod's log; why there is none, where its reader may follow jobs and read no logs."""
         _, pods, namespace = self._connect()
         try:
-            with _answers():
-                answer = pods.read_namespaced_pod_log(
-                    name, namespace, container=CONTAINER, _preload_content=False, _request_timeout=_TIMEOUT_S
-                )
+            answer = _told(pods.read_namespaced_pod_log, name, namespace, container=CONTAINER, _preload_content=False)
         except UserError as error:
             if getattr(error.__cause__, "status", None) in _NO_LOG:
                 return ""
@@ -174,6 +163,11 @@ def _require_name(identifier: str) -> None:
     """UserError for what is no name of a Job: the API takes none at all for every Job of the namespace."""
     if not re.fullmatch(r"[a-z0-9][-a-z0-9.]*", identifier):
         raise UserError(f"found the job {identifier!r}, expected the name that Kubernetes gave it")
+
+
+def _told(method: Callable[..., Any], *words: Any, **given: Any) -> Any:
+    with _answers():
+        return method(*words, _request_timeout=_TIMEOUT_S, **given)
 
 
 @contextmanager

@@ -102,8 +102,8 @@ def manifest(task: Task, pod: Pod) -> dict[str, Any]:
             f"the run needs {task.nodes} nodes, and a Job's pod is on one",
             hint="Make a Ray cluster of them (KubeRay) and submit to that: --ray http://HEAD:8265",
         )
-    pod = replace(pod, name=task.name, command=task.words(CONTAINER), kind=task.kind, gpus=task.gpus)
-    pod = replace(pod, cpus=task.cpus, memory_gb=task.memory_gb)
+    needs = {name: getattr(task, name) for name in ("name", "kind", "gpus", "cpus", "memory_gb")}
+    pod = replace(pod, command=task.words(CONTAINER), **needs)
     spec = job_spec(pod, hours=None if task.seconds is None else task.seconds / 3600)
     require_lasting(spec["template"]["spec"], task.store)
     return {
@@ -161,26 +161,17 @@ def template(pod: Pod) -> dict[str, Any]:
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [SHARED_MOUNT],
     }
-    required = {
-        "metadata": {"labels": pod.labels},
-        "spec": {
-            "restartPolicy": "Never",
-            **({"nodeSelector": dict(pod.selector)} if pod.selector else {}),
-            "containers": [needed],
-            "volumes": volumes,
-        },
-    }
+    spec = {"restartPolicy": "Never", "containers": [needed], "volumes": volumes}
+    selector = {"nodeSelector": dict(pod.selector)} if pod.selector else {}
+    required = {"metadata": {"labels": pod.labels}, "spec": {**spec, **selector}}
     ours = {
-        "metadata": {},
-        "spec": {
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": GRACE_S,
-            "containers": [defaults],
-            "volumes": [SHARED_VOLUME],
-        },
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_S,
+        "containers": [defaults],
+        "volumes": [SHARED_VOLUME],
     }
-    whole: dict[str, Any] = merged(merged(ours, pod.given or {}), required)
+    whole: dict[str, Any] = merged(merged({"metadata": {}, "spec": ours}, pod.given or {}), required)
     return whole
 
 

@@ -168,7 +168,7 @@ def parameters(task: Task, options: Options, folder: Path, logs: Path) -> dict[s
             *_AGAIN,
             f'ended={shlex.quote(str(logs))}/"$SLURM_JOB_ID".code; rm -f "$ended"',
         ],
-        "srun_args": ["--open-mode=append", "--kill-on-bad-exit=1", *cpus, *_pyxis(task, options, folder)],
+        "srun_args": ["--open-mode=append", "--kill-on-bad-exit=1", *cpus, *_container(task, options, folder)[0]],
         "additional_parameters": {
             "chdir": str(folder),
             **({} if "no_requeue" in own else {"requeue": True}),
@@ -186,7 +186,7 @@ def command(task: Task, options: Options, folder: Path) -> str:
     words = task.words("quantmint") if inside else task.words(*program_here(options.venv))
     if inside and options.hub is not None:  # an image may have a value of its own
         words = ("env", f"HF_HOME={options.hub}", *words)
-    before = _apptainer(task, options, folder)
+    _, before = _container(task, options, folder)
     noted = f'{shlex.join(("sh", "-c", _NOTED))} "$ended" {shlex.join(words)}'
     if task.nodes == 1:
         line = f"{shlex.join(before)} {noted}".lstrip()
@@ -233,24 +233,18 @@ def _mounts(task: Task, options: Options, folder: Path) -> str:
     return ",".join(sorted([*options.mounts, *ours], key=lambda mount: mount.partition(":")[2].count("/")))
 
 
-def _pyxis(task: Task, options: Options, folder: Path) -> list[str]:
-    if options.container is None or options.container.endswith(".sif"):
-        return []
-    require_plain("--container", options.container)
-    return [
-        f"--container-image={options.container}",
-        f"--container-mounts={_mounts(task, options, folder)}",
-        f"--container-workdir={folder}",
-    ]
-
-
-def _apptainer(task: Task, options: Options, folder: Path) -> tuple[str, ...]:
+def _container(task: Task, options: Options, folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    """srun's own arguments where pyxis runs the image, and the words before the command where Apptainer does."""
     image = options.container
-    if image is None or not image.endswith(".sif"):
-        return ()
+    if image is None:
+        return [], ()
     require_plain("--container", image)
+    mounts = _mounts(task, options, folder)
+    if not image.endswith(".sif"):
+        pyxis = {"image": image, "mounts": mounts, "workdir": folder}
+        return [f"--container-{name}={value}" for name, value in pyxis.items()], ()
     device = {"rocm": ("--rocm",), "cuda": ("--nv",), "cpu": ()}[task.kind]
-    return ("apptainer", "exec", *device, "--bind", _mounts(task, options, folder), "--pwd", str(folder), image)
+    return [], ("apptainer", "exec", *device, "--bind", mounts, "--pwd", str(folder), image)
 
 
 class Slurm:

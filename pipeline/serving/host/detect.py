@@ -131,13 +131,8 @@ class Detected:
 
     def to_json(self) -> dict[str, Any]:
         """The facts without the single devices."""
-        return {
-            "hardware": self.hardware,
-            "gpus": self.gpus,
-            "hbm_bytes": self.hbm_bytes,
-            "compute_partition": self.compute_partition,
-            "memory_partition": self.memory_partition,
-        }
+        names = ("hardware", "gpus", "hbm_bytes", "compute_partition", "memory_partition")
+        return {name: getattr(self, name) for name in names}
 
 
 def detect(machine: Machine) -> Detected:
@@ -150,21 +145,16 @@ def detect(machine: Machine) -> Detected:
                 f"this machine has {len(instinct)} AMD GPUs, but {ROCR} and {CUDA} leave none of them",
                 hint=f"unset {ROCR} {CUDA} HIP_VISIBLE_DEVICES, or name the target: --target cpu",
             )
-        return _instinct(found)
+        return Detected(
+            hardware=_one_kind([_row(gpu) for gpu in found]).name,
+            gpus=len(found),
+            hbm_bytes=min(gpu.memory for gpu in found),
+            compute_partition=_mode([gpu.compute_partition for gpu in found]),
+            memory_partition=_mode([gpu.memory_partition for gpu in found]),
+            memory=tuple((gpu.memory, gpu.used) for gpu in found),
+            devices=tuple(found),
+        )
     return _nvidia(machine) or Detected(hardware="cpu", gpus=1, hbm_bytes=None)
-
-
-def _instinct(gpus: Sequence[AmdGpu]) -> Detected:
-    row = _one_kind([_row(gpu) for gpu in gpus])
-    return Detected(
-        hardware=row.name,
-        gpus=len(gpus),
-        hbm_bytes=min(gpu.memory for gpu in gpus),
-        compute_partition=_mode([gpu.compute_partition for gpu in gpus]),
-        memory_partition=_mode([gpu.memory_partition for gpu in gpus]),
-        memory=tuple((gpu.memory, gpu.used) for gpu in gpus),
-        devices=tuple(gpus),
-    )
 
 
 def _row(gpu: AmdGpu) -> Hardware:

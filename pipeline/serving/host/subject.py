@@ -143,18 +143,8 @@ def look(
     if target is None:
         assert detected is not None  # noqa: S101 - detect() either returned or raised
         target = Target(detected.hardware, detected.gpus, hbm_bytes=detected.hbm_bytes)
-    there, missing = _environment(machine, vllm)
-    return Subject(
-        machine=machine,
-        target=target,
-        detected=detected,
-        unknown=unknown,
-        installed=there,
-        missing=missing,
-        port=port,
-        wanted=wanted,
-        utilization=utilization,
-    )
+    installed, missing = _environment(machine, vllm)
+    return Subject(machine, target, detected, unknown, installed, missing, port, wanted, utilization)
 
 
 def target_of(plan: LaunchPlan) -> Target:
