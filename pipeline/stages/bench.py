@@ -49,9 +49,8 @@ _SEEDS = 1000  # more cells than any workload has
 class BenchStage(Stage):
     """Both sides. A launch that was finished is not made again after an interruption; its time tells of the break."""
 
-    key: str = "bench"
-    family: str = "bench"
-    version: int = 2
+    family = "bench"
+    version = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Both models."""

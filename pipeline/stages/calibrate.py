@@ -35,9 +35,8 @@ _LAYERS = "layers"  # what an interrupted run in layer mode is gone on with
 class CalibrateStage(Stage):
     """Resumes at a layer, where the model is run layer by layer."""
 
-    key: str = "calibrate"
-    family: str = "calibrate"
-    version: int = 1
+    family = "calibrate"
+    version = 1
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The model."""

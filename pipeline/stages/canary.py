@@ -21,10 +21,10 @@ from eval.verdict import Verdict
 from pipeline.base.errors import InvalidMeasurementError, RefusalError
 from pipeline.base.machine import versions
 from pipeline.serving.running.server import Server
-from pipeline.stages.serve import Side, launch_plan, model_key, runtime_tools
+from pipeline.stages.serve import launch_plan, model_key, runtime_tools
 from pipeline.stages.servers import ReferenceServer
 from pipeline.stages.source import model_folder
-from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
 from pipeline.store.disk import sha256_of
 
 ANSWERS, COMPARISON = "canary.json.gz", "comparison.json"
@@ -38,21 +38,15 @@ _TIMEOUT_S = 600.0  # the first request may compile kernels
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryStage(Stage):
+class CanaryStage(SideStage):
     """The baseline's answers concern the model alone, so that all recipes of it share them.
 
     The candidate is given the baseline's token ids. It is compared and judged in its own stage, because the run ends
     there if it is broken.
     """
 
-    side: Side
-    family: str = "canary"
-    version: int = 1
-
-    @property
-    def key(self) -> str:
-        """One for each side."""
-        return f"canary-{self.side}"
+    family = "canary"
+    version = 1
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The server, which stands for the model and the launch; the model; for the candidate what to compare with."""

@@ -35,10 +35,10 @@ from pipeline.stages.lm_eval import (
     task_settings,
     tidy,
 )
-from pipeline.stages.serve import SERVER_LOG, Side, faults, launch_plan, model_key, runtime_tools
+from pipeline.stages.serve import SERVER_LOG, faults, launch_plan, model_key, runtime_tools
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
-from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from pipeline.stages.stage import Job, Output, Setting, SideStage, Stage, write_json
 from pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 ANSWERS = "answers"
@@ -46,17 +46,11 @@ DATASETS = "datasets"
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluateStage(Stage):
+class EvaluateStage(SideStage):
     """A look that was finished is not asked again after an interruption."""
 
-    side: Side
-    family: str = "evaluate"
-    version: int = 2
-
-    @property
-    def key(self) -> str:
-        """One for each side."""
-        return f"evaluate-{self.side}"
+    family = "evaluate"
+    version = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The server, for the model and its launch; the model for its tokenizer; what the candidate is held against."""
@@ -217,9 +211,8 @@ _BATCH_SIZE = 20
 class ControlStage(Stage):
     """Shared by all recipes of a model, like the baseline's evaluation."""
 
-    key: str = "control"
-    family: str = "control"
-    version: int = 1
+    family = "control"
+    version = 1
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The baseline's server, its answers, the model for its tokenizer."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from eval import record
 from eval.gate import Policy, judge
 from eval.gate.judgement import claims
-from eval.measurements import Measurements, Server, Structure
+from eval.measurements import Measurements, Server, Side, Structure
 from eval.verdict import Verdict
 from pipeline.base.schemes import scheme
 from pipeline.quantize.digest import folder_digest
@@ -18,7 +18,7 @@ from pipeline.stages.bench import read_launches
 from pipeline.stages.canary import read_comparison
 from pipeline.stages.evaluate import read_samples
 from pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
-from pipeline.stages.serve import LAUNCH, Side
+from pipeline.stages.serve import LAUNCH
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.entries import Entry
@@ -59,9 +59,8 @@ class GateStage(Stage):
     """Pure over the entries before it. ``stopped``: nothing was measured after the canary, which failed."""
 
     stopped: bool = False
-    key: str = "gate"
-    family: str = "gate"
-    version: int = 2
+    family = "gate"
+    version = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Both models, the checkpoint's proof, and both sides' measurements."""

@@ -63,9 +63,8 @@ EVIDENT = ("gate", "report", "inspect")
 class PackageStage(Stage):
     """Runs after a PASS only; whether anything of it goes anywhere is the business of the stage `publish`."""
 
-    key: str = "package"
-    family: str = "package"
-    version: int = 1
+    family = "package"
+    version = 1
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Everything that the report shows, and the report: all of it is in the manifest."""
@@ -115,9 +114,8 @@ class PackageStage(Stage):
 class SignStage(Stage):
     """Planned only where the recipe asks for a signature; leaves `model.sig` and nothing else."""
 
-    key: str = "sign"
-    family: str = "sign"
-    version: int = 1
+    family = "sign"
+    version = 1
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """What holds the files of the release."""

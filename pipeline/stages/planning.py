@@ -77,11 +77,6 @@ def build_plan(setting: Setting, until: str | None = None) -> tuple[Planned, ...
     return plan_stages(cut(stages_of(setting), until), setting)
 
 
-def stopped_plan(setting: Setting) -> tuple[Planned, ...]:
-    """What a run goes on with where its canary fails; up to there the two plans are the same."""
-    return plan_stages(stopped_stages(setting), setting)
-
-
 def plan_stages(stages: Iterable[Stage], setting: Setting) -> tuple[Planned, ...]:
     """Fingerprint stages that come in the order of their inputs."""
     planned: dict[str, Planned] = {}
@@ -124,9 +119,9 @@ def stopped_by(key: str, entry: Entry) -> bool:
 
 
 def after_stop(plan: Sequence[Planned], setting: Setting) -> tuple[Planned, ...]:
-    """What is left of a plan where the canary stopped it: the stages of `stopped_plan` as far as the plan had them."""
+    """What a run goes on with where its canary fails, as far as the plan had it; up to there both are the same."""
     wanted = {planned.key for planned in plan}
-    return tuple(planned for planned in stopped_plan(setting) if planned.key in wanted)
+    return tuple(planned for planned in plan_stages(stopped_stages(setting), setting) if planned.key in wanted)
 
 
 def foreseen(plan: Sequence[Planned], setting: Setting, redo: Collection[str] = ()) -> tuple[Planned, ...]:

@@ -35,9 +35,8 @@ _ASSEMBLED = ("package", "quantize", "gate", "report", "inspect")
 class PublishStage(Stage):
     """The only stage whose effect lies outside the store."""
 
-    key: str = "publish"
-    family: str = "publish"
-    version: int = 2
+    family = "publish"
+    version = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """What is published, and the proof."""

@@ -45,9 +45,8 @@ class ReportStage(Stage):
     """Written for every verdict, not only for a PASS; ``stopped``: of a run that ended with the canary."""
 
     stopped: bool = False
-    key: str = "report"
-    family: str = "report"
-    version: int = 2
+    family = "report"
+    version = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Everything that is shown."""

@@ -1,7 +1,7 @@
 """Running a plan: find or make each stage's entry, in order, and stop where a verdict says so.
 
 Two things end a run before its plan does. An unsound checkpoint is an error: it is never served. One that the canary
-finds broken is a measured FAIL: the run goes on with the plan of `planning.stopped_plan`, whose gate and report need
+finds broken is a measured FAIL: the run goes on with the plan of `planning.after_stop`, whose gate and report need
 nothing that takes long.
 """
 

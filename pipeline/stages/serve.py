@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from eval.measurements import Side
 from pipeline.base.machine import Device, versions
 from pipeline.quantize.digest import template_digest, tokenizer_digest
 from pipeline.serving.host.detect import device_here
@@ -19,7 +20,7 @@ from pipeline.serving.running.launchers import reference_plan
 from pipeline.serving.running.log import broken_promises, checkpoint_quantization
 from pipeline.stages.servers import ReferenceServer, keep_log
 from pipeline.stages.source import model_folder
-from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
 from pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
 
 if TYPE_CHECKING:
@@ -28,24 +29,17 @@ if TYPE_CHECKING:
     from pipeline.serving.running.server import Server
 
 
-Side = Literal["candidate", "baseline"]
 SIDES: tuple[Side, ...] = ("candidate", "baseline")
 LAUNCH = "launch.json"
 SERVER_LOG = "server.log"
 
 
 @dataclass(frozen=True, slots=True)
-class ServeStage(Stage):
+class ServeStage(SideStage):
     """Starts the server; the stages after it ask the same one as long as the run goes on."""
 
-    side: Side
-    family: str = "serve"
-    version: int = 2
-
-    @property
-    def key(self) -> str:
-        """One for each side."""
-        return f"serve-{self.side}"
+    family = "serve"
+    version = 2
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The candidate comes from `quantize`, the baseline from `source`."""

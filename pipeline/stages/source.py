@@ -27,9 +27,8 @@ LOCATION = "location.json"
 class SourceStage(Stage):
     """Copies nothing: a folder is used where it lies, a repository where the Hub's cache holds it."""
 
-    key: str = "source"
-    family: str = "source"
-    version: int = 1
+    family = "source"
+    version = 1
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The content, by digest or by commit."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from eval.measurements import Side
 from eval.suites import Suite
 from eval.workloads import Workload
 from pipeline.base.progress import Progress
@@ -152,15 +153,16 @@ class Output:
     known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
-class Stage(Protocol):
+class Stage:
     """A kind of work: ``key`` is its name in a plan, ``family`` its folder in the store. The stages derive from it."""
 
+    family: str
+    version: int
+
     @property
-    def key(self) -> str: ...  # noqa: D102
-    @property
-    def family(self) -> str: ...  # noqa: D102
-    @property
-    def version(self) -> int: ...  # noqa: D102
+    def key(self) -> str:
+        """Its family's, where a plan has one of it."""
+        return self.family
 
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """The keys of the stages that it starts from, by the name that it knows them by."""
@@ -176,11 +178,23 @@ class Stage(Protocol):
 
     def run(self, job: Job) -> Output:
         """Do the work in ``job.path``, going on with what an earlier attempt left there."""
-        ...
+        raise NotImplementedError
 
     def intact(self, entry: Entry, setting: Setting) -> bool:
         """Whether what the entry stands for outside the store is still as it was."""
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class SideStage(Stage):
+    """A stage that a plan has for each side."""
+
+    side: Side
+
+    @property
+    def key(self) -> str:
+        """One for each side."""
+        return f"{self.family}-{self.side}"
 
 
 @dataclass(frozen=True, slots=True)

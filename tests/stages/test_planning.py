@@ -16,7 +16,7 @@ from eval.suites import Suite
 from eval.workloads import Workload
 from pipeline.base.canonical import canonical_json
 from pipeline.base.errors import UserError
-from pipeline.stages.planning import build_plan, cut, stopped_plan
+from pipeline.stages.planning import after_stop, build_plan, cut
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Setting
 
@@ -72,7 +72,8 @@ def test_a_recipe_can_leave_stages_out(setting: Setting) -> None:
 
 
 def test_the_plan_of_a_stopped_run_is_the_same_up_to_the_canary(setting: Setting) -> None:
-    whole, stopped = build_plan(setting), stopped_plan(setting)
+    whole = build_plan(setting)
+    stopped = after_stop(whole, setting)
     assert stopped[:8] == whole[:8]
     assert [planned.key for planned in stopped[7:]] == ["canary-candidate", "gate", "report"]
     last = {planned.key: planned for planned in whole[8:]}
