@@ -68,7 +68,6 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     Servers listen on the loopback interface. To plan, a config.json is enough. ARGUMENTS behind two dashes go to vLLM
     as they are.
     """
-    from pipeline.stages.launch import How
     from pipeline.stages.launch import serve as serve_until_stopped
 
     forms = [form for form in _FORMS if given[form]]
@@ -78,16 +77,9 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
     if dry_run or forms:
         _show(request, forms[0] if forms else "", given)
         return 0
-    how = How(
-        kind=given["launcher"],
-        logs=given["store_path"] / "logs",
-        startup_timeout=startup_timeout,
-        image=given["image"],
-        endpoint=given["endpoint"],
-        api_key_variable=given["api_key_variable"],
-        node_rank=given["node_rank"],
-    )
-    return serve_until_stopped(request, how)
+    own = {name: given[name] for name in ("image", "endpoint", "api_key_variable", "node_rank")}
+    logs = given["store_path"] / "logs"
+    return serve_until_stopped(request, given["launcher"], logs=logs, startup_timeout=startup_timeout, **own)
 
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:

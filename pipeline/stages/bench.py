@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -20,8 +20,8 @@ from eval.measurements import CellResult, Launch, Side, order
 from eval.workloads import Cell
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.base.hardware import hardware
-from pipeline.serving.running.load import LoadWatch, run_cell
-from pipeline.serving.running.log import broken_promises, checkpoint_quantization, scan_log
+from pipeline.serving.running.load import LoadWatch, Seen, run_cell
+from pipeline.serving.running.log import scan_log
 from pipeline.serving.running.sensors import Reading, sensor_for, summary
 from pipeline.stages.serve import (
     SERVER_LOG,
@@ -34,6 +34,7 @@ from pipeline.stages.serve import (
     vllm_device,
     vllm_version,
 )
+from pipeline.stages.servers import held_to
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 
@@ -138,23 +139,29 @@ def _launch(job: Job, turn: _Turn, advance: Callable[[int], None]) -> None:
     shutil.rmtree(turn.folder, ignore_errors=True)  # half a launch is none: its server is gone
     turn.folder.mkdir(parents=True)
     started = datetime.now(UTC)
+    results: dict[str, CellResult] = {}
+    readings: list[tuple[Reading, ...]] = []
+    shares: list[float] = []  # of a core, that the client took
     with job.servers.fresh(turn.side, plan, turn.folder / SERVER_LOG) as server:
-        measured = _cells(job, turn, plan, server, model, advance)
-    scan = scan_log((turn.folder / SERVER_LOG).read_text(encoding="utf-8", errors="replace"))
-    broken = broken_promises(plan, scan, quantization=checkpoint_quantization(model))
-    scan = replace(scan, findings=(*scan.findings, *broken))
+        for index, cell in enumerate(job.setting.workload.cells):
+            seed = _SEEDS * turn.replicate + index
+            results[cell.name], seen = _measure(job, turn, plan, server, model, cell, seed)
+            readings.append(seen.readings)
+            shares += [] if seen.client_cpu is None else [round(seen.client_cpu, 3)]
+            advance(1)
+    scan = held_to(plan, scan_log((turn.folder / SERVER_LOG).read_text(encoding="utf-8", errors="replace")), model)
     for finding in scan.findings:
         if turn.replicate == 0 or finding in scan.invalid:  # cautions are the same every time
             job.progress.warn(f"{turn.side}: {finding.why}: {finding.line}")
     launch = Launch(
         side=turn.side,
         number=turn.number,
-        cells=measured.results,
+        cells=results,
         kv_tokens=scan.kv_tokens,
         kv_cache_dtype=scan.kv_cache_dtype,
         started_seconds=round(server.started_seconds, 1),
-        client_cpu=max(measured.shares, default=None),
-        machine=summary(measured.readings),
+        client_cpu=max(shares, default=None),
+        machine=summary(readings),
         started=started.isoformat(timespec="seconds"),
         attention_backend=scan.attention_backend,
         faults=tuple(faults(scan)),
@@ -163,46 +170,21 @@ def _launch(job: Job, turn: _Turn, advance: Callable[[int], None]) -> None:
     write_json(turn.folder / LAUNCH, launch.to_json())
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """Results by cell; the machine's state in each, and the client's share of a core."""
-
-    results: dict[str, CellResult] = field(default_factory=dict)
-    readings: list[tuple[Reading, ...]] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)
-
-
-def _cells(
-    job: Job, turn: _Turn, plan: LaunchPlan, server: Server, model: Path, advance: Callable[[int], None]
-) -> _Measured:
-    vllm = job.setting.vllm
+def _measure(
+    job: Job, turn: _Turn, plan: LaunchPlan, server: Server, model: Path, cell: Cell, seed: int
+) -> tuple[CellResult, Seen]:
+    vllm, gpus = job.setting.vllm, plan.layout.gpus
     assert vllm is not None  # noqa: S101 - a server runs, so there is one
-    kind = hardware(job.setting.recipe.target.hardware).kind
-    sensor = sensor_for(kind, gpus=plan.layout.gpus, env=plan.env)
-    measured = _Measured()
-    for index, cell in enumerate(job.setting.workload.cells):
-        log = turn.folder / f"{cell.name}.log"
-        try:
-            with LoadWatch(sensor, log) as watch:
-                result = run_cell(
-                    vllm,
-                    cell,
-                    server,
-                    model=model,
-                    folder=turn.folder,
-                    log=log,
-                    seed=_SEEDS * turn.replicate + index,
-                    gpus=plan.layout.gpus,
-                    started=watch.follow,
-                )
-        except StageError:
-            server.get("/health")
-            raise
-        except MeasurementError as error:
-            raise InvalidMeasurementError(f"bench {turn.side}: {error}") from error
-        seen = watch.seen(result.duration)
-        measured.results[cell.name] = result
-        measured.readings.append(seen.readings)
-        measured.shares.extend([] if seen.client_cpu is None else [round(seen.client_cpu, 3)])
-        advance(1)
-    return measured
+    sensor = sensor_for(hardware(job.setting.recipe.target.hardware).kind, gpus=gpus, env=plan.env)
+    log = turn.folder / f"{cell.name}.log"
+    try:
+        with LoadWatch(sensor, log) as watch:
+            result = run_cell(
+                vllm, cell, server, model=model, folder=turn.folder, log=log, seed=seed, gpus=gpus, started=watch.follow
+            )
+    except StageError:
+        server.get("/health")
+        raise
+    except MeasurementError as error:
+        raise InvalidMeasurementError(f"bench {turn.side}: {error}") from error
+    return result, watch.seen(result.duration)

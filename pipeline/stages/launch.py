@@ -36,7 +36,7 @@ from pipeline.base.argument import classify
 from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.progress import Progress
 from pipeline.publish.places import published_folder, serving_name
-from pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_names
+from pipeline.recipe.load import recipe_names
 from pipeline.recipe.modules import assigned
 from pipeline.recipe.schema import Recipe, Speculative
 from pipeline.serving.environment import VllmEnvironment
@@ -46,13 +46,12 @@ from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.launch_request import KvDtype
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
-from pipeline.serving.running.log import broken_promises, checkpoint_quantization
+from pipeline.stages.servers import held_to
 from pipeline.stages.source import config_folder, fetch, identify, repository
 from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
 
 if TYPE_CHECKING:
-    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
     from pipeline.serving.running.server import Server
 
 
@@ -88,7 +87,7 @@ def find_model(
     """
     kind = classify(text).kind
     if kind == "recipe" or (kind != "folder" and text in recipe_names()):
-        return _of_recipe(load_recipe(text), text, store, baseline=baseline, config=config, vllm=vllm)
+        return _of_recipe(text, store, baseline=baseline, config=config, vllm=vllm)
     if baseline:
         raise UserError(f"--baseline: found {text}, expected a recipe")
     if kind == "folder":
@@ -128,18 +127,16 @@ def _repository(identity: SourceIdentity) -> ServedModel:
     return ServedModel(repo, facts, repo.rpartition("/")[2], revision=identity.digest, identity=identity)
 
 
-def _of_recipe(
-    loaded: LoadedRecipe, text: str, store: Path, *, baseline: bool, config: Path | None, vllm: str | None
-) -> ServedModel:
+def _of_recipe(text: str, store: Path, *, baseline: bool, config: Path | None, vllm: str | None) -> ServedModel:
     from pipeline.stages.session import open_setting
 
     setting = open_setting(text, store=Store(store), vllm=vllm, config=config)
-    recipe = loaded.recipe
+    recipe, tunableop = setting.recipe, setting.loaded.tunableop
     if not baseline and (made := _made(setting, config)) is not None:
-        return replace(_folder(made), name=recipe.name, recipe=recipe, tunableop=loaded.tunableop)
+        return replace(_folder(made), name=recipe.name, recipe=recipe, tunableop=tunableop)
     source = _source(setting, config)
     if baseline:
-        return replace(source, recipe=recipe, tunableop=loaded.tunableop)
+        return replace(source, recipe=recipe, tunableop=tunableop)
     quantization = recipe.quantization
     facts = as_quantized(
         source.facts,
@@ -153,7 +150,7 @@ def _of_recipe(
         hint=f"quantmint run {text} makes it; --baseline serves the 16-bit model, --dry-run plans.",
     )
     model = str(published_folder(setting.recipe, setting.home) or serving_name(recipe))
-    return ServedModel(model, facts, recipe.name, recipe=recipe, tunableop=loaded.tunableop, missing=missing)
+    return ServedModel(model, facts, recipe.name, recipe=recipe, tunableop=tunableop, missing=missing)
 
 
 def _source(setting: Setting, config: Path | None) -> ServedModel:
@@ -294,43 +291,54 @@ def version_of(text: str | None) -> str | None:
     return text.removeprefix("v")
 
 
-@dataclass(frozen=True, slots=True)
-class How:
-    """Who starts the servers: ``kind`` is local, docker or endpoint."""
-
-    kind: str
-    logs: Path
-    startup_timeout: float
-    image: str | None = None
-    endpoint: str | None = None
-    api_key_variable: str | None = None
-    node_rank: int = 0
-
-
-def serve(request: Request, how: How) -> int:
+def serve(
+    request: Request,
+    kind: str,
+    *,
+    logs: Path,
+    startup_timeout: float,
+    image: str | None,
+    endpoint: str | None,
+    api_key_variable: str | None,
+    node_rank: int,
+) -> int:
     """Serve until somebody asks for the end, which is exit code 0; 130 where that was before a server answered.
 
-    Raises `ServingError` where a server does not start or dies, with the cause that its log names.
+    ``kind`` of launcher is local, docker or endpoint; each takes of the rest what is its own. Raises `ServingError`
+    where a server does not start or dies, with the cause that its log names.
     """
     from rich.console import Console
 
     from pipeline.base.progress import PlainReporter, RichReporter
+    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
 
     plan, processes = request.plan()
     terminal = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
     reporter = PlainReporter() if terminal is None else RichReporter(terminal)
-    launcher = _launcher(request, plan, how)
-    if how.kind != "endpoint":
+    launcher: LocalLauncher | DockerLauncher | EndpointLauncher
+    if kind == "endpoint":
+        if endpoint is None:
+            raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
+        launcher = EndpointLauncher(endpoint, api_key_variable=api_key_variable)
+    else:
+        nodes = plan.layout.nodes
+        if nodes > 1 and len(request.hosts) < nodes:
+            raise UserError(f"--host-ip: found {len(request.hosts)} addresses, expected {nodes}, one for each node")
+        if kind == "docker":
+            launcher = DockerLauncher(image, node_rank=node_rank)
+        else:
+            assert request.environment is not None  # noqa: S101 - looked for before anything else
+            launcher = LocalLauncher(request.environment.executable, node_rank=node_rank)
         for line in _unready(request, plan):
             reporter.warn(line)
-    folder = how.logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
+    folder = logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
     text = f"starting {plan.served_model_name}: weights, graphs, KV cache"
     answered = False
     try:
         with stoppable(), ExitStack() as stack:
             with nullcontext() if terminal is None else terminal.status(text):
                 running = stack.enter_context(
-                    launcher.deploy(plan, processes, folder, startup_timeout=how.startup_timeout, say=reporter.say)
+                    launcher.deploy(plan, processes, folder, startup_timeout=startup_timeout, say=reporter.say)
                 )
             answered = True
             for line in _report(plan, running.servers, folder):
@@ -346,23 +354,21 @@ def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator
 
     A node that only joins has no server; of one that somebody else started there is no log here.
     """
-    quantization = checkpoint_quantization(Path(plan.model))
     for server in servers:
         yield f"serving     {server.model_name} at {server.base_url}, ready after {server.started_seconds:.0f} s"
         if server.log_path is None:
             yield f"vllm        {server.version()}"
             continue
-        scan = server.scan_log()
+        scan = held_to(plan, server.scan_log(), Path(plan.model))
         version = scan.vllm_version or server.version()
         yield f"vllm        {version}" + (f", attention {scan.attention_backend}" if scan.attention_backend else "")
         if scan.kernels:
             yield f"kernels     {', '.join(scan.kernels)}"
         if scan.kv_tokens is not None:
-            many = (
-                f", {scan.concurrency:,.1f} requests of full length at a time" if scan.concurrency is not None else ""
-            )
-            yield f"KV cache    {scan.kv_tokens:,} tokens{many}"
-        for finding in (*scan.findings, *broken_promises(plan, scan, quantization=quantization)):
+            many = scan.concurrency
+            beside = "" if many is None else f", {many:,.1f} requests of full length at a time"
+            yield f"KV cache    {scan.kv_tokens:,} tokens{beside}"
+        for finding in scan.findings:
             yield f"{'fault' if finding.level == 'invalid' else 'caution':<11} {finding.why}"
             yield f"{'':<11}   {finding.line}"
     if servers:
@@ -384,22 +390,6 @@ def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
     for finding in preflight(plan, Machine(), vllm=vllm, wanted=wanted_by(request.model.facts)):
         if finding.status in ("warn", "fail"):
             yield f"{finding.name}: found {finding.found}, expected {finding.expected}; {finding.fix}"
-
-
-def _launcher(request: Request, plan: LaunchPlan, how: How) -> LocalLauncher | DockerLauncher | EndpointLauncher:
-    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
-
-    if how.kind == "endpoint":
-        if how.endpoint is None:
-            raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
-        return EndpointLauncher(how.endpoint, api_key_variable=how.api_key_variable)
-    nodes = plan.layout.nodes
-    if nodes > 1 and len(request.hosts) < nodes:
-        raise UserError(f"--host-ip: found {len(request.hosts)} addresses, expected {nodes}, one for each node")
-    if how.kind == "docker":
-        return DockerLauncher(how.image, node_rank=how.node_rank)
-    assert request.environment is not None  # noqa: S101 - looked for before anything else
-    return LocalLauncher(request.environment.executable, node_rank=how.node_rank)
 
 
 class StoppedError(BaseException):

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +17,7 @@ from pipeline.quantize.digest import template_digest, tokenizer_digest
 from pipeline.serving.host.detect import device_here
 from pipeline.serving.knobs.table import NEWEST_READ
 from pipeline.serving.running.launchers import reference_plan
-from pipeline.serving.running.log import broken_promises, checkpoint_quantization
-from pipeline.stages.servers import ReferenceServer, keep_log
+from pipeline.stages.servers import ReferenceServer, held_to, keep_log
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
 from pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
@@ -70,9 +69,7 @@ class ServeStage(SideStage):
         folder = model_folder(job.inputs["model"])
         plan = launch_plan(job.setting, self.side, folder)
         server = job.servers.get(self.side, plan)
-        scan = keep_log(server, job.path / SERVER_LOG)
-        broken = broken_promises(plan, scan, quantization=checkpoint_quantization(folder))
-        scan = replace(scan, findings=(*scan.findings, *broken))
+        scan = held_to(plan, keep_log(server, job.path / SERVER_LOG), folder)
         for finding in scan.findings:
             job.progress.warn(f"{finding.why}: {finding.line}")
         launch = launch_plan(job.setting, self.side, Path("MODEL")).to_json()

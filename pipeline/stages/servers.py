@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,11 @@ from pipeline.base.processes import Conversation, conversation
 from pipeline.base.progress import Progress
 from pipeline.quantize.device import give_back_memory
 from pipeline.serving.running.launchers import reference_command, reference_environment
-from pipeline.serving.running.log import LogScan, scan_log
+from pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, scan_log
 from pipeline.serving.running.server import Server
 from pipeline.stages.stage import Setting
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.plan import LaunchPlan
     from pipeline.serving.running.launchers import ClusterLauncher
@@ -203,3 +201,9 @@ def keep_log(server: Server, destination: Path) -> LogScan:
     text = server.log_path.read_text(encoding="utf-8", errors="replace")
     destination.write_text(text, encoding="utf-8")
     return scan_log(text)
+
+
+def held_to(plan: LaunchPlan, scan: LogScan, model: Path) -> LogScan:
+    """What a log says, with what the plan promised for the checkpoint in ``model`` and the server does not keep."""
+    broken = broken_promises(plan, scan, quantization=checkpoint_quantization(model))
+    return replace(scan, findings=(*scan.findings, *broken))
