@@ -20,6 +20,7 @@ from eval.gate import GateReport
 from eval.report import markdown
 from eval.report.numbers import NO_BREAK, signed, size, unit_of
 from eval.report.summary import meaning, notes, runtime, tiles
+from pipeline.base.schemes import scheme
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts
 from pipeline.publish.release import EVIDENCE, NOTICE, RECIPE, SIGNATURE
 
@@ -122,8 +123,9 @@ def metadata(facts: CardFacts) -> dict[str, Any]:
 
 def _tags(facts: CardFacts) -> Iterator[str]:
     """Ours, then those of the base that still hold, each once."""
-    made = facts.made
-    kind = TYPES.get(made.weights, made.weights)
+    made = facts.made.section
+    weights = scheme(made.scheme).weight.dtype
+    kind = TYPES.get(weights, weights)
     ours = ["mxfp8" if made.scheme == "mxfp8" else kind, "ptpc" if made.scheme.startswith("ptpc") else "",
             made.algorithm if made.algorithm != "none" else "", made.format, "vllm", "quantmint"]  # fmt: skip
     seen: set[str] = set()
@@ -166,24 +168,24 @@ def base_link(base: Base) -> Markdown:
 
 def _made(facts: CardFacts) -> Iterator[tuple[str, str]]:
     """How it was made, a row for each thing that a reader could choose otherwise."""
-    how, base = facts.made, facts.base
+    made, how, base = facts.made, facts.made.section, facts.base
     if base.commit is not None:
         origin = f"{base_link(base)} at {code(base.commit, cell=True)}"
     else:
         origin = f"{base_link(base)}, a folder that is not on the Hub; SHA-256 {code(base.digest or '-', cell=True)}"
     yield "Base", Markdown(origin)
-    yield "Scheme", Markdown(f"{code(how.scheme, cell=True)}: {escaped(how.description)}")
-    if len(how.schemes) > 1:
-        counted = (f"{code(name, cell=True)} {count:,}" for name, count in how.schemes.items())
+    yield "Scheme", Markdown(f"{code(how.scheme, cell=True)}: {escaped(scheme(how.scheme).description)}")
+    if len(made.schemes) > 1:
+        counted = (f"{code(name, cell=True)} {count:,}" for name, count in made.schemes.items())
         yield "Modules by scheme", Markdown(", ".join(counted))
-    elif how.schemes:
-        yield "Modules", f"{sum(how.schemes.values()):,} linear layers"
+    elif made.schemes:
+        yield "Modules", f"{sum(made.schemes.values()):,} linear layers"
     yield "KV cache", "FP8, with calibrated static scales" if how.kv_cache == "fp8" else "16 bit"
-    if how.kept:
-        yield f"Left in 16{NO_BREAK}bit", codes(how.kept)
-    if how.excluded:
-        yield "Left out by the recipe", codes(how.excluded)
-    yield "Calibration", "none: no scale depends on data" if how.calibration is None else _texts(how.calibration)
+    if made.kept:
+        yield f"Left in 16{NO_BREAK}bit", codes(made.kept)
+    if how.exclude:
+        yield "Left out by the recipe", codes(how.exclude)
+    yield "Calibration", "none: no scale depends on data" if made.calibration is None else _texts(made.calibration)
     engine = _ENGINES.get(how.engine, how.engine)
     yield "Made by", engine if how.algorithm == "none" else f"{engine}, {how.algorithm}"
     yield "Layout", how.format
@@ -217,7 +219,7 @@ def _limits(facts: CardFacts, gate: GateReport) -> Iterator[str]:
     ]
     if planned:
         yield f"The commands for {' and '.join(planned)} are planned; nothing on this card was measured with them."
-    if facts.made.calibration is not None and facts.made.kv_cache == "fp8":
+    if facts.made.calibration is not None and facts.made.section.kv_cache == "fp8":
         yield "The scales of the KV cache are those of the calibration texts: larger values are clipped."
     yield "Safety, refusals and bias were not measured: what the base's card says of them was said of 16 bit."
 
@@ -341,8 +343,9 @@ def render(facts: CardFacts) -> str:
 
 def sentence(facts: CardFacts) -> str:
     """What it is, on one plain line: the title of a release."""
-    cache_type = " with an FP8 KV cache" if facts.made.kv_cache == "fp8" else ""
-    return f"{facts.base.name} in {facts.made.scheme}{cache_type}, {facts.made.format}"
+    made = facts.made.section
+    cache_type = " with an FP8 KV cache" if made.kv_cache == "fp8" else ""
+    return f"{facts.base.name} in {made.scheme}{cache_type}, {made.format}"
 
 
 def notice(facts: CardFacts) -> str | None:

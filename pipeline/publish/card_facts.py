@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from eval.report.model import Report
 from pipeline.publish.licences import Terms
+from pipeline.recipe.schema import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +43,14 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """How the checkpoint was made.
+    """How the checkpoint was made: as the recipe's ``section`` asks.
 
-    ``weights`` is the type of a weight (`pipeline.base.schemes.WeightFormat.dtype`). ``schemes`` counts quantized
-    modules by scheme, the recipe's own first. ``excluded`` are patterns of modules that the recipe leaves in 16 bit,
-    ``kept`` all that stay so, as the checkpoint declares them, with N for the number of a layer or an expert.
+    ``schemes`` counts quantized modules by scheme, the recipe's own first. ``kept`` are all modules that stay in 16
+    bit, as the checkpoint declares them, with N for the number of a layer or an expert.
     """
 
-    scheme: str
-    description: str
-    weights: str
-    kv_cache: Literal["auto", "fp8"]
-    format: str
-    engine: str
-    algorithm: str = "none"
+    section: Quantization
     schemes: Mapping[str, int] = field(default_factory=dict)
-    excluded: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     calibration: Calibrated | None = None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from calibration.batches import at_commit
 from calibration.errors import CalibrationError
@@ -22,6 +22,7 @@ from pipeline.recipe.schema import Calibration
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.disk import sha256_of
+from pipeline.store.entries import Entry
 from pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 if TYPE_CHECKING:
@@ -126,6 +127,19 @@ def data_identity(section: Calibration, commits: Commits) -> Mapping[str, object
         "batch_size": section.batch_size,
         "seed": section.seed,
     }
+
+
+def texts_of(entries: Mapping[str, Entry]) -> Mapping[str, Any] | None:
+    """The set as the entry knows it that read it, our own calibration or a library's engine; None where none did."""
+    own = "calibrate" in entries
+    settings: Any = entries["calibrate" if own else "quantize"].record.payload["settings"]
+    section = settings if own else settings.get("calibration")
+    return section["set"] if section else None
+
+
+def set_name(given: str) -> str:
+    """What people call a set that a recipe names, or the YAML file of one."""
+    return given.rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
 
 
 def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) -> Sequence[torch.Tensor]:

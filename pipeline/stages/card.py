@@ -15,7 +15,6 @@ import yaml
 from eval.report.model import DATA
 from eval.workloads import Workload
 from pipeline.base.errors import UserError
-from pipeline.base.schemes import scheme
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Launch, Made
 from pipeline.publish.licences import TEXTS, terms
 from pipeline.publish.release import CARD
@@ -26,6 +25,7 @@ from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.planner import layout_words, plan_serving
 from pipeline.serving.planning.target import Target, parse_target, profile
 from pipeline.serving.render.invocation import command, script, servers
+from pipeline.stages.calibrate import set_name, texts_of
 from pipeline.stages.gate import checkpoint_digest
 from pipeline.stages.quantize import INSPECTION
 from pipeline.stages.source import hub_errors, model_folder
@@ -213,35 +213,25 @@ def _made(recipe: Recipe, inputs: Mapping[str, Entry], config: Mapping[str, Any]
     declared = config.get("quantization_config") or {}
     kept: list[str] = declared.get("ignore") or declared.get("exclude") or []  # compressed-tensors, Quark
     return Made(
-        scheme=quantization.scheme,
-        description=scheme(quantization.scheme).description,
-        weights=scheme(quantization.scheme).weight.dtype,
-        kv_cache=quantization.kv_cache,
-        format=quantization.format,
-        engine=quantization.engine,
-        algorithm=quantization.algorithm,
+        section=quantization,
         schemes=dict(sorted(counted.items(), key=lambda item: (item[0] != quantization.scheme, item[0]))),
-        excluded=tuple(quantization.exclude),
         kept=tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".N", name) for name in kept)),
         calibration=_calibrated(recipe, inputs),
     )
 
 
 def _calibrated(recipe: Recipe, inputs: Mapping[str, Entry]) -> Calibrated | None:
-    """The texts, as the entry knows them that read them: our own calibration, or a library's engine."""
-    section, entry = recipe.calibration, inputs.get("calibrate") or inputs["quantize"]
-    found: Any = entry.record.payload["settings"]
-    found = found if "calibrate" in inputs else found.get("calibration")
-    if section is None or not isinstance(found, Mapping):
+    section, texts = recipe.calibration, texts_of(inputs)
+    if section is None or texts is None:
         return None
-    texts, tokens = found["set"], entry.record.result.get("tokens")
+    tokens = inputs["calibrate"].record.result["tokens"] if "calibrate" in inputs else None
     return Calibrated(
-        name=section.set if not section.set.endswith((".yaml", ".yml")) else Path(section.set).stem,
+        name=set_name(section.set),
         samples=section.samples,
         sequence_length=section.sequence_length,
-        dataset=texts.get("repo"),
-        revision=texts.get("revision"),
-        sha256=texts.get("file"),
+        dataset=texts["repo"],
+        revision=texts["revision"],
+        sha256=texts["file"],
         tokens=tokens if isinstance(tokens, int) else None,
     )
 

@@ -45,6 +45,7 @@ from pipeline.publish.release import (
     tag_of,
 )
 from pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
+from pipeline.stages.calibrate import set_name, texts_of
 from pipeline.stages.gate import GATE, checkpoint_digest
 from pipeline.stages.quantize import CHECKPOINT, checkpoint_files
 from pipeline.stages.report import ReportStage
@@ -293,6 +294,10 @@ def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manife
     except MeasurementError as error:
         raise StageError(f"the gate's record cannot be read: {error}") from error
     stages = {key: _made(entry) for key, entry in sorted(entries.items())}
+    calibrated: list[Dataset] = []
+    if (texts := texts_of(entries)) is not None:
+        name = texts["repo"] or set_name(resolved["calibration"]["set"])
+        calibrated.append(Dataset("calibration", name, texts["revision"], texts["file"]))
     return Manifest(
         name=str(resolved["name"]),
         title=title,
@@ -303,7 +308,7 @@ def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manife
         recipe=resolved,
         recipe_fingerprint=fingerprint(resolved),
         stages=stages,
-        datasets=tuple(dict.fromkeys((*_calibrated(entries, resolved), *_evaluated(entries)))),
+        datasets=tuple(dict.fromkeys((*calibrated, *_evaluated(entries)))),
         tools=_tools(entries),
         serving=Serving(engine=server.engine, image=server.image),
         hardware=Hardware(
@@ -342,20 +347,6 @@ def _base(source: Entry) -> Base:
 
 def _settings(entry: Entry) -> Any:
     return entry.record.payload["settings"]
-
-
-def _calibrated(entries: Mapping[str, Entry], recipe: Mapping[str, Any]) -> Iterator[Dataset]:
-    """The calibration set, of our own calibration or of that of a library, as the fingerprint has it."""
-    ours = entries.get("calibrate")
-    section = _settings(entries["quantize"]).get("calibration") if ours is None else _settings(ours)
-    if not section:
-        return
-    given = section["set"]
-    if given["repo"] is not None:
-        yield Dataset("calibration", given["repo"], given["revision"], None)
-    else:
-        name = str(recipe["calibration"]["set"]).rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
-        yield Dataset("calibration", name, None, given["file"])
 
 
 def _evaluated(entries: Mapping[str, Entry]) -> Iterator[Dataset]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from eval import workloads
-from pipeline.base.schemes import scheme
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Made
 from pipeline.publish.licences import terms
 from pipeline.recipe.load import load_recipe
@@ -54,12 +53,7 @@ def llama(name: str = "llama70b-fp8kv", **changes: Any) -> CardFacts:
             metadata=LLAMA,
         ),
         made=Made(
-            scheme=quantization.scheme,
-            description=scheme(quantization.scheme).description,
-            weights=scheme(quantization.scheme).weight.dtype,
-            kv_cache=quantization.kv_cache,
-            format=quantization.format,
-            engine="stream",
+            quantization,
             schemes={quantization.scheme: 560},
             kept=("lm_head",),
             calibration=calibrated if quantization.kv_cache == "fp8" else None,
@@ -85,8 +79,7 @@ def tiny(**changes: Any) -> CardFacts:
             "repo": None,
             "base": Base(name="tiny/model", digest="4b091d1c" * 8, architecture="LlamaForCausalLM"),
             "made": replace(
-                facts.made, scheme="ptpc_fp8", description=scheme("ptpc_fp8").description, format="compressed-tensors",
-                schemes={"ptpc_fp8": 28},
+                facts.made, section=recipe.quantization, schemes={"ptpc_fp8": 28},
                 calibration=Calibrated(name="tiny", samples=64, sequence_length=256, sha256="b0f7dbc6" * 8),
             ),
             "terms": terms({}, ()),
@@ -102,9 +95,9 @@ def hostile() -> CardFacts:
     """Names that would be markup, formulas or the end of a table."""
     bad = "<img src=x onerror=alert(1)> | $x^2$ [a](javascript:alert(1)) `b` **c** &lt;"
     facts = llama()
+    section = {"exclude": [r"re:.*(q|k)_proj`", "a|b", bad], "algorithm": "gptq"}
     made = replace(
-        facts.made, description=bad, excluded=(r"re:.*(q|k)_proj`", "a|b", bad), kept=(bad,), algorithm="gptq",
-        schemes={"fp8": 3, bad: 1},
+        facts.made, section=facts.made.section.model_copy(update=section), kept=(bad,), schemes={"fp8": 3, bad: 1},
         calibration=Calibrated(name=bad, samples=1, sequence_length=1, dataset="a/b) <script>", revision=bad),
     )  # fmt: skip
     metadata = {**LLAMA, "license": "other", "license_name": bad, "license_link": "javascript:alert(1)"}

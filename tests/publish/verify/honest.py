@@ -138,8 +138,7 @@ def _facts(folder: Path, manifest: Manifest) -> CardFacts:
         name="llama-ptpc", repo="my-org/llama-ptpc", artefact=manifest.artefact, judged=manifest.created,
         base=card_facts.Base("org/llama", "org/llama", "c0" * 20, architecture="LlamaForCausalLM"),
         made=card_facts.Made(
-            "ptpc_fp8", "FP8 weights per channel", "e4m3", "fp8", "compressed-tensors", "stream",
-            schemes={"ptpc_fp8": 14},
+            Recipe.model_validate(dict(manifest.recipe)).quantization, schemes={"ptpc_fp8": 14},
         ),
         terms=terms({"license": "apache-2.0"}, ()), launches=(),
         report=json.loads((folder / EVIDENCE / DATA).read_text()),
