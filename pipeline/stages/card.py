@@ -22,12 +22,13 @@ from pipeline.recipe.schema import Recipe
 from pipeline.serving.knobs.table import NEWEST_READ
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
-from pipeline.serving.planning.planner import layout_words, plan_serving
-from pipeline.serving.planning.target import Target, parse_target, profile
+from pipeline.serving.planning.planner import layout_words
+from pipeline.serving.planning.target import Target, parse_target
 from pipeline.serving.render.invocation import command, script, servers
 from pipeline.stages.calibrate import set_name, texts_of
 from pipeline.stages.gate import checkpoint_digest
 from pipeline.stages.quantize import INSPECTION
+from pipeline.stages.serve import planning
 from pipeline.stages.source import hub_errors, model_folder
 from pipeline.stages.stage import Job, Setting, SourceIdentity
 from pipeline.store.entries import Entry
@@ -80,9 +81,14 @@ def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, 
 
 
 def _launch(target: Target, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str) -> Launch:
-    title = target.accelerator.title
+    title, speculative = target.accelerator.title, recipe.serve.speculative
+    # Knobs and packing are the recipe's hardware's own; another model that drafts is not at hand where the card is.
+    changes: dict[str, Any] = {} if recipe.target.hardware == target.hardware else {"overrides": {}, "packed": 1}
+    if speculative is not None and speculative.model is not None:
+        changes["speculative"] = None
+    name, plan_for = model.rpartition("/")[2], planning(recipe, workload, target)
     try:
-        plan = _plan(target, recipe, workload, facts, model, vllm)
+        plan = plan_for(model, facts, vllm_version=vllm, served_model_name=name, cpu_threads=1, **changes)
     except UserError as error:
         return Launch(title=title, target=target.hardware, vllm=vllm, refusal=error.message)
     running = processes(plan, port=8000)
@@ -95,29 +101,6 @@ def _launch(target: Target, recipe: Recipe, workload: Workload, facts: ModelFact
         vllm=plan.vllm_version,
         image=plan.image,
         cautions=(*plan.warnings, *_left_out(recipe)),
-    )
-
-
-def _plan(target: Target, recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, vllm: str) -> LaunchPlan:
-    own = recipe.target.hardware == target.hardware
-    speculative = recipe.serve.speculative
-    return plan_serving(
-        model,
-        facts,
-        target=target,
-        profile=profile(
-            recipe.serve.profile or workload.profile,
-            concurrency=max(recipe.evaluation.concurrency, workload.in_flight),
-            max_model_len=recipe.target.max_model_len,
-        ),
-        vllm_version=vllm,
-        overrides=recipe.serve.overrides if own else {},
-        speculative=None if speculative is None or speculative.model is not None else speculative,
-        served_model_name=model.rpartition("/")[2],
-        trust_remote_code=recipe.trust_remote_code,
-        cpu_threads=1,
-        packed=recipe.serve.pack if own else 1,
-        arguments=recipe.serve.arguments,
     )
 
 

@@ -24,7 +24,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,15 +36,15 @@ from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.progress import Progress
 from pipeline.publish.places import published_folder, serving_name
 from pipeline.recipe.load import recipe_names
-from pipeline.recipe.modules import assigned
 from pipeline.recipe.schema import Recipe, Speculative
 from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.knobs.table import knob, table
-from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
+from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.launch_request import KvDtype
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
+from pipeline.stages.serve import facts_made
 from pipeline.stages.servers import held_to
 from pipeline.stages.source import config_folder, fetch, identify, repository
 from pipeline.stages.stage import Setting, SourceIdentity
@@ -137,14 +136,7 @@ def _of_recipe(text: str, store: Path, *, baseline: bool, config: Path | None, v
     source = _source(setting, config)
     if baseline:
         return replace(source, recipe=recipe, tunableop=tunableop)
-    quantization = recipe.quantization
-    facts = as_quantized(
-        source.facts,
-        scheme=quantization.scheme,
-        kv_cache=quantization.kv_cache,
-        format=quantization.format,
-        assigned=partial(assigned, quantization),
-    )
+    facts = facts_made(source.facts, recipe.quantization)
     missing = UserError(
         f"{recipe.name} has made no checkpoint yet",
         hint=f"quantmint run {text} makes it; --baseline serves the 16-bit model, --dry-run plans.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,11 @@ from pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
 from pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
 
 if TYPE_CHECKING:
+    from eval.workloads import Workload
+    from pipeline.recipe.schema import Quantization, Recipe
+    from pipeline.serving.model.facts import ModelFacts
     from pipeline.serving.plan import LaunchPlan
+    from pipeline.serving.planning.target import Target
     from pipeline.serving.running.log import LogScan
     from pipeline.serving.running.server import Server
 
@@ -117,10 +121,8 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
     What differs belongs to the checkpoint, which is the type of the KV cache. Of several independent servers one is
     planned for and measured.
     """
-    from pipeline.recipe.modules import assigned
-    from pipeline.serving.model.facts import as_quantized, facts_of_config
-    from pipeline.serving.planning.planner import plan_serving
-    from pipeline.serving.planning.target import parse_target, profile
+    from pipeline.serving.model.facts import facts_of_config
+    from pipeline.serving.planning.target import parse_target
 
     recipe = setting.recipe
     if recipe.evaluation.runtime == "reference":
@@ -131,40 +133,53 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
             kv_cache_dtype="auto" if side == "baseline" else recipe.quantization.kv_cache,
             trust_remote_code=recipe.trust_remote_code,
         )
-    in_flight = max(recipe.evaluation.concurrency, setting.workload.in_flight)
     tunableop = setting.loaded.tunableop
     plan = partial(
-        plan_serving,
+        planning(recipe, setting.workload, parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}")),
         model,
-        target=parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}"),
-        profile=profile(
-            recipe.serve.profile or setting.workload.profile,
-            concurrency=in_flight,
-            max_model_len=recipe.target.max_model_len,
-        ),
         vllm_version=NEWEST_READ if setting.vllm is None else setting.vllm.version,
         purpose="measure",
-        overrides=recipe.serve.overrides,
-        speculative=recipe.serve.speculative,
-        trust_remote_code=recipe.trust_remote_code,
         cpu_threads=os.cpu_count() or 1,
-        packed=recipe.serve.pack,
-        arguments=recipe.serve.arguments,
         tunableop=None if tunableop is None else str(tunableop),
     )
     source = facts_of_config(setting.config)
     baseline = plan(source, kv_cache_dtype="auto")
     if side == "baseline":
         return baseline
-    quantization = recipe.quantization
-    made = as_quantized(
-        source,
-        scheme=quantization.scheme,
-        kv_cache=quantization.kv_cache,
-        format=quantization.format,
-        assigned=partial(assigned, quantization),
+    made = facts_made(source, recipe.quantization)
+    return plan(made, kv_cache_dtype=recipe.quantization.kv_cache, layout=baseline.layout)
+
+
+def planning(recipe: Recipe, workload: Workload, target: Target) -> Callable[..., LaunchPlan]:
+    """`plan_serving` with all that a recipe says of a launch on ``target``; what a call says goes first."""
+    from pipeline.serving.planning.planner import plan_serving
+    from pipeline.serving.planning.target import profile
+
+    return partial(
+        plan_serving,
+        target=target,
+        profile=profile(
+            recipe.serve.profile or workload.profile,
+            concurrency=max(recipe.evaluation.concurrency, workload.in_flight),
+            max_model_len=recipe.target.max_model_len,
+        ),
+        overrides=recipe.serve.overrides,
+        speculative=recipe.serve.speculative,
+        trust_remote_code=recipe.trust_remote_code,
+        packed=recipe.serve.pack,
+        arguments=recipe.serve.arguments,
     )
-    return plan(made, kv_cache_dtype=quantization.kv_cache, layout=baseline.layout)
+
+
+def facts_made(source: ModelFacts, section: Quantization) -> ModelFacts:
+    """The facts of what a recipe makes of a model, before it is made."""
+    from pipeline.recipe.modules import assigned
+    from pipeline.serving.model.facts import as_quantized
+
+    scheme_of = partial(assigned, section)
+    return as_quantized(
+        source, scheme=section.scheme, kv_cache=section.kv_cache, format=section.format, assigned=scheme_of
+    )
 
 
 def runtime_tools(setting: Setting) -> dict[str, str]:
