@@ -22,28 +22,9 @@ from typing import Any
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
 from pipeline.publish.hub import access
+from pipeline.publish.hub import repository as hub
 from pipeline.publish.hub.client import Client, MissingError, RefusedError, connect
-from pipeline.publish.hub.repository import (
-    CANDIDATE,
-    MAIN,
-    Repository,
-    Tree,
-    commit,
-    differences,
-    differing,
-    download,
-    history,
-    is_same,
-    look,
-    moved,
-    read,
-    releases,
-    require_release,
-    some,
-    title_of,
-    tree,
-    upload,
-)
+from pipeline.publish.hub.repository import CANDIDATE, MAIN, Repository, Tree
 from pipeline.publish.place import Difference, Listed, Operation, Place, State, named
 from pipeline.publish.release import MANIFEST, Release
 from pipeline.recipe.sections import Hub
@@ -73,8 +54,8 @@ class HubPlace(Place):
     def state(self) -> State:
         """Refs and files of every tag; nothing where there is no repository yet."""
         client = self._client()
-        repository = look(client)
-        return State() if repository is None else State(releases(client, repository), mark=repository)
+        repository = hub.look(client)
+        return State() if repository is None else State(hub.releases(client, repository), mark=repository)
 
     @contextmanager
     def changing(self, progress: Progress) -> Iterator[None]:
@@ -88,7 +69,7 @@ class HubPlace(Place):
     def releases(self) -> tuple[Listed, ...]:
         """The tagged releases, the newest first; raises `MissingError` where there is no repository."""
         client = self._client()
-        return releases(client, self._require_repository(client))
+        return hub.releases(client, self._require_repository(client))
 
     def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
         """With what the commit would go on top of, unless the release is tagged, or a pull request holds it."""
@@ -100,10 +81,10 @@ class HubPlace(Place):
             opened and self._starts_from(repository.requests[opened][0], repository.head)
         ):
             return Difference()
-        there = tree(self._client(), self._base(repository, candidate)[1])
-        missing = [name for name, file in sorted(release.files.items()) if not is_same(there.get(name), file)]
+        there = hub.tree(self._client(), self._base(repository, candidate)[1])
+        missing = [name for name, file in sorted(release.files.items()) if not hub.is_same(there.get(name), file)]
         strays = sorted(there.keys() - release.files.keys())
-        return Difference(missing, strays) if differences(there, release) else Difference()
+        return Difference(missing, strays) if hub.differences(there, release) else Difference()
 
     def put(
         self, release: Release, difference: Difference, state: State, *, candidate: bool, progress: Progress
@@ -134,7 +115,7 @@ class HubPlace(Place):
                 )
             target = CANDIDATE if candidate else MAIN
             made = self._commit(client, release, target, parent, lambda: self._landed(client, release, target))
-        require_release(client, made, release, "the commit")
+        hub.require_release(client, made, release, "the commit")
         return made
 
     def point(self, release: Listed, state: State, why: str, *, candidate: bool) -> None:
@@ -156,21 +137,21 @@ class HubPlace(Place):
     def _give(self, release: Listed, state: State, why: str) -> None:
         client = self._client()
         repository = self._require_repository(client)
-        wanted = tree(client, release.revision)
-        if not differing(tree(client, repository.head), wanted):
+        wanted = hub.tree(client, release.revision)
+        if not hub.differing(hub.tree(client, repository.head), wanted):
             return
         parent = state.mark.head if state.mark is not None else repository.head
         number = repository.request_of(release.revision)
         if number is not None and self._starts_from(release.revision, repository.head):
             self._merge(client, number, wanted)
         elif number is not None and release.tag not in repository.tags:
-            raise moved(self.repo, MAIN)
+            raise hub.moved(self.repo, MAIN)
         else:
             self._copy(client, release, parent, wanted, f"{why} {release.tag}")
-        names = differing(tree(client, MAIN), wanted)
+        names = hub.differing(hub.tree(client, MAIN), wanted)
         if names:
             raise StageError(
-                f"{self.repo}: {MAIN} has not become {release.tag}: {some(names)} differs",
+                f"{self.repo}: {MAIN} has not become {release.tag}: {hub.some(names)} differs",
                 hint="Somebody may have written there meanwhile; look, then run the same command again.",
             )
 
@@ -202,12 +183,12 @@ class HubPlace(Place):
     def read(self, release: Listed, name: str) -> bytes | None:
         """A file at the release's commit."""
         client = self._client()
-        found = tree(client, release.revision).get(name)
-        return None if found is None else read(client, release.revision, name, 0, found.size)
+        found = hub.tree(client, release.revision).get(name)
+        return None if found is None else hub.read(client, release.revision, name, 0, found.size)
 
     def sizes(self, release: Listed) -> dict[str, int]:
         """By the Hub's list."""
-        return {name: remote.size for name, remote in tree(self._client(), release.revision).items()}
+        return {name: remote.size for name, remote in hub.tree(self._client(), release.revision).items()}
 
     def drop(self, release: Listed) -> None:
         """Delete the tag; the files stay as long as the history refers to them, which only its owner can rewrite."""
@@ -223,13 +204,13 @@ class HubPlace(Place):
         ``into`` also gets `.cache/huggingface/`, by which the client knows what it has fetched.
         """
         with self.changing(progress):
-            return download(self._client(), self.revision_of(tag), into, wanted)
+            return hub.download(self._client(), self.revision_of(tag), into, wanted)
 
     def revision_of(self, tag: str | None) -> str:
         """The commit of a release (None: the current one); raises `UserError` where there is none."""
         client = self._client()
         repository = self._require_repository(client)
-        return repository.head if tag is None else named(releases(client, repository), tag, self.repo).revision
+        return repository.head if tag is None else named(hub.releases(client, repository), tag, self.repo).revision
 
     def _client(self) -> Client:
         return connect(self.repo, self._progress, sleep=self._sleep)
@@ -246,7 +227,7 @@ class HubPlace(Place):
 
     def _require_repository(self, client: Client) -> Repository:
         """The repository; raises `MissingError`: the Hub says the same of one that a token may not see."""
-        if (repository := look(client)) is None:
+        if (repository := hub.look(client)) is None:
             raise MissingError(
                 f"{self.repo}: there is no such repository, or this token may not see it",
                 status=404,
@@ -259,14 +240,14 @@ class HubPlace(Place):
         tagged = repository.tags.get(release.tag)
         if tagged is None:
             return False
-        found = tree(self._client(), tagged)
-        if not is_same(found.get(MANIFEST), release.files[MANIFEST]):
+        found = hub.tree(self._client(), tagged)
+        if not hub.is_same(found.get(MANIFEST), release.files[MANIFEST]):
             raise UserError(
                 f"{self.repo}: the tag {release.tag} is there, and the {MANIFEST} that it holds is another one",
                 hint="Tags never move. Look at the tag on the Hub; one that nobody needs is deleted there.",
             )
-        if wrong := differences(found, release):
-            raise StageError(f"{self.repo}: the release {release.tag} is damaged on the Hub: {some(wrong)}")
+        if wrong := hub.differences(found, release):
+            raise StageError(f"{self.repo}: the release {release.tag} is damaged on the Hub: {hub.some(wrong)}")
         return True
 
     def _opened(self, release: Release, repository: Repository) -> int | None:
@@ -274,18 +255,18 @@ class HubPlace(Place):
         if not self._by_request:
             return None
         known = repository.requests.items()
-        heads = {number: commit for number, (commit, title) in known if title == title_of(release)}
-        held = (number for number, commit in heads.items() if not differences(tree(self._client(), commit), release))
-        return next(held, None)
+        heads = {number: commit for number, (commit, title) in known if title == hub.title_of(release)}
+        trees = ((number, hub.tree(self._client(), commit)) for number, commit in heads.items())
+        return next((number for number, found in trees if not hub.differences(found, release)), None)
 
     def _landed(self, client: Client, release: Release, branch: str) -> str | None:
         """The head of a branch, where it holds the release: the answer to its commit was lost."""
         commit = self._require_repository(client).branches.get(branch)
-        return commit if commit is not None and not differences(tree(client, commit), release) else None
+        return commit if commit is not None and not hub.differences(hub.tree(client, commit), release) else None
 
     def _starts_from(self, commit: str, parent: str) -> bool:
         """Whether a commit is the next one after ``parent``, so that merging it gives exactly its files."""
-        return [str(one.commit_id) for one in history(self._client(), commit)[1:2]] == [parent]
+        return [str(one.commit_id) for one in hub.history(self._client(), commit)[1:2]] == [parent]
 
     def _commit(
         self, client: Client, release: Release, branch: str, parent: str, found: Callable[[], str | None]
@@ -293,18 +274,20 @@ class HubPlace(Place):
         """The operations that make the parent's files those of the release, in one commit."""
         from huggingface_hub import CommitOperationDelete
 
-        gone = sorted(tree(client, parent).keys() - release.files.keys())
+        gone = sorted(hub.tree(client, parent).keys() - release.files.keys())
         operations = [
-            *upload(client, release, branch, by_request=self._by_request),
+            *hub.upload(client, release, branch, by_request=self._by_request),
             *(CommitOperationDelete(name, is_folder=False) for name in gone),
         ]
-        return commit(client, operations, title_of(release), branch, parent, found=found, by_request=self._by_request)
+        return hub.commit(
+            client, operations, hub.title_of(release), branch, parent, found=found, by_request=self._by_request
+        )
 
     def _copy(self, client: Client, release: Listed, parent: str, wanted: Tree, message: str) -> None:
         """One commit; large files are named by their SHA-256 and not sent, small ones the client sends again."""
         from huggingface_hub import CommitOperationCopy, CommitOperationDelete
 
-        names = differing(tree(client, parent), wanted)
+        names = hub.differing(hub.tree(client, parent), wanted)
         operations: list[Any] = [
             CommitOperationCopy(name, name, src_revision=release.revision)
             if name in wanted
@@ -313,9 +296,9 @@ class HubPlace(Place):
         ]
 
         def found() -> str | None:
-            return None if differing(tree(client, MAIN), wanted) else MAIN
+            return None if hub.differing(hub.tree(client, MAIN), wanted) else MAIN
 
-        commit(client, operations, message, MAIN, parent, found=found)
+        hub.commit(client, operations, message, MAIN, parent, found=found)
 
     def _merge(self, client: Client, number: int, wanted: Tree) -> None:
         def attempt() -> None:
@@ -328,7 +311,7 @@ class HubPlace(Place):
         try:
             client.call(f"merge pull request {number}", attempt)
         except RefusedError:
-            if differing(tree(client, MAIN), wanted):  # else it was merged, and the answer got lost
+            if hub.differing(hub.tree(client, MAIN), wanted):  # else it was merged, and the answer got lost
                 raise
 
     def _close(self, client: Client, number: int, comment: str) -> None:

@@ -191,7 +191,7 @@ def _questions(loaded: LoadedRecipe, home: Path) -> Iterator[tuple[Key, Callable
         repo, revision = recipe.source.repo, str(recipe.source.revision)
         yield ("base", repo, revision), partial(_base, repo, revision)
     for repo, revision in _data(loaded):
-        yield ("dataset", repo, revision), partial(_dataset, repo, revision)
+        yield ("dataset", repo, revision), partial(_commit, "dataset_info", repo, revision)
 
 
 def _data(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
@@ -207,25 +207,17 @@ def _data(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _base(repo: str, revision: str) -> Base:
-    client = connect(repo, tries=1)
-    commit = revision
-    if not COMMIT.fullmatch(revision):
-        found: Any = client.call(
-            f"resolve {revision} to a commit",
-            lambda: client.api.model_info(repo, revision=revision, timeout=TIMEOUT_S),
-        )
-        commit = str(found.sha)
-    return Base(commit, hub_file(client, commit, "config.json").parent)
+    commit = _commit("model_info", repo, revision)
+    return Base(commit, hub_file(connect(repo, tries=1), commit, "config.json").parent)
 
 
-def _dataset(repo: str, revision: str) -> str:
+def _commit(info: str, repo: str, revision: str) -> str:
+    """The commit of a revision; ``info`` is the question's name in the Hub's client."""
     if COMMIT.fullmatch(revision):
         return revision
     client = connect(repo, tries=1)
-    found: Any = client.call(
-        f"resolve the dataset's {revision} to a commit",
-        lambda: client.api.dataset_info(repo, revision=revision, timeout=TIMEOUT_S),
-    )
+    ask = partial(getattr(client.api, info), repo, revision=revision, timeout=TIMEOUT_S)
+    found: Any = client.call(f"resolve {revision} to a commit", ask)
     return str(found.sha)
 
 
@@ -309,9 +301,6 @@ def hub_file(client: Client, commit: str, name: str) -> Path:
     """A small file of a repository at a commit, from the Hub's cache where it is there. Raises `QuantmintError`."""
     from huggingface_hub import hf_hub_download
 
-    fetch: Callable[..., str] = hf_hub_download
-    found = client.call(
-        f"read {name} of {commit[:8]}",
-        lambda: fetch(client.repo, name, revision=commit, endpoint=client.api.endpoint, etag_timeout=TIMEOUT_S),
-    )
+    where = {"revision": commit, "endpoint": client.api.endpoint, "etag_timeout": TIMEOUT_S}
+    found: Any = client.call(f"read {name} of {commit[:8]}", lambda: hf_hub_download(client.repo, name, **where))
     return Path(found)

@@ -121,7 +121,7 @@ def look(recipes: Sequence[str], *, store: Store, vllm: str | None = None, devic
 
 def _found(recipe: str, loaded: LoadedRecipe, answers: Answers, store: Store, vllm: str | None, device: str) -> Due:
     name, said = loaded.recipe.name, answers.releases(loaded)
-    release, silent = said.newest, (*said.unasked, *said.damaged)
+    release, silent = said.newest, [*said.unasked, *said.damaged]
     try:
         now = plan_now(loaded, answers, store=store, vllm=vllm, device=device)
     except UnaskedError as error:
@@ -130,11 +130,18 @@ def _found(recipe: str, loaded: LoadedRecipe, answers: Answers, store: Store, vl
         return Due(name, recipe, state, reason, release=release, unknown=unknown, loaded=loaded)
     except QuantmintError as error:
         return Due(name, recipe, "broken", str(error), release=release, loaded=loaded)
-    unknown, differing, counted = _compared(release, now, silent)
-    state, reason = _state(now, release, differing, counted, said, unknown)
+    differing: tuple[Change, ...] = ()
+    if release is not None:
+        payloads: Mapping[str, Mapping[str, object]] = {planned.key: planned.payload for planned in now.plan}
+        written = loaded.positions.values.keys()
+        found = changes(release.manifest, payloads, now.recipe, written=written, quantmint=__version__)
+        tools, differing = apart_from_unknown(found)
+        if tools:
+            silent.append(f"not installed here, so that its version is not known: {', '.join(sorted(tools))}")
+    unknown = tuple(dict.fromkeys(silent))
+    state, reason = _at_fault(*_state(now, release, differing, said, unknown), said)
     if release is None and state not in ("unknown", "damaged"):
         differing = (Change("recipe", RECIPE, "name", ABSENT, name),)
-    state, reason = _at_fault(state, reason, said)
     return Due(
         name,
         recipe,
@@ -144,7 +151,7 @@ def _found(recipe: str, loaded: LoadedRecipe, answers: Answers, store: Store, vl
         stages=now.stages,
         release=release,
         unknown=unknown,
-        verdict=None if now.judged is None or state != "held" else now.judged,
+        verdict=now.judged if state == "held" else None,
         loaded=loaded,
         inputs=fingerprint([[planned.key, planned.fingerprint] for planned in now.plan]),
     )
@@ -155,29 +162,10 @@ def _at_fault(state: State, reason: str, said: Places) -> tuple[State, str]:
     return ("damaged", said.damaged[0]) if said.damaged and state != "due" else (state, reason)
 
 
-def _compared(
-    release: Released | None, now: Now, silent: Sequence[str]
-) -> tuple[tuple[str, ...], tuple[Change, ...], tuple[Change, ...]]:
-    if release is None:
-        return tuple(dict.fromkeys(silent)), (), ()
-    payloads: Mapping[str, Mapping[str, object]] = {planned.key: planned.payload for planned in now.plan}
-    written = now.setting.loaded.positions.values.keys()
-    found = changes(release.manifest, payloads, now.recipe, written=written, quantmint=__version__)
-    tools, differing = apart_from_unknown(found)
-    lacking = (f"not installed here, so that its version is not known: {', '.join(sorted(tools))}",) if tools else ()
-    triggers = now.setting.recipe.refresh.triggers
-    unknown = tuple(dict.fromkeys((*silent, *lacking)))
-    return unknown, differing, tuple(change for change in differing if change.cause in triggers)
-
-
 def _state(
-    now: Now,
-    release: Released | None,
-    differing: Sequence[Change],
-    counted: Sequence[Change],
-    said: Places,
-    unknown: Sequence[str],
+    now: Now, release: Released | None, differing: Sequence[Change], said: Places, unknown: Sequence[str]
 ) -> tuple[State, str]:
+    counted = [change for change in differing if change.cause in now.setting.recipe.refresh.triggers]
     held = None if now.judged is None else f"these inputs were judged {now.judged.value}"
     if release is None and (said.unasked or said.damaged):
         return "unknown", "whether it was ever released is not known"

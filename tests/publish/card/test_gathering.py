@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.publish.card import CardFacts, eval_results, render
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
+from pipeline.recipe.schema import Quantization
 from pipeline.recipe.sections import Publish
 from pipeline.stages.card import gather, settings
 from pipeline.stages.session import open_setting
@@ -136,4 +137,4 @@ def test_what_a_card_depends_on_beside_the_entries(job: Callable[..., Job], monk
 
 def test_facts_are_plain_values(job: Callable[..., Job]) -> None:
     facts: CardFacts = gather(job())
-    assert json.loads(json.dumps(asdict(facts)))["name"] == "tiny-ptpc-fp8kv"
+    assert json.loads(json.dumps(asdict(facts), default=Quantization.model_dump))["name"] == "tiny-ptpc-fp8kv"
