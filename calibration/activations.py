@@ -30,10 +30,8 @@ STATE = "state.json"
 class Activations:
     """Hidden states by the number of their batch, layer after layer.
 
-    Args:
-        folder: where states are spilled and committed.
-        budget: bytes of states that may lie in memory; those of the others lie on disk.
-        on_device: whether those in memory stay on the device that computed them.
+    ``budget`` are the bytes of states that may lie in memory; others are spilled to ``folder``, where states are
+    committed too. ``on_device``: those in memory stay on the device that computed them.
     """
 
     def __init__(self, folder: Path, budget: int, *, on_device: bool = False) -> None:

@@ -195,34 +195,41 @@ WINDOW = 1024
 """Texts that are put in a seeded order together: what is read of a large dataset is at most one window too much."""
 
 
-def token_blocks(
+def samples_of(
     texts: Iterable[str],
     tokenizer: Any,
     *,
     samples: int,
     sequence_length: int,
+    packing: bool,
     seed: int,
     special_tokens: bool = True,
-) -> torch.Tensor:
-    """Pack texts into blocks: they are put in a seeded order, joined, and the stream is cut.
+) -> tuple[torch.Tensor, ...]:
+    """Samples of texts in a seeded order: as many int64 tensors of [n].
 
-    ``special_tokens`` is False for rendered conversations, whose template has written them already.
-
-    Returns:
-        int64 tensor of [samples, sequence_length].
-
-    Raises:
-        CalibrationError: the texts are too short for that many blocks.
+    With ``packing`` the texts are joined, and the stream is cut into blocks of ``sequence_length``. Without, each is a
+    sample of at most that many tokens, which llm-compressor's examples calibrate on; texts without a token are passed
+    over. ``special_tokens`` is False for rendered conversations, whose template has written them already. Raises
+    `CalibrationError` where the texts are too few or too short.
     """
     import torch
 
-    needed = samples * sequence_length
+    tokenized = (tokenizer(text, add_special_tokens=special_tokens)["input_ids"] for text in _shuffled(texts, seed))
+    if not packing:
+        cut = (ids[:sequence_length] for ids in tokenized)
+        found = tuple(torch.tensor(ids, dtype=torch.int64) for ids in islice(filter(len, cut), samples))
+        if len(found) < samples:
+            raise CalibrationError(
+                f"the calibration set has {len(found):,} texts; {samples:,} samples without packing need one each: "
+                f"ask for at most {len(found):,}"
+            )
+        return found
+    needed, end = samples * sequence_length, tokenizer.eos_token_id
     stream: list[int] = []
-    for text in _shuffled(texts, seed):
-        ids = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+    for ids in tokenized:
         stream += ids
-        if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
-            stream.append(tokenizer.eos_token_id)
+        if end is not None and (not ids or ids[-1] != end):
+            stream.append(end)
         if len(stream) >= needed:
             break
     if len(stream) < needed:
@@ -230,41 +237,7 @@ def token_blocks(
             f"the calibration texts make {len(stream):,} tokens; "
             f"{samples} samples of {sequence_length} need {needed:,}: ask for at most {len(stream) // sequence_length}"
         )
-    return torch.tensor(stream[:needed], dtype=torch.int64).reshape(samples, sequence_length)
-
-
-def token_texts(
-    texts: Iterable[str],
-    tokenizer: Any,
-    *,
-    samples: int,
-    sequence_length: int,
-    seed: int,
-    special_tokens: bool = True,
-) -> tuple[torch.Tensor, ...]:
-    """One text a sample, in a seeded order, cut after ``sequence_length`` tokens; shorter ones keep their length.
-
-    What llm-compressor's examples calibrate on. Texts without a token are passed over.
-
-    Returns:
-        int64 tensors of [n], 1 <= n <= sequence_length.
-
-    Raises:
-        CalibrationError: there are too few texts.
-    """
-    import torch
-
-    tokenized = (
-        tokenizer(text, add_special_tokens=special_tokens)["input_ids"][:sequence_length]
-        for text in _shuffled(texts, seed)
-    )
-    found = tuple(torch.tensor(ids, dtype=torch.int64) for ids in islice(filter(len, tokenized), samples))
-    if len(found) < samples:
-        raise CalibrationError(
-            f"the calibration set has {len(found):,} texts; {samples:,} samples without packing need one each: "
-            f"ask for at most {len(found):,}"
-        )
-    return found
+    return tuple(torch.tensor(stream[:needed], dtype=torch.int64).reshape(samples, sequence_length))
 
 
 def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
@@ -305,21 +278,13 @@ def samples_digest(samples: Iterable[torch.Tensor]) -> str:
 def read_samples(
     chosen: CalibrationSet, tokenizer: Any, *, samples: int, sequence_length: int, packing: bool, seed: int
 ) -> tuple[torch.Tensor, ...]:
-    """Read as much of a set as it takes, and make samples of it.
-
-    Returns:
-        As many int64 tensors of [n]: with ``packing`` n is ``sequence_length``, without it is at most that.
-
-    Raises:
-        CalibrationError: the set cannot be read, or holds too little.
-    """
-    make = token_blocks if packing else token_texts
-    made = make(
+    """Read as much of a set as it takes, and make samples of it; see `samples_of`. Raises `CalibrationError`."""
+    return samples_of(
         read_texts(chosen, tokenizer),
         tokenizer,
         samples=samples,
         sequence_length=sequence_length,
+        packing=packing,
         seed=seed,
         special_tokens=not rendered(chosen, tokenizer),
     )
-    return tuple(made)

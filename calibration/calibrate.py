@@ -74,23 +74,15 @@ def calibrate(
     trust_remote_code: bool = False,
     elsewhere: Places | None = None,
 ) -> Outcome:
-    """Measure a model on batches of tokens.
+    """Measure the 16-bit model in ``folder`` on batches of tokens: int64 ids of [batch, sequence], no padding.
 
-    Args:
-        folder: the 16-bit model.
-        batches: int64 token ids of [batch, sequence], no padding; how they are composed decides the last bit.
-        observation: what is measured, and how.
-        devices: a copy of the model, or of its layer, for each; the copies share the batches.
-        work: a folder for what an interrupted run, in layer mode or in shares, is gone on with; removed at the end.
-        watcher: who is told.
-        mode: "auto" takes what needs less memory (`calibration.room.decide`).
-        activation_bytes: host memory for hidden states in layer mode, the rest of which is spilled to ``work``; None
-            takes a quarter of what is free.
-        trust_remote_code: run the model's own Python code.
-        elsewhere: other machines, which measure shares of the batches; ``devices`` then only says what is computed on.
+    How batches are composed decides the last bit. Each of the ``devices`` has a copy of the model, or of its layer, and
+    the copies share the batches; with ``elsewhere``, other machines, they only say what is computed on. ``work`` is a
+    folder for what an interrupted run, in layer mode or in shares, is gone on with; it is removed at the end. The mode
+    "auto" takes what needs less memory (`calibration.room.decide`). ``activation_bytes`` of the host's memory are for
+    hidden states in layer mode, the rest of which is spilled to ``work``; None takes a quarter of what is free.
 
-    Raises:
-        CalibrationError: the model cannot be measured; the message says why, and what to do instead.
+    Raises `CalibrationError`, which says why the model cannot be measured, and what to do instead.
     """
     import torch
 

@@ -80,8 +80,7 @@ class Pool:
 def layer_names(model: Any, attention: Iterable[str]) -> list[str]:
     """Names of the decoder's layers, in order.
 
-    Raises:
-        NotReplayableError: there is not one list of them that holds all attention, or they share K and V.
+    Raises `NotReplayableError` where there is not one list of them that holds all attention, or they share K and V.
     """
     import torch
 
@@ -107,8 +106,7 @@ def record(
 ) -> Iterator[tuple[torch.Tensor, list[Call]]]:
     """For each batch, the hidden states that enter the first layer, and the call of every layer.
 
-    Raises:
-        NotReplayableError: the model does more between its layers than to hand on hidden states.
+    Raises `NotReplayableError` where the model does more between its layers than to hand on hidden states.
     """
     import torch
 

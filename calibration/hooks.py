@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from calibration.measurement import Measurement
@@ -23,22 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def is_stacked(module: Any) -> bool:
-    """Whether a module holds several experts' projections in 3-D parameters."""
-    name = type(module).__name__
-    return name.endswith("Experts") and any(p.ndim == 3 for p in module.parameters(recurse=False))
-
-
-def is_listed(name: str, module: Any) -> bool:
-    """Whether a module is a list of experts, each a module with linear ones inside."""
-    import torch
-
-    return name.rpartition(".")[2] == "experts" and isinstance(module, torch.nn.ModuleList)
-
-
-def watch_stacked(name: str, module: Any, measurement: Measurement) -> Iterator[Any]:
-    """Put hooks on a module of stacked experts; yields their handles."""
-    stack = _Stack(name, {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}, measurement)
+def watch_stacked(
+    name: str, module: Any, parameters: dict[str, torch.nn.Parameter], measurement: Measurement
+) -> Iterator[Any]:
+    """Put hooks on a module whose 3-D ``parameters`` stack experts; yields their handles."""
+    stack = _Stack(name, parameters, measurement)
     modes: list[Any] = []
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -95,13 +85,9 @@ class _Stack:
     def count(self) -> int:
         return next(iter(self.parameters.values())).shape[0]
 
-    def owner(self, weight: Any) -> tuple[str, int | None] | None:
-        """The parameter that a tensor is a part of, with the expert; None for the whole parameter's."""
-        return stacked_part(self.parameters, weight)
-
     def see(self, weight: Any, entering: torch.Tensor) -> None:
         """Take the input of a product with a part of the stack: [tokens, I], or [E, tokens, I] for all of it."""
-        owner = self.owner(weight)
+        owner = stacked_part(self.parameters, weight)
         if owner is None:
             return
         key, one = owner
@@ -221,22 +207,28 @@ def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
 
     head = model.get_output_embeddings()
     below = list((model.get_submodule(part) if part else model).named_modules())
-    lists = {f"{part}.{inner}" if part else inner for inner, module in below if is_listed(inner, module)}
+    lists = {  # of experts, each a module with linear ones inside
+        f"{part}.{inner}" if part else inner
+        for inner, module in below
+        if inner.rpartition(".")[2] == "experts" and isinstance(module, torch.nn.ModuleList)
+    }
     for inner, module in below:
         name = f"{part}.{inner}" if part and inner else part or inner
         if isinstance(module, torch.nn.Linear) and module is not head:
             expert = _EXPERT.fullmatch(name)
             known = expert[1] if expert and expert[1].rpartition(".")[0] in lists else None
-            yield module.register_forward_pre_hook(_input_hook(measurement, name, known), with_kwargs=True)
+            take = partial(_take_input, measurement, name, known)
+            yield module.register_forward_pre_hook(take, with_kwargs=True)
         elif name in lists:
             block = model.get_submodule(name.rpartition(".")[0])
             yield from watch_listed(name, module, block, measurement)
-        elif is_stacked(module):
-            yield from watch_stacked(name, module, measurement)
+        elif type(module).__name__.endswith("Experts"):
+            stacked = {key: one for key, one in module.named_parameters(recurse=False) if one.ndim == 3}
+            if stacked:
+                yield from watch_stacked(name, module, stacked, measurement)
 
 
-def _input_hook(measurement: Measurement, name: str, expert: str | None) -> Callable[..., None]:
-    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        measurement.input(name, args[0] if args else kwargs["input"], expert=expert)
-
-    return hook
+def _take_input(
+    measurement: Measurement, name: str, expert: str | None, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    measurement.input(name, args[0] if args else kwargs["input"], expert=expert)

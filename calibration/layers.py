@@ -61,19 +61,14 @@ def run_layers(
 ) -> Found:
     """Measure a model layer by layer, going on at the last layer that an earlier attempt committed.
 
-    Args:
-        replicas: the model with nothing loaded, once a device; they take turns with the batches.
-        batches: int64 token ids of [batch, sequence].
-        observation: what is measured, and how.
-        activations: where hidden states are kept.
-        advance: told the number of samples after each batch of each layer, also of layers that were done before.
-        commit_seconds: work after which the run is made resumable; it takes a tenth of the time at most.
-        kept: takes the measurement of each layer, by its number, where it is a part of what others measure too: it
-            must be on the disk for good on return. Nothing follows from it here, and nothing is found.
+    ``replicas`` are the model with nothing loaded, once a device; they take turns with the batches, int64 token ids of
+    [batch, sequence]. ``advance`` is told the number of samples after each batch of each layer, also of layers that
+    were done before. After ``commit_seconds`` of work the run is made resumable, which takes a tenth of the time at
+    most. ``kept`` takes the measurement of each layer, by its number, where it is a part of what others measure too: it
+    must be on the disk for good on return. Nothing follows from it here, and nothing is found.
 
-    Raises:
-        CalibrationError: what was seen is not finite, weights are missing, or the disk is full.
-        NotReplayableError: the layers cannot be run one at a time.
+    Raises `CalibrationError` where what was seen is not finite, weights are missing, or the disk is full, and
+    `NotReplayableError` where the layers cannot be run one at a time.
     """
     layers = layer_names(replicas[0].model, replicas[0].attention.values())
     identity = digest_of([asdict(observation), sorted(replicas[0].owned.items())], batches)
@@ -155,11 +150,12 @@ class Part:
 
     def _read(self, layer: int) -> Future[None]:
         wanted = held(self.replica.model, self.layers[layer])
-        return self._reader.submit(self._load, wanted)
 
-    def _load(self, wanted: list[str]) -> None:
-        self.replica.weights.load(wanted)
-        self.replica.weights.touch(wanted)
+        def load() -> None:
+            self.replica.weights.load(wanted)
+            self.replica.weights.touch(wanted)
+
+        return self._reader.submit(load)
 
     def close(self) -> None:
         """Read no further."""

@@ -109,15 +109,11 @@ class Measurement:
 
         found: dict[Key, torch.Tensor] = {}
         for key in self.order:
-            kind, floor = key[0], self.observation.kv_floor
-            whole = self.every[key] if self._counts_every(key) else self.summaries[key]
+            kind, floor, expert = key[0], self.observation.kv_floor, self.expert_of.get(key)
+            whole = (self.every if expert is not None and self.wants_every_token(expert) else self.summaries)[key]
             amax = (self._inputs if kind == "input" else self._cache).finish(whole)
             found[key] = torch.maximum(amax, torch.tensor(floor)) if kind != "input" and floor is not None else amax
         return found
-
-    def _counts_every(self, key: Key) -> bool:
-        expert = self.expert_of.get(key)
-        return expert is not None and self.wants_every_token(expert)
 
 
 def merged(parts: Iterable[Measurement]) -> Measurement:

@@ -26,15 +26,10 @@ _STEPS = 100  # of the largest magnitude, from 1 down to a half
 
 
 def count(tensor: torch.Tensor, *, per_head: bool = False) -> torch.Tensor:
-    """Count magnitudes by their bit pattern.
+    """Count magnitudes by their bit pattern: int64 [32768], or [heads, 32768] with ``per_head``.
 
-    Args:
-        tensor: any shape, or [batch, heads, sequence, head_dim] with ``per_head``; bfloat16 or float16. float32 is
-            rounded to bfloat16, to within 2^-9, a sixteenth of half a step of FP8.
-        per_head: one histogram a head.
-
-    Returns:
-        int64 [32768], or [heads, 32768].
+    Of bfloat16 or float16 in any shape, or in [batch, heads, sequence, head_dim] by head. float32 is rounded to
+    bfloat16, to within 2^-9, a sixteenth of half a step of FP8.
     """
     import torch
 
@@ -59,13 +54,7 @@ def magnitudes(dtype: torch.dtype) -> torch.Tensor:
 def percentile(counts: torch.Tensor, dtype: torch.dtype, share: float) -> torch.Tensor:
     """The smallest magnitude that at least ``share`` percent of all magnitudes do not exceed (the nearest rank).
 
-    Args:
-        counts: int64 [..., 32768].
-        dtype: of what was counted.
-        share: above 0 and up to 100.
-
-    Returns:
-        float32 [...]; NaN where something was not finite.
+    Of counts of ``dtype``, int64 [..., 32768], float32 [...]; NaN where something was not finite.
     """
     import torch
 
@@ -85,12 +74,7 @@ def least_squares(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     The candidates are 51, from the largest magnitude seen down to half of it: halving a scale moves the same grid by a
     binade, and changes but the clipping and the smallest numbers. Of equals the largest is taken.
 
-    Args:
-        counts: int64 [..., 32768].
-        dtype: of what was counted.
-
-    Returns:
-        float32 [...]; NaN where something was not finite.
+    Of counts of ``dtype``, int64 [..., 32768], float32 [...]; NaN where something was not finite.
     """
     import torch
 

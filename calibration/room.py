@@ -64,17 +64,9 @@ def decide(
 ) -> Decision:
     """Take the mode that was asked for, or of those that fit the one that takes less memory.
 
-    Both compute the same, and layer by layer the next weights are read meanwhile.
-
-    Args:
-        mode: what was asked for.
-        need: bytes of one copy of the model.
-        devices: one entry a copy; the same device may be named twice.
-        free: bytes that are free, by device.
-        not_replayable: why the layers cannot be run one at a time; None where they can.
-
-    Raises:
-        CalibrationError: the mode that was asked for is not possible, or none is.
+    Both compute the same, and layer by layer the next weights are read meanwhile. ``devices`` has an entry a copy, so
+    that one may be named twice; ``free`` are bytes by device. ``not_replayable`` says why the layers cannot be run one
+    at a time, None where they can. Raises `CalibrationError` where the mode is not possible, or none is.
     """
     usable = {device: int(free[device] * _SHARE) // devices.count(device) for device in devices}
     tightest = min(usable, key=lambda device: usable[device])
@@ -109,17 +101,13 @@ def free_bytes(device: str) -> int:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     found = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))]
     try:
-        limit = int((_CGROUP / "memory.max").read_text())
-        found.append(limit - int((_CGROUP / "memory.current").read_text()) + _reclaimable())
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        # The container's page cache is given back when it is needed.
+        counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        found.append(limit - used + int(counts.get("inactive_file", 0)))
     except (OSError, ValueError):  # no such control, or no limit
         pass
     return max(min(found), 0)
-
-
-def _reclaimable() -> int:
-    """Bytes of the container's page cache, which are given back when they are needed."""
-    lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def _gb(count: int) -> str:

@@ -134,10 +134,8 @@ def is_finished(order: Order, share: Share) -> bool:
 def measure_share(order: Order, share: Share, device: str, attempt: str) -> None:
     """Measure a share on a device of this machine, and keep what was seen in the order's work folder.
 
-    ``attempt`` is a name that nobody else has. In resident mode the model stays loaded for the next share.
-
-    Raises:
-        CalibrationError: see `calibration.calibrate.calibrate`.
+    ``attempt`` is a name that nobody else has. In resident mode the model stays loaded for the next share. Raises
+    `CalibrationError` as `calibration.calibrate.calibrate` does.
     """
     if is_finished(order, share):
         return

@@ -30,13 +30,9 @@ _PAGE = 4096
 def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
     """The causal language model of a folder, on the meta device, in the dtype that its configuration names.
 
-    ``stored`` is the dtype of a model whose configuration names none.
-
-    Attention and experts are computed step by step ("eager"), which is what llm-compressor calibrates with; fused
-    attention differs in the last bit of bfloat16 from the second layer on.
-
-    Raises:
-        CalibrationError: transformers cannot build it.
+    ``stored`` is the dtype of a model whose configuration names none. Attention and experts are computed step by step
+    ("eager"), which is what llm-compressor calibrates with; fused attention differs in the last bit of bfloat16 from
+    the second layer on. Raises `CalibrationError` for what transformers cannot build.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -234,10 +230,8 @@ class Weights:
     def load(self, wanted: Iterable[str]) -> None:
         """Put parameters and persistent buffers of the model, by their own names, onto the device.
 
-        A weight on a CPU that is used as it is stored lies in the mapped file, and is read when it is used.
-
-        Raises:
-            CalibrationError: one is not in the checkpoint, or has another shape there.
+        A weight on a CPU that is used as it is stored lies in the mapped file, and is read when it is used. Raises
+        `CalibrationError` for one that is not in the checkpoint, or has another shape there.
         """
         wanted = list(wanted)
         present = {own for own in wanted if own in self._by_owner}

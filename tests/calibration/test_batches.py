@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.batches import WINDOW, batched, samples_digest, token_blocks, token_texts
+from calibration.batches import WINDOW, batched, samples_digest, samples_of
 from calibration.errors import CalibrationError
 
 TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
 
 
 def pack(texts: list[str], tokenizer: Any, samples: int = 4, length: int = 16, seed: int = 0, **more: Any) -> Any:
-    return token_blocks(texts, tokenizer, samples=samples, sequence_length=length, seed=seed, **more)
+    how = {"samples": samples, "sequence_length": length, "packing": True, "seed": seed}
+    return torch.stack(samples_of(texts, tokenizer, **how, **more))
 
 
 def test_blocks_are_cut_from_one_stream_without_padding(letters: Any) -> None:
@@ -48,12 +49,12 @@ def test_blocks_are_the_same_in_every_process(letters: Any) -> None:
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from calibration.batches import samples_digest, token_blocks
+from calibration.batches import samples_digest, samples_of
 class Letters:
     eos_token_id = 2
     def __call__(self, text, *, add_special_tokens):
         return {{"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}}
-print(samples_digest(token_blocks({TEXTS!r}, Letters(), samples=4, sequence_length=16, seed=0)))
+print(samples_digest(samples_of({TEXTS!r}, Letters(), samples=4, sequence_length=16, packing=True, seed=0)))
 """
     seen = {
         subprocess.run(
@@ -85,7 +86,8 @@ def test_a_digest_tells_where_one_sample_ends() -> None:
 
 
 def cut(texts: list[str], tokenizer: Any, samples: int, length: int = 16, seed: int = 0, **more: Any) -> Any:
-    return token_texts(texts, tokenizer, samples=samples, sequence_length=length, seed=seed, **more)
+    how = {"samples": samples, "sequence_length": length, "packing": False, "seed": seed}
+    return samples_of(texts, tokenizer, **how, **more)
 
 
 def test_without_packing_a_text_is_a_sample_and_keeps_its_length(letters: Any) -> None:
