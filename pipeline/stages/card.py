@@ -207,7 +207,7 @@ def _calibrated(recipe: Recipe, inputs: Mapping[str, Entry]) -> Calibrated | Non
     section, texts = recipe.calibration, texts_of(inputs)
     if section is None or texts is None:
         return None
-    tokens = inputs["calibrate"].record.result["tokens"] if "calibrate" in inputs else None
+    tokens = inputs["calibrate"].record.result.get("tokens") if "calibrate" in inputs else None
     return Calibrated(
         name=set_name(section.set),
         samples=section.samples,

@@ -123,13 +123,16 @@ def _ranges(loaded: LoadedRecipe) -> Iterator[Fault]:
 def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterator[Fault]:
     hardware, quantization = loaded.recipe.target.hardware, loaded.recipe.quantization
     layout, kv_cache = quantization.format, quantization.kv_cache
+    # A CPU with the reference runtime only lends its arithmetic: what vLLM's CPU build has no kernel for may be made
+    # and proven there. A GPU is what the checkpoint is made for, whatever answers the questions.
+    by_reference = loaded.recipe.evaluation.runtime == "reference"
+    served = not (by_reference and accelerators.hardware(hardware).kind == "cpu")
     for path, name in _used(loaded):
         row = scheme(name)
         if layout not in row.formats:
             expected, why = " or ".join(row.formats), dict(row.refused)[layout]
             yield loaded.fault(path, f"found {name} in {layout}, expected format {expected}: {why}")
             continue
-        served = not _stands_in(loaded)
         reason = refusal(hardware, name, "auto", layout, cpu_flags=cpu_flags) if served else None
         if reason is not None:
             yield loaded.fault(path, f"found {name}, which {hardware} cannot serve: {reason}")
@@ -143,16 +146,6 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
             yield loaded.fault(field, f"{reason}, expected {' or '.join(row.makers(layout))}")
         elif (reason := algorithm(quantization.algorithm).refusal(engine, name)) is not None:
             yield loaded.fault(("quantization", "algorithm"), reason)
-
-
-def _stands_in(loaded: LoadedRecipe) -> bool:
-    """Whether the target only lends its arithmetic: a CPU, with the reference runtime.
-
-    Nothing is served there, so what vLLM's CPU build has no kernel for may be made and proven all the same. A GPU is
-    what the checkpoint is made for, whatever answers the questions: what cannot be served on it stays refused.
-    """
-    recipe = loaded.recipe
-    return recipe.evaluation.runtime == "reference" and accelerators.hardware(recipe.target.hardware).kind == "cpu"
 
 
 def _kv_granularity(loaded: LoadedRecipe) -> Iterator[Fault]:

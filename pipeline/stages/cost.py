@@ -37,23 +37,19 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
     """
     machine, origin = machine_here(device)
     stages: dict[str, Cost] = {}
-    quantization = recipe.quantization
+    quantization, rates = recipe.quantization, machine.rates
     if quantization.engine == "stream":
+        parts = {"import": rates.start}
+        stages["start"] = Cost(rates.start, rates.start, rates.resident, 0, 0, bound="import", parts=parts)
         if recipe.calibration is not None and needs_ranges(quantization):
             stages["calibrate"] = calibrate_cost(calibrate_volume(source, structure, recipe.calibration), machine)
         choice, shared = select(structure, quantization), quantization.shared_scales
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
         stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
-        stages = {"start": _start_cost(machine.rates), **stages}
     return {
-        "rates": {"origin": origin, **asdict(machine.rates)},
+        "rates": {"origin": origin, **asdict(rates)},
         "stages": {name: asdict(cost) for name, cost in stages.items()},
     }
-
-
-def _start_cost(rates: Rates) -> Cost:
-    parts = {"import": rates.start}
-    return Cost(rates.start, rates.start, rates.resident, 0, 0, bound="import", parts=parts)
 
 
 def machine_here(device: str) -> tuple[Machine, Origin]:

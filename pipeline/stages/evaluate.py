@@ -59,14 +59,16 @@ class EvaluateStage(SideStage):
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The tasks by content, how they are asked, and by which limits asking stops."""
-        evaluation = setting.recipe.evaluation
-        stops = {"policy": _policy(setting)} if self.side == "candidate" and evaluation.looks > 1 else {}
-        return {
+        evaluation, accuracy = setting.recipe.evaluation, setting.recipe.gate.accuracy
+        found = {
             **task_settings(setting, *setting.suite.tasks),
             "limit": evaluation.limit,
             "looks": evaluation.looks,
-            **stops,
         }
+        if self.side == "candidate" and evaluation.looks > 1:
+            margins = {task.task: task.margin or accuracy.margin for task in setting.suite.tasks if task.gated}
+            found["policy"] = {"margins": margins, "confidence": accuracy.confidence}
+        return found
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """What asks, tokenizes and answers."""
@@ -90,7 +92,9 @@ class EvaluateStage(SideStage):
                         _require_whole(task, loaded[task.task]["documents"])
                         remember_data(setting, task)
                     for task in unfinished:
-                        _evaluate(job, task, lm, loaded[task.task], self._baseline(job, task))
+                        held = self.side == "candidate" and task.gated and setting.recipe.evaluation.looks > 1
+                        baseline = read_samples(job.inputs["baseline"].path, task) if held else None
+                        _evaluate(job, task, lm, loaded[task.task], baseline)
             sets = {task.task: read_samples(job.path, task) for task in setting.suite.tasks}
             scores = {name: samples.mean for name, samples in sets.items()}
         except (MeasurementError, DefinitionError, InvalidMeasurementError) as error:
@@ -107,12 +111,6 @@ class EvaluateStage(SideStage):
             },
             summary=", ".join(_summary(samples) for samples in sets.values()),
         )
-
-    def _baseline(self, job: Job, task: SuiteTask) -> SampleSet | None:
-        """The baseline's samples of a task that is held against them while it is asked."""
-        if self.side == "baseline" or not task.gated or job.setting.recipe.evaluation.looks == 1:
-            return None
-        return read_samples(job.inputs["baseline"].path, task)
 
 
 def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
@@ -188,12 +186,6 @@ def _decision(job: Job, task: SuiteTask, baseline: SampleSet, samples: SampleSet
         job.progress.warn(str(error))
         return "not comparable with the baseline"
     return None if last.decision == "GO ON" else last.decision
-
-
-def _policy(setting: Setting) -> dict[str, object]:
-    accuracy = setting.recipe.gate.accuracy
-    margins = {task.task: task.margin or accuracy.margin for task in setting.suite.tasks if task.gated}
-    return {"margins": margins, "confidence": accuracy.confidence}
 
 
 def _summary(samples: SampleSet) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 from eval.verdict import Verdict
 from pipeline.base.canonical import fingerprint
@@ -65,13 +64,7 @@ class Outcome:
         return next((step.entry for step in self.steps if step.planned.key == key), None)
 
 
-def run_plan(
-    plan: Sequence[Planned],
-    setting: Setting,
-    reporter: Reporter,
-    *,
-    redo: Collection[str] = (),
-) -> Outcome:
+def run_plan(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, redo: Collection[str] = ()) -> Outcome:
     """Run a plan to its end, or to the verdict that ends it.
 
     ``redo`` names stages, by key or family, whose entries are put aside first. Raises `QuantmintError`: what was
@@ -109,7 +102,16 @@ def run_plan(
         _log_end(log, error)
         raise
     outcome = Outcome(tuple(steps), verdict, log.run.id, stopped)
-    log.finish(None if verdict is None else verdict.value, outcome.exit_code, facts=_facts(outcome))
+    took = {
+        step.planned.key: {
+            "cached": step.cached,
+            "seconds": round(step.seconds, 1),
+            "fingerprint": step.planned.fingerprint,
+        }
+        for step in steps
+    }
+    facts = {**({} if stopped is None else {"stopped": stopped}), "stages": took}
+    log.finish(None if verdict is None else verdict.value, outcome.exit_code, facts=facts)
     return outcome
 
 
@@ -211,17 +213,3 @@ def _stop_if_unsound(step: Step) -> None:
             f"the checkpoint is unsound and is neither served nor published:\n{reasons}",
             hint=f"All findings: {where}",
         )
-
-
-def _facts(outcome: Outcome) -> dict[str, Any]:
-    return {
-        **({} if outcome.stopped is None else {"stopped": outcome.stopped}),
-        "stages": {
-            step.planned.key: {
-                "cached": step.cached,
-                "seconds": round(step.seconds, 1),
-                "fingerprint": step.planned.fingerprint,
-            }
-            for step in outcome.steps
-        },
-    }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,15 +87,12 @@ def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed:
         return SourceIdentity(None, str(source.revision), source.repo, marks)
     from huggingface_hub import HfApi
 
-    try:
+    hint = (
+        "Check the name and, for a gated model, `hf auth login`; without a network write the 40-digit commit as "
+        "`revision`, or plan with --config FOLDER."
+    )
+    with _asking(UserError, f"{source.repo}@{source.revision}: cannot be resolved to a commit", hint):
         commit = HfApi().model_info(source.repo, revision=source.revision).sha
-    except hub_errors() as error:
-        raise UserError(
-            f"{source.repo}@{source.revision}: cannot be resolved to a commit: {first_line(error)}",
-            hint="Check the name and, for a gated model, `hf auth login`; without a network write the 40-digit commit "
-            "as `revision`, or plan with --config FOLDER.",
-            transient=is_transient(error),
-        ) from None
     return SourceIdentity(None, str(commit), source.repo, marks)
 
 
@@ -120,14 +118,9 @@ def config_folder(identity: SourceIdentity) -> Path:
         return identity.folder
     from huggingface_hub import hf_hub_download
 
-    try:
+    what = f"{identity.repo}@{identity.digest[:12]}: config.json cannot be fetched"
+    with _asking(UserError, what, "Without a network, plan with --config FOLDER."):
         return Path(hf_hub_download(str(identity.repo), "config.json", revision=identity.digest)).parent
-    except hub_errors() as error:
-        raise UserError(
-            f"{identity.repo}@{identity.digest[:12]}: config.json cannot be fetched: {first_line(error)}",
-            hint="Without a network, plan with --config FOLDER.",
-            transient=is_transient(error),
-        ) from None
 
 
 def model_folder(entry: Entry) -> Path:
@@ -146,8 +139,9 @@ def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> P
 
     patterns = [pattern for pattern in MODEL_FILES if with_code or pattern != "*.py"]
     patterns.append(CARD)  # for what it states of the licence; it is no part of the model
-    progress.say(f"fetching {identity.repo}@{identity.digest[:12]}")
-    try:
+    named = f"{identity.repo}@{identity.digest[:12]}"
+    progress.say(f"fetching {named}")
+    with _asking(StageError, f"{named}: the download failed", "What was fetched is kept: the same command goes on."):
         return Path(
             snapshot_download(
                 str(identity.repo),
@@ -156,12 +150,14 @@ def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> P
                 local_files_only=constants.HF_HUB_OFFLINE,  # whether all shards are there is seen when they are opened
             )
         )
+
+
+@contextmanager
+def _asking(kind: type[StageError] | type[UserError], what: str, hint: str) -> Iterator[None]:
+    try:
+        yield
     except hub_errors() as error:
-        raise StageError(
-            f"{identity.repo}@{identity.digest[:12]}: the download failed: {first_line(error)}",
-            hint="What was fetched is kept: the same command goes on.",
-            transient=is_transient(error),
-        ) from error
+        raise kind(f"{what}: {first_line(error)}", hint=hint, transient=is_transient(error)) from error
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

@@ -18,11 +18,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.machine import Machine, cores
 from pipeline.base.progress import Reporter
 from pipeline.quantize.digest import file_digests, folder_digest
-from pipeline.recipe.schema import Recipe
 from pipeline.serving.environment import find_vllm
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.planning.planner import plan_serving
-from pipeline.serving.planning.target import Target, profile
+from pipeline.serving.planning.target import profile
 from pipeline.serving.tuning.report import Report, report, write
 from pipeline.serving.tuning.space import (
     BASE,
@@ -147,14 +146,6 @@ class Opened:
         )
 
 
-def _room(load: workloads.Workload, facts: ModelFacts) -> int:
-    """Tokens that a request may have, where no recipe says it: the workload's, with a sixteenth to spare.
-
-    Random prompts are text again before they are sent, and the server may count some tokens more than were drawn.
-    """
-    return max(load.longest, min(load.longest + max(16, load.longest // 16), facts.context))
-
-
 def open_subject(
     text: str,
     *,
@@ -176,12 +167,24 @@ def open_subject(
     if measuring:
         found = _present(found, text, vllm, store, reporter)
     recipe = found.recipe
-    place = _one_node(target_for(target, recipe))
-    load = _workload(workload, recipe, place)
-    if recipe is not None and recipe.target.max_model_len < load.longest:
+    place = target_for(target, recipe)
+    if place.nodes > 1:
+        raise UserError(
+            f"{place}: a sweep starts its servers on this machine, the target has {place.nodes}",
+            hint="tune one node: what it finds of batches, graphs and kernels holds for each",
+        )
+    usual = "tiny" if place.accelerator.kind == "cpu" else "throughput"
+    try:
+        load = workloads.load(workload or (usual if recipe is None else recipe.target.workload))
+    except DefinitionError as error:
+        raise UserError(str(error)) from error
+    if recipe is None:
+        # Random prompts are text again before they are sent, and the server may count some tokens more than were drawn.
+        length = max(load.longest, min(load.longest + max(16, load.longest // 16), found.facts.context))
+    elif (length := recipe.target.max_model_len) < load.longest:
         raise UserError(
             f"the longest request of workload {load.name} has {load.longest} tokens, the recipe's max_model_len is "
-            f"{recipe.target.max_model_len}",
+            f"{length}",
             hint="name a smaller workload with --workload",
         )
     serve = None if recipe is None else recipe.serve
@@ -195,7 +198,7 @@ def open_subject(
         profile=profile(
             load.profile if serve is None or serve.profile is None else serve.profile,
             concurrency=load.in_flight,
-            max_model_len=_room(load, found.facts) if recipe is None else recipe.target.max_model_len,
+            max_model_len=length,
         ),
         vllm_version=environment.version,
         purpose="measure",  # without prefix caching: cells of one length get the same prompts
@@ -233,20 +236,3 @@ def _present(found: ServedModel, text: str, vllm: str | None, store: Store, repo
         found = find_model(text, store=store.root, vllm=vllm)
     with_code = found.recipe is not None and found.recipe.trust_remote_code
     return fetched(found, with_code=with_code, progress=reporter)
-
-
-def _one_node(target: Target) -> Target:
-    if target.nodes > 1:
-        raise UserError(
-            f"{target}: a sweep starts its servers on this machine, the target has {target.nodes}",
-            hint="tune one node: what it finds of batches, graphs and kernels holds for each",
-        )
-    return target
-
-
-def _workload(name: str | None, recipe: Recipe | None, target: Target) -> workloads.Workload:
-    usual = "tiny" if target.accelerator.kind == "cpu" else "throughput"
-    try:
-        return workloads.load(name or (recipe.target.workload if recipe is not None else usual))
-    except DefinitionError as error:
-        raise UserError(str(error)) from error
