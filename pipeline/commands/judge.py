@@ -93,7 +93,7 @@ def gate(
 def _record_of(subject: str, store: Store, *, as_json: bool) -> Path:
     from eval.report.model import DATA
     from pipeline.publish.release import EVIDENCE
-    from pipeline.publish.verify.place import record_of
+    from pipeline.publish.verify.run import record_of
     from pipeline.stages import finished
     from pipeline.stages.gate import GATE
 
@@ -211,8 +211,7 @@ def verify_release(
     """
     from pipeline.publish.signing import public_fingerprint
     from pipeline.publish.verify.files import Trust
-    from pipeline.publish.verify.place import opened
-    from pipeline.publish.verify.run import verify
+    from pipeline.publish.verify.run import opened, verify
     from pipeline.store.files import OtherBytesError
 
     if key is not None and (identity or issuer):

@@ -264,7 +264,7 @@ def _export(ctx: click.Context, form: str, given: Mapping[str, Any]) -> Export:
 
 
 def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[str, Any]) -> dict[str, str]:
-    from pipeline.upkeep.schedule.machine import crontab, units, zone_of_machine
+    from pipeline.upkeep.schedule.export import crontab, units, zone_of_machine
 
     if form == "cron":
         zone = given["machine_timezone"] or zone_of_machine()

@@ -238,18 +238,14 @@ def detectors(environment: Mapping[str, str] | None = None) -> tuple[Detector, .
     from detect_secrets.plugins.jwt import JwtTokenDetector
     from detect_secrets.plugins.keyword import KeywordDetector
 
-    library = (
-        Detector(kind, "everything", _matching(*_denylist(name), example=False)) for kind, name in _KNOWN.items()
-    )
+    library: list[Detector] = []
+    for kind, (module, _, cls) in ((kind, name.partition(".")) for kind, name in _KNOWN.items()):
+        forms = getattr(import_module(f"detect_secrets.plugins.{module}"), cls).denylist
+        library.append(Detector(kind, "everything", _matching(*forms, example=False)))
     own = (Detector(kind, scope, _matching(re.compile(form))) for kind, (scope, form) in _OWN.items())
     token = Detector("JSON web token", "texts", _matching(_TOKEN, valid=JwtTokenDetector.is_formally_valid))
     word = Detector("password or key by its name", "prose", _by_keyword(KeywordDetector()))
     return (*library, *own, token, word, *_own_values(environment))
-
-
-def _denylist(name: str) -> Sequence[re.Pattern[str]]:
-    module, _, cls = name.partition(".")
-    return getattr(import_module(f"detect_secrets.plugins.{module}"), cls).denylist  # type: ignore[no-any-return]
 
 
 def exactly(kind: str, value: str) -> Detector:

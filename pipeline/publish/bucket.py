@@ -181,7 +181,8 @@ class BucketPlace(Place):
         release = named(state.releases, found, self._url)
         raw = self.manifest_of(release)
         sizes, digests = manifest.expected(raw, self.sizes(release), f"{self._url}/{release.tag}", wanted)
-        folder = into or self._cache() / release.tag
+        which = hashlib.sha256(f"{self._endpoint or ''} {self._url}".encode()).hexdigest()[:16]
+        folder = into or cache_folder() / "releases" / which / release.tag
 
         def pieces(name: str, start: int) -> Iterator[bytes]:
             return self._objects.pieces(f"{release.tag}/{name}", start, sizes[name])
@@ -216,11 +217,6 @@ class BucketPlace(Place):
         if found is not None and found.revision != release.identity:
             raise StageError(f"{self._url}: {release.tag} is another release there, and a release never changes.")
         return found is not None and release.tag not in state.unfinished
-
-    def _cache(self) -> Path:
-        """A folder for copies of what this place holds."""
-        which = hashlib.sha256(f"{self._endpoint or ''} {self._url}".encode()).hexdigest()[:16]
-        return cache_folder() / "releases" / which
 
 
 def _encode(release: Listed) -> bytes:

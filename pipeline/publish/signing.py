@@ -17,7 +17,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.transience import is_transient
 from pipeline.publish.release import SIGNATURE
-from pipeline.store.files import digest_of
+from pipeline.store.files import Advance, digest_of
 
 if TYPE_CHECKING:
     from model_signing.signing import Config as Signing
@@ -142,16 +142,11 @@ def passphrase() -> str | None:
     return os.environ.get(PASSPHRASE) or None
 
 
-def public_path(private: Path) -> Path:
-    """Where the public key of a private one lies: ``signing.pub`` beside ``signing.pem``."""
-    return private.with_suffix(".pub")
-
-
 def foreseen_fingerprint(private: Path) -> str | None:
     """SHA-256 of the public key that will sign, without the passphrase where it lies in the open; else None."""
     # `require_private` says what is wrong with a key, where that matters.
     with suppress(UserError):
-        return public_fingerprint(public_path(private))
+        return public_fingerprint(private.with_suffix(".pub"))
     with suppress(UserError):
         return private_fingerprint(private, passphrase())
     return None
@@ -164,7 +159,7 @@ def require_private(private: Path, word: str | None) -> str:
     beside it that is another one's.
     """
     fingerprint = private_fingerprint(private, word)
-    beside = public_path(private)
+    beside = private.with_suffix(".pub")
     if beside.exists() and public_fingerprint(beside) != fingerprint:
         raise UserError(
             f"{beside} is not the public key of {private}.",
@@ -238,8 +233,6 @@ def _no_key(path: Path, kind: str, found: str) -> UserError:
 IGNORED: Final = (".cache/huggingface", ".git", ".gitattributes", ".github", ".gitignore", SIGNATURE)
 """Paths that no signature covers: itself, git's, what the Hub adds to a repository and its client to a download."""
 _READERS = 8  # files at once; beyond that a disk is what limits
-
-Advance = Callable[[int], None]
 
 
 def sign(

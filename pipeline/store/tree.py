@@ -91,7 +91,6 @@ class Store:
 
         ``on_wait`` is told who else makes it meanwhile. Entering raises `StoreError` if the store cannot be written.
         """
-        self.entry_path(stage, fingerprint)
         return Work(self, stage, fingerprint, on_wait)
 
     def begun(self, stage: str, fingerprint: str) -> int:

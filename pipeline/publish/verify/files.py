@@ -123,7 +123,12 @@ class Trust:
 def check_signature(subject: Subject, trust: Trust) -> Check:
     """Verify the signature by the trusted key or identity, and hold what it covers against every file."""
     if not subject.has(SIGNATURE):
-        return _unsigned(trust)
+        if trust.unsigned:
+            return Check("signature", Outcome.OK, "nobody signed it, which --unsigned accepts", (_UNSIGNED,))
+        if trust.someone:
+            lost = f"there is no {SIGNATURE}: nobody signed it, or the signature was taken away"
+            return fails("signature", lost, _UNSIGNED)
+        return not_checked("signature", "nobody signed it (--unsigned accepts that)", _UNSIGNED)
     try:
         signed = read_signature(subject.folder / SIGNATURE)
     except SignatureError as error:
@@ -149,16 +154,6 @@ def check_signature(subject: Subject, trust: Trust) -> Check:
 
 def _short(subject: Subject, error: SignatureError) -> str:
     return error.message.replace(f"{subject.folder}/", "").replace(f"{subject.folder} ", "the folder ").rstrip(".")
-
-
-def _unsigned(trust: Trust) -> Check:
-    if trust.unsigned:
-        return Check("signature", Outcome.OK, "nobody signed it, which --unsigned accepts", (_UNSIGNED,))
-    if trust.someone:
-        return fails(
-            "signature", f"there is no {SIGNATURE}: nobody signed it, or the signature was taken away", _UNSIGNED
-        )
-    return not_checked("signature", "nobody signed it (--unsigned accepts that)", _UNSIGNED)
 
 
 def _differences(subject: Subject, signed: Signed) -> list[str]:

@@ -1,28 +1,35 @@
-"""All checks of a release, one after the other; what one finds keeps no other from being made."""
+"""All checks of a release, one after the other; what one finds keeps no other from being made.
+
+Of a repository of the Hub the weights need not be fetched: the Hub tells the SHA-256 of each large file, and lets a
+reader have the first bytes of one. So a safetensors file is stood in for by its header in a file of the right size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
+from pipeline.base.argument import classify
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest as manifests
-from pipeline.publish.release import MANIFEST
+from pipeline.publish.places import open_place
+from pipeline.publish.release import EVIDENCE, MANIFEST
 from pipeline.publish.signing import hashed, public_fingerprint
-from pipeline.publish.verify.checkpoint import check_card, check_gate, check_recipe, check_report, check_structure
-from pipeline.publish.verify.files import (
-    Trust,
-    check_digests,
-    check_files,
-    check_licence,
-    check_manifest,
-    check_provenance,
-    check_sbom,
-    check_signature,
-)
+from pipeline.publish.verify import checkpoint, files
+from pipeline.publish.verify.files import Trust
 from pipeline.publish.verify.subject import Check, Outcome, Subject, UnreadableError, fails, listing, not_checked
+from pipeline.store.files import require_safe
+
+if TYPE_CHECKING:
+    from pipeline.publish.hub.client import Client
+    from pipeline.publish.hub.repository import Remote
+    from pipeline.publish.place import Place
 
 _ALONE = ("signature", "recipe", "structure", "gate", "report")
 """Checks that can be made where quantmint.json cannot be read."""
@@ -73,18 +80,18 @@ def verify(
         unread = fails("manifest", error.message.replace(f"{root}/", ""))
     subject = Subject(root, there, found, manifest, progress, word, tag)
     steps: dict[str, Callable[[Subject], Check]] = {
-        "manifest": check_manifest,
-        "files": check_files,
-        "digests": check_digests,
-        "signature": partial(check_signature, trust=trust),
-        "provenance": check_provenance,
-        "recipe": check_recipe,
-        "structure": check_structure,
-        "gate": check_gate,
-        "report": check_report,
-        "card": check_card,
-        "sbom": check_sbom,
-        "licence": check_licence,
+        "manifest": files.check_manifest,
+        "files": files.check_files,
+        "digests": files.check_digests,
+        "signature": partial(files.check_signature, trust=trust),
+        "provenance": files.check_provenance,
+        "recipe": checkpoint.check_recipe,
+        "structure": checkpoint.check_structure,
+        "gate": checkpoint.check_gate,
+        "report": checkpoint.check_report,
+        "card": checkpoint.check_card,
+        "sbom": files.check_sbom,
+        "licence": files.check_licence,
     }
     checks: list[Check] = []
     for name, check in steps.items():
@@ -107,3 +114,94 @@ def _made(name: str, check: Callable[[Subject], Check], subject: Subject) -> Che
         return fails(name, error.message.replace(f"{subject.folder}/", ""))
     except Exception as error:  # the files are anybody's: whatever they break is named with its check
         return Check(name, Outcome.FAILS, f"it cannot be read: {type(error).__name__}: {str(error)[:200]}")
+
+
+# From what a person names to a folder with a release's files: one that lies here, or what was fetched.
+
+
+@contextmanager
+def opened(subject: str, *, remote: bool, progress: Progress) -> Iterator[tuple[Path, Mapping[str, str], str | None]]:
+    """What a person named: a folder, or PLACE or PLACE@TAG of releases, which may be a repository or a bucket.
+
+    The release's folder, the SHA-256 of files there whose bytes were not fetched, by the word of the place, and the tag
+    that was asked for. Raises `UserError` for a place that does not exist.
+    """
+    named = classify(subject)
+    if remote:
+        with looked_at(open_place(named.place), named.revision, progress) as (folder, vouched):
+            yield folder, vouched, named.revision
+    elif named.kind == "folder" and named.revision is None:
+        yield Path(subject), {}, None
+    else:
+        place = open_place(named.place)
+        yield place.fetch(None, tag=named.revision, progress=progress), {}, named.revision
+
+
+def record_of(subject: str, progress: Progress) -> Path | None:
+    """The folder with the evidence of a release that lies elsewhere, fetched without its weights, or None."""
+    named = classify(subject)
+    if named.kind not in ("repository", "bucket"):
+        return None
+
+    def wanted(name: str) -> bool:
+        return name == MANIFEST or name.startswith(f"{EVIDENCE}/")
+
+    return open_place(named.place).fetch(None, tag=named.revision, progress=progress, wanted=wanted) / EVIDENCE
+
+
+_WEIGHTS: Final = ".safetensors"
+_HEADER: Final = 100_000_000  # bytes; the format's own limit
+_FIRST: Final = 1 << 17  # bytes that are asked for at once: the header of most files
+
+
+@contextmanager
+def looked_at(target: Place, tag: str | None, progress: Progress) -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """A temporary folder with a release whose weights are stand-ins, and the SHA-256 that the Hub says they have.
+
+    Raises `UserError` for a place that is no repository of the Hub, a repository or tag that is not there, and names
+    or sizes that no release has.
+    """
+    from pipeline.publish.hub.client import connect
+    from pipeline.publish.hub.place import HubPlace
+    from pipeline.publish.hub.repository import read, tree
+
+    if not isinstance(target, HubPlace):
+        raise UserError(f"--remote: found {target.address}, expected a repository of the Hub (org/name)")
+    client = connect(target.repo, progress)
+    revision = target.revision_of(tag)
+    found = tree(client, revision)
+    try:
+        require_safe(found)
+    except ValueError as error:
+        raise UserError(f"{target.address}: {error}") from None
+    vouched = {
+        name: remote.sha256 for name, remote in found.items() if name.endswith(_WEIGHTS) and remote.sha256 is not None
+    }
+    rest = sum(remote.size for name, remote in found.items() if name not in vouched)
+    with tempfile.TemporaryDirectory(prefix="quantmint-verify-") as temporary:
+        folder = Path(temporary) / "release"
+        folder.mkdir()
+        progress.say(
+            f"fetching {rest:,} bytes, and of {len(vouched)} shards the header, from {target.address}@{revision[:12]}"
+        )
+        for name, remote in found.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name in vouched:
+                _stand_in(client, revision, name, remote, path)
+            else:
+                path.write_bytes(read(client, revision, name, 0, remote.size))
+        yield folder, vouched
+
+
+def _stand_in(client: Client, revision: str, name: str, remote: Remote, path: Path) -> None:
+    """A file with the header of a safetensors file, as long as that is."""
+    from pipeline.publish.hub.repository import read
+
+    head = read(client, revision, name, 0, min(_FIRST, remote.size))
+    length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
+    end = min(8 + length, _HEADER, remote.size)
+    head += read(client, revision, name, len(head), end)
+    with path.open("wb") as file:
+        file.write(head[:end])
+        file.truncate(remote.size)

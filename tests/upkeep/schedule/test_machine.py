@@ -17,8 +17,7 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.base.times import next_times
-from pipeline.upkeep.schedule.export import Export
-from pipeline.upkeep.schedule.machine import crontab, on_calendar, units
+from pipeline.upkeep.schedule.export import Export, crontab, on_calendar, units
 from tests.upkeep.schedule.conftest import Written
 
 ANALYZE = shutil.which("systemd-analyze")
