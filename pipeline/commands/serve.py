@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -83,6 +84,7 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
 
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
+    from pipeline.serving.planning.planner import plan_serving
     from pipeline.stages.launch import (
         Request,
         fetched,
@@ -111,19 +113,22 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
     if not planning and given["launcher"] != "endpoint":
         found = fetched(found, with_code=trusted, progress=reporter_for(json=False))
     return Request(
-        model=found,
-        target=target,
-        profile=profile,
-        version=version,
+        found,
+        partial(
+            plan_serving,
+            target=target,
+            profile=profile,
+            vllm_version=version,
+            overrides={**({} if recipe is None else recipe.serve.overrides), **overrides_of(given["settings"])},
+            kv_cache_dtype=given["kv_cache_dtype"],
+            speculative=speculative or (None if recipe is None else recipe.serve.speculative),
+            tunableop=None if found.tunableop is None else str(found.tunableop),
+            packed=given["pack"] or (1 if recipe is None else recipe.serve.pack),
+            arguments=(*(() if recipe is None else recipe.serve.arguments), *given["arguments"]),
+            served_model_name=given["served_model_name"] or found.name,
+            trust_remote_code=trusted,
+        ),
         environment=environment,
-        overrides={**({} if recipe is None else recipe.serve.overrides), **overrides_of(given["settings"])},
-        kv_cache_dtype=given["kv_cache_dtype"],
-        speculative=speculative or (None if recipe is None else recipe.serve.speculative),
-        tunableop=found.tunableop,
-        pack=given["pack"] or (1 if recipe is None else recipe.serve.pack),
-        arguments=(*(() if recipe is None else recipe.serve.arguments), *given["arguments"]),
-        served_model_name=given["served_model_name"] or found.name,
-        trust_remote_code=trusted,
         hosts=tuple(given["host_ip"].split(",")) if given["host_ip"] else (),
         port=port,
     )

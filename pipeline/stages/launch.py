@@ -1,7 +1,7 @@
 """What is to be served, where, for which load, as a person names it; and servers that run until somebody says stop.
 
     found = find_model("meta-llama/Llama-3.1-8B-Instruct@main", store=Path("store"))
-    request = Request(found, target, profile, version="0.33.0")
+    request = Request(found, partial(plan_serving, target=target, profile=profile, vllm_version="0.33.0"))
     plan, processes = request.plan()
 
     >>> overrides_of(["max-num-seqs=256", "VLLM_ROCM_USE_AITER=0", "--enforce-eager"])
@@ -21,9 +21,9 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,6 @@ from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.knobs.table import knob, table
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
-from pipeline.serving.planning.launch_request import KvDtype
-from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
 from pipeline.stages.serve import facts_made
 from pipeline.stages.servers import held_to
@@ -174,42 +172,17 @@ def _made(setting: Setting, config: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One launch. ``version`` is of the vLLM that is planned for; ``hosts`` are addresses of the nodes, in order."""
+    """One launch: ``how`` is `plan_serving` with what was asked; ``hosts`` are addresses of the nodes, in order."""
 
     model: ServedModel
-    target: Target
-    profile: Profile
-    version: str
+    how: Callable[..., LaunchPlan]
     environment: VllmEnvironment | None = None
-    overrides: Mapping[str, str | bool] = field(default_factory=dict)
-    kv_cache_dtype: KvDtype | None = None
-    speculative: Speculative | None = None
-    tunableop: Path | None = None
-    pack: int = 1
-    arguments: Sequence[str] = ()
-    served_model_name: str = "model"
-    trust_remote_code: bool = False
     hosts: Sequence[str] = ()
     port: int = 8000
 
     def plan(self) -> tuple[LaunchPlan, tuple[Process, ...]]:
         """The plan with its processes. Raises `UserError` for what cannot be served there."""
-        plan = plan_serving(
-            self.model.model,
-            self.model.facts,
-            target=self.target,
-            profile=self.profile,
-            vllm_version=self.version,
-            overrides=self.overrides,
-            speculative=self.speculative,
-            kv_cache_dtype=self.kv_cache_dtype,
-            served_model_name=self.served_model_name,
-            trust_remote_code=self.trust_remote_code,
-            cpu_threads=os.cpu_count() or 1,
-            packed=self.pack,
-            tunableop=None if self.tunableop is None else str(self.tunableop),
-            arguments=self.arguments,
-        )
+        plan = self.how(self.model.model, self.model.facts, cpu_threads=os.cpu_count() or 1)
         if self.model.revision is not None:
             plan = replace(plan, argv=(*plan.argv, "--revision", self.model.revision))
         if self.model.missing is not None:

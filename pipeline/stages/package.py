@@ -21,7 +21,6 @@ from typing import Any
 import yaml
 
 from eval import record
-from eval.errors import MeasurementError
 from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.base.canonical import fingerprint
@@ -285,14 +284,10 @@ def _require_clean(files: Mapping[str, File], setting: Setting, progress: Progre
 def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manifest:
     """Where a checkpoint comes from, as the records of its stages say: model, data, tools, devices; no files yet.
 
-    ``entries`` are a run's, by the keys of their stages; ``recipe`` is `LoadedRecipe.text_proven`. Raises `StageError`
-    where the gate's record cannot be read.
+    ``entries`` are a run's, by the keys of their stages; ``recipe`` is `LoadedRecipe.text_proven`.
     """
     resolved = yaml.safe_load(recipe)
-    try:
-        server = record.read(entries["gate"].file(GATE))[0].candidate
-    except MeasurementError as error:
-        raise StageError(f"the gate's record cannot be read: {error}") from error
+    server = record.read(entries["gate"].file(GATE))[0].candidate
     stages = {key: _made(entry) for key, entry in sorted(entries.items())}
     calibrated: list[Dataset] = []
     if (texts := texts_of(entries)) is not None:

@@ -11,14 +11,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from eval import prompts, record
-from eval.errors import MeasurementError
 from eval.report import flips
 from eval.report.model import CARD, DATA, JUNIT, PAGE, LaunchPlan, Report, TaskFlips
 from eval.report.model import Stage as ShownStage
 from eval.verdict import Verdict
 from pipeline import __version__
 from pipeline.base import hardware
-from pipeline.base.errors import StageError
 from pipeline.base.machine import versions
 from pipeline.publish.places import serving_name
 from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
@@ -74,10 +72,7 @@ class ReportStage(Stage):
 def gather(job: Job) -> Report:
     """Collect what the page shows."""
     setting, inputs, recipe = job.setting, job.inputs, job.setting.recipe
-    try:
-        measured, gate = record.read(inputs["gate"].file(GATE))
-    except MeasurementError as error:
-        raise StageError(f"the gate's record cannot be read: {error}") from error
+    measured, gate = record.read(inputs["gate"].file(GATE))
     inspection = read_json(inputs["inspect"].file(INSPECTION))
     checkpoint = open_checkpoint(model_folder(inputs["quantize"]))
     model = setting.loaded.source_name

@@ -81,19 +81,18 @@ def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed:
         return SourceIdentity(folder, fingerprint(marks), marks=marks)
     if folder is not None:
         return SourceIdentity(folder, folder_digest(file_digests(folder, store)))
-    if source.repo is None:
-        raise UserError("the recipe names neither a folder nor a repository.")
+    repo = str(source.repo)  # a recipe names the one or the other
     if source.pinned:
-        return SourceIdentity(None, str(source.revision), source.repo, marks)
+        return SourceIdentity(None, str(source.revision), repo, marks)
     from huggingface_hub import HfApi
 
     hint = (
         "Check the name and, for a gated model, `hf auth login`; without a network write the 40-digit commit as "
         "`revision`, or plan with --config FOLDER."
     )
-    with _asking(UserError, f"{source.repo}@{source.revision}: cannot be resolved to a commit", hint):
-        commit = HfApi().model_info(source.repo, revision=source.revision).sha
-    return SourceIdentity(None, str(commit), source.repo, marks)
+    with _asking(UserError, f"{repo}@{source.revision}: cannot be resolved to a commit", hint):
+        commit = HfApi().model_info(repo, revision=source.revision).sha
+    return SourceIdentity(None, str(commit), repo, marks)
 
 
 def _marks(folder: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.base.progress import PlainReporter
 from pipeline.recipe.load import load_recipe
+from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import Target, parse_target, profile
 from pipeline.stages import launch as module
 from pipeline.stages.launch import (
@@ -26,6 +28,7 @@ from pipeline.stages.stage import SourceIdentity
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 COMMIT = "a" * 40
+LATENCY = partial(plan_serving, target=parse_target("mi300x:1"), profile=profile("latency"), vllm_version="0.33.0")
 
 
 @pytest.fixture
@@ -43,14 +46,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_repository_is_planned_for_at_its_commit(hub: Path, tmp_path: Path) -> None:
     found = find_model("org/Name-8B@main", store=tmp_path)
     assert (found.model, found.name, found.missing) == ("org/Name-8B", "Name-8B", None)
-    plan, _ = Request(found, parse_target("mi300x:1"), profile("latency"), "0.33.0").plan()
+    plan, _ = Request(found, LATENCY).plan()
     assert plan.argv[:3] == ("vllm", "serve", "org/Name-8B")
     assert plan.argv[-2:] == ("--revision", COMMIT)
 
 
 def test_a_repository_is_served_from_its_snapshot(hub: Path, tmp_path: Path) -> None:
     found = fetched(find_model("org/Name-8B", store=tmp_path), with_code=False, progress=PlainReporter())
-    plan, _ = Request(found, parse_target("mi300x:1"), profile("latency"), "0.33.0").plan()
+    plan, _ = Request(found, LATENCY).plan()
     assert plan.argv[2] == str(hub)
     assert "--revision" not in plan.argv, "a folder is what it is"
 
