@@ -146,10 +146,7 @@ def _word(value: object) -> str | None:
 
 
 def _words(value: object, form: re.Pattern[str] = _TAG) -> Iterator[str]:
-    """A card may say one or a list; what has not the form of such a word is left out.
-
-    YAML reads the language `no` as false.
-    """
+    """A card may say one or a list (YAML reads `no` as false); what has not the form of such a word is left out."""
     items: Iterable[object] = value if isinstance(value, list) else [value]
     for item in items:
         word = "no" if item is False else item.strip() if isinstance(item, str) else ""

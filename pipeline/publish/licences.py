@@ -59,10 +59,7 @@ class Terms:
 
 
 def terms(metadata: Mapping[str, Any], files: Collection[str], section: Licence | None = None) -> Terms:
-    """The terms that the base's card states, or the recipe where the card is silent.
-
-    ``metadata`` is the front matter of the base's card, ``files`` the names that lie beside the checkpoint.
-    """
+    """The terms that the base's card states, or the recipe where it is silent; ``files`` lie beside the checkpoint."""
     given = section or Licence()
     stated = _stated(metadata)
     # Terms that somebody was granted are his to state: `other`, with a link to them.

@@ -53,10 +53,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The 16-bit model: a repository at a commit, or a folder by the digest of its files.
-
-    ``files`` maps the name of each file that was used to its SHA-256.
-    """
+    """The 16-bit model: a repository at a commit, or a folder by its digest; ``files`` are SHA-256 by name."""
 
     __pydantic_config__ = _STRICT
     repo: _Text | None
@@ -144,10 +141,7 @@ _ADAPTER: Final = TypeAdapter(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of ``quantmint.json``: sorted and indented for readers, the same for the same content.
-
-    Raises `ManifestError` where what `decode` would refuse is to be written.
-    """
+    """The bytes of ``quantmint.json``, the same for the same content. Raises `ManifestError` where `decode` would."""
     text = json.dumps(asdict(manifest), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     raw = f"{text}\n".encode()
     decode(raw, what="the manifest to be written")
@@ -201,10 +195,7 @@ DAMAGED: Final = "What readers get stays as it is. Publish the release again, or
 
 
 def require_whole(raw: bytes, tag: str, sizes: Mapping[str, int], place: str) -> None:
-    """Raise `DamagedError` where what lies under a tag, by ``sizes`` in bytes, is not the release that it vouches for.
-
-    ``raw`` are the bytes of its manifest.
-    """
+    """Raise `DamagedError` where what lies under a tag, by ``sizes`` in bytes, is not what its manifest lists."""
     if not identity(raw).startswith(identity_in(tag)):
         raise DamagedError(f"{place} is damaged: its {MANIFEST} is not that of {tag}", hint=DAMAGED)
     for name, file in decode(raw, what=f"{place}/{MANIFEST}").files.items():
@@ -272,10 +263,7 @@ def _fingerprint(value: object) -> str | None:
 
 
 def strict_object(raw: bytes) -> dict[str, Any]:
-    """One JSON object whose keys are all different; raises `ValueError`.
-
-    Of a key that is there twice readers take different ones.
-    """
+    """One JSON object whose keys are all different: of two alike readers take different ones. Raises `ValueError`."""
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)

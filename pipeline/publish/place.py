@@ -107,10 +107,7 @@ class Place(ABC):
 
     @abstractmethod
     def preflight(self, release: Release | None) -> None:
-        """Everything that would stop a publication, asked before the first byte: rights, names, room.
-
-        Without a release what would stop any: asked before hours of work make one.
-        """
+        """Everything that would stop a publication (None: any), asked before the first byte: rights, names, room."""
 
     @abstractmethod
     def state(self) -> State:

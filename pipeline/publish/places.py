@@ -53,10 +53,7 @@ def open_place(text: str) -> Place:
 
 
 def published_folder(recipe: Recipe, home: Path) -> Path | None:
-    """Where readers find a recipe's checkpoint on this machine; None for a recipe that publishes to no folder.
-
-    ``home`` is what a folder is relative to.
-    """
+    """Where readers find a recipe's checkpoint here, relative to ``home``; None where it publishes to no folder."""
     folder = recipe.publish.folder
     return None if folder is None else (home / folder).resolve() / recipe.name
 

@@ -74,10 +74,7 @@ def tools(setting: Setting) -> Mapping[str, str]:
 
 
 def run(job: Job) -> Output:
-    """Make the checkpoint.
-
-    Raises `UserError` before any work, `StageError` where the library breaks or its result is not what was asked for.
-    """
+    """Make the checkpoint; `UserError` before any work, `StageError` where the library breaks or makes another one."""
     quantization = job.setting.recipe.quantization
     trust = job.setting.recipe.trust_remote_code
     source = open_checkpoint(model_folder(job.inputs["source"]))

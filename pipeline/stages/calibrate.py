@@ -44,10 +44,7 @@ class CalibrateStage(Stage):
         return {"source": "source"}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
-        """The texts, how many, how long, how batched, and what is made of what is seen.
-
-        Not where: neither the mode nor the devices change a bit.
-        """
+        """The texts, how many, how long, how batched, what is made of them; not where, which changes no bit."""
         section = _section(setting)
         return {
             **data_identity(section, setting.commits),

@@ -72,10 +72,7 @@ SHOWN: Final = ("mi300x", "mi355x")
 
 
 def launches(recipe: Recipe, workload: Workload, facts: ModelFacts, model: str, *, vllm: str) -> tuple[Launch, ...]:
-    """A launch for the recipe's target and for each of `SHOWN`.
-
-    ``facts`` are the checkpoint's, ``model`` is what a command calls it, ``vllm`` the version that is planned for.
-    """
+    """A launch of the checkpoint for the recipe's target and each of `SHOWN`; a command calls it ``model``."""
     targets = [parse_target(f"{name}:{recipe.target.gpus}") for name in dict.fromkeys((recipe.target.hardware, *SHOWN))]
     return tuple(_launch(target, recipe, workload, facts, model, vllm) for target in targets)
 
@@ -113,10 +110,7 @@ def _left_out(recipe: Recipe) -> Iterator[str]:
 
 
 def _command(plan: LaunchPlan, running: Sequence[Process], *, cpu: bool) -> str:
-    """The variables and one server's command; the whole script where a server spans machines.
-
-    A CPU server's threads are those of the reader's machine.
-    """
+    """The variables and one server's command, a CPU's threads the reader's; the whole script over several machines."""
     if plan.layout.nodes > 1:
         return script(plan, running)
     lines = [
@@ -127,10 +121,7 @@ def _command(plan: LaunchPlan, running: Sequence[Process], *, cpu: bool) -> str:
 
 
 def settings(setting: Setting) -> Mapping[str, object]:
-    """What a card depends on beside the entries: where it goes, its terms, a folder's own card.
-
-    A repository's own card belongs to its commit.
-    """
+    """What a card depends on beside the entries; a repository's own card belongs to its commit."""
     section, folder = setting.recipe.publish, setting.source.folder
     return {
         "repo": _repo(setting.recipe),
@@ -141,11 +132,7 @@ def settings(setting: Setting) -> Mapping[str, object]:
 
 
 def gather(job: Job) -> CardFacts:
-    """Everything that the card says.
-
-    Of the inputs ``source``, ``quantize``, ``inspect``, ``gate`` and ``report`` are needed, ``calibrate`` where there
-    is one.
-    """
+    """Everything that the card says, from a run's entries from ``source`` to ``report``."""
     setting, inputs, recipe = job.setting, job.inputs, job.setting.recipe
     checkpoint = model_folder(inputs["quantize"])
     report = cast("Report", json.loads(inputs["report"].file(DATA).read_text(encoding="utf-8")))

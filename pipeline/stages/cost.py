@@ -31,10 +31,7 @@ from pipeline.stages.quantize import needs_ranges
 
 
 def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: str) -> dict[str, Any]:
-    """Rates of such a machine and costs by stage, predicted from headers, real or imagined, as JSON.
-
-    There are no stages where a library quantizes: how long it takes is its own affair.
-    """
+    """Rates of such a machine and costs by stage, from headers real or imagined, as JSON; a library's has no stages."""
     machine, origin = machine_here(device)
     stages: dict[str, Cost] = {}
     quantization, rates = recipe.quantization, machine.rates

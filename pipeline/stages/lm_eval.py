@@ -93,10 +93,7 @@ class Harness:
         return loaded
 
     def ask(self, task: SuiteTask, items: Sequence[harness.Item], batch: int, advance: Callable[[int], None]) -> Asked:
-        """The answers to items of a task that was loaded; not asked again where this batch is saved.
-
-        ``advance`` is called with numbers of items as they are answered.
-        """
+        """The answers to items of a task that was loaded, kept by batch; ``advance`` hears of items as they come."""
         path = self.job.path / _BATCHES / task.task / f"{batch}.jsonl.gz"
         answers = _saved(path, items)
         if answers is not None:
@@ -120,10 +117,7 @@ class Harness:
 def open_harness(
     job: Job, server: Server, tokenizer: Path, tasks: Sequence[SuiteTask], *, concurrency: int, batch_size: int = 32
 ) -> Iterator[Harness]:
-    """lm-eval, opened for these tasks.
-
-    A token of the Hub goes to it only where a task's data is there, and without such a task it stays offline.
-    """
+    """lm-eval, opened for these tasks; it is online, with our token of the Hub, only where their data is there."""
     setting = job.setting
     ours = harness.materialise_tasks(TASKS, [task.task for task in tasks], job.path / _OURS)
     local = len(ours) == len(tasks)

@@ -167,10 +167,7 @@ def require_signer(setting: Setting) -> None:
 def release(
     package: Entry, quantize: Entry, gate: Entry, report: Entry, inspect: Entry, sign: Entry | None = None
 ) -> Release:
-    """Assemble a release from where its files lie in the store; none of them is read.
-
-    Raises `StageError` where the manifest lists other files than are there.
-    """
+    """Assemble a release, of which no file is read; `StageError` where the manifest lists others than are there."""
     files = _given(quantize, {"gate": gate, "report": report, "inspect": inspect})
     _add(files, _files(package))
     if sign is not None:
@@ -241,10 +238,7 @@ def _write(folder: Path, files: dict[str, File], name: str, content: bytes) -> N
 
 
 def _write_texts(job: Job, files: dict[str, File]) -> str:
-    """The card, the scores and the recipe; returns the release's title.
-
-    Raises `UserError` where the source's licence does not let it go where others read it.
-    """
+    """The card, the scores and the recipe; returns the title. Raises `UserError` where the licence forbids them."""
     from pipeline.publish.card import eval_results, notice, render, sentence
     from pipeline.publish.licences import refusal
     from pipeline.stages import card
@@ -282,10 +276,7 @@ def _require_clean(files: Mapping[str, File], setting: Setting, progress: Progre
 
 
 def manifest_of(entries: Mapping[str, Entry], recipe: str, title: str) -> Manifest:
-    """Where a checkpoint comes from, as the records of its stages say: model, data, tools, devices; no files yet.
-
-    ``entries`` are a run's, by the keys of their stages; ``recipe`` is `LoadedRecipe.text_proven`.
-    """
+    """Where a checkpoint comes from, by the records of a run's stages; ``recipe`` is `LoadedRecipe.text_proven`."""
     resolved = yaml.safe_load(recipe)
     server = record.read(entries["gate"].file(GATE))[0].candidate
     stages = {key: _made(entry) for key, entry in sorted(entries.items())}

@@ -94,10 +94,7 @@ def plan_stages(stages: Iterable[Stage], setting: Setting) -> tuple[Planned, ...
 
 
 def cut(plan: Sequence[Named], until: str | None) -> tuple[Named, ...]:
-    """Stages, planned or not, up to a stage, named by its key or by its family (then up to the last of that family).
-
-    Raises `UserError` for a name that is in no plan of this recipe.
-    """
+    """Stages up to the one of a key, or the last of a family. Raises `UserError` for a name that is in no such plan."""
     if until is None:
         return tuple(plan)
     ends = [number for number, planned in enumerate(plan) if until in (planned.key, planned.family)]

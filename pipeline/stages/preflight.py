@@ -89,10 +89,7 @@ def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Predict
 def disk_needed(
     prediction: Prediction, missing: Collection[str], setting: Setting, plan: Sequence[Planned] = ()
 ) -> dict[str, int]:
-    """Bytes that the stages which are not cached will write here, by what they are for.
-
-    What an interrupted attempt of the ``plan`` has written counts as written: it is gone on with, or made room of.
-    """
+    """Bytes that stages which are not cached will write here, by purpose, less what an attempt of ``plan`` wrote."""
     needed: dict[str, int] = {}
     if "source" in missing and setting.source.folder is None:
         needed["download"] = prediction.source

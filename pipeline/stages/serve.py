@@ -211,10 +211,7 @@ class Answering:
 
 
 def runtime_of(server: Server, scan: LogScan, log: Path) -> Answering:
-    """Ask a server, and read the ``log`` that was kept of it. Raises `ServingError` where it does not answer.
-
-    vLLM logs the kind of its device, because a machine with GPUs may run its CPU build.
-    """
+    """Ask a server, and read the ``log`` that was kept of it. Raises `ServingError` where it does not answer."""
     if isinstance(server, ReferenceServer):
         facts = server.ask("facts")
         return Answering(facts["runtime"], facts["version"], Device(**facts["device"]), facts["kv_cache_dtype"])
@@ -223,6 +220,6 @@ def runtime_of(server: Server, scan: LogScan, log: Path) -> Answering:
 
 
 def vllm_device(log: Path) -> Device:
-    """The device of this machine that a vLLM of this machine runs on, by its ``log``."""
+    """The device that a vLLM of this machine runs on, by its ``log``: a machine with GPUs may run its CPU build."""
     logged = _LOGGED_DEVICE.search(log.read_text(encoding="utf-8", errors="replace"))
     return device_here(logged[1] if logged else "cuda")

@@ -84,10 +84,7 @@ class Servers:
 
     @contextmanager
     def fresh(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Server]:
-        """A server that was started for this block and ends with it; what ran before is stopped.
-
-        Its log is ``log``. Raises `ServingError` where it does not start.
-        """
+        """A server of this block's own, logging to ``log``; what ran before is stopped. Raises `ServingError`."""
         self._lm_eval = None
         self._asking.close()
         self.stop()
@@ -95,10 +92,7 @@ class Servers:
             yield ready()
 
     def lm_eval(self, env: Mapping[str, str], secrets: Collection[str]) -> tuple[Conversation, Path]:
-        """lm-eval, which imports for longer than many a stage asks, and its log.
-
-        It is kept for all stages that want it with the same variables, and ends with the run.
-        """
+        """lm-eval and its log: as it imports for long, one is kept for all stages that want the same variables."""
         how = (dict(env), tuple(secrets))
         log = self._setting.store.root / "logs" / f"{self._setting.recipe.name}-lm-eval.log"
         if self._lm_eval is None or self._lm_eval[0] != how:

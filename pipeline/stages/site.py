@@ -175,10 +175,7 @@ class Built:
 
 
 def build(output: Path, store: Store) -> Built:
-    """Bring the site at `output` up to date with a store; several stores may be gathered into one site in turns.
-
-    Raises `UserError` for a folder that holds something else, `StoreError` where the disk refuses.
-    """
+    """Bring the site at `output` up to date with a store, of several in turns. `UserError` for a foreign folder."""
     known = _known(output)
     with disk_errors(output):
         output.mkdir(parents=True, exist_ok=True)

@@ -96,10 +96,7 @@ def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed:
 
 
 def _marks(folder: Path) -> dict[str, str]:
-    """What tells a changed file of a model from the one it was, by name: what a file system changes with the bytes.
-
-    Small files are hashed.
-    """
+    """What tells changed files from those they were: size, times and inode of weights, digests of small ones."""
     found: dict[str, str] = {}
     for path in model_files(folder):
         status, name = path.stat(), path.relative_to(folder).as_posix()
@@ -130,10 +127,7 @@ def model_folder(entry: Entry) -> Path:
 
 
 def fetch(identity: SourceIdentity, *, with_code: bool, progress: Progress) -> Path:
-    """The folder of a repository's files at its commit, fetched as far as the Hub's cache lacks them.
-
-    Raises `StageError`; what was fetched is kept.
-    """
+    """The folder of a repository's files at its commit, fetched where the cache lacks them, and kept. `StageError`."""
     from huggingface_hub import constants, snapshot_download
 
     patterns = [pattern for pattern in MODEL_FILES if with_code or pattern != "*.py"]

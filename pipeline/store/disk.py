@@ -34,10 +34,7 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @contextmanager
 def disk_errors(path: Path, *, needed: int | None = None) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `StoreError` about ``path``.
-
-    ``needed`` is what the block writes, in bytes.
-    """
+    """Turn an `OSError` of the block, which writes ``needed`` bytes, into a `StoreError` about ``path``."""
     try:
         yield
     except OSError as error:

@@ -40,10 +40,7 @@ class FileFact:
 
 @dataclass(frozen=True)
 class Record:
-    """The record of an entry.
-
-    ``started`` and ``finished`` are ISO 8601 in UTC; ``result`` is small facts for later stages.
-    """
+    """The record of an entry: times are ISO 8601 in UTC, ``result`` is small facts for later stages."""
 
     stage: str
     fingerprint: str
@@ -154,10 +151,7 @@ class Entry:
         return fingerprint([[name, fact.sha256, fact.size] for name, fact in sorted(self.record.files.items())])
 
     def verify(self, *, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Hash every file; ``advance`` is called with the bytes of each.
-
-        Raises `StoreError` that names the first file which is missing, changed or not in the record.
-        """
+        """Hash every file, whose bytes ``advance`` hears; `StoreError` for one missing, changed or not recorded."""
         with disk_errors(self.path):
             for name, fact in self.record.files.items():
                 reason = _fault(self.path / name, fact, always=True)

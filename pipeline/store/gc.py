@@ -175,10 +175,7 @@ class _Thing:
 
 
 def plan_gc(store: Store, *, keep: int, now: float | None = None) -> GcPlan:
-    """Decide what to remove, without touching anything.
-
-    Raises `ValueError` if ``keep`` is negative, and `StoreError` if the store cannot be read.
-    """
+    """Decide what to remove, without touching anything. Raises `ValueError` (negative ``keep``) and `StoreError`."""
     if keep < 0:
         raise ValueError(f"keep must be 0 or more, not {keep}")
     root, now = store.root, time.time() if now is None else now

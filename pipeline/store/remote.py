@@ -117,10 +117,7 @@ def content(entry: Entry) -> str:
 
 
 class RemoteTier:
-    """A remote tier at ``url``. ``warn`` is told what does not work, each thing once.
-
-    ``device`` says what a kind of device ("cpu", "cuda") is on this machine.
-    """
+    """A tier at ``url``; ``warn`` hears each fault once, ``device`` says what a kind ("cpu", "cuda") is here."""
 
     def __init__(
         self, url: str, objects: Objects, warn: Callable[[str], None], device: Callable[[str], Device]
@@ -218,10 +215,7 @@ class RemoteTier:
 
 
 def open_tier(url: str, warn: Callable[[str], None], device: Callable[[str], Device]) -> RemoteTier:
-    """The tier at a URL; its server is AWS or what AWS_ENDPOINT_URL says, ``device`` as in `RemoteTier`.
-
-    Raises `UserError` for no such kind, and for an address with credentials, which it does not repeat.
-    """
+    """The tier at a URL, of AWS or AWS_ENDPOINT_URL. `UserError` for no such kind, or credentials in the address."""
     if "@" in url:
         raise UserError("--remote-store: found an address with an @, expected one without credentials")
     return RemoteTier(url.rstrip("/"), Objects(url.rstrip("/")), warn, device)

@@ -60,10 +60,7 @@ class Store:
         self._warn = on_warning or logging.getLogger(__name__).warning
 
     def find(self, stage: str, fingerprint: str) -> Entry | None:
-        """Return the entry if it is complete and its files are those of its record.
-
-        A damaged one is put into quarantine with a warning. Raises `StoreError` if the store cannot be read.
-        """
+        """The entry, if it is whole and its files are its record's; a damaged one is put away. `StoreError`."""
         path = self.entry_path(stage, fingerprint)
         with disk_errors(path):
             try:
@@ -87,10 +84,7 @@ class Store:
         return None
 
     def working(self, stage: str, fingerprint: str, *, on_wait: Callable[[str], None] | None = None) -> Work:
-        """Return a context in which this process alone makes the entry.
-
-        ``on_wait`` is told who else makes it meanwhile. Entering raises `StoreError` if the store cannot be written.
-        """
+        """A context in which this process alone makes the entry; ``on_wait`` hears who else does. `StoreError`."""
         return Work(self, stage, fingerprint, on_wait)
 
     def begun(self, stage: str, fingerprint: str) -> int:
@@ -126,10 +120,7 @@ class Store:
                     entry.path.rename(away)
 
     def quarantine(self, stage: str, fingerprint: str, reason: str, *, identity: int) -> None:
-        """Move a damaged entry away; nothing happens if another process has just done so.
-
-        ``identity`` is the inode of the folder that was judged. Raises `OSError`.
-        """
+        """Move a damaged entry away, unless its folder has another inode than ``identity`` by now. `OSError`."""
         path = self.entry_path(stage, fingerprint)
         aside = self.root / QUARANTINE / _stamped(stage, fingerprint)
         aside.parent.mkdir(exist_ok=True)

@@ -93,10 +93,7 @@ def _card(client: Client, release: Release) -> ModelCard | None:
 
 
 def validate(client: Client, card: str) -> None:
-    """Raise `UserError` for metadata that the Hub would refuse with the commit.
-
-    `ModelCard.validate` asks the same question of huggingface.co whatever HF_ENDPOINT says, and as nobody.
-    """
+    """Raise `UserError` for metadata that the Hub, at HF_ENDPOINT and for this token, would refuse with the commit."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     def ask() -> None:

@@ -58,10 +58,7 @@ class MissingError(RefusedError):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The client library for one repository. ``sleep`` takes seconds; tests give another.
-
-    ``tries`` is how often a question is asked at most.
-    """
+    """The client library for one repository; ``sleep`` takes seconds, ``tries`` is how often it is asked at most."""
 
     repo: str
     api: Any

@@ -199,10 +199,7 @@ class HubPlace(Place):
     def fetch(
         self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
     ) -> Path:
-        """The files in ``into``, or in the Hub's cache; what is there already is not fetched again.
-
-        ``into`` also gets `.cache/huggingface/`, by which the client knows what it has fetched.
-        """
+        """The files in ``into`` (with `.cache/huggingface/`, the client's books) or in the Hub's cache; none twice."""
         with self.changing(progress):
             return hub.download(self._client(), self.revision_of(tag), into, wanted)
 

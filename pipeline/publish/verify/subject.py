@@ -222,10 +222,7 @@ class Subject:
 
     @cached_property
     def record(self) -> tuple[Measurements, GateReport, GateReport]:
-        """The gate's measurements, its recorded judgement, and the one that follows from the numbers now.
-
-        Raises `UnreadableError` for what is no record.
-        """
+        """The gate's measurements, its recorded judgement, and that of the numbers now. Raises `UnreadableError`."""
         name = f"{EVIDENCE}/{gate_record.NAME}"
         self.object(name)  # no key twice
         try:

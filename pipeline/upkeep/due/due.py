@@ -241,10 +241,7 @@ def plan_now(
     vllm: str | None,
     device: str,
 ) -> Now:
-    """Plan a recipe as a run would, on whatever machine.
-
-    Raises `UnaskedError` where a model or a data set did not answer, `UserError` for what no run could be made of.
-    """
+    """Plan a recipe as a run would, on any machine; `UnaskedError` where a model or a data set did not answer."""
     try:
         identity, folder = _source(loaded, answers, store)
     except QuantmintError:

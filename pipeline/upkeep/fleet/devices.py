@@ -19,10 +19,7 @@ from pipeline.upkeep.due.state import folder_of
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """``number`` is the machine's; ``value`` is what the variable of a child calls it.
-
-    ``uuid`` is what no other device has, None where its driver says none, or gives it to several.
-    """
+    """``number`` is the machine's, ``value`` what a child's variable calls it, ``uuid`` no other's (None: unknown)."""
 
     number: int
     value: str
@@ -65,10 +62,7 @@ NONE: Final = Devices(None, ())
 
 
 def devices_of(machine: Machine, wanted: tuple[int, ...] | None) -> Devices:
-    """The devices of a machine that its variables leave; of them those ``wanted``, by their place among them.
-
-    Raises `UserError` for a place where there is none.
-    """
+    """The devices that a machine's variables leave, of them those ``wanted`` by place; `UserError` for none there."""
     environ = machine.environ
     uuids = [gpu.uuid for gpu in amd_gpus(machine)]
     if uuids:
@@ -107,10 +101,7 @@ def free_of(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tup
 
 
 def take(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tuple[Lock, ...] | None:
-    """The locks of these devices, taken in the order of their names; None, and none of them, where one is taken.
-
-    ``uuids`` are `Devices.uuids`. Raises `OSError` or `StoreError` where the store cannot be written.
-    """
+    """The locks of these devices in the order of their names; None, and none, where one is taken. `StoreError`."""
     held: list[Lock] = []
     try:
         for path in sorted(_lock_path(root, number, uuids) for number in numbers):

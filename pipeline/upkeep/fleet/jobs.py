@@ -324,10 +324,7 @@ def again_in_s(ended: Attempted, *, failed: int, retries: int, first: float) -> 
 
 
 def rests_until(rounds: int, now: datetime | None = None) -> str:
-    """The time, ISO 8601 in UTC, before which a recipe that failed in ``rounds`` rounds is not tried.
-
-    It rests for 15 min, then twice that with each round, up to a day.
-    """
+    """When a recipe that failed in ``rounds`` rounds is tried, ISO 8601 in UTC: after 15 min, doubled, up to a day."""
     rest = timedelta(seconds=_doubled(rounds, _FIRST_REST_S, _LONGEST_REST_S))
     return ((now or datetime.now(UTC)) + rest).strftime("%Y-%m-%dT%H:%M:%SZ")
 

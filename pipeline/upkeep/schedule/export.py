@@ -111,10 +111,7 @@ _POD_RETRIES: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """How the command is run. ``program`` is what starts quantmint, word by word; ``variables`` are nothing secret.
-
-    ``made_by`` is the command line that makes such files.
-    """
+    """How the command is run: ``program`` word by word, ``variables`` nothing secret; ``made_by`` makes such files."""
 
     program: tuple[str, ...]
     made_by: str
@@ -283,10 +280,7 @@ def on_calendar(expression: str, zone: str) -> tuple[str, ...]:
 
 
 def units(item: Scheduled, export: Export, *, run_as: str | None = None) -> dict[str, str]:
-    """The texts of ``quantmint-NAME.service`` and ``.timer``, for a user's manager or, with ``run_as``, the machine's.
-
-    UserError for what systemd cannot say.
-    """
+    """``quantmint-NAME.service`` and ``.timer`` for a user's manager, or (``run_as``) the machine's. `UserError`."""
     classic_or_refuse(item, "systemd")
     service, timer = f"{PREFIX}{item.name}.service", f"{PREFIX}{item.name}.timer"
     return {
