@@ -188,7 +188,8 @@ def check_module(
             yield Finding("wrong zero point", stored.name, "it is not zero, which symmetric numbers have")
     comparable = source is not None and alters in ("nothing", "rounding")
     error, broken, shape = Error(), 0, [0, 0]
-    for first, last in _pieces(scheme, weight, _BLOCK if proven is not None else read.piece):
+    few = _BLOCK * prod(weight.shape[1:])  # a block's rows
+    for first, last in _pieces(scheme, weight, read.piece if proven is None else min(few, read.piece)):
         rows = {role: _rows(part, scheme, weight, first, last) for role, part in parts.items()}
         restored = dequantize(scheme, {**rows, weight.role: read.rows(weight.name, first, last)})
         shape = [shape[0] + restored.shape[0], restored.shape[1]]
@@ -220,9 +221,10 @@ def check_module(
 
 def _pieces(scheme: str, weight: StoredTensor, size: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows of a stored weight, of about ``size`` elements; all of them where it is stored transposed."""
-    rows = weight.shape[0]
-    transposed = row_of(scheme).weight.dtype == "int4" and weight.role == "weight"
-    step = rows if transposed else max(size // max(prod(weight.shape[1:]), 1) // _BLOCK, 1) * _BLOCK
+    rows, row = weight.shape[0], row_of(scheme).weight
+    transposed = row.dtype == "int4" and weight.role == "weight"
+    least = _BLOCK if row.granularity == "block" else 1
+    step = rows if transposed else max(size // max(prod(weight.shape[1:]), 1) // least, 1) * least
     return ((first, min(first + step, rows)) for first in range(0, rows, max(step, 1)))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
 from pipeline.quantize.inspection.inspect import inspect_checkpoint, kv_scales, layer_errors, short_names, sizes
 
 Quantize = Callable[..., Any]
@@ -46,6 +46,30 @@ def test_every_layer_has_each_of_its_modules_once(quantize: Quantize, name: str)
         experts = [error for error in errors if "experts" in error["kind"] or error["modules"] > 1]
         assert experts
         assert all(error["modules"] > 1 for error in experts)
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_wide_rows_are_looked_at_in_the_memory_of_a_piece(
+    quantize: Quantize, monkeypatch: pytest.MonkeyPatch, proven: bool
+) -> None:
+    made = quantize("llama", "compressed-tensors")
+    piece = 4 * max(info.shape[-1] for _, info in made.source.tensors.values())
+    read: list[int] = []
+
+    class Small(Reader):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.piece = piece
+
+        def rows(self, name: str, first: int, last: int) -> Any:
+            found = super().rows(name, first, last)
+            read.append(found.numel() if name.endswith(".weight") else 0)
+            return found
+
+    monkeypatch.setattr("pipeline.quantize.inspection.inspect.Reader", Small)
+    known = dict.fromkeys(made.structure.linear, 31.0) if proven else None
+    assert inspect_checkpoint(made.checkpoint, made.structure, source=made.source, proven=known).passed
+    assert 0 < max(read) <= piece
 
 
 def test_names_are_as_short_as_they_can_be() -> None:
