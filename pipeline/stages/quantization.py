@@ -215,7 +215,7 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, start
         "bytes": sum(fact.size for name, fact in files.items() if name.endswith(".safetensors")),
         "schemes": expected.schemes,
         "kept": len(expected.choice.kept),
-        "seconds": _seconds(entries, start),
+        "seconds": _seconds({step.planned.key: step.entry for step in outcome.steps if not step.cached}, start),
         "engine_seconds": made.record.result.get("seconds"),
         "resumed": resumed,
         "inspection": None if inspected is None else evidence[INSPECTION]["verdict"],
@@ -234,14 +234,17 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, start
 
 
 def _seconds(entries: Mapping[str, Entry], start: float) -> dict[str, float]:
-    """Where the time went: until the work began, calibrating, the work, waiting for the disk, and proving."""
+    """Where the time went: until the work began, calibrating, the work, waiting for the disk, and proving.
+
+    ``entries`` are those that this process made.
+    """
     took = {key: entry.record.duration_s for key, entry in entries.items()}
-    engine: Any = entries["quantize"].record.result.get("seconds") or {}
+    engine: Any = (entries["quantize"].record.result.get("seconds") if "quantize" in entries else None) or {}
     flush = engine.get("durable", 0.0) - engine.get("written", 0.0)
     parts = {
         "start": start,
         "calibrate": took.get("calibrate", 0.0),
-        "work": took["quantize"] - flush,
+        "work": took.get("quantize", 0.0) - flush,
         "flush": flush,
         "proof": took.get("inspect", 0.0),
     }

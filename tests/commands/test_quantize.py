@@ -196,9 +196,11 @@ def test_what_was_measured_is_not_measured_again(
         patched.setattr("pipeline.stages.quantize.QuantizeStage.run", interrupted)
         assert quantmint(*command).code == 130
     monkeypatch.setattr("pipeline.stages.calibrate.CalibrateStage.run", interrupted)
-    ended = quantmint(*command)
+    ended = quantmint(*command, "--json")
     assert ended.code == 0, ended.err
     assert "calibrate: cached" in ended.err
+    assert {"start", "work", "proof"} <= ended.json["seconds"].keys(), "what this process did"
+    assert "calibrate" not in ended.json["seconds"], "an earlier one's time"
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "model"])
