@@ -59,7 +59,7 @@ def machine_here(device: str) -> tuple[Machine, Origin]:
     return Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0])), origin
 
 
-_CACHED_SHARE = 0.5
+_CACHED_SHARE = 0.8
 """Of the machine's memory: a model up to that size is taken to be in the page cache, since it was hashed or fetched."""
 _DIRTY_SHARE = 0.1
 """Of the machine's memory: what Linux lets a program write before it must wait for the disk (vm.dirty_ratio is 0.2)."""
@@ -99,7 +99,7 @@ class Cost:
 def quantize_cost(volume: QuantizeVolume, machine: Machine) -> Cost:
     """The stream engine: read, compute, hash and write overlap over all files; what is finished is synced meanwhile."""
     rates = machine.rates
-    started = len(workers_of(machine.devices))
+    started = len(workers_of(machine.devices, machine.cores))
     lanes = open_files(volume.files, started)
     workers = min(started, machine.cores)
     computed = sum(count / rates.kernel(name) for name, count in volume.kernels.items())

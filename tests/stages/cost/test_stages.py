@@ -36,9 +36,18 @@ def test_all_is_on_the_disk_after_it_is_written(quantized: Quantized, machine: M
 
 
 def test_a_model_beyond_the_memory_is_read_from_the_disk(quantized: Quantized) -> None:
-    cost = quantize_cost(quantized("8b", "ptpc_fp8"), CPU)
+    cost = quantize_cost(quantized("8b", "ptpc_fp8"), replace(CPU, memory=16 << 30))
     assert "disk" in cost.parts
     assert "disk" not in quantize_cost(quantized("8b", "ptpc_fp8"), replace(CPU, memory=1 << 40)).parts
+
+
+def test_a_model_that_memory_holds_is_not_read_from_the_disk(quantized: Quantized, calibrated: Calibrated) -> None:
+    """141 GB of 16 bit beside 275 GB, where 71 GB that are written lie beside them; not beside 137 GB."""
+    for memory, slower in ((256 << 30, False), (128 << 30, True)):
+        machine, room = (replace(GPU, memory=size) for size in (memory, 1 << 40))
+        assert ("disk" in quantize_cost(quantized("70b", "ptpc_fp8"), machine).parts) == slower
+        volume = calibrated("70b", samples=64, sequence_length=512)
+        assert (calibrate_cost(volume, machine).seconds > calibrate_cost(volume, room).seconds) == slower
 
 
 def test_a_slow_part_bounds_the_whole(quantized: Quantized) -> None:
