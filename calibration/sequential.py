@@ -26,6 +26,7 @@ from calibration.weights import held
 if TYPE_CHECKING:
     import torch
 
+_ROWS = 1024  # of what is seen
 Rounding = Callable[["torch.Tensor"], "torch.Tensor"]
 """What becomes of an input [..., I] when the model is served, in the dtype that it had."""
 
@@ -39,6 +40,21 @@ class Inputs:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was in a place: some ``rows`` of it, [n, I] in the model's dtype, and the ``largest`` magnitude of each
+    channel over all tokens, float32 [I]."""
+
+    rows: torch.Tensor
+    largest: torch.Tensor
+
+
+Look = Callable[[Sequence[str], Sequence[str]], Mapping[str, Seen]]
+"""Takes modules whose inputs are to be seen, and others whose outputs are, and runs all batches through the layer."""
+Fold = Callable[[int, Look], None]
+"""Takes a layer by its number, and changes its weights so that it computes the same.
+
+The roundings may be changed for it too."""
 Solve = Callable[[int, Sequence[Inputs]], None]
 """Takes a layer by its number and what entered it, and puts weights in place of the model's own.
 
@@ -53,6 +69,7 @@ def run_sequential(
     activations: Activations,
     facts: Any,
     *,
+    fold: Fold | None = None,
     advance: Callable[[int], None] = lambda _: None,
     commit_seconds: float = 60.0,
 ) -> None:
@@ -66,6 +83,7 @@ def run_sequential(
         solve: see `Solve`.
         activations: where hidden states are kept.
         facts: plain values that must be the same for a run to be gone on with.
+        fold: see `Fold`; called before anything of the layer is measured.
         advance: told the number of samples after each batch of each layer, also of layers that were done before.
         commit_seconds: work after which the run is made resumable.
 
@@ -87,7 +105,7 @@ def run_sequential(
             activations.advance()
         advance(start * sum(batch.shape[0] for batch in batches))
         for number in range(start, len(layers)):
-            part.renew(number, roundings, solve, activations, advance)
+            part.renew(number, roundings, fold, solve, activations, advance)
             activations.advance()
             if number + 1 < len(layers) and clock.is_due():
                 clock.run(lambda: activations.commit(lambda folder: _save(folder, identity)))
@@ -111,6 +129,7 @@ class _Part(Part):
         self,
         layer: int,
         roundings: Mapping[str, Rounding],
+        fold: Fold | None,
         solve: Solve,
         activations: Activations,
         advance: Callable[[int], None],
@@ -119,6 +138,9 @@ class _Part(Part):
 
         module = self.enter(layer)
         name = self.layers[layer]
+        if fold is not None:
+            with torch.inference_mode():
+                fold(layer, lambda inputs, outputs: self._seen(layer, module, activations, inputs, outputs))
         linear = {each: how for each, how in roundings.items() if each.startswith(f"{name}.")}
         sums = _Sums()
         with torch.inference_mode():
@@ -129,6 +151,37 @@ class _Part(Part):
             with _rounding(self.replica.model, linear, sums):
                 self._through(layer, module, activations, sums, keep=True, advance=advance)
         self.replica.weights.free(held(self.replica.model, name))
+
+    def _seen(
+        self, layer: int, module: Any, activations: Activations, inputs: Sequence[str], outputs: Sequence[str]
+    ) -> dict[str, Seen]:
+        import torch
+
+        rows: dict[str, list[torch.Tensor]] = {}
+        largest: dict[str, torch.Tensor] = {}
+        count = -(-_ROWS // len(self.numbers))
+
+        def take(name: str, found: torch.Tensor) -> None:
+            flat = found.reshape(-1, found.shape[-1])
+            rows.setdefault(name, []).append(flat[:: max(len(flat) // count, 1)].clone())
+            here = flat.abs().amax(dim=0).float()
+            largest[name] = here.maximum(largest[name]) if name in largest else here
+
+        def before(name: str) -> Any:
+            return lambda _, args, kwargs: take(name, args[0] if args else kwargs["input"])
+
+        def after(name: str) -> Any:
+            return lambda _module, _args, found: take(name, found)
+
+        find = self.replica.model.get_submodule
+        handles = [find(each).register_forward_pre_hook(before(each), with_kwargs=True) for each in inputs]
+        handles += [find(each).register_forward_hook(after(each)) for each in outputs]
+        try:
+            self._through(layer, module, activations, _Sums(), keep=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {name: Seen(torch.cat(parts), largest[name]) for name, parts in rows.items()}
 
     def _through(
         self,

@@ -28,6 +28,7 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 @click.option("--kv-cache-granularity", help="tensor (default), or head: a scale for each KV head.")
 @click.option("--engine", help="stream (default), llmcompressor or quark.")
 @click.option("--algorithm", help="gptq; awq, smoothquant, ... for the engines that are libraries.")
+@click.option("--parameter", metavar="NAME=VALUE", multiple=True, help="Parameter of the algorithm, as in a recipe.")
 @click.option("--shared-scales/--no-shared-scales", default=None, help="One FP8 scale for what vLLM fuses (default).")
 @click.option("--exclude", metavar="NAME", multiple=True, help="Module that stays in 16 bit, or re:PATTERN.")
 @click.option("--override", metavar="NAME=SCHEME", multiple=True, help="Module, or re:PATTERN, with another scheme.")
@@ -95,9 +96,23 @@ def _sections(given: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[st
             "format": given["layout"],
             "exclude": list(given["exclude"]),
             "overrides": overrides,
+            **_parameters(given["algorithm"], given["parameter"]),
         },
         "calibration": None if given["calibration"] is None else calibration,
     }
+
+
+def _parameters(algorithm: str | None, texts: tuple[str, ...]) -> dict[str, Any]:
+    """The algorithm's section of a recipe, of ``NAME=VALUE`` each."""
+    import yaml
+
+    if texts and algorithm is None:
+        raise click.UsageError("--parameter: found it without --algorithm")
+    pairs = [text.partition("=") for text in texts]
+    if bad := next((name for name, equals, _ in pairs if not name or not equals), None):
+        raise click.UsageError(f"--parameter: found {bad!r}, expected NAME=VALUE")
+    values = {name: yaml.safe_load(value) for name, _, value in pairs}
+    return {str(algorithm): values} if values else {}
 
 
 def _overrides(texts: tuple[str, ...]) -> list[dict[str, Any]]:

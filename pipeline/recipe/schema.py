@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from calibration.errors import CalibrationError
 from calibration.observers import ExpertTokens, Observation, ObserverName
@@ -117,6 +117,10 @@ class Override(Section):
     scheme: SchemeName = Field(description="Scheme of these modules.")
 
 
+FOLDS = ("rotation", "scaling", "permutation")
+"""Parameters of GPTQ by which our engine changes a model before it is rounded."""
+
+
 class Gptq(Section):
     """How GPTQ rounds."""
 
@@ -127,6 +131,24 @@ class Gptq(Section):
     activation_order: bool = Field(
         default=True, description="Round the columns with the largest activations first; costs nothing when served."
     )
+    rotation: bool = Field(
+        default=False,
+        description="Turn the model by blocks of 32 channels first, in its weights alone (engine stream).",
+    )
+    scaling: bool = Field(
+        default=False,
+        description="Move the channels' sizes into the weights where that loses less, as AWQ does (engine stream).",
+    )
+    permutation: bool = Field(
+        default=False,
+        description="Sort the inner channels of an MLP by size, so that like ones share a scale (engine stream).",
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_done(self, dump: Any) -> dict[str, Any]:
+        """Leave out folds that are off: what is made without them is what it was before there were any."""
+        found: dict[str, Any] = dump(self)
+        return {name: value for name, value in found.items() if value or name not in FOLDS}
 
 
 class SmoothQuant(Section):
@@ -189,6 +211,22 @@ class Quantization(Section):
             if getattr(self, name) is not None and self.algorithm != name:
                 raise wrong(f"them only with `algorithm: {name}`", found=f"parameters of {name}", at=name)
         return self
+
+    @model_validator(mode="after")
+    def _folds_of_the_stream(self) -> Quantization:
+        if self.folds and self.engine != "stream":
+            raise wrong("engine stream for it", found=f"{self.folds[0]} with engine {self.engine}", at="gptq")
+        return self
+
+    @property
+    def folds(self) -> tuple[str, ...]:
+        """Those of `FOLDS` that are done."""
+        return tuple(name for name in FOLDS if self.parameters.get(name))
+
+    @property
+    def own_head(self) -> bool:
+        """Whether a head that shares the embedding's tensor gets one of its own."""
+        return "rotation" in self.folds
 
     @property
     def parameters(self) -> dict[str, float | int | bool]:

@@ -104,7 +104,14 @@ def _source(loaded: LoadedRecipe) -> Iterator[Fault]:
 
 def _ranges(loaded: LoadedRecipe) -> Iterator[Fault]:
     quantization = loaded.recipe.quantization
-    if loaded.recipe.calibration is not None:
+    if (section := loaded.recipe.calibration) is not None:
+        static = any(scheme(name).needs_ranges for _, name in _used(loaded))
+        if section.observer != "amax" and static and quantization.folds:
+            yield loaded.fault(
+                ("calibration", "observer"),
+                f"found {section.observer} with {quantization.folds[0]}, expected amax: inputs are measured again "
+                "while the model is changed, by their largest magnitude",
+            )
         return
     expected = "expected a calibration section, because its scales are measured"
     for path, name in _used(loaded):

@@ -70,7 +70,8 @@ def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Predict
     choice = select(structure, recipe.quantization)
     layout = recipe.quantization.format
     if recipe.quantization.engine == "stream":
-        checkpoint = sum(plan.nbytes for plan in plan_shards(source, structure, choice, layout))
+        plans = plan_shards(source, structure, choice, layout, own_head=recipe.quantization.own_head)
+        checkpoint = sum(plan.nbytes for plan in plans)
     else:
         checkpoint = checkpoint_bytes(source, structure, choice, layout)
     return Prediction(

@@ -32,10 +32,13 @@ from pipeline.store.toolchain import ENVIRONMENT, environment_here
 if TYPE_CHECKING:
     import torch
 
+    from pipeline.quantize.engines.stream.layerwise import Rounded
+
 
 CHECKPOINT = "checkpoint"
 ERRORS = "errors.json"
 GAINS = "gains.json"
+CHANGED = "ranges.json"
 _WORK = "rounding"
 _MANIFEST = "manifest.jsonl"
 
@@ -82,11 +85,19 @@ class QuantizeStage(Stage):
         job.progress.say("asking the model which of its modules are linear")
         structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
         choice = select(structure, quantization)
-        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=quantization.shared_scales)
+        plans = plan_shards(
+            source,
+            structure,
+            choice,
+            quantization.format,
+            shared_scales=quantization.shared_scales,
+            own_head=quantization.own_head,
+        )
         scales = _ranges(job, choice)
         gained: Mapping[str, object] = {}
         if quantization.algorithm != "none":
-            plans, gained = _rounded(job, source, choice, plans, scales)
+            rounded, gained = _rounded(job, source, structure, choice, plans, scales)
+            plans, scales = rounded.plans, {**scales, **rounded.ranges}
         with job.progress.bar(sum(plan.read_bytes for plan in plans), "B") as advance:
             written = write_checkpoint(
                 source,
@@ -100,7 +111,7 @@ class QuantizeStage(Stage):
                 with_code=trust,
                 advance=advance,
                 write=None if spread is None else spread.write_shards,
-                algorithm=quantization.algorithm,
+                algorithms=_recorded(quantization),
             )
         if spread is not None:
             spread.release()  # what follows may want the GPUs of this machine
@@ -131,6 +142,14 @@ class QuantizeStage(Stage):
         )
 
 
+def _recorded(quantization: Quantization) -> tuple[str, ...]:
+    """The algorithms that a checkpoint is recorded with, in the order in which they were run."""
+    from pipeline.quantize.engines.stream.layerwise import folds_of
+
+    own = () if quantization.algorithm == "none" else (quantization.algorithm,)
+    return (*folds_of(quantization.parameters), *own)
+
+
 def _is_plain(quantization: Quantization) -> bool:
     """Whether weights decide alone, and our engine makes them."""
     return quantization.engine == "stream" and quantization.algorithm == "none"
@@ -139,11 +158,15 @@ def _is_plain(quantization: Quantization) -> bool:
 def _rounded(
     job: Job,
     source: Checkpoint,
+    structure: Structure,
     choice: Choice,
     plans: tuple[ShardPlan, ...],
     scales: Mapping[str, torch.Tensor],
-) -> tuple[tuple[ShardPlan, ...], Mapping[str, object]]:
-    """Have the layers' weights made on the calibration texts; what was gained is kept by module in `GAINS`."""
+) -> tuple[Rounded, Mapping[str, object]]:
+    """Have the layers' weights made on the calibration texts; what was gained is kept by module in `GAINS`.
+
+    Ranges of inputs that became others on the way are kept in `CHANGED`.
+    """
     from calibration.batches import batched
     from pipeline.quantize.engines.stream.layerwise import round_layers
 
@@ -157,6 +180,7 @@ def _rounded(
         with job.progress.bar(layers * len(samples), "layer samples") as advance:
             rounded = round_layers(
                 plans,
+                structure,
                 choice,
                 source.folder,
                 list(batched(samples, section.batch_size)),
@@ -179,7 +203,12 @@ def _rounded(
     if to_nearest:
         more = f" and {len(to_nearest) - 1} more" if len(to_nearest) > 1 else ""
         job.progress.warn(f"rounded to the nearest, without {quantization.algorithm}: {to_nearest[0]}{more}")
-    return rounded.plans, {
+    if rounded.ranges:
+        write_json(job.path / CHANGED, {name: float(largest) for name, largest in sorted(rounded.ranges.items())})
+    if rounded.unchanged:
+        more = f" and {len(rounded.unchanged) - 1} more" if len(rounded.unchanged) > 1 else ""
+        job.progress.warn(f"left as it is, neither scaled nor turned: {rounded.unchanged[0]}{more}")
+    return rounded, {
         quantization.algorithm: {
             "modules": len(rounded.gains),
             "to_nearest": len(to_nearest),
@@ -288,6 +317,9 @@ def _expected_scales(
 
     ranges = load_ranges(job.inputs["calibrate"].file(RANGES))
     wanted = scale_ranges(ranges, select(structure, quantization), quantization.format)
+    changed = job.inputs["quantize"].path / CHANGED
+    if changed.is_file():
+        wanted |= {name: torch.tensor([largest]) for name, largest in read_json(changed).items()}
     dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
     stored = {name: checkpoint.tensors[name][1].dtype for name in wanted if name in checkpoint.tensors}
     return {

@@ -11,7 +11,7 @@ what it rotated into ``transform_config`` as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -85,10 +85,10 @@ _ENGINES = {"quark": "quark", "compressed-tensors": "llmcompressor"}
 _PLAIN = frozenset({"QuantizationModifier"})  # rounds to the nearest
 
 
-def record(name: str, checkpoint_format: str) -> tuple[str, str | None]:
-    """How a layout's library records an algorithm: its name there, and the `RECIPE` that holds it, None for Quark."""
-    found = table()[name].engines[_ENGINES[checkpoint_format]].record
-    text = yaml.safe_dump({"default_stage": {"default_modifiers": {found: {}}}})
+def record(names: Sequence[str], checkpoint_format: str) -> tuple[list[str], str | None]:
+    """How a layout's library records algorithms: their names, and the `RECIPE` that holds them, None for Quark."""
+    found = [table()[name].engines[_ENGINES[checkpoint_format]].record for name in names]
+    text = yaml.safe_dump({"default_stage": {"default_modifiers": {name: {} for name in found}}}, sort_keys=False)
     return found, None if checkpoint_format == "quark" else text
 
 

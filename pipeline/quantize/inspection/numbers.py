@@ -209,7 +209,7 @@ def check_module(
     if not comparable and proven is None:
         return
     floor = SQNR_FLOOR_DB[scheme]
-    if alters == "rounding":
+    if alters != "nothing":
         floor = max(floor - _COMPENSATED_DB, _LEAST_DB)
     here = error.sqnr_db if comparable else math.inf
     sqnr = here if proven is None or not here >= floor else proven

@@ -42,6 +42,7 @@ class Made:
     def rounded(self, blocks: torch.Tensor, **more: Any) -> Rounded:
         return round_layers(
             self.plans,
+            self.structure,
             self.choice,
             self.source.folder,
             list(torch.split(blocks, 8)),
@@ -61,7 +62,7 @@ class Made:
             self.work / algorithm,
             checkpoint_format=self.layout,
             manifest=self.work / f"{algorithm}.jsonl",
-            algorithm=algorithm,
+            algorithms=() if algorithm == "none" else (algorithm,),
         )
         return open_checkpoint(self.work / algorithm)
 

@@ -93,15 +93,15 @@ def write_checkpoint(
     with_code: bool = False,
     advance: Callable[[int], None] = lambda _: None,
     write: WriteShards | None = None,
-    algorithm: str = "none",
+    algorithms: Sequence[str] = (),
 ) -> Written:
     """Write the quantized checkpoint into ``destination``, going on where an earlier attempt stopped.
 
     ``ranges`` holds the largest magnitudes behind each static scale, one a value, by its name. ``manifest`` (JSON
     lines) lists the files that are committed; those are skipped. Files are spread over ``devices``, or made elsewhere
-    by ``write``, and committed here in either case. ``algorithm`` is what made the steps that are made already, and is
-    recorded as the format's library does. Raises `StageError` when the disk is full, a file cannot be read or
-    a weight is not finite.
+    by ``write``, and committed here in either case. ``algorithms`` are what made the steps that are made already, and
+    are recorded as the format's library does. Raises `StageError` when the disk is full, a file cannot be read or a
+    weight is not finite.
     """
     begin = time.perf_counter()
     destination.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,9 @@ def write_checkpoint(
         )
         _forget_partial(destination)  # of attempts elsewhere that were taken for lost
         _write_companions(source, destination, with_code=with_code)
-        _write_config(source, choice, destination, checkpoint_format, algorithm)
+        heads = {step.name for plan in plans for step in plan.steps if step.kernel is None} - source.tensors.keys()
+        own_head = any(f"{module}.weight" in heads for module in choice.kept)
+        _write_config(source, choice, destination, checkpoint_format, algorithms, own_head=own_head)
         if plans[0].name != SINGLE_NAME or (source.folder / INDEX_NAME).is_file():
             _write_index(plans, destination)
     except OSError as error:
@@ -202,16 +204,24 @@ def _write_companions(source: Checkpoint, destination: Path, *, with_code: bool)
 
 
 def _write_config(
-    source: Checkpoint, choice: Choice, destination: Path, checkpoint_format: str, algorithm: str
+    source: Checkpoint,
+    choice: Choice,
+    destination: Path,
+    checkpoint_format: str,
+    algorithms: Sequence[str],
+    *,
+    own_head: bool,
 ) -> None:
     declared = layout(checkpoint_format).quantization_config(choice)
-    if algorithm != "none":
-        name, text = record(algorithm, checkpoint_format)
+    if algorithms:
+        names, text = record(algorithms, checkpoint_format)
         if text is None:
-            declared = {**declared, "algo_config": [{"name": name}]}
+            declared = {**declared, "algo_config": [{"name": name} for name in names]}
         else:
             _write_whole(destination / RECIPE, text.encode())
     config: dict[str, Any] = {**source.config, "quantization_config": declared}
+    if own_head:
+        config["tie_word_embeddings"] = False
     _write_whole(destination / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 

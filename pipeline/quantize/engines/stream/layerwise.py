@@ -5,32 +5,44 @@
 What is made of a layer lies in one file of the working folder, which is there when the layer is done; the steps of the
 plans that it answers name it, and the rest of the engine takes rows from it in the place of a kernel's. Modules that no
 Hessian is measured for, stacked experts and what lies outside the layers, are left to their kernels, and named.
+
+Where the model is changed first, so that it is easier to quantize (`folds`), all that a change may reach is made here:
+norms, biases, embeddings and what stays in 16 bit as well, and experts, which are rounded to the nearest.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from calibration.calls import layer_names
 from calibration.replica import Replica, replica, sources
 from calibration.room import activations_for, measuring, need_of
-from calibration.sequential import Inputs, Rounding, run_sequential
+from calibration.sequential import Inputs, Look, Rounding, run_sequential
 from pipeline.base.errors import StageError
 from pipeline.base.schemes import scheme
-from pipeline.quantize.engines.stream.gptq import Made, factored, gptq
-from pipeline.quantize.engines.stream.kernels import amax, fp8_scale, mxfp4
+from pipeline.quantize.engines.stream.anatomy import require_turnable, study
+from pipeline.quantize.engines.stream.folds import Anatomy, Matrix, Turned
+from pipeline.quantize.engines.stream.gptq import factored, gptq
+from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale, mxfp4
 from pipeline.quantize.engines.stream.plan import ShardPlan, Step
+from pipeline.quantize.engines.stream.scaling import Reader, fold_layer
+from pipeline.quantize.engines.stream.shard import ERRORS, error_of
+from pipeline.quantize.formats.checkpoint import torch_dtype
 from pipeline.quantize.formats.layout import Choice
-from pipeline.quantize.inspection.numbers import dequantize
+from pipeline.quantize.inspection.numbers import Error, dequantize
+from pipeline.quantize.model.weights import Place, Structure, place_of
 from pipeline.store.disk import fsync
 
 if TYPE_CHECKING:
     import torch
+
+    from pipeline.quantize.engines.stream.kernels import Parts
 
 _MADE = "made"  # a file a layer
 _STATES = "layers"  # what an interrupted run is gone on with
@@ -49,15 +61,22 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Plans whose steps name what was made, what was gained by module, and modules that are left to their kernels."""
+    """Plans whose steps name what was made, what was gained by module, and modules that are rounded to the nearest.
+
+    ``ranges`` are those of inputs that became others, by the names of their scales. ``unchanged`` names what could not
+    be scaled or turned.
+    """
 
     plans: tuple[ShardPlan, ...]
     gains: Mapping[str, Gain]
     left: tuple[str, ...]
+    ranges: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    unchanged: tuple[str, ...] = ()
 
 
 def round_layers(
     plans: tuple[ShardPlan, ...],
+    structure: Structure,
     choice: Choice,
     folder: Path,
     batches: Sequence[torch.Tensor],
@@ -77,36 +96,50 @@ def round_layers(
     ``advance`` is told samples, once a layer; after ``commit_seconds`` of work the run is made resumable.
 
     Raises `CalibrationError` where the model cannot be run layer by layer, `StageError` for weights that are not
-    finite.
+    finite, and for a model that cannot be changed as the parameters ask.
     """
     with measuring(folder):
         one = replica(folder, device, trust_remote_code=trust_remote_code)
-        steps = {step.name: step for plan in plans for step in plan.steps if step.kernel is not None}
-        own = _own_modules(one, steps)
-        roundings = {own[name]: _rounding(choice.schemes[name], ranges.get(f"{name}.input_scale")) for name in own}
         need, _ = need_of(one, batches)
         made = work / _MADE
         made.mkdir(parents=True, exist_ok=True)
-        layers = _Layers(one, {own[name]: steps[name] for name in own}, choice, made, parameters)
+        layers = _Layers(one, plans, structure, choice, made, parameters, ranges)
+        unchanged = layers.study(batches[0]) if folds_of(parameters) else ()
         run_sequential(
-            one,
+            layers.replica,
             batches,
-            roundings,
+            layers.roundings,
             layers.solve,
             activations_for([one], need, activation_bytes, work / _STATES),
-            [[name, choice.schemes[name], steps[name].kernel] for name in sorted(own)] + [dict(parameters)],
+            layers.facts,
+            fold=layers.fold if layers.looks else None,
             advance=advance,
             commit_seconds=commit_seconds,
         )
-    files = {name: path for path in sorted(made.glob("*.safetensors")) for name in _gains(path)}
+    files: dict[str, Path] = {}
+    gains: dict[str, Gain] = {}
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(made.glob("*.safetensors")):
+        steps, of_path, changed = _facts(path)
+        files |= dict.fromkeys(steps, path)
+        gains |= of_path
+        found |= changed
     return Rounded(
         tuple(
             replace(plan, steps=tuple(replace(step, made=files.get(step.name)) for step in plan.steps))
             for plan in plans
         ),
-        {name: gain for path in set(files.values()) for name, gain in _gains(path).items()},
-        tuple(sorted(steps.keys() - files.keys())),
+        gains,
+        tuple(sorted(choice.schemes.keys() - gains.keys())),
+        found,
+        tuple(unchanged),
     )
+
+
+def folds_of(parameters: Mapping[str, float | int | bool]) -> tuple[str, ...]:
+    """The algorithms whose names say what is done to a model before it is rounded, as the table of them has them."""
+    scaled = parameters.get("scaling") or parameters.get("permutation")
+    return tuple(name for name, done in (("rotation", parameters.get("rotation")), ("awq", scaled)) if done)
 
 
 def _own_modules(one: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
@@ -127,64 +160,223 @@ def _own_modules(one: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A step of a plan, the model's own parameter that its tensor is (a part of), and how it is taken out of that."""
+
+    step: Step
+    parameter: str
+    take: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _members(one: Replica, structure: Structure, steps: Iterable[Step]) -> Iterator[_Member]:
+    """Steps whose tensor the model has."""
+    modules, parameters = dict(one.model.named_modules()), one.model.state_dict()
+    stacks = {source.tensor: module for module, source in structure.weights.items() if source.expert is not None}
+    for step in steps:
+        module = stacks.get(step.name, step.name if step.kernel is not None else step.name.removesuffix(".weight"))
+        source = structure.weights.get(module)
+        own = one.owned.get(step.name if source is None else source.tensor, step.name)
+        if own in parameters and source is not None and parameters[own].ndim == 3:
+            number, projection = structure.modules[module].rsplit(".", 2)[1:]
+            name = own.rpartition(".")[0]
+            place = place_of(modules[name], name, int(number), projection)
+            whole = _whole(turned=source.transposed != place.transposed)
+            yield _Member(step, own, whole if step.name in stacks else partial(_part, place))
+        elif own in parameters and tuple(parameters[own].shape) == step.origin.shape:
+            yield _Member(step, own, _whole(turned=False))
+
+
+def _whole(turned: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    return (lambda whole: whole.mT) if turned else (lambda whole: whole)
+
+
+def _part(place: Place, stack: torch.Tensor) -> torch.Tensor:
+    part = stack[place.expert]
+    return (part.t() if place.transposed else part)[slice(*place.rows)]
+
+
 class _Layers:
-    """What is made of each layer."""
+    """What is made of each layer, and of what lies outside of them."""
 
     def __init__(
-        self, one: Replica, steps: Mapping[str, Step], choice: Choice, folder: Path, parameters: Mapping[str, Any]
+        self,
+        one: Replica,
+        plans: Iterable[ShardPlan],
+        structure: Structure,
+        choice: Choice,
+        folder: Path,
+        parameters: Mapping[str, float | int | bool],
+        ranges: Mapping[str, torch.Tensor],
     ) -> None:
-        self._model, self._steps, self._choice, self._folder = one.model, steps, choice, folder
-        self._dampening, self._ordered = float(parameters["dampening"]), bool(parameters["activation_order"])
+        self.replica, self._choice, self._folder, self._parameters = one, choice, folder, parameters
+        steps = [step for plan in plans for step in plan.steps]
+        quantized = {step.name: step for step in steps if step.kernel is not None}
+        own = _own_modules(one, quantized)
+        self._steps = {own[name]: quantized[name] for name in own}
+        self._names = layer_names(one.model, one.attention.values())
+        self._members = list(_members(one, structure, steps))
+        self._unknown = sorted({step.name for step in steps} - {each.step.name for each in self._members})
+        self._ranges, self._changed = dict(ranges), dict[str, float]()
+        self.roundings = {name: self._served(step) for name, step in self._steps.items()}
+        self.facts = [[name, choice.schemes[name], quantized[name].kernel] for name in sorted(own)] + [dict(parameters)]
+        self.anatomies: Mapping[str, Anatomy] = {}
+        self._touched: set[str] = set()
+
+    def study(self, batch: torch.Tensor) -> list[str]:
+        """Find out what can be changed, and turn what is loaded from now on; names what cannot be changed."""
+        one = self.replica
+        self.anatomies, left = study(one, self._names, batch, values=not self._choice.kv_cache)
+        self._touched = {f"{name}.{each}" for name, found in self.anatomies.items() for each in found.touched}
+        outside = None
+        if self._parameters.get("rotation"):
+            outside = require_turnable(one, self._names, self.anatomies, batch, self._unknown)
+            self._touched |= set(outside.names)
+        missing = self._touched - {member.parameter for member in self._members}
+        if missing:
+            raise StageError(f"{min(missing)}: no tensor on the disk holds it as it is, so that it cannot be changed.")
+        if outside is not None:
+            self.replica = replace(one, weights=Turned(one, self.anatomies, outside))
+            self.replica.weights.load(outside.names)
+            self._save("outside", self._copies(each for each in self._members if each.parameter in outside.names))
+            self.replica.weights.free(outside.names)
+        return left
+
+    @property
+    def looks(self) -> bool:
+        """Whether what enters modules must be seen before their layer is rounded."""
+        asked = any(self._parameters.get(each) for each in ("scaling", "permutation"))
+        return bool(self.anatomies) and (asked or any(name.endswith(".input_scale") for name in self._ranges))
+
+    def fold(self, number: int, look: Look) -> None:
+        """Scale and order the channels of a layer, whose basis is turned already, and see what enters it now."""
+        name = self._names[number]
+
+        def reader(matrix: Matrix) -> Reader | None:
+            module = f"{name}.{matrix.weight}".removesuffix(".weight")
+            return self._reader(module) if module in self._steps else None
+
+        folded = fold_layer(self.replica.model, name, self.anatomies[name], look, reader, self._parameters)
+        for matrix, largest in folded:
+            for member in self._members:
+                scale = f"{member.step.name}.input_scale"
+                if member.parameter == f"{name}.{matrix.weight}" and scale in self._ranges:
+                    self._ranges[scale] = largest.amax().reshape(1).cpu()
+                    self._changed[scale] = float(self._ranges[scale])
+        inside = {module: step for module, step in self._steps.items() if module.startswith(f"{name}.")}
+        self.roundings |= {module: self._served(step) for module, step in inside.items()}
+
+    def _served(self, step: Step, largest: torch.Tensor | None = None) -> Rounding:
+        known = self._ranges.get(f"{step.name}.input_scale")
+        return _rounding(self._choice.schemes[step.name], known if known is None or largest is None else largest.amax())
+
+    def _reader(self, module: str) -> Reader:
+        step = self._steps[module]
+        kernel, scheme_name = KERNELS[str(step.kernel)], self._choice.schemes[step.name]
+        return Reader(
+            self.replica.model.get_submodule(module).weight.detach().float(),
+            lambda rows, largest: self._served(step, largest)(rows),
+            lambda weight: dequantize(scheme_name, kernel.compute(weight, None)),
+        )
 
     def solve(self, number: int, found: Sequence[Inputs]) -> None:
-        from safetensors.torch import save_file
-
-        largest = self._largest([name for inputs in found for name in inputs.modules])
+        members = [each for each in self._members if each.parameter.startswith(f"{self._names[number]}.")]
+        largest = self._largest(members)
         tensors: dict[str, torch.Tensor] = {}
-        gains: dict[str, Any] = {}
+        errors: dict[str, Error] = {}
+        gains: dict[str, Gain] = {}
+
+        def add(step: Step, weight: torch.Tensor, parts: Parts) -> None:
+            tensors.update({f"{step.name}.{role}": part.cpu() for role, part in parts.items()})
+            errors[step.name] = error_of(weight, parts, KERNELS[str(step.kernel)].limit)
+
         for inputs in found:
             factor = cache(lambda kernel, hessian=inputs.hessian: self._factored(hessian, kernel))
             for name in inputs.modules:
                 step = self._steps[name]
-                made = self._made(name, step, factor(step.kernel), largest.get(name))
-                tensors |= {f"{step.name}.{role}": part.cpu() for role, part in made.parts.items()}
-                gains[step.name] = [made.before, made.after, inputs.tokens, made.fault]
-        path = self._folder / f"{number:05}.safetensors"
-        partial = path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"gains": json.dumps(gains)})
-        fsync(partial)
-        partial.replace(path)
-        fsync(self._folder)
+                weight = self._finite(step, self.replica.model.get_submodule(name).weight.detach())
+                made = gptq(weight, factor(step.kernel), str(step.kernel), largest.get(step.name))
+                self._put(name, dequantize(self._choice.schemes[step.name], made.parts).to(weight.dtype))
+                add(step, weight, made.parts)
+                gains[step.name] = Gain(made.before, made.after, inputs.tokens, made.fault)
+        changed = [each for each in members if each.parameter in self._touched]
+        for member in changed:
+            if (kernel := member.step.kernel) is not None and member.step.name not in gains:
+                weight = self._finite(member.step, self._weight(member))
+                add(member.step, weight, KERNELS[kernel].compute(weight, largest.get(member.step.name)))
+        self._save(f"{number:05}", tensors | self._copies(changed), errors, gains)
 
     def _factored(self, hessian: torch.Tensor, kernel: str) -> Any:
-        return factored(hessian, kernel, dampening=self._dampening, ordered=self._ordered)
+        dampening, ordered = float(self._parameters["dampening"]), bool(self._parameters["activation_order"])
+        return factored(hessian, kernel, dampening=dampening, ordered=ordered)
 
-    def _made(self, name: str, step: Step, factor: Any, largest: torch.Tensor | None) -> Made:
-        import torch
+    def _weight(self, member: _Member) -> torch.Tensor:
+        return member.take(self.replica.model.get_parameter(member.parameter).detach()).contiguous()
 
-        module = self._model.get_submodule(name)
-        weight = module.weight.detach()
+    def _finite(self, step: Step, weight: torch.Tensor) -> torch.Tensor:
         if not bool(amax(weight).isfinite()):
             raise StageError(f"{step.name}: its weight holds numbers that are not finite.")
-        made = gptq(weight, factor, str(step.kernel), largest)
-        restored = dequantize(self._choice.schemes[step.name], made.parts).to(weight.dtype)
-        module.weight = torch.nn.Parameter(restored, requires_grad=False)
-        return made
+        return weight
 
-    def _largest(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The largest magnitude behind each scale that several weights share."""
+    def _put(self, name: str, weight: torch.Tensor) -> None:
         import torch
 
-        own = {name: amax(self._model.get_submodule(name).weight.detach()) for name in names if self._steps[name].group}
-        origins = {self._steps[name].origin: each for name, each in own.items()}
-        return {name: torch.stack([origins[each] for each in self._steps[name].group]).amax() for name in own}
+        self.replica.model.get_submodule(name).weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def _copies(self, members: Iterable[_Member]) -> dict[str, torch.Tensor]:
+        """What is stored of tensors that no kernel makes."""
+        return {
+            f"{each.step.name}.{out.role}": self._weight(each).to(torch_dtype(out.dtype)).cpu()
+            for each in members
+            if each.step.kernel is None
+            for out in each.step.outputs
+        }
+
+    def _largest(self, members: Sequence[_Member]) -> dict[str, torch.Tensor]:
+        """The largest magnitude behind each scale that several weights share, by step."""
+        import torch
+
+        grouped = [each for each in members if each.step.group]
+        origins = {each.step.origin: amax(self._weight(each)) for each in grouped}
+        return {
+            each.step.name: torch.stack([origins[other] for other in each.step.group]).amax()
+            for each in grouped
+            if all(other in origins for other in each.step.group)
+        }
+
+    def _save(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        errors: Mapping[str, Error] = MappingProxyType({}),
+        gains: Mapping[str, Gain] = MappingProxyType({}),
+    ) -> None:
+        from safetensors.torch import save_file
+
+        metadata = {
+            "gains": json.dumps({each: astuple(gain) for each, gain in gains.items()}),
+            ERRORS: json.dumps({each: astuple(error) for each, error in errors.items()}),
+            "ranges": json.dumps(self._changed),
+        }
+        path = self._folder / f"{name}.safetensors"
+        partial_path = path.with_suffix(".partial")
+        save_file(dict(tensors), partial_path, metadata=metadata)
+        self._changed = {}
+        fsync(partial_path)
+        partial_path.replace(path)
+        fsync(self._folder)
 
 
-def _gains(path: Path) -> dict[str, Gain]:
+def _facts(path: Path) -> tuple[set[str], dict[str, Gain], dict[str, torch.Tensor]]:
+    """Of a file of what was made: the steps, what was gained, and ranges of inputs."""
+    import torch
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as stored:
-        return {name: Gain(*facts) for name, facts in json.loads(stored.metadata()["gains"]).items()}
+        metadata = stored.metadata()
+        gains = {name: Gain(*facts) for name, facts in json.loads(metadata["gains"]).items()}
+        ranges = {name: torch.tensor([found]) for name, found in json.loads(metadata["ranges"]).items()}
+        return {name.rpartition(".")[0] for name in stored.keys()}, gains, ranges  # noqa: SIM118 - it is no mapping
 
 
 @cache

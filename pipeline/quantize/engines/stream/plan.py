@@ -184,21 +184,34 @@ def is_deferred(tensor: StoredTensor) -> bool:
 
 
 def plan_shards(
-    source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str, *, shared_scales: bool = False
+    source: Checkpoint,
+    structure: Structure,
+    choice: Choice,
+    checkpoint_format: str,
+    *,
+    shared_scales: bool = False,
+    own_head: bool = False,
 ) -> tuple[ShardPlan, ...]:
     """Lay out every output file of a model.
 
     ``shared_scales`` gives the weights that vLLM loads as one (q, k, v; gate, up) one scale where a scale is per
-    tensor: the largest magnitude of them all decides. Raises `UserError` for a quantized module whose weight is not
+    tensor: the largest magnitude of them all decides. ``own_head`` gives a head that shares the embedding's tensor one
+    of its own, which is `made`. Raises `UserError` for a quantized module whose weight is not
     there as a matrix of numbers.
     """
-    layouter = _Layouter(source, structure, choice, checkpoint_format, shared_scales)
+    layouter = _Layouter(source, structure, choice, checkpoint_format, shared_scales, own_head)
     return tuple(plan for shard in source.shards if (plan := layouter.shard(shard)) is not None)
 
 
 class _Layouter:
     def __init__(
-        self, source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str, shared_scales: bool
+        self,
+        source: Checkpoint,
+        structure: Structure,
+        choice: Choice,
+        checkpoint_format: str,
+        shared_scales: bool,
+        own_head: bool,
     ) -> None:
         self._source, self._structure, self._choice = source, structure, choice
         self._format = checkpoint_format
@@ -208,6 +221,7 @@ class _Layouter:
         for module, weight in structure.weights.items():
             self._consumers[weight.tensor].append(module)
         self._groups = self._shared() if shared_scales else {}
+        self._heads = tied_head(source, structure) if own_head else {}
 
     def shard(self, name: str) -> ShardPlan | None:
         """Lay out one file; None where all of it is decoded away."""
@@ -220,7 +234,8 @@ class _Layouter:
             if any(module in self._choice.schemes for module in modules):
                 steps += map(self._taken, modules)
             else:
-                steps.append(self._carried(info.name, copied(self._source, info.name, self._structure.encoded)))
+                origin = copied(self._source, info.name, self._structure.encoded)
+                steps += (self._carried(name, origin) for name in (info.name, *self._heads.get(info.name, ())))
             extra += self._kv_scales.get(info.name, ())
         if not steps:
             return None
@@ -263,6 +278,15 @@ class _Layouter:
             if KERNELS[kernel_name(scheme, self._format)].whole:
                 members[scale_group(module)][module] = origin_of(self._source, self._structure.weights[module])
         return {module: tuple(group.values()) for group in members.values() for module in group}
+
+
+def tied_head(source: Checkpoint, structure: Structure) -> dict[str, tuple[str, ...]]:
+    """The weight of a head that has no tensor of its own, by the embedding whose tensor it uses; nothing else."""
+    heads = tuple(f"{name}.weight" for name in structure.kept if f"{name}.weight" not in source.tensors)
+    vocabulary = text_config(source.config).get("vocab_size")
+    others = (info for _, info in source.tensors.values() if info.name.rpartition(".")[0] not in structure.kept)
+    embedding = next((info.name for info in others if len(info.shape) == 2 and info.shape[0] == vocabulary), None)
+    return {embedding: heads} if heads and embedding is not None else {}
 
 
 def _kv_scales(
@@ -341,7 +365,7 @@ def cut(plan: ShardPlan, size: int) -> list[Scan | Piece]:
                 for first, last in _ranges(origin.shape[0], _rows(origin, 1, size))
             )
         origin = step.origin
-        raw = step.kernel is None and origin.scale is None and not origin.transposed
+        raw = step.kernel is None and origin.scale is None and not origin.transposed and step.made is None
         if raw:
             ranges = list(_ranges(origin.nbytes, max(size // _WORD, 1) * _WORD))
         else:

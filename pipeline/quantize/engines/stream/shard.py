@@ -12,6 +12,7 @@ of a real weight by hundredths of a decibel; all rows would cost more than quant
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,10 +49,11 @@ _STRIDE = 64
 _CLIPPED = {FP8_MAX: 464.0, E2M1_MAX: 7.0}
 
 
-def error_of(weight: torch.Tensor, made: dict[str, torch.Tensor], limit: float, stride: int = _STRIDE) -> Error:
-    """Compare every ``stride``-th row of a weight [O, I] with what a kernel made of them."""
+def error_of(weight: torch.Tensor, made: Parts, limit: float) -> Error:
+    """Compare rows of a weight [O, I] with what was made of them: all where the bus is what is waited for."""
     import torch
 
+    stride = _STRIDE if weight.device.type == "cpu" else 1
     source = weight[::stride].float()
     scale = made["weight_scale"]
     if limit == E2M1_MAX:
@@ -77,6 +79,8 @@ def error_of(weight: torch.Tensor, made: dict[str, torch.Tensor], limit: float, 
 
 
 PARTIAL_SUFFIX = ".partial"
+ERRORS = "errors"
+"""Where a file of what was made says, as JSON by step, how far each is from the weight that it was made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,19 +251,17 @@ class OpenShard:
 
     def _compute(self, piece: Piece, weight: torch.Tensor, largest: torch.Tensor | None) -> tuple[Parts, Error]:
         step = piece.step
+        parts, error = _made(piece, weight.device) if step.made is not None else ({"copy": weight}, Error())
         if step.kernel is None:
-            self._require_finite(step.origin, amax(weight))
-            return {"copy": weight}, Error()
+            self._require_finite(step.origin, amax(parts["copy"]))
+            return parts, error
         kernel = KERNELS[step.kernel]
         if step.made is None:
             parts = kernel.compute(weight, largest)
-        else:
-            parts = _made_rows(step, piece.first, piece.last, weight.device)
         # A scale that is a number was made from finite ones; an exponent does not tell.
         scale = parts["weight_scale"]
         self._require_finite(step.origin, scale if scale.is_floating_point() else amax(weight))
-        # Everything where the bus is what is waited for.
-        return parts, error_of(weight, parts, kernel.limit, _STRIDE if weight.device.type == "cpu" else 1)
+        return parts, error if step.made is not None else error_of(weight, parts, kernel.limit)
 
     def _largest_of(self, worker: Worker, step: Step) -> torch.Tensor:
         with self._changed, worker.clock("wait"):
@@ -333,18 +335,20 @@ class OpenShard:
             )
 
 
-def _made_rows(step: Step, first: int, last: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Rows [first, last) of what was made of a step, by role, as its kernel would return them."""
+def _made(piece: Piece, device: torch.device) -> tuple[Parts, Error]:
+    """Rows of what was made of a step, by role, as its kernel would return them; with the last ones its error."""
     from safetensors import safe_open
 
-    found: dict[str, torch.Tensor] = {}
+    step, found = piece.step, {}
     with safe_open(str(step.made), framework="pt") as stored:
         for output in step.outputs:
             name = f"{step.name}.{output.role}"
             if name in stored.keys():  # noqa: SIM118 - it is no mapping
                 part = stored.get_slice(name)
-                found[output.role] = (part[first:last] if part.get_shape() else stored.get_tensor(name)).to(device)
-    return found
+                rows = part[piece.first : piece.last] if part.get_shape() else stored.get_tensor(name)
+                found[output.role] = rows.to(device)
+        error = json.loads(stored.metadata()[ERRORS]).get(step.name) if piece.final else None
+    return found, Error() if error is None else Error(*error)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
