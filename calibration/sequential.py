@@ -161,7 +161,8 @@ class _Part(Part):
         largest: dict[str, torch.Tensor] = {}
         count = -(-_ROWS // len(self.numbers))
 
-        def take(name: str, found: torch.Tensor) -> None:
+        def take(name: str, found: Any) -> None:
+            found = found[0] if isinstance(found, tuple) else found
             flat = found.reshape(-1, found.shape[-1])
             rows.setdefault(name, []).append(flat[:: max(len(flat) // count, 1)].clone())
             here = flat.abs().amax(dim=0).float()

@@ -3,9 +3,10 @@
     for matrix, largest in fold_layer(model, name, anatomy, look, reader, parameters):
         ...                                                  # the largest magnitudes that enter the matrix now
 
-Scaling (arXiv 2306.00978): what channels carry is divided by the power of its mean magnitude with which the layer's
-product loses the least, inputs and weights rounded as they are when it is served. The factors become a part of the norm
-before, or of the rows of the projection before.
+Scaling (arXiv 2306.00978): what channels carry is divided by the power of its root mean square with which the product
+loses the least, inputs and weights rounded as they are when it is served. The factors become a part of the norm before,
+or of the rows of the projection before. What is added to the residual stream counts by the size of that: a few tokens
+carry a hundred times as much as others, the next norm divides them by it, and they would decide alone.
 
 Order: channels between the matrices of an MLP are sorted by magnitude, so that those of like size share an MX scale.
 """
@@ -53,7 +54,8 @@ def fold_layer(
     pairs = [*anatomy.inner, *([anatomy.value] if anatomy.value is not None else [])]
     places: dict[Norm | Pair, str] = {norm: f"{name}.{norm.weight}".removesuffix(".weight") for norm in anatomy.norms}
     inputs: dict[Norm | Pair, str] = {pair: f"{name}.{pair.second.weight}".removesuffix(".weight") for pair in pairs}
-    seen = look(list(inputs.values()), list(places.values()))
+    seen = look(list(inputs.values()), [*places.values(), name])
+    sizes = seen[name].rows.float().square().mean(dim=1, keepdim=True).sqrt().clamp_(min=1e-6)
     for fold, place in (places | inputs).items():
         found = seen[place]
         if parameters.get("permutation") and isinstance(fold, Pair) and fold.beside is not None:
@@ -63,34 +65,43 @@ def fold_layer(
         matrices = fold.readers if isinstance(fold, Norm) else (fold.second,)
         largest, readers = found.largest, [each for each in map(reader, matrices) if each is not None]
         if parameters.get("scaling") and readers:
-            factors = best_factors(found, readers, fold.spread, fold.count(layer))
+            weights = 1 / sizes if isinstance(fold, Pair) else 1.0
+            factors = best_factors(found, readers, fold.spread, fold.count(layer), weights)
             fold.scale(layer, factors)
             largest = largest / fold.spread(factors)
         yield from ((matrix, largest) for matrix in matrices)
 
 
 def best_factors(
-    seen: Seen, readers: Sequence[Reader], spread: Callable[[torch.Tensor], torch.Tensor], count: int
+    seen: Seen,
+    readers: Sequence[Reader],
+    spread: Callable[[torch.Tensor], torch.Tensor],
+    count: int,
+    weights: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
-    """The factors, float32 [count], of which ``spread`` makes those of the inputs, [I]: ones where none helps."""
+    """The factors, float32 [count], of which ``spread`` makes those of the inputs, [I]: ones where none helps.
+
+    ``weights`` of the rows, float32 [n, 1], are what their errors are multiplied with.
+    """
     import torch
 
     rows = seen.rows.float()
     wanted = [rows @ reader.weight.t() for reader in readers]
     # Of channels that are served several times, one after the other by runs, the mean.
     places = spread(torch.arange(count, device=rows.device, dtype=torch.float32)).long()
-    size = rows.new_zeros(count).index_add_(0, places, rows.abs().mean(dim=0)) / (len(places) // count)
+    squares = rows.square().mean(dim=0)
+    size = (rows.new_zeros(count).index_add_(0, places, squares) / (len(places) // count)).sqrt()
     size = size.clamp_(min=float(size.amax()) * 1e-5 or 1.0)
     best, least = torch.ones_like(size), float("inf")
-    for step in range(_STEPS):
+    for step in range(_STEPS + 1):
         factors = size ** (step / _STEPS)
         factors /= (factors.amax() * factors.amin()).sqrt()
         inputs = spread(factors)
         scaled, largest = rows / inputs, seen.largest / inputs
-        lost = sum(
-            float((reader.served(scaled, largest) @ reader.stored(reader.weight * inputs).t() - of).square().sum())
-            for reader, of in zip(readers, wanted, strict=True)
-        )
+        lost = 0.0
+        for reader, of in zip(readers, wanted, strict=True):
+            found = reader.served(scaled, largest) @ reader.stored(reader.weight * inputs).t()
+            lost += float(found.sub_(of).mul_(weights).square_().sum())
         if lost < least:
             best, least = factors, lost
     return best
