@@ -84,6 +84,7 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **given:
 
 
 def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) -> Request:
+    from pipeline.recipe.schema import Serve
     from pipeline.serving.planning.planner import plan_serving
     from pipeline.stages.launch import (
         Request,
@@ -104,12 +105,12 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
         vllm=None if environment is None else str(environment.executable),
     )
     recipe = found.recipe
+    own = Serve() if recipe is None else recipe.serve
     target = target_for(given["target"], recipe)
     profile = profile_for(
         given["workload"], recipe, concurrency=given["concurrency"], max_model_len=given["max_model_len"]
     )
     trusted = given["trust_remote_code"] or (recipe is not None and recipe.trust_remote_code)
-    speculative = speculation_of(given["speculative"]) if given["speculative"] else None
     if not planning and given["launcher"] != "endpoint":
         found = fetched(found, with_code=trusted, progress=reporter_for(json=False))
     return Request(
@@ -119,12 +120,12 @@ def _request(model: str, port: int, given: dict[str, Any], *, planning: bool) ->
             target=target,
             profile=profile,
             vllm_version=version,
-            overrides={**({} if recipe is None else recipe.serve.overrides), **overrides_of(given["settings"])},
+            overrides={**own.overrides, **overrides_of(given["settings"])},
             kv_cache_dtype=given["kv_cache_dtype"],
-            speculative=speculative or (None if recipe is None else recipe.serve.speculative),
+            speculative=speculation_of(given["speculative"]) if given["speculative"] else own.speculative,
             tunableop=None if found.tunableop is None else str(found.tunableop),
-            packed=given["pack"] or (1 if recipe is None else recipe.serve.pack),
-            arguments=(*(() if recipe is None else recipe.serve.arguments), *given["arguments"]),
+            packed=given["pack"] or own.pack,
+            arguments=(*own.arguments, *given["arguments"]),
             served_model_name=given["served_model_name"] or found.name,
             trust_remote_code=trusted,
         ),

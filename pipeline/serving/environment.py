@@ -35,20 +35,29 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class VllmEnvironment:
-    """A ``vllm`` command; ``found_by`` says which rule led to it."""
+    """A ``vllm`` command."""
 
     executable: Path
-    found_by: str
 
     @property
     def python(self) -> Path:
         """The interpreter that runs the command; ServingError where it cannot be told."""
-        return _interpreter(self.executable)
+        beside = self.executable.parent / "python"
+        if _runnable(beside):
+            return beside
+        with self.executable.open("rb") as script:
+            words = script.readline(4096).decode("utf-8", errors="replace").removeprefix("#!").split()
+        if words and Path(words[0]).name == "env":
+            words = words[1:]
+        named = shutil.which(words[0]) if words else None
+        if named is None or "python" not in Path(named).name:
+            raise ServingError(f"cannot tell which Python runs {self.executable}", hint=_HINT)
+        return Path(named)
 
     @property
     def version(self) -> str:
         """vLLM's version, from the metadata of the distribution; ServingError where it has none."""
-        return _version(self.executable, self.executable.stat().st_mtime_ns)
+        return _version(self, self.executable.stat().st_mtime_ns)
 
 
 def find_vllm(
@@ -63,16 +72,16 @@ def find_vllm(
     variables = os.environ if environ is None else environ
     for given, found_by in ((explicit, "the argument"), (variables.get(VARIABLE), VARIABLE)):
         if given:
-            return VllmEnvironment(_command(Path(given), found_by), found_by)
+            return VllmEnvironment(_command(Path(given), found_by))
     start = (folder or Path.cwd()).resolve()
     project = Path(__file__).resolve().parents[2]
     for place in (start, *start.parents, project):
         candidate = place / FOLDER / "bin" / "vllm"
         if _runnable(candidate):
-            return VllmEnvironment(candidate, str(place / FOLDER))
+            return VllmEnvironment(candidate)
     on_path = shutil.which("vllm", path=variables.get("PATH"))
     if on_path is not None:
-        return VllmEnvironment(Path(on_path), "PATH")
+        return VllmEnvironment(Path(on_path))
     raise UserError(
         f"no vLLM found: {VARIABLE} is not set, and neither {FOLDER} nor PATH has a `vllm` command", hint=_HINT
     )
@@ -90,23 +99,9 @@ def _runnable(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
 
-def _interpreter(executable: Path) -> Path:
-    beside = executable.parent / "python"
-    if _runnable(beside):
-        return beside
-    with executable.open("rb") as script:
-        words = script.readline(4096).decode("utf-8", errors="replace").removeprefix("#!").split()
-    if words and Path(words[0]).name == "env":
-        words = words[1:]
-    named = shutil.which(words[0]) if words else None
-    if named is None or "python" not in Path(named).name:
-        raise ServingError(f"cannot tell which Python runs {executable}", hint=_HINT)
-    return Path(named)
-
-
 @cache
-def _version(executable: Path, _mtime_ns: int) -> str:
-    python = _interpreter(executable)
+def _version(environment: VllmEnvironment, _mtime_ns: int) -> str:
+    python = environment.python
     try:
         done = subprocess.run(
             [str(python), "-c", "import importlib.metadata as m; print(m.version('vllm'))"],

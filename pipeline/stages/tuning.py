@@ -18,6 +18,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.machine import Machine, cores
 from pipeline.base.progress import Reporter
 from pipeline.quantize.digest import file_digests, folder_digest
+from pipeline.recipe.schema import Serve
 from pipeline.serving.environment import find_vllm
 from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.planning.planner import plan_serving
@@ -187,7 +188,7 @@ def open_subject(
             f"{length}",
             hint="name a smaller workload with --workload",
         )
-    serve = None if recipe is None else recipe.serve
+    serve = Serve() if recipe is None else recipe.serve
     kernels = None if tunableop else found.tunableop
     model = Path(found.model)
     make = partial(
@@ -196,15 +197,15 @@ def open_subject(
         found.facts,
         target=place,
         profile=profile(
-            load.profile if serve is None or serve.profile is None else serve.profile,
+            serve.profile or load.profile,
             concurrency=load.in_flight,
             max_model_len=length,
         ),
         vllm_version=environment.version,
         purpose="measure",  # without prefix caching: cells of one length get the same prompts
-        speculative=None if serve is None else serve.speculative,
-        packed=1 if serve is None else serve.pack,
-        arguments=() if serve is None else serve.arguments,
+        speculative=serve.speculative,
+        packed=serve.pack,
+        arguments=serve.arguments,
         tunableop=None if kernels is None else str(kernels),
         trust_remote_code=recipe is not None and recipe.trust_remote_code,
         cpu_threads=cores(),
@@ -218,9 +219,9 @@ def open_subject(
         workload=load,
         vllm=environment,
         machine=MappingProxyType(machine_facts(place, Machine()) if measuring else {"target": str(place)}),
-        planner=planner(make, {} if serve is None else serve.overrides),
+        planner=planner(make, serve.overrides),
     )
-    existing = {} if serve is None else serve.model_dump(mode="json", exclude_defaults=True)
+    existing = serve.model_dump(mode="json", exclude_defaults=True)
     return Opened(subject, found.facts, place.accelerator.arch or "", MappingProxyType(existing))
 
 

@@ -199,7 +199,7 @@ def warm_vllm(folder: Path, vllm: VllmEnvironment) -> Iterator[VllmEnvironment]:
         thread = threading.Thread(target=make_warm)
         thread.start()
         try:
-            yield VllmEnvironment(script, vllm.found_by)
+            yield VllmEnvironment(script)
         finally:
             with contextlib.suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)

@@ -60,7 +60,7 @@ def for_all_workers(factory: pytest.TempPathFactory, name: str) -> Path:
 def shared_vllm(folder: Path, vllm: VllmEnvironment) -> Iterator[VllmEnvironment]:
     """`warm_vllm` for as long as anybody's block runs."""
     with _kept(folder, os.environ, "vllm", str(vllm.executable)):
-        yield VllmEnvironment(folder / "bin" / "vllm", vllm.found_by)
+        yield VllmEnvironment(folder / "bin" / "vllm")
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def _keep(number: str, place: str, kind: str, *given: str) -> None:
         left.unlink()
     with socket.socket(socket.AF_UNIX) as listening, contextlib.ExitStack() as stack:
         stack.enter_context(
-            warm_vllm(folder, VllmEnvironment(Path(given[0]), ""))
+            warm_vllm(folder, VllmEnvironment(Path(given[0])))
             if kind == "vllm"
             else warm_python(folder, os.environ, *given)
         )

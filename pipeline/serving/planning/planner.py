@@ -172,7 +172,7 @@ def _assembled(model: str, request: LaunchRequest, choice: Choice) -> LaunchPlan
         memory=request.memory(layout),
         host=settings.host,
         warnings=(*choice.notes, *_remarks(request, layout)),
-        docker=tuple(word for pair in settings.docker if pair[0] != _IMAGE for word in pair if word is not None),
+        docker=tuple("=".join(filter(None, pair)) for pair in settings.docker if pair[0] != _IMAGE),
         image=dict(settings.docker).get(_IMAGE),
         attention_backend=running(request.facts, kind, settings.env, argv),
         target=str(request.target),

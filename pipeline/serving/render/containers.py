@@ -37,12 +37,8 @@ START_PERIOD_S = 3600
 
 def options(plan: LaunchPlan) -> tuple[tuple[str, str], ...]:
     """What the container gets from the host, as options of `docker run` with their values."""
-    words = list(plan.docker)
-    pairs: list[tuple[str, str]] = [("--network", "host")]
-    while words:
-        name, equals, value = words.pop(0).partition("=")
-        pairs.append((name, value if equals or not words or words[0].startswith("-") else words.pop(0)))
-    return tuple(dict.fromkeys(pairs))
+    words = (word.partition("=") for word in dict.fromkeys(("--network=host", *plan.docker)))
+    return tuple((name, value) for name, _, value in words)
 
 
 def mounted(plan: LaunchPlan) -> tuple[str, ...]:

@@ -39,12 +39,6 @@ class Server:
     pid: int | None = None
     api_key_variable: str | None = None
 
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        address = urlsplit(self.base_url)
-        return address.port or (443 if address.scheme == "https" else 80)
-
     def client_environment(self) -> dict[str, str]:
         """The key as OpenAI's clients read it; lm-eval's insists on one also where the server asks for none."""
         return {"OPENAI_API_KEY": self._key() or "unused"}

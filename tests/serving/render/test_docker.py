@@ -64,7 +64,7 @@ def test_other_machines(on_cpu: Launch) -> None:
     assert docker_run(plan, processes[0], image="mine:1")[4].startswith("--volume=")
     with pytest.raises(UserError, match=r"no image of vLLM 0\.32\.0\+cpu for cpu:1"):
         docker_run(plan, processes[0])
-    on_cuda = replace(plan, docker=("--gpus", "all", "--ipc=host"), image="theirs:1")
+    on_cuda = replace(plan, docker=("--gpus=all", "--ipc=host"), image="theirs:1")
     assert docker_run(on_cuda, processes[0])[3:6] == ("--network=host", "--gpus=all", "--ipc=host")
 
 
@@ -131,10 +131,6 @@ def test_every_option_of_the_table_has_a_form(one: Launch) -> None:
     plan, processes = one
     options = [knob for knob in table().values() if knob.kind == "docker" and not knob.never and knob.name != "image"]
     assert len(options) >= 8
-    words = [
-        word
-        for knob in options
-        for word in (knob.name, *([] if knob.rules[0].value is True else [str(knob.rules[0].value)]))
-    ]
+    words = [knob.name if knob.rules[0].value is True else f"{knob.name}={knob.rules[0].value}" for knob in options]
     (service,) = services(compose(replace(plan, docker=tuple(words)), processes)).values()
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == "all"

@@ -134,7 +134,7 @@ def test_the_exact_command(docker: Path, fake_model: Callable[..., Path], tmp_pa
             "--host",
             "127.0.0.1",
             "--port",
-            str(server.port),
+            server.base_url.rpartition(":")[2],
         ],
         ["stop", "--time=2", name],
         ["rm", "--force", name],

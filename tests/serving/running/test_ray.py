@@ -30,7 +30,7 @@ def plan_of(model: Path) -> LaunchPlan:
 
 @pytest.fixture
 def launcher(fake_vllm: Path) -> ClusterLauncher:
-    return ClusterLauncher(VllmEnvironment(fake_vllm, "the test"), HERE, stop_grace=1)
+    return ClusterLauncher(VllmEnvironment(fake_vllm), HERE, stop_grace=1)
 
 
 def test_the_engine_gets_its_gpus_from_the_cluster(

@@ -14,7 +14,7 @@ from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
 from pipeline.serving.running.launchers import LocalLauncher
 from pipeline.serving.running.log import LogScan
-from pipeline.serving.running.server import HOST, Server
+from pipeline.serving.running.server import Server
 from tests.serving.served.cases import MODEL, Case
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _completions(server: Server) -> list[dict[str, Any]]:
         "prompt_logprobs": _MOST_LIKELY,
         "return_tokens_as_token_ids": True,
     }
-    connection = http.client.HTTPConnection(HOST, server.port, timeout=300)
+    connection = http.client.HTTPConnection(server.base_url.removeprefix("http://"), timeout=300)
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
