@@ -28,12 +28,13 @@ from pipeline.store.tree import Store
 _SHOWN = 8  # details of a check that are printed
 
 
-_FRACTION = click.FloatRange(0, 1, min_open=True, max_open=True)
-
-
 @click.command(name="gate")
 @click.argument("subject", metavar="PATH_OR_RECIPE")
-@click.option("--margin", type=_FRACTION, help="Judge by this margin on every gated task; 0.01 is one point.")
+@click.option(
+    "--margin",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Judge by this margin on every gated task; 0.01 is one point.",
+)
 @click.option(
     "--confidence",
     type=click.FloatRange(0.5, 1, max_open=True),

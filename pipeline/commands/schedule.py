@@ -207,7 +207,9 @@ def export(ctx: click.Context, /, recipes: tuple[str, ...], output: Path | None,
         raise click.UsageError(f"found {found}, expected one of {', '.join(options[len(forms) :])}")
     (form,) = forms
     refuse_foreign(ctx, form, _BELONGS)
-    items = scheduled([_named_there(name, form) for name in recipes])
+    # A path of this machine holds from everywhere on it.
+    paths = {name for name in recipes if form in _HERE and (name.endswith((".yaml", ".yml")) or "/" in name)}
+    items = scheduled([str(Path(name).absolute()) if name in paths else name for name in recipes])
     if not items:
         raise UserError("no recipe of ./recipes has a schedule", hint=f"Give one to a recipe: {EXAMPLE}")
     files = _files(form, items, _export(ctx, form, given), given)
@@ -280,9 +282,3 @@ def _files(form: str, items: Sequence[Scheduled], how: Export, given: Mapping[st
         runner = [label.strip() for label in (given["runner"] or "").split(",") if label.strip()]
         made = [workflow(item, how, runner=runner, secrets=given["secrets"]) for item in items]
     return {name: text for files in made for name, text in files.items()}
-
-
-def _named_there(name: str, form: str) -> str:
-    """A recipe as the scheduled command names it: a path holds from everywhere on this machine."""
-    is_path = name.endswith((".yaml", ".yml")) or "/" in name
-    return str(Path(name).absolute()) if is_path and form in _HERE else name

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.host.subject import Finding
     from pipeline.serving.model.facts import ModelFacts
-    from pipeline.serving.plan import Process
     from pipeline.serving.planning.target import Target
     from pipeline.stages.launch import Request
 
@@ -157,24 +156,20 @@ def _serving(text: str | None, launcher: str, *, planning: bool) -> tuple[str, V
 
 
 def _show(request: Request, form: str, given: dict[str, Any]) -> None:
+    from pipeline.serving.render.containers import compose, manifests
+    from pipeline.serving.render.invocation import explain, script
+
     plan, processes = request.plan()
     if form == "json":
-        emit({**plan.to_json(), "processes": [_plain(one) for one in processes], "facts": _facts(request.model.facts)})
+        launched = [dataclasses.asdict(process) for process in processes]
+        emit({**plan.to_json(), "processes": launched, "facts": _facts(request.model.facts)})
     elif form == "shell":
-        from pipeline.serving.render.invocation import script
-
         click.echo(script(plan, processes), nl=False)
     elif form == "compose":
-        from pipeline.serving.render.containers import compose
-
         click.echo(compose(plan, processes, image=given["image"]), nl=False)
     elif form == "kubernetes":
-        from pipeline.serving.render.containers import manifests
-
         click.echo(manifests(plan, processes, image=given["image"], claim=given["volume_claim"]), nl=False)
     else:
-        from pipeline.serving.render.invocation import explain, script
-
         installed = None if request.environment is None else request.environment.version
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
         click.echo(
@@ -189,12 +184,6 @@ def _facts(facts: ModelFacts) -> dict[str, Any]:
     """Numbers and names; the single pieces of a model would be pages."""
     said = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts) if field.compare}
     return {"family": facts.family, "density": facts.density, **said}
-
-
-def _plain(process: Process) -> dict[str, Any]:
-    return {field.name: getattr(process, field.name) for field in dataclasses.fields(process)} | {
-        "env": dict(process.env)
-    }
 
 
 @click.command(name="doctor")

@@ -153,12 +153,9 @@ def _task(given: dict[str, Any]) -> Task:
         loaded.recipe,
         given["recipe"],
         store=str(given["store_path"]),
-        gpus=given["gpus"],
-        nodes=given["nodes"],
-        cpus=given["cpus"],
+        **{name: given[name] for name in ("gpus", "nodes", "cpus", "arguments")},
         memory_gb=given["memory"],
         seconds=None if given["limit"] is None else parse_duration(given["limit"]),
-        arguments=given["arguments"],
     )
 
 

@@ -116,12 +116,12 @@ def tune(
     from pipeline.serving.knobs.table import table
     from pipeline.serving.tuning.space import BASE, TUNABLEOP, Axis, given_axes, parse_knob, without_base_values
     from pipeline.serving.tuning.sweep import Design, Objective, Sweep, grid_size
-    from pipeline.serving.tuning.trials import Budget, refuse_unless_rocm
+    from pipeline.serving.tuning.trials import refuse_unless_rocm
     from pipeline.stages.tuning import open_subject
     from pipeline.stages.tuning import tune as measure
 
     reporter = reporter_for(json=as_json)
-    limit = Budget(None if budget is None else parse_duration(budget))
+    limit = None if budget is None else parse_duration(budget)
     given = [parse_knob(text) for text in knobs]
     store = Store(store_path, on_warning=reporter.warn)
     opened = open_subject(

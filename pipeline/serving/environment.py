@@ -141,13 +141,6 @@ def parse_version(text: str) -> Version:
 
 def within(version: Version, first: Version, end: Version) -> bool:
     """Whether first <= version < end, with an empty bound open; 0.11 and 0.11.0 are one version."""
-    number = trimmed(version)
-    return trimmed(first) <= number and (not end or number < trimmed(end))
-
-
-def trimmed(version: Version) -> Version:
-    """A version without the zeros at its end."""
-    numbers = list(version)
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+    width = max(map(len, (version, first, end)))
+    number, least, most = ((*bound, *[0] * (width - len(bound))) for bound in (version, first, end))
+    return least <= number and (not end or number < most)

@@ -129,24 +129,20 @@ class LaunchPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The whole plan as JSON values."""
+        told = ("target", "profile", "vllm_version", "served_model_name", "attention_backend", "image")
         return {
-            "target": self.target,
-            "profile": self.profile,
-            "vllm_version": self.vllm_version,
+            **{name: getattr(self, name) for name in told},
             "env": dict(self.env),
             "argv": list(self.argv),
-            "served_model_name": self.served_model_name,
-            "replicas": self.layout.replicas,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "replicas": self.layout.replicas,
             "pipeline_parallel_size": self.layout.pipeline,
             "data_parallel_size": self.layout.data,
             "expert_parallel": self.layout.expert,
             "nodes": self.layout.nodes,
             "servers_per_gpu": self.layout.packed,
-            "attention_backend": self.attention_backend,
             "memory": None if self.memory is None else asdict(self.memory),
             "host": [check._asdict() for check in self.host],
-            "image": self.image,
             "docker": list(self.docker),
             "reasons": [reason._asdict() for reason in self.reasons],
             "warnings": list(self.warnings),

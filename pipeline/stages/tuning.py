@@ -50,7 +50,7 @@ LOCK = "tuning.lock"
 def tune(
     sweep: Sweep,
     store: Store,
-    budget: Budget,
+    seconds: float | None,
     reporter: Reporter,
     out: Path,
     *,
@@ -58,7 +58,7 @@ def tune(
     tunableop: bool,
     redo: bool,
 ) -> tuple[Report, Path]:
-    """Run a sweep to its end or that of its budget; write `tuning.json` and `tuning.html` into ``out``.
+    """Run a sweep to its end or for so many seconds; write `tuning.json` and `tuning.html` into ``out``.
 
     One sweep at a time works with a store: two would measure each other. A second one waits, and then finds what the
     first one measured.
@@ -68,7 +68,7 @@ def tune(
     lock = Lock(store.root / LOCK)
     lock.acquire(on_wait=lambda who: reporter.warn(f"another sweep is measuring, this one waits for it: {who}"))
     try:
-        budget.begin()
+        budget = Budget(seconds)  # what came before, such as waiting for another sweep, was not measuring
         if tunableop:
             _tuned_first(sweep, store, budget, reporter, out, redo=redo)
         trials = Trials(store, sweep.subject)

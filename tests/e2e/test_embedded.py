@@ -19,7 +19,7 @@ from pipeline.serving.model.facts import model_facts
 from pipeline.serving.planning.planner import plan_serving
 from pipeline.serving.planning.target import parse_target, profile
 from pipeline.serving.running.launchers import LocalLauncher
-from pipeline.serving.running.load import result_file, run_cell
+from pipeline.serving.running.load import run_cell
 from pipeline.serving.running.server import Server
 from pipeline.stages.bench import read_launches
 from pipeline.stages.planning import build_plan
@@ -215,7 +215,7 @@ def test_a_workload_of_ones_own(finished: Finished, server: Server, vllm: Path, 
     assert result.completed == 24
     assert (result.concurrency, result.request_rate) == (4, 50.0)
     assert result.goodput == result.requests_per_second  # nobody waits ten minutes
-    assert json.loads(result_file(tmp_path, cell).read_text())["total_output_tokens"] <= 24 * 24
+    assert json.loads((tmp_path / f"{cell.name}.json").read_text())["total_output_tokens"] <= 24 * 24
 
 
 # What the tests above are made of.

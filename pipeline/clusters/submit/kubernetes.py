@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +12,14 @@ import yaml
 
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.transience import is_transient, is_transient_status
-from pipeline.clusters.submit.place import BROKEN, Log, State, Submitted, Task
+from pipeline.clusters.submit.place import BROKEN, Log, State, Submitted, Task, require_job
 from pipeline.clusters.submit.pod import CONTAINER, Pod, manifest
 from pipeline.serving.render.invocation import dump
 
 _TIMEOUT_S = 60
 _NO_LOG = (400, 404)
 """What is said of the log of a container that does not run yet, and of a pod that was evicted with it."""
+_NAME = (r"[a-z0-9][-a-z0-9.]*", "the name that Kubernetes gave it")
 _STARTED = ("Running", "Succeeded", "Failed")
 
 
@@ -61,7 +61,7 @@ class Kubernetes:
 
     def state(self, identifier: str) -> State:
         """The Job's condition; of one that ended, the exit code of the pod that decided it."""
-        _require_name(identifier)
+        require_job(identifier, *_NAME)  # no name at all is every Job of the namespace
         jobs, _, namespace = self._connect()
         job = _told(jobs.read_namespaced_job, identifier, namespace)
         for condition in (item for item in job.status.conditions or () if item.status == "True"):
@@ -85,7 +85,7 @@ class Kubernetes:
 
     def cancel(self, identifier: str) -> None:
         """Delete the Job with its pods, which get their time to end."""
-        _require_name(identifier)
+        require_job(identifier, *_NAME)
         jobs, _, namespace = self._connect()
         _told(jobs.delete_namespaced_job, identifier, namespace, propagation_policy="Background")
 
@@ -157,12 +157,6 @@ def _exit_code(pods: list[Any]) -> int:
         if status.name == CONTAINER and ended is not None and ended.exit_code:
             return int(ended.exit_code)
     return BROKEN
-
-
-def _require_name(identifier: str) -> None:
-    """UserError for what is no name of a Job: the API takes none at all for every Job of the namespace."""
-    if not re.fullmatch(r"[a-z0-9][-a-z0-9.]*", identifier):
-        raise UserError(f"found the job {identifier!r}, expected the name that Kubernetes gave it")
 
 
 def _told(method: Callable[..., Any], *words: Any, **given: Any) -> Any:

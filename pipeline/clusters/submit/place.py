@@ -9,6 +9,7 @@ Words stay words: each place quotes them in its own way, and no text of a recipe
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -105,6 +106,13 @@ def require_no_secret(option: str, name: str, instead: str) -> None:
         raise UserError(f"{option}: found {name}, which reads like the name of a secret", hint=instead)
 
 
+def require_job(identifier: str, pattern: str, expected: str) -> str:
+    """A job's name as a place gives it; UserError for text that may mean more than one job there, or another path."""
+    if not re.fullmatch(pattern, identifier):
+        raise UserError(f"found the job {identifier!r}, expected {expected}")
+    return identifier
+
+
 def require_plain(option: str, text: str) -> None:
     """UserError for text that no line of a job's description can hold."""
     if not text.isprintable() or not text:
@@ -123,18 +131,13 @@ class Submitted:
 class State:
     """How a job is.
 
-    ``word`` is the place's own. ``exit_code`` is the run's, once it has ended, ``waits`` why it does not run yet, in
-    the place's own words.
+    ``word`` is the place's own. ``exit_code`` is the run's, once it has ended and is not run again, ``waits`` why it
+    does not run yet, in the place's own words.
     """
 
     word: str
     exit_code: int | None = None
     waits: str | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the place will not run it again."""
-        return self.exit_code is not None
 
 
 class Place(Protocol):
@@ -185,7 +188,7 @@ def follow(place: Place, identifier: str, show: Callable[[str], None], look: Cal
             state = place.state(identifier)  # before the log: what comes after the last look would be lost
             look(state)
             place.show_log(identifier, show)
-            if state.ended:
+            if state.exit_code is not None:
                 return state
             heard = time.monotonic()
         except UserError as error:

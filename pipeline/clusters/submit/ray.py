@@ -28,6 +28,7 @@ from pipeline.clusters.submit.place import (
     Task,
     follow,
     program_here,
+    require_job,
     require_no_secret,
     require_plain,
 )
@@ -119,8 +120,7 @@ class RayJobs:
 
     def job(self, identifier: str) -> Any:
         """Ray's `JobDetails`."""
-        if not re.fullmatch(r"\w[\w.-]*", identifier):  # else it is another path of the dashboard
-            raise UserError(f"found the job {identifier!r}, expected the identifier that Ray gave it")
+        require_job(identifier, r"\w[\w.-]*", "the identifier that Ray gave it")
         client = self._connect()
         with _answers():
             return client.get_job_info(identifier)

@@ -35,6 +35,7 @@ from pipeline.clusters.submit.place import (
     Submitted,
     Task,
     program_here,
+    require_job,
     require_no_secret,
     require_plain,
 )
@@ -83,6 +84,7 @@ _ENDED = re.compile(
 _WAITS = ("PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT")
 _WRITES = re.compile(r" StdOut=(/.*?)(?= [A-Z][A-Za-z/:]*=|\n|$)")
 _SIGNALS = range(1, 32)
+_NUMBER = (r"\d{1,12}", "the number that sbatch gave it")
 _UNREACHABLE = re.compile(
     r"unable to contact|connection (refused|timed out)|socket timed out|communication", re.IGNORECASE
 )
@@ -285,7 +287,7 @@ class Slurm:
 
     def state(self, identifier: str) -> State:
         """What the controller knows; the accounting, where it has forgotten."""
-        job = _number(identifier)
+        job = require_job(identifier, *_NUMBER)
         told = _run("scontrol", "--oneliner", "show", "job", job)
         if told.returncode == 0:
             # The first of a name: a comment comes later, and may read like anything.
@@ -308,7 +310,7 @@ class Slurm:
 
     def show_log(self, identifier: str, show: Callable[[str], None]) -> None:
         """What the log file has grown by."""
-        log = self._log(_number(identifier))
+        log = self._log(require_job(identifier, *_NUMBER))
         if log.is_file():
             with log.open("rb") as file:
                 file.seek(self._shown)
@@ -318,7 +320,7 @@ class Slurm:
 
     def cancel(self, identifier: str) -> None:
         """`scancel`, as submitit does it."""
-        job = _number(identifier)
+        job = require_job(identifier, *_NUMBER)
         self.state(job)  # scancel says nothing of a job that it does not know
         done = _run("scancel", job)
         if done.returncode != 0:
@@ -353,12 +355,6 @@ def _state(word: str, code: str, reason: str = "") -> State:
     if word in ("FAILED", "CANCELLED") and int(signal or 0) in _SIGNALS:
         return State(word, 128 + int(signal))
     return State(word, BROKEN)
-
-
-def _number(identifier: str) -> str:
-    if not re.fullmatch(r"\d{1,12}", identifier):
-        raise UserError(f"found the job {identifier!r}, expected the number that sbatch gave it")
-    return identifier
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -272,26 +272,24 @@ def _scheme(wanted: Wanted) -> str:
     return "16 bit" if wanted.scheme == "none" else wanted.scheme
 
 
-LOOKS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
-    {
-        "accelerators": accelerators,
-        "partition": partition,
-        "GPU memory": memory_in_use,
-        "/dev/kfd": kfd,
-        "/dev/dri": dri,
-        "group video": partial(group, name="video"),
-        "group render": partial(group, name="render"),
-        "HIP_VISIBLE_DEVICES": visible_devices,
-        "numa_balancing": numa_balancing,
-        "iommu": iommu,
-        "/dev/shm": shared_memory,  # noqa: S108 - the name of a check
-        "ibstat": rdma,
-        "port": port,
-        "vllm": vllm,
-        "amd-quark": quark,
-        "checkpoint": checkpoint,
-    }
-)
+LOOKS: Mapping[str, Callable[[Subject], Outcome]] = {
+    "accelerators": accelerators,
+    "partition": partition,
+    "GPU memory": memory_in_use,
+    "/dev/kfd": kfd,
+    "/dev/dri": dri,
+    "group video": partial(group, name="video"),
+    "group render": partial(group, name="render"),
+    "HIP_VISIBLE_DEVICES": visible_devices,
+    "numa_balancing": numa_balancing,
+    "iommu": iommu,
+    "/dev/shm": shared_memory,  # noqa: S108 - the name of a check
+    "ibstat": rdma,
+    "port": port,
+    "vllm": vllm,
+    "amd-quark": quark,
+    "checkpoint": checkpoint,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,9 +56,11 @@ def amd_gpus(machine: Machine) -> tuple[AmdGpu, ...]:
         device = _device(machine, facts)
         whole = None if device is None else machine.number(device / "mem_info_vram_total")
         minor = int(facts.get("drm_render_minor", "0"))
+        # The kernel packs 9.4.2 as 90402; minor and step are hexadecimal digits in the compiler's name.
+        version = int(facts.get("gfx_target_version", "0"))
         gpu = AmdGpu(
             device_id=int(facts.get("device_id", "0")),
-            arch=_arch(int(facts.get("gfx_target_version", "0"))),
+            arch=f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}",
             memory=_memory(machine, folder) or whole or 0,
             used=None if device is None else machine.number(device / "mem_info_vram_used"),
             uuid=f"GPU-{int(facts.get('unique_id', '0')):016x}",
@@ -69,11 +71,6 @@ def amd_gpus(machine: Machine) -> tuple[AmdGpu, ...]:
         )
         found.append(gpu)
     return tuple(found)
-
-
-def _arch(version: int) -> str:
-    """The kernel packs 9.4.2 as 90402; minor and step are hexadecimal digits in the compiler's name."""
-    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
 def _memory(machine: Machine, node: Path) -> int:

@@ -8,7 +8,6 @@ project writes; of the others only what serving depends on.
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.schemes import table
 from pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
 from pipeline.quantize.formats.layout import layout as layout_of_method
-from pipeline.recipe.modules import declared_quantization
+from pipeline.recipe.modules import declared_quantization, matches
 from pipeline.serving.model.architecture import Shape, read_shape
 from pipeline.serving.model.weights import Piece, count_pieces, measure_pieces
 
@@ -84,10 +83,8 @@ class ModelFacts:
         """The row of the layout table; the first that fits of gpt-oss, DSA, MLA, MoE, dense."""
         if self.gpt_oss:
             return "gpt-oss"
-        if self.attention == "dsa":
-            return "dsa"
-        if self.attention == "mla":
-            return "mla"
+        if self.attention in ("dsa", "mla"):
+            return self.attention
         return "moe" if self.experts else "dense"
 
     @property
@@ -289,8 +286,5 @@ def _group(scheme: str, quantization: Mapping[str, Any]) -> int | None:
 
 def _named(module: str, pattern: str) -> bool:
     """Whether a list's entry means a module: a name, a part of one, a glob, or ``re:`` with a regular expression."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    if fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"{pattern}.*"):
-        return True
-    return f".{pattern}." in f".{module}."
+    globs = (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*")
+    return matches(pattern, module) or any(fnmatch.fnmatchcase(module, glob) for glob in globs)

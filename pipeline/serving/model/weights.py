@@ -80,17 +80,14 @@ class Piece:
         return replace(self, scheme=scheme, nbytes=stored_bytes(self.parameters, self.rows, scheme))
 
 
-def bits_per_weight(scheme: str | None) -> float:
-    """Bits of one weight with its share of group scales; 16 for None and for a method that nothing is known of."""
-    if scheme in table():
-        return table()[str(scheme)].bits_per_weight
-    return OTHER_BITS.get(str(scheme), 16.0)
-
-
 def stored_bytes(parameters: int, rows: int, scheme: str | None) -> int:
-    """Bytes of a weight in a scheme, scales included; a scale by channel is one a row, by tensor one in all."""
-    nbytes = parameters * bits_per_weight(scheme) / 8
+    """Bytes of a weight in a scheme, scales included; a scale by channel is one a row, by tensor one in all.
+
+    What nothing is known of counts as 16 bit.
+    """
     known = table().get(str(scheme))
+    bits = OTHER_BITS.get(str(scheme), 16.0) if known is None else known.bits_per_weight
+    nbytes = parameters * bits / 8
     if known is not None and known.weight.granularity == "per_channel":
         nbytes += rows * SCALE_BITS[known.weight.scale] / 8
     return round(nbytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -93,14 +93,13 @@ class LaunchRequest:
             else:
                 docker.append((knob.name, value))
             reasons.append(Reason(knob.name, "on" if value is None else value, why, source))
-        host += self._software()
+        model, accelerator = self.facts, self.target.accelerator
+        for package in accelerators.needs(
+            accelerator.name, model.quantization, self.kv_cache_dtype, model.checkpoint_format
+        ):
+            why = f"vLLM emulates {model.quantization} on {accelerator.title} with it, and stops without it"
+            host.append(HostCheck(package, "installed beside vLLM", why, "vLLM 0.32 layers/quantization/quark"))
         return Settings(MappingProxyType(flags), MappingProxyType(env), tuple(docker), tuple(host), tuple(reasons))
-
-    def _software(self) -> Iterator[HostCheck]:
-        model, name = self.facts, self.target.hardware
-        for package in accelerators.needs(name, model.quantization, self.kv_cache_dtype, model.checkpoint_format):
-            why = f"vLLM emulates {model.quantization} on {self.target.accelerator.title} with it, and stops without it"
-            yield HostCheck(package, "installed beside vLLM", why, "vLLM 0.32 layers/quantization/quark")
 
     def _chosen(self, name: str, facts: Mapping[str, Fact]) -> tuple[str | None, str, str] | None:
         """Value, why and source; None where the knob is left alone."""
@@ -142,41 +141,36 @@ class LaunchRequest:
         """The facts that rules of the knob table ask for."""
         facts, accelerator, profile = self.facts, self.target.accelerator, self.profile
         engines = layout.data * layout.replicas * layout.packed
+        own = ("cpu_threads", "purpose", "max_model_len", "served_model_name", "kv_cache_dtype")
+        models = ("family", "attention", "encoder_share", "head_dim", "quantization")
         return {
+            **{name: getattr(self, name) for name in own},
+            **{name: getattr(facts, name) for name in models},
             "kind": accelerator.kind,
             "arch": accelerator.arch or "",
             "nodes": layout.nodes,
             "vllm_version": ".".join(str(part) for part in self.numbers),
-            "cpu_threads": self.cpu_threads,
             "cpu_kv_gib": self._cpu_kv_gib(),
-            "purpose": self.purpose,
             "profile": profile.name,
             # A measured server meets the whole load by itself.
             "engine_concurrency": math.ceil(
                 profile.concurrency / (layout.data if self.purpose == "measure" else engines)
             ),
             "context": self.max_model_len,
-            "max_model_len": self.max_model_len,
             # A length that the plan chose must be said as well, or vLLM takes the model's own.
             "model_len_given": _yes(self.len_given or self.max_model_len < facts.context),
-            "served_model_name": self.served_model_name,
             "trust_remote_code": _yes(self.trust_remote_code),
             "speculative": _yes(self.speculative is not None),
             "speculative_config": "" if self.speculative is None else speculative_config(self.speculative),
             "tuned_gemms": _yes(self.tunableop is not None),
             "tunableop_file": self.tunableop or "",
-            "family": facts.family,
-            "attention": facts.attention,
             "hybrid": _yes(facts.hybrid),
             "sliding": _yes(facts.sliding_layers > 0),
             "multimodal": _yes(facts.multimodal),
-            "encoder_share": facts.encoder_share,
-            "head_dim": facts.head_dim,
             "parameters_b": facts.parameters / 1e9,
-            "quantization": facts.quantization,
-            "kv_cache_dtype": self.kv_cache_dtype,
             "aiter_mla": _yes(aiter_mla(facts, layout.tensor, self.numbers)),
-            "mm_prefix": _yes(mm_prefix(facts)),
+            # Tokens of an image attend to each other in both directions, which AITER's backends do not do.
+            "mm_prefix": _yes(facts.multimodal and facts.model_type in beside(__file__, "attention.yaml")["mm_prefix"]),
             "chunked": _yes(facts.shape.chunk is not None and self.max_model_len > facts.shape.chunk),
             "tp": layout.tensor,
             "pp": layout.pipeline,
@@ -235,11 +229,6 @@ def aiter_mla(facts: ModelFacts, tensor: int, version: Version) -> bool:
     """Whether AITER's latent attention takes this model's heads, split over ``tensor`` accelerators."""
     heads = takes("ROCM_AITER_MLA", version).heads
     return facts.attention == "mla" and (heads is None or facts.heads // tensor in heads)
-
-
-def mm_prefix(facts: ModelFacts) -> bool:
-    """Whether tokens of an image attend to each other in both directions, which AITER's backends do not do."""
-    return facts.multimodal and facts.model_type in beside(__file__, "attention.yaml")["mm_prefix"]
 
 
 def running(facts: ModelFacts, kind: str, env: Mapping[str, str], argv: Sequence[str]) -> str | None:

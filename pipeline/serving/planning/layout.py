@@ -103,9 +103,9 @@ def choose(
         if all(conditions[name] in values for name, values in row.when.items()):
             layout = _first(case, row)
             if layout is not None:
-                why = row.why + _departure(case.facts, row, layout)
+                why = row.why.replace("{gpus}", str(target.gpus)) + _departure(case.facts, row, layout)
                 return Choice(layout, why, row.source, tuple(_notes(case, layout)))
-    return _uneven(case)
+    return None
 
 
 def load(profile: Profile) -> str:
@@ -170,18 +170,6 @@ def _layouts(case: _Case, form: str, *, expert: bool = False) -> list[Layout]:
             found.append(Layout(tensor, share * nodes, expert=experts, nodes=nodes))
     valid = [layout for layout in found if not split_faults(case.facts, layout)]
     return valid if form in {"replicas", "data", "spread"} else valid[::-1]
-
-
-def _uneven(case: _Case) -> Choice | None:
-    """What the table's forms leave: a model that no size of tensor parallelism alone can hold."""
-    layout = next((layout for layout in _layouts(case, "pipeline") if case.has_room(layout)), None)
-    if layout is None:
-        return None
-    why = (
-        f"{case.target.gpus} accelerators do not divide the model, and fewer do not hold it: pipeline stages split it"
-        " along its layers, unevenly where need be"
-    )
-    return Choice(layout, why, "vLLM parallelism: Edge case: uneven GPU splits; ROCm 2026: Pipeline parallelism")
 
 
 def _packed(case: _Case, packed: int) -> Choice | None:

@@ -74,8 +74,6 @@ def plan_serving(
     UserError, with what would do instead, for what does not load, does not fit or cannot be split.
     """
     checked(target)
-    if packed < 1:
-        raise UserError(f"pack is {packed}: expected 1 or more servers on an accelerator")
     version = parse_version(vllm_version)
     if version[:2] < parse_version(OLDEST_READ)[:2]:
         raise UserError(
@@ -83,8 +81,7 @@ def plan_serving(
             hint=f"update vLLM; plans are made for {OLDEST_READ} to {NEWEST_READ}",
         )
     said = checked_overrides(overrides or {}, vllm_version)
-    dtype, explicit = _kv_dtype(facts, said, kv_cache_dtype)
-    dtype = _readable(facts, target, version, dtype, explicit=explicit)
+    dtype = _kv_dtype(facts, target, version, said, kv_cache_dtype)
     refusal = accelerators.refusal(target.hardware, facts.quantization, dtype, facts.checkpoint_format)
     if refusal is not None:
         raise UserError(refusal)
@@ -192,23 +189,18 @@ def layout_words(layout: Layout) -> str:
     return f"{text}, {layout.packed} on each accelerator" if layout.packed > 1 else text
 
 
-def _kv_dtype(facts: ModelFacts, said: Mapping[str, str | bool], given: KvDtype | None) -> tuple[KvDtype, bool]:
-    """The type of the KV cache and whether somebody asked for it; a checkpoint with scales asks for nothing."""
+def _kv_dtype(
+    facts: ModelFacts, target: Target, version: Version, said: Mapping[str, str | bool], given: KvDtype | None
+) -> KvDtype:
+    """The type of the KV cache. A checkpoint with scales asks for nothing: where FP8 cannot be read it gets 16 bit."""
     override = said.get(_KV_FLAG)
-    if isinstance(override, str):
-        return ("fp8" if override.startswith("fp8") else "auto"), True
-    if override is False:
-        return "auto", True
-    if given is not None:
-        return given, True
-    return ("fp8" if facts.kv_cache_scheme == "fp8" else "auto"), False
-
-
-def _readable(facts: ModelFacts, target: Target, version: Version, dtype: KvDtype, *, explicit: bool) -> KvDtype:
+    if override is not None:
+        given = "fp8" if isinstance(override, str) and override.startswith("fp8") else "auto"
+    dtype = given or ("fp8" if facts.kv_cache_scheme == "fp8" else "auto")
     backend = _BACKENDS.get(facts.attention)
     if dtype == "auto" or target.accelerator.kind != "rocm" or takes(backend, version).fp8:
         return dtype
-    if explicit:
+    if given is not None:
         raise UserError(
             f"{backend} of this vLLM reads no FP8 KV cache ({takes(backend, version).source})",
             hint="leave the cache in 16 bit (kv_cache: auto), or plan for a later vLLM",

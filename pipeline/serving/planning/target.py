@@ -97,13 +97,10 @@ class Profile:
 
 
 def profile(name: str, *, concurrency: int | None = None, max_model_len: int | None = None) -> Profile:
-    """The profile of that name; UserError with the nearest name where there is none, or for a number below one."""
+    """The profile of that name; UserError with the nearest name where there is none."""
     if name not in profiles():
         near = did_you_mean(name, profiles())
         raise UserError(f"unknown profile {name!r}{near}: expected one of {', '.join(profiles())}")
-    for noun, number in (("concurrency", concurrency), ("context", max_model_len)):
-        if number is not None and number < 1:
-            raise UserError(f"{noun} is {number}: expected 1 or more")
     row = profiles()[name]
     return replace(row, concurrency=concurrency or row.concurrency, max_model_len=max_model_len)
 

@@ -18,7 +18,24 @@ from pipeline.base.errors import QuantmintError, UserError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Load and answer; returns an exit code where that did not come about."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.serving.reference",
+        description="Answer through transformers, computed as the checkpoint's format means it.",
+    )
+    add = parser.add_argument
+    add("model", help="folder of a checkpoint")
+    add("socket", help="path of the socket of whoever asks, or @ and an abstract name")
+    add("--served-model-name", help="not used: who asks has one model")
+    add("--max-model-len", type=int, help="not used: who asks says it")
+    add(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="fp8: refuse a checkpoint without scales for its cache (default: what the checkpoint says)",
+    )
+    add("--device", default="auto", help="PyTorch's name of a device (default: a GPU where there is one)")
+    add("--trust-remote-code", action="store_true", help="run Python code of the model's folder")
+    options = parser.parse_args(arguments)
     try:
         _answer(options)
     except QuantmintError as error:
@@ -57,27 +74,6 @@ def _answer(options: argparse.Namespace) -> None:
         return session.reply(what, given, tell)
 
     answer_on(options.socket, reply)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.serving.reference",
-        description="Answer through transformers, computed as the checkpoint's format means it.",
-    )
-    add = parser.add_argument
-    add("model", help="folder of a checkpoint")
-    add("socket", help="path of the socket of whoever asks, or @ and an abstract name")
-    add("--served-model-name", help="not used: who asks has one model")
-    add("--max-model-len", type=int, help="not used: who asks says it")
-    add(
-        "--kv-cache-dtype",
-        choices=("auto", "fp8"),
-        default="auto",
-        help="fp8: refuse a checkpoint without scales for its cache (default: what the checkpoint says)",
-    )
-    add("--device", default="auto", help="PyTorch's name of a device (default: a GPU where there is one)")
-    add("--trust-remote-code", action="store_true", help="run Python code of the model's folder")
-    return parser
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -49,7 +50,8 @@ class ReferenceLM(TokenizerFacts, HFLM):  # type: ignore[misc]
         self._expect = expect
         self._by_document = False
         self._batch_size = int(arguments["batch_size"])
-        self.set_cache_hook(_Answered(done))
+        # lm-eval tells its cache of every request that is answered.
+        self.set_cache_hook(SimpleNamespace(add_partial=lambda *_: done(1)))
 
     def get_model_info(self) -> dict[str, Any]:
         """Nothing: lm-eval would ask the Hub for the commit of a folder."""
@@ -95,16 +97,6 @@ class ReferenceLM(TokenizerFacts, HFLM):  # type: ignore[misc]
         with torch.inference_mode():
             found: torch.Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
         return found
-
-
-class _Answered:
-    """lm-eval tells its cache of every request that is answered; this one only counts them."""
-
-    def __init__(self, done: Callable[[int], None]) -> None:
-        self._done = done
-
-    def add_partial(self, *_: Any) -> None:
-        self._done(1)
 
 
 def load_tokenizer(folder: Path, loaded: Loaded, *, trust_remote_code: bool = False) -> Any:

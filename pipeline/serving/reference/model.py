@@ -14,7 +14,6 @@ from calibration.replica import owners
 from calibration.weights import Shards, Weights, held, settle_buffers, without_bars
 from pipeline.base.errors import UserError
 from pipeline.base.machine import versions
-from pipeline.base.schemes import ActivationFormat
 from pipeline.base.schemes import scheme as row_of
 from pipeline.quantize.engines.stream.kernels import MX_GROUP
 from pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
@@ -63,7 +62,10 @@ def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> Loade
     structure = read_structure(folder, checkpoint.tensors, trust_remote_code=trust_remote_code)
     claims = _claims(checkpoint, structure)
     model = meta_model(folder, trust_remote_code=trust_remote_code).float().eval()
-    _refuse_states(folder, model)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    state = next((kind for kind in kinds if any(word in kind for word in _RECURRENT)), None)
+    if state is not None or getattr(model, "_is_stateful", False):
+        raise _unknown(folder, f"its layers keep a state ({state or 'stateful'}), which padding would change")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # products of single experts, which can be seen
     placing = Placing(checkpoint, structure, claims, model, device)
@@ -96,13 +98,6 @@ def _claims(checkpoint: Checkpoint, structure: Structure) -> Claims:
     return claims
 
 
-def _refuse_states(folder: Path, model: Any) -> None:
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    state = next((kind for kind in kinds if any(word in kind for word in _RECURRENT)), None)
-    if state is not None or getattr(model, "_is_stateful", False):
-        raise _unknown(folder, f"its layers keep a state ({state or 'stateful'}), which padding would change")
-
-
 def _unknown(folder: Path, why: str) -> UserError:
     return UserError(
         f"{folder}: the reference runtime cannot represent this checkpoint: {why}.",
@@ -118,18 +113,14 @@ def reference_version() -> str:
 def runtime_words(schemes: Iterable[str], *, fp8_cache: bool) -> str:
     """What is computed with, of a checkpoint with these schemes; without one it is in 16 bit."""
     rows = [row_of(scheme) for scheme in schemes]
-    kinds = list(dict.fromkeys(_kind(row.activations) for row in rows if row.activations.kind != "none"))
+    rounded = [row.activations for row in rows if row.activations.kind != "none"]
+    kinds = list(dict.fromkeys(("MX" if a.group == MX_GROUP else "") + _NAMES[a.dtype or ""] for a in rounded))
     words = [f"{reference_version()} in float32", "dequantized weights" if rows else "16-bit weights"]
     if kinds:
         words.append(f"simulated {' and '.join(kinds)} activations")
     if fp8_cache:
         words.append("FP8 KV cache")
     return ", ".join(words)
-
-
-def _kind(activations: ActivationFormat) -> str:
-    name = _NAMES[activations.dtype or ""]
-    return f"MX{name}" if activations.group == MX_GROUP else name
 
 
 Round = Callable[["torch.Tensor"], "torch.Tensor"]
@@ -214,7 +205,9 @@ class Placing:
         if getattr(experts, place.parameter).is_meta:
             empty = torch.empty_like(getattr(experts, place.parameter), device=self._device)
             setattr(experts, place.parameter, torch.nn.Parameter(empty, requires_grad=False))
-        fill(experts, place, weight)
+        part = getattr(experts, place.parameter)[place.expert]
+        part = part.t() if place.transposed else part
+        part[slice(*place.rows)].copy_(weight)
         return f"{stack}.{place.parameter}"
 
     def _weight(self, module: str) -> torch.Tensor:
@@ -263,13 +256,6 @@ def round_inputs(module: Any, rounds: Mapping[tuple[str, int], Round]) -> None:
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)
-
-
-def fill(module: Any, place: Place, weight: torch.Tensor) -> None:
-    """Copy a weight, [O, I], into its part of a stack."""
-    part = getattr(module, place.parameter)[place.expert]
-    part = part.t() if place.transposed else part
-    part[slice(*place.rows)].copy_(weight)
 
 
 def _rounding(parameters: Mapping[str, torch.nn.Parameter], rounds: Mapping[tuple[str, int], Round]) -> Any:

@@ -125,25 +125,19 @@ def _composed(plan: LaunchPlan, process: Process, image: str | None, host: str) 
         "restart": "unless-stopped",
         "stop_grace_period": "30s",
     }
-    service |= _from_the_host(plan)
+    for option, value in options(plan):
+        if option in _LISTED:
+            service.setdefault(_LISTED[option], []).append(f"{value}:{value}" if option == "--device" else value)
+        elif option in _SINGLE:
+            service[_SINGLE[option]] = value
+        elif option == "--gpus":
+            reserved = [{"driver": "nvidia", "count": value, "capabilities": ["gpu"]}]
+            service["deploy"] = {"resources": {"reservations": {"devices": reserved}}}
+        else:
+            raise UserError(f"{option} of `docker run` has no form in a compose file")
     if process.port is not None:
         service["healthcheck"] = _health(process.port)
     return service
-
-
-def _from_the_host(plan: LaunchPlan) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for option, value in options(plan):
-        if option in _LISTED:
-            found.setdefault(_LISTED[option], []).append(f"{value}:{value}" if option == "--device" else value)
-        elif option in _SINGLE:
-            found[_SINGLE[option]] = value
-        elif option == "--gpus":
-            reserved = [{"driver": "nvidia", "count": value, "capabilities": ["gpu"]}]
-            found["deploy"] = {"resources": {"reservations": {"devices": reserved}}}
-        else:
-            raise UserError(f"{option} of `docker run` has no form in a compose file")
-    return found
 
 
 def _health(port: int) -> Mapping[str, Any]:
@@ -197,25 +191,25 @@ def manifests(
     group = [process for process in processes if process.replica == first]
     several = plan.layout.nodes > 1
     workload = _group(plan, group, image, claim) if several else _deployment(plan, group[0], image, claim)
-    text = dump(workload, _service(plan, several))
+    service = {
+        "selector": {**_labels(plan), **({"role": "leader"} if several else {})},
+        "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
+    }
+    text = dump(workload, _object(plan, "v1", "Service", service))
     note = "# RDMA: add the resource of your cluster's device plugin to both templates, such as rdma/hca: 1\n"
     return comments(plan) + (note if several else "") + text
 
 
 def _deployment(plan: LaunchPlan, process: Process, image: str | None, claim: str | None) -> dict[str, Any]:
     labels = _labels(plan)
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": _name(plan), "labels": labels},
-        "spec": {
-            "replicas": plan.layout.replicas,
-            # No GPU is free for a second pod beside the one that it replaces.
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
-            "selector": {"matchLabels": labels},
-            "template": _pod(plan, process, labels, {}, plan.layout.gpus, image, claim),
-        },
+    spec = {
+        "replicas": plan.layout.replicas,
+        # No GPU is free for a second pod beside the one that it replaces.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        "selector": {"matchLabels": labels},
+        "template": _pod(plan, process, labels, {}, plan.layout.gpus, image, claim),
     }
+    return _object(plan, "apps/v1", "Deployment", spec)
 
 
 def _group(plan: LaunchPlan, group: Sequence[Process], image: str | None, claim: str | None) -> dict[str, Any]:
@@ -228,20 +222,14 @@ def _group(plan: LaunchPlan, group: Sequence[Process], image: str | None, claim:
             hint="Use --shell or --compose, which have a section for each node.",
         )
     labels, gpus = _labels(plan), plan.layout.gpus // plan.layout.nodes
-    return {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
-        "metadata": {"name": _name(plan), "labels": labels},
-        "spec": {
-            "replicas": plan.layout.replicas,
-            "leaderWorkerTemplate": {
-                "size": len(group),
-                "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": _pod(plan, leader, labels, {"role": "leader"}, gpus, image, claim),
-                "workerTemplate": _pod(plan, workers[0], labels, {"role": "worker"}, gpus, image, claim),
-            },
-        },
+    template = {
+        "size": len(group),
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": _pod(plan, leader, labels, {"role": "leader"}, gpus, image, claim),
+        "workerTemplate": _pod(plan, workers[0], labels, {"role": "worker"}, gpus, image, claim),
     }
+    spec = {"replicas": plan.layout.replicas, "leaderWorkerTemplate": template}
+    return _object(plan, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", spec)
 
 
 def _placed(process: Process, addresses: Mapping[str, str]) -> Process:
@@ -319,15 +307,12 @@ def _volumes(plan: LaunchPlan, claim: str | None) -> tuple[list[dict[str, Any]],
     return volumes, mounts
 
 
-def _service(plan: LaunchPlan, several: bool) -> dict[str, Any]:
+def _object(plan: LaunchPlan, api: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "apiVersion": "v1",
-        "kind": "Service",
+        "apiVersion": api,
+        "kind": kind,
         "metadata": {"name": _name(plan), "labels": _labels(plan)},
-        "spec": {
-            "selector": {**_labels(plan), **({"role": "leader"} if several else {})},
-            "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
-        },
+        "spec": spec,
     }
 
 

@@ -171,7 +171,7 @@ def explain(
 
     ``installed`` is the version of the vLLM that is here, None where there is none.
     """
-    lines = [*_model(plan, facts), *_target(plan, installed), *_layout(plan, processes, width)]
+    lines = [*_about(plan, facts, processes, installed, width)]
     if plan.memory is not None:
         lines += ["", *_memory(plan, plan.memory, width)]
     if reasons:
@@ -186,25 +186,23 @@ def explain(
     return "\n".join(lines) + "\n"
 
 
-def _model(plan: LaunchPlan, facts: ModelFacts) -> Iterator[str]:
+def _about(
+    plan: LaunchPlan, facts: ModelFacts, processes: Sequence[Process], installed: str | None, width: int
+) -> Iterator[str]:
+    """The model, the target and the layout."""
     yield _row("model", plan.model)
     about = [_FAMILIES[facts.family]]
     if facts.experts:
         about[0] += f", {facts.experts_per_token} of {facts.experts} experts a token ({facts.density:.2g} %)"
     about += [word for word, holds in (("multimodal", facts.multimodal), ("hybrid", facts.hybrid)) if holds]
     yield _row("", facts.architecture)
-    yield _row("", ", ".join([*about, f"{_count(facts.parameters)} parameters"]))
+    billions = facts.parameters / 1e9
+    about.append(f"{billions:,.3g} B parameters" if billions >= 1 else f"{1000 * billions:,.3g} M parameters")
+    yield _row("", ", ".join(about))
     stored = "16 bit" if facts.quantization == "none" else facts.quantization
     stored += f" with {facts.kv_cache_scheme} KV scales" if facts.kv_cache_scheme else ""
     counted = ", counted from config.json" if facts.counted else ""
     yield _row("", f"{stored}, {size(facts.weights)} of weights{counted}")
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:,.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:,.3g} M"
-
-
-def _target(plan: LaunchPlan, installed: str | None) -> Iterator[str]:
     yield _row("target", f"{plan.target} ({accelerator(plan).title}), {plan.profile}")
     if installed == plan.vllm_version:
         note = ", the one installed"
@@ -213,9 +211,6 @@ def _target(plan: LaunchPlan, installed: str | None) -> Iterator[str]:
     yield _row("vllm", f"planned for {plan.vllm_version}{note}")
     if plan.attention_backend is not None:
         yield _row("attention", plan.attention_backend)
-
-
-def _layout(plan: LaunchPlan, processes: Sequence[Process], width: int) -> Iterator[str]:
     for reason in plan.reasons:
         if reason.knob == LAYOUT:
             yield _row("layout", reason.value)

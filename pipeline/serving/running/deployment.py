@@ -40,10 +40,18 @@ class Member:
     child: Child
     port: int | None = None
 
-    def check(self) -> None:
-        """Raise `ServingError` when it has ended, although nobody asked it to."""
-        if self.child.exit_code is not None:
-            raise ended(self, "while it was in use")
+    def check(self, when: str = "while it was in use") -> None:
+        """Raise `ServingError`, with the cause that its log names, when it has ended although nobody asked it to."""
+        if self.child.exit_code is None:
+            return
+        found = diagnose(self.child.log())
+        if found.name == "port" and self.port is not None:
+            raise taken(self.port)
+        hint = f"its log: {self.child.log_path}"
+        raise ServingError(
+            f"{self.title} ended with code {self.child.exit_code} {when}: {found.message}",
+            hint=hint if found.fix is None else f"{found.fix}; {hint}",
+        )
 
 
 class Deployment:
@@ -168,30 +176,13 @@ def listener(port: int) -> str | None:
     return None
 
 
-def ended(member: Member, when: str) -> Exception:
-    """What to raise when a process has ended: the cause that its log names."""
-    found = diagnose(member.child.log())
-    if found.name == "port" and member.port is not None:
-        return taken(member.port)
-    hint = f"its log: {member.child.log_path}"
-    return ServingError(
-        f"{member.title} ended with code {member.child.exit_code} {when}: {found.message}",
-        hint=hint if found.fix is None else f"{found.fix}; {hint}",
-    )
-
-
 def _ready(plan: LaunchPlan, members: Sequence[Member], began: float, timeout: float, say: Say) -> list[Server]:
-    for member in members:
-        if member.child.pid is None:
-            member.child.wait()
-            raise ended(member, "before it answered")
     waiting = [member for member in members if member.port is not None]
     several = len(waiting) > 1
     ready: dict[int, Server] = {}
     while waiting:
         for member in members:
-            if member.child.exit_code is not None:
-                raise ended(member, "before it answered")
+            member.check("before it answered")
         for member in [member for member in waiting if _healthy(plan, member)]:
             waiting.remove(member)
             assert member.port is not None  # noqa: S101 - only such wait
@@ -200,7 +191,6 @@ def _ready(plan: LaunchPlan, members: Sequence[Member], began: float, timeout: f
                 f"http://{HOST}:{member.port}",
                 member.child.log_path,
                 time.monotonic() - began,
-                member.child.pid,
             )
             ready[member.port] = server
             if several:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from eval import load_generator
@@ -31,11 +30,6 @@ WINDOW_S = 5.0
 """Seconds that a share is taken over. Sending the first requests fills some tenths of a second, and holds up nobody."""
 TICK_S = 0.5
 _MACHINE_EVERY = 2  # ticks
-
-
-def result_file(folder: Path, cell: Cell) -> Path:
-    """Where the JSON of a cell lies."""
-    return folder / f"{cell.name}.json"
 
 
 def run_cell(
@@ -57,7 +51,7 @@ def run_cell(
     `MeasurementError` where it lost requests.
     """
 
-    path = result_file(folder, cell)
+    path = folder / f"{cell.name}.json"
     path.unlink(missing_ok=True)
     argv = load_generator.command(
         vllm.executable,
@@ -109,9 +103,7 @@ class LoadWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
 

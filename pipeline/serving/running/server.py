@@ -29,14 +29,13 @@ class Server:
     """A server that answered. `started_seconds` is the time from its start to the first healthy answer.
 
     `base_url` is its address without a path of the API: ``http://127.0.0.1:PORT``. A server that somebody else started
-    has no log and no process here. `api_key_variable` names the variable that holds its key, which is kept nowhere.
+    has no log here. `api_key_variable` names the variable that holds its key, which is kept nowhere.
     """
 
     model_name: str
     base_url: str
     log_path: Path | None
     started_seconds: float
-    pid: int | None = None
     api_key_variable: str | None = None
 
     def client_environment(self) -> dict[str, str]:

@@ -74,12 +74,8 @@ def value_in(plan: LaunchPlan, knob: str) -> Value:
     """What a plan says of a knob; False where it leaves it out. A switch's opposite (``--no-...``) counts as False."""
     if not knob.startswith("--"):
         return plan.env.get(knob, False)
-    arguments = plan.argv[3:]
-    for index, argument in enumerate(arguments):
-        if argument == knob:
-            following = arguments[index + 1 : index + 2]
-            return following[0] if following and not following[0].startswith("--") else True
-    return False
+    given = plan.option(knob)
+    return False if given is None else given or True
 
 
 def without_base_values(

@@ -49,10 +49,6 @@ class Budget:
         self._earlier = 0.0
         self._longest = 0.0
 
-    def begin(self) -> None:
-        """Count from now: what came before, such as waiting for another sweep, was not measuring."""
-        self._began = self._clock()
-
     def earlier(self, seconds: float) -> None:
         """Count what an earlier run of the sweep spent on a trial that is taken from the store."""
         self._earlier += seconds

@@ -111,7 +111,7 @@ def test_a_verdict_is_the_jobs_exit_code_and_a_job_can_be_ended(dashboard: str, 
         time.sleep(0.05)
     assert there.state(long).word == "RUNNING"
     there.cancel(long)
-    while not there.state(long).ended and time.monotonic() < end:
+    while there.state(long).exit_code is None and time.monotonic() < end:
         time.sleep(0.1)
     assert there.state(long).word == "STOPPED"
     with pytest.raises(UserError, match="nothing does not exist"):

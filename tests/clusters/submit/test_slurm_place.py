@@ -112,7 +112,7 @@ def test_a_job_is_ended_and_a_wrong_one_refused(folder: Path, capfd: pytest.Capt
     shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
     assert "Comment=it's ours; $(really)" in shown
     there.cancel(job)
-    slurm.until(lambda: there.state(job).ended, folder)
+    slurm.until(lambda: there.state(job).exit_code is not None, folder)
     assert there.state(job).word == "CANCELLED"
     with pytest.raises(UserError, match="Slurm knows no job 999999"):
         there.cancel("999999")

@@ -42,7 +42,7 @@ def test_every_case_has_a_row(family):
     for values in product(bands, experts, FACTS["load"], ("node", "nodes")):
         case = dict(zip(("density", "experts", "load", "room"), values, strict=True))
         case |= {"family": family, "gpus": "several"}
-        assert any(all(case[name] in allowed for name, allowed in row.when.items()) for row in rows()), case
+        assert any(all(case[name] in allowed for name, allowed in row.when.items()) for row in rows()[:-1]), case
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,6 @@ def test_parallelism_that_the_recipe_spells_out():
 def test_what_cannot_be_planned():
     with pytest.raises(UserError, match="the model ends at 131,072"):
         plan(max_model_len=200_000)
-    with pytest.raises(UserError, match="pack is 0"):
-        plan(packed=0)
 
 
 def test_what_does_not_fit_is_refused_with_the_smallest_that_does():

@@ -21,8 +21,6 @@ def test_a_profile_with_its_load():
     assert not profile("streaming").for_throughput
     with pytest.raises(UserError, match=r"unknown profile 'troughput' \(did you mean \"throughput\"\?\)"):
         profile("troughput")
-    with pytest.raises(UserError, match="concurrency is 0"):
-        profile("latency", concurrency=0)
 
 
 @pytest.mark.parametrize(

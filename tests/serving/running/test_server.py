@@ -65,9 +65,10 @@ def test_a_server_answers_then_every_process_is_gone(fake_vllm: Path, fake_model
         assert server.version() == "0.32.0+fake"
         assert server.cache_config() == {"block_size": "128", "num_gpu_blocks": "7"}
         assert server.started_seconds >= 0.5
-        assert alive(server.pid)
+        own = json.loads((model / "pids.json").read_text())[0]
+        assert alive(own)
     assert survivors(model, within=0) == []
-    assert not alive(server.pid)
+    assert not alive(own)
 
 
 def test_only_the_loopback_interface_is_asked_for(fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path):
@@ -183,12 +184,13 @@ def test_no_process_outlives_its_owner(
 
 def test_a_killed_supervisor_takes_the_server_with_it(fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path):
     model = fake_model()
-    with LocalLauncher(fake_vllm, stop_grace=0.3).launch(plan_for(model), tmp_path / "log") as server:
-        supervisor = int(Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    with LocalLauncher(fake_vllm, stop_grace=0.3).launch(plan_for(model), tmp_path / "log"):
+        own, *others = json.loads((model / "pids.json").read_text())
+        supervisor = int(Path(f"/proc/{own}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(supervisor, signal.SIGKILL)
         deadline = time.monotonic() + 5
-        while alive(server.pid) and time.monotonic() < deadline:
+        while alive(own) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not alive(server.pid)
-    for pid in json.loads((model / "pids.json").read_text())[1:]:
+        assert not alive(own)
+    for pid in others:
         os.kill(pid, signal.SIGKILL)

@@ -18,7 +18,6 @@ from pipeline.serving.plan import LaunchPlan, Layout
 from pipeline.serving.tuning.report import Report
 from pipeline.serving.tuning.space import Axis, Subject, Value
 from pipeline.serving.tuning.sweep import Design, Objective, Sweep
-from pipeline.serving.tuning.trials import Budget
 from pipeline.stages.tuning import tune
 from pipeline.store.tree import Store
 
@@ -88,7 +87,7 @@ def run(folder: Path, sweep: Sweep, *, budget: float | None = None, **more: Any)
     reporter = PlainReporter()
     store = Store(folder / "store", on_warning=reporter.warn)
     options = {"existing": {}, "tunableop": False, "redo": False} | more
-    return tune(sweep, store, Budget(budget), reporter, folder / "out", **options)[0]
+    return tune(sweep, store, budget, reporter, folder / "out", **options)[0]
 
 
 def starts(folder: Path) -> list[dict[str, str]]:
