@@ -215,10 +215,7 @@ def _publish(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, a
 
 
 def _foresee(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, as_json: bool) -> int:
-    """Put the release together in the store, and ask every place what it would take.
-
-    A signature without a key is not made for that: Sigstore writes it into a public log, for ever.
-    """
+    """Put the release together and ask each place. A keyless signature is public for ever: none is made."""
     from pipeline.stages.planning import missing_stages
     from pipeline.stages.publish import release_of, require_proof
     from pipeline.stages.runner import run_plan

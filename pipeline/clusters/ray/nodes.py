@@ -41,10 +41,7 @@ _HINT = "On the head: `ray start --head`; on the others: `ray start --address=HE
 
 
 def address_of(on: str, environment: Mapping[str, str]) -> str:
-    """What `ray.init` takes: ``ray`` is the cluster of `VARIABLE`, else of this machine.
-
-    Raises `UserError` for anything that is no address of a cluster.
-    """
+    """What `ray.init` takes: ``ray`` is `VARIABLE`'s cluster or this machine's; `UserError` for no address."""
     name, given = (VARIABLE, environment.get(VARIABLE) or HERE) if on == "ray" else ("--on", on)
     if on == "ray" and "://" not in given:
         return given

@@ -104,10 +104,7 @@ class RaySpread:
         return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in found.items())
 
     def require_same(self, folders: Sequence[Path], written: Sequence[Path] = ()) -> None:
-        """Raise `UserError` for a node that has other versions, or other files in ``folders``.
-
-        ``written`` are folders that must take what is written on each node. A node that was asked is not asked again.
-        """
+        """Raise `UserError` for a node with other versions or ``folders``, or whose ``written`` is not seen here."""
         self._look()
         folders = [folder.resolve() for folder in folders]
         new = [n for n in self.nodes if n.id not in self._facts or any((n.id, f) not in self._alike for f in folders)]
@@ -193,10 +190,7 @@ class RaySpread:
         ray.shutdown()
 
     def cluster(self) -> Cluster:
-        """See `pipeline.stages.stage.Spread`.
-
-        Raises `UserError` where this process is on none of the cluster's nodes.
-        """
+        """See `pipeline.stages.stage.Spread`; `UserError` where this process is on none of the cluster's nodes."""
         import ray
 
         if self._address.startswith("ray://"):

@@ -123,10 +123,7 @@ def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Ite
 
 
 def answers(questions: Mapping[Any, Node]) -> Iterator[tuple[Node, Any]]:
-    """What each node answers to the question that went to it alone; one that is gone by then does not.
-
-    Raises what a node raised in answer, and `UserError` for one where nothing of ours can be asked.
-    """
+    """What each node that is not gone answers; raises what it raised, `UserError` where nothing of ours runs."""
     import ray
 
     gone = (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)

@@ -24,10 +24,7 @@ _STARTED = ("Running", "Succeeded", "Failed")
 
 
 class Kubernetes:
-    """A namespace of a cluster; ``namespace`` None is the one of the kubeconfig's context.
-
-    ``pod`` is what a run gets there; None is enough to ask for jobs that are there.
-    """
+    """A namespace, None the context's; ``pod`` is what a run gets, None to ask for jobs that are there."""
 
     def __init__(self, pod: Pod | None, *, namespace: str | None = None) -> None:
         self._pod = pod
@@ -39,10 +36,7 @@ class Kubernetes:
         return dump(self._manifest(task))
 
     def check(self, task: Task) -> str | None:
-        """Let the API server say whether it would take the Job; why it could not be asked, or None.
-
-        Raises UserError with its words where it would not.
-        """
+        """Why the API server could not say whether it takes the Job, or None; UserError where it would not."""
         self._manifest(task)
         try:
             self._connect()

@@ -141,11 +141,7 @@ class State:
 
 
 class Place(Protocol):
-    """A cluster that takes jobs.
-
-    Every method raises UserError where the place refuses what was asked, and a transient StageError where it cannot be
-    reached.
-    """
+    """A cluster; UserError where it refuses what was asked, a transient StageError where it cannot be reached."""
 
     def text(self, task: Task) -> str:
         """Exactly what would be sent."""

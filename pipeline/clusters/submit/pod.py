@@ -93,10 +93,7 @@ def by_digest(image: str) -> bool:
 
 
 def manifest(task: Task, pod: Pod) -> dict[str, Any]:
-    """A task as a Job of such pods, with a name that the cluster completes: one recipe may be submitted again.
-
-    Raises UserError for several nodes, and for a store that ends with the pod.
-    """
+    """A task as a Job, named anew each time; UserError for several nodes, and for a store that ends with the pod."""
     if task.nodes > 1:
         raise UserError(
             f"the run needs {task.nodes} nodes, and a Job's pod is on one",
@@ -197,10 +194,7 @@ def merged(base: Any, over: Any) -> Any:
 
 
 def read_template(path: Path) -> dict[str, Any]:
-    """What a cluster wants of every pod, from a YAML file: a PodTemplateSpec, a Pod, a PodTemplate, or a spec alone.
-
-    Raises `RecipeError` for what is none of them, and for the value of a secret.
-    """
+    """A YAML file's PodTemplateSpec, Pod, PodTemplate or spec; `RecipeError` for others, and for a secret's value."""
     file = shown_path(path)
     data = parse(text_of(path), file).data
     data = data.get("template", data) if isinstance(data, dict) else {}

@@ -341,10 +341,7 @@ def preflight(
     vllm: str | Path | None = None,
     wanted: Wanted | None = None,
 ) -> tuple[Finding, ...]:
-    """Run the checks that a plan names, in its order, with what it expects and why.
-
-    A name without a check, or with one that is no question for the plan's hardware, gives a finding that was skipped.
-    """
+    """The checks that a plan names, with what it expects and why; what is no question here is skipped."""
     if not plan.host:
         return ()
     subject = look(

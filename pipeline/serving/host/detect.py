@@ -115,10 +115,7 @@ class Detected:
 
     @property
     def target(self) -> Target:
-        """The machine as a target: one node, with the memory that its drivers report.
-
-        UserError where partitions are more GPUs than such a node has, which no launch is planned over.
-        """
+        """The machine as a target of one node; UserError where its partitions are more GPUs than a node has."""
         return checked(Target(self.hardware, self.gpus, hbm_bytes=self.hbm_bytes))
 
     @property
@@ -245,10 +242,7 @@ def visible_cuda(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int,
 
 
 def device_here(kind: str, machine: Machine | None = None) -> Device:
-    """The device of this machine that PyTorch calls ``kind`` ("cpu", "cuda", "cuda:1"; "cuda" is also ROCm's).
-
-    A machine without a GPU has its CPU alone. Raises `UserError` for an Instinct GPU that the table does not know.
-    """
+    """This device that PyTorch calls ``kind`` ("cpu", "cuda:1"); `UserError` for an Instinct that no table knows."""
     machine = machine or Machine()
     if kind.startswith("cpu"):
         return Device("cpu", cpu_name(machine))

@@ -29,10 +29,7 @@ Status = Literal["ok", "warn", "fail", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one check saw. ``values`` fill the braces of its texts in `checks.yaml`.
-
-    Of a check that was skipped ``found`` is the reason.
-    """
+    """What one check saw, or why it was skipped. ``values`` fill the braces of its texts in `checks.yaml`."""
 
     status: Status
     found: str

@@ -99,10 +99,7 @@ class ModelFacts:
 
 
 def model_facts(folder: Path) -> ModelFacts:
-    """Read a model's folder: config.json, and the headers of the shards where there are any.
-
-    UserError for a folder without config.json, with one that names no layers, or with shards that are damaged.
-    """
+    """Read config.json, and the headers of shards where there are any; UserError where they are missing or damaged."""
     config = read_json(folder / "config.json")
     counted = facts_of_config(config)
     if not any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):

@@ -81,10 +81,7 @@ class Piece:
 
 
 def stored_bytes(parameters: int, rows: int, scheme: str | None) -> int:
-    """Bytes of a weight in a scheme, scales included; a scale by channel is one a row, by tensor one in all.
-
-    What nothing is known of counts as 16 bit.
-    """
+    """Bytes of a weight with its scales, by channel one a row; what nothing is known of counts as 16 bit."""
     known = table().get(str(scheme))
     bits = OTHER_BITS.get(str(scheme), 16.0) if known is None else known.bits_per_weight
     nbytes = parameters * bits / 8
@@ -94,10 +91,7 @@ def stored_bytes(parameters: int, rows: int, scheme: str | None) -> int:
 
 
 def count_pieces(config: Mapping[str, Any]) -> tuple[Piece, ...]:
-    """Every weight of a model in 16 bit, but for a predictor of further tokens (MTP): vLLM loads it only to speculate.
-
-    UserError where the configuration names no layers.
-    """
+    """Every weight in 16 bit but an MTP's, which vLLM loads to speculate; UserError where there are no layers."""
     shape, body, head = read_shape(config), "model.", "lm_head"
     if isinstance(config.get("text_config"), Mapping):
         qwen = str(config.get("model_type", "")).startswith("qwen")

@@ -78,10 +78,7 @@ class _Case:
 def choose(
     facts: ModelFacts, target: Target, profile: Profile, memory_of: MemoryOf, *, max_model_len: int, packed: int = 1
 ) -> Choice | None:
-    """The layout for a model on a target; None where none has room for one request of ``max_model_len`` tokens.
-
-    ``packed`` servers share each accelerator where it is more than one: nothing chooses that by itself.
-    """
+    """The layout; None where none holds a request of ``max_model_len`` tokens. Nothing chooses ``packed`` by itself."""
     case = _Case(facts, target, profile, memory_of, max_model_len)
     if packed > 1:
         return _packed(case, packed)

@@ -181,10 +181,7 @@ def _state_bytes(facts: ModelFacts, mixer: str, tensor: int, kind: str) -> int:
 
 
 def stages(layers: int, count: int) -> tuple[range, ...]:
-    """The layers of each pipeline stage: as equal as can be, what is over goes to the stages before the last.
-
-    vLLM 0.26 vllm/distributed/utils.py, get_pp_indices.
-    """
+    """The layers of each pipeline stage; what is over goes to those before the last (vLLM 0.26, get_pp_indices)."""
     sizes = [layers // count] * count
     for number in range(layers % count):
         sizes[-(number + 2) if count > 1 else 0] += 1

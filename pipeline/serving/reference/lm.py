@@ -123,10 +123,7 @@ def logits_of(loaded: Loaded, ids: torch.Tensor) -> torch.Tensor:
 
 
 def prompt_logprobs(loaded: Loaded, ids: Sequence[int], likeliest: int) -> list[dict[str, dict[str, float]] | None]:
-    """What the model says of a prompt's tokens, as vLLM's ``prompt_logprobs``: of the first nothing.
-
-    Of each other one its log probability (nats) and those of the likeliest, by token id.
-    """
+    """As vLLM's ``prompt_logprobs``: of each token but the first its own (nats) and those of the likeliest, by id."""
     logprobs = logits_of(loaded, torch.tensor([ids], device=loaded.device))[0, :-1].float().log_softmax(-1)
     values, tokens = logprobs.topk(likeliest)
     own = logprobs.gather(1, torch.tensor(ids[1:], device=loaded.device)[:, None])

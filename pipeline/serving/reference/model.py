@@ -35,10 +35,7 @@ _RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to answer; ``kv_scales`` are empty where the cache stays as it is.
-
-    ``runtime`` are the words for what computes.
-    """
+    """A model that is ready to answer; ``kv_scales`` may be empty, ``runtime`` are words for what computes."""
 
     model: Any
     device: str
@@ -240,10 +237,7 @@ def _entering(rounded: Round) -> Any:
 
 
 def round_inputs(module: Any, rounds: Mapping[tuple[str, int], Round]) -> None:
-    """Round what enters the products of a module that stacks experts, whenever it runs.
-
-    ``rounds`` has an entry for each parameter and number of an expert whose input is rounded.
-    """
+    """Round what enters a module that stacks experts; ``rounds`` are by parameter and number of the expert."""
     modes: list[Any] = []
 
     def before(module: Any, *_: Any) -> None:

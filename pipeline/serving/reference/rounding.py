@@ -30,10 +30,7 @@ _MX = {"e2m1": (2, 1, 6.0, 1), "e2m3": (2, 3, 7.5, 3), "e3m2": (3, 2, 28.0, 2), 
 def round_activations(
     x: torch.Tensor, activations: ActivationFormat, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The inputs of a linear layer, [..., I], as its scheme leaves them; float32.
-
-    ``input_scale`` is the calibrated scale of a static format, anything that broadcasts.
-    """
+    """The inputs of a linear layer, [..., I], as its scheme leaves them, a static one by ``input_scale``; float32."""
     x = x.float()
     if activations.kind == "none" or not x.numel():
         return x
@@ -55,10 +52,7 @@ def round_fp8(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
 
 
 def kv_cache(config: Any, scales: Scales, round_: Callable[..., torch.Tensor] = round_fp8) -> Any:
-    """An empty cache of transformers for the model of that configuration; plain where ``scales`` is empty.
-
-    ``round_(x, scale)`` is what becomes of K and V, [batch, heads, tokens, head_dim].
-    """
+    """An empty cache of transformers; with ``scales`` it rounds K and V, [batch, heads, tokens, head_dim]."""
     from transformers import DynamicCache
 
     class RoundingCache(DynamicCache):  # type: ignore[misc]  # transformers has no types that mypy could follow

@@ -42,10 +42,7 @@ def options(plan: LaunchPlan) -> tuple[tuple[str, str], ...]:
 
 
 def mounted(plan: LaunchPlan) -> tuple[str, ...]:
-    """Folders and files that the plan names by absolute paths, outermost first; they keep their paths inside.
-
-    A snapshot of the Hub's cache holds links to the blobs beside it: the repository's folder stands for it.
-    """
+    """Folders and files that the plan names, outermost first; of a snapshot in the Hub's cache its repository's."""
     named = [_whole(path) for word in (plan.model, *plan.argv[3:], *plan.env.values()) for path in _paths(word)]
     return tuple(
         path

@@ -78,10 +78,7 @@ class LocalLauncher(Launcher):
 
     @contextmanager
     def launch(self, plan: LaunchPlan, log_path: Path, *, startup_timeout: float = 900.0) -> Iterator[Server]:
-        """One server of the plan on any free port while the block runs; the log goes to ``log_path``.
-
-        Raises what `deploy` does.
-        """
+        """One server on any free port while the block runs, its log in ``log_path``; raises what `deploy` does."""
         with self.starting(plan, log_path, startup_timeout=startup_timeout) as ready:
             yield ready()
 

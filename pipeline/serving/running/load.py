@@ -162,10 +162,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def busiest(used: Sequence[Used], window: float = WINDOW_S) -> float | None:
-    """The largest share of one core over any `window` seconds, or over all of it where that is less.
-
-    None for fewer than two looks. CPU time that falls, because a process ended unseen, counts as none.
-    """
+    """The largest share of one core over any `window` seconds, or over all of less; None for fewer than two looks."""
     if len(used) < 2:
         return None
     shares = []

@@ -32,10 +32,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogScan:
-    """Facts are None, or empty, where this version of vLLM does not say them.
-
-    `kv_tokens`, and `concurrency`, how many requests of full length fit them, are those of the smallest engine.
-    """
+    """What a log says; None, or empty, where it does not. `kv_tokens` and `concurrency` are the smallest engine's."""
 
     vllm_version: str | None
     attention_backend: str | None

@@ -81,10 +81,7 @@ def summary(cells: Sequence[Sequence[Reading]]) -> Machine:
 
 
 def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[str, str]) -> Sensor | None:
-    """The sensor of a server on so many accelerators of a kind, started with these variables beside our own.
-
-    None where a GPU server has no GPU that tells: its cores say nothing about it.
-    """
+    """The sensor of a server started with these variables beside our own; None where none of its GPUs tells."""
     machine = host.Machine(environ={**os.environ, **env})
     if kind == "cpu":
         return read_cpu
@@ -96,10 +93,7 @@ def sensor_for(kind: Literal["rocm", "cuda", "cpu"], *, gpus: int, env: Mapping[
 
 
 def amd_sensor(machine: host.Machine, gpus: int) -> Sensor | None:
-    """The first so many GPUs that the environment leaves; None where there are none, or no files of them.
-
-    Each device counts once however it is partitioned.
-    """
+    """The first so many GPUs that the environment leaves, each device once; None where there are no files of them."""
     found = amd_gpus(machine)
     used = visible_amd(machine.environ, [gpu.uuid for gpu in found])[:gpus]
     devices: Sequence[Path | None] = [found[index].device for index in used]

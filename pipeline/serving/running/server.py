@@ -50,18 +50,12 @@ class Server:
         return str(json.loads(self.get("/version"))["version"])
 
     def cache_config(self) -> Mapping[str, str]:
-        """Labels of ``vllm:cache_config_info``: block_size, num_gpu_blocks, ...
-
-        Its cache_dtype may say "auto" where the cache is FP8: ask the log for that.
-        """
+        """Labels of ``vllm:cache_config_info``. Its cache_dtype may say "auto" where the cache is FP8: ask the log."""
         found = _CACHE.search(self.get("/metrics"))
         return {} if found is None else dict(_LABEL.findall(found[1]))
 
     def scan_log(self) -> LogScan:
-        """What the log says up to now: KV tokens, backend, kernels, and what makes a measurement void.
-
-        Without a log it is known only what the server tells over HTTP, and that is a caution.
-        """
+        """What the log says up to now; without one what the server tells over HTTP, and that this is a caution."""
         if self.log_path is not None:
             return scan_log(self.log_path.read_text(encoding="utf-8", errors="replace"))
         tokens = self.cache_config().get("kv_cache_size_tokens", "")

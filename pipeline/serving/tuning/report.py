@@ -154,10 +154,7 @@ def _notes(sweep: Sweep) -> list[str]:
 
 
 def serve_section(point: Point, existing: Mapping[str, Any], tunableop: str | None) -> dict[str, Any]:
-    """The section of a recipe that ``existing``, its own, becomes with a point's changes.
-
-    ``tunableop`` is the path to the tuned kernels; it is named where the point uses them.
-    """
+    """A recipe's section, ``existing``, with a point's changes; ``tunableop`` is the path of the kernels it uses."""
     knobs = {**existing.get("knobs", {}), **{knob: _written(value) for knob, value in point if knob != TUNABLEOP}}
     section = {**existing, "knobs": knobs}
     if tunableop is not None and any(knob == TUNABLEOP for knob, _ in point):

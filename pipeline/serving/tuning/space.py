@@ -81,10 +81,7 @@ def value_in(plan: LaunchPlan, knob: str) -> Value:
 def without_base_values(
     axes: Sequence[Axis], base: LaunchPlan, default: Callable[[str], str] = lambda _: ""
 ) -> tuple[Axis, ...]:
-    """Leave out the values that the base plan has already, and the knobs for which nothing else is left.
-
-    ``default`` is what vLLM takes where a plan leaves a knob out.
-    """
+    """Leave out what the base plan has already; ``default`` is vLLM's, where a plan leaves a knob out."""
 
     def new(knob: str, value: Value) -> bool:
         before = value_in(base, knob)
@@ -285,10 +282,7 @@ def planner(make: Callable[..., LaunchPlan], overrides: Mapping[str, Value]) -> 
 
 
 def machine_facts(target: Target, machine: Machine) -> dict[str, str]:
-    """CPU, cores that we may use, and the accelerators that are there.
-
-    UserError where the machine is not the target: a sweep measures, it cannot plan for another machine.
-    """
+    """CPU, cores that we may use, accelerators; UserError where this is not the target: a sweep measures."""
     facts = {"target": str(target), "cpu": cpu_name(machine), "cores": str(cores())}
     if target.accelerator.kind == "cpu":
         return facts

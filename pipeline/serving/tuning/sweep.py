@@ -81,10 +81,7 @@ def _range(values: Sequence[float]) -> float:
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points (throughput, latency) that no other dominates, from the least latency to the most.
-
-    Of equal points the first is named. O(n log n): by rising latency, what raises the best throughput so far.
-    """
+    """Indices of the points (throughput, latency) that no other dominates, by rising latency; the first of equals."""
     by_latency = sorted(range(len(points)), key=lambda index: (points[index][1], -points[index][0], index))
     kept: list[int] = []
     for index in by_latency:
@@ -106,10 +103,7 @@ class Design:
 
 
 def planned(design: Design) -> list[Trial]:
-    """Every trial that is known before anything was measured.
-
-    The base plan comes once more at the end: its spread is the noise, drift included.
-    """
+    """Every trial known beforehand. The base plan comes again at the end: its spread is the noise, drift included."""
     points = [BASE, *(combinations(design.axes) if design.mode == "grid" else singles(design.axes))]
     return [*(Trial(point, run) for run in range(design.repeat) for point in points), Trial(BASE, design.repeat)]
 
@@ -134,10 +128,7 @@ def grid_size(axes: Sequence[Axis]) -> int:
 
 @dataclass
 class Sweep:
-    """A sweep as far as it got, and what its points come to.
-
-    ``refused`` are points that the planner would not plan, with its reason.
-    """
+    """A sweep as far as it got, and what it comes to; ``refused`` has what the planner would not plan, and why."""
 
     subject: Subject
     design: Design
@@ -187,10 +178,7 @@ class Sweep:
         return found
 
     def noise(self) -> dict[str, float] | None:
-        """For each figure the largest factor between two launches of one plan; None before anything was repeated.
-
-        Never less than `LEAST`: two launches can agree by chance.
-        """
+        """For each figure the largest factor between two launches of a plan, at least `LEAST`; None without any."""
         repeats = self.repeats()
         if not repeats:
             return None
@@ -208,10 +196,7 @@ class Sweep:
         return self.objective.score(ratios)
 
     def choose(self, points: Sequence[Point]) -> Point:
-        """The best of the points; among those that noise cannot tell from it the one with the fewest changes.
-
-        The first of the points stands in where none has a score.
-        """
+        """The best, or of what noise cannot tell from it the fewest changes; the first where none has a score."""
         scored = [(point, score) for point in points if (score := self.score(point)) is not None]
         if not scored:
             return points[0]
@@ -233,10 +218,7 @@ class Sweep:
 
 
 def run_sweep(sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, *, redo: bool = False) -> None:
-    """Fill ``sweep`` with outcomes; ``redo`` measures again what the store has.
-
-    Raises ServingError where the base plan itself does not serve: nothing could be compared with it.
-    """
+    """Fill ``sweep``; ``redo`` measures what the store has again. ServingError where the base plan does not serve."""
     runner = _Runner(sweep, trials, budget, reporter, redo)
     *wanted, closing = planned(sweep.design)
     complete = runner.through(wanted, reserve=1)

@@ -37,10 +37,7 @@ class OutOfTimeError(Exception):
 
 
 class Budget:
-    """How much wall clock a sweep may take, starts of servers included; ``seconds`` is None where there is no limit.
-
-    It is the sweep's, not the process's: what earlier runs of the same sweep spent on trials that are kept counts.
-    """
+    """Wall clock of a sweep, starts and its earlier runs included; ``seconds`` is None where there is no limit."""
 
     def __init__(self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
@@ -195,10 +192,7 @@ class Trials:
     def make(
         self, trial: Trial, plan: LaunchPlan, *, sweep: str, budget: Budget, startup_timeout: float, progress: Progress
     ) -> Outcome:
-        """Measure in an empty folder and commit; what raises leaves nothing that counts.
-
-        Raises `OutOfTimeError`, and ServingError where the base plan itself cannot be measured.
-        """
+        """Measure in an empty folder and commit. `OutOfTimeError`; ServingError where the base plan fails."""
         subject = self._subject
         payload = subject.payload(trial)
         with self._store.working(STAGE, fingerprint(payload), on_wait=progress.say) as work:
