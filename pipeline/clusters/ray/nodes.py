@@ -202,11 +202,7 @@ class Facts:
 
 
 def facts_here(folders: Sequence[Path], written: Sequence[Path] = (), mark: str = "") -> Facts:
-    """The facts of the machine that this runs on.
-
-    ``folders`` are read: of each the names and sizes of its files, its config.json and samples of the rest. A file with
-    ``mark`` in its name is written to each of ``written``.
-    """
+    """What this machine is, with digests of ``folders``; a file with ``mark`` is put into each of ``written``."""
     from calibration.room import free_bytes
     from pipeline.base.machine import Machine, cpu_name
 

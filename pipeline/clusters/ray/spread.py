@@ -56,12 +56,7 @@ if TYPE_CHECKING:
 def spread_over(
     on: str | None, recipe: Recipe, *, device: str, source: Path | None, store: Path, progress: Progress
 ) -> Iterator[RaySpread | None]:
-    """The cluster that ``--on`` names, ready and its nodes found to be alike; None for this process alone.
-
-    ``source`` is the model's folder where it is there already, ``store`` the folder of the results.
-
-    Raises `UserError` where there is none, where a node differs, and for a recipe whose engine cannot be spread.
-    """
+    """The cluster that ``--on`` names, its nodes alike; None for this process alone. `UserError` for what cannot be."""
     if on is None:
         yield None
         return

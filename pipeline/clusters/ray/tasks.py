@@ -93,11 +93,7 @@ def measure(order: Order, share: Share, device: str, versions: Mapping[str, str]
 
 
 def results(tasks: Mapping[Any, T], ask: Ask, say: Callable[[str], None]) -> Iterator[tuple[T, Any]]:
-    """What each task returns, with what it was for, the first that is finished first.
-
-    ``tasks`` maps Ray's references. Lost nodes are told; Ray gives their tasks to others. Raises what a task raised,
-    `StageError` for one that was lost too often, and where no node is left; the other tasks are ended then.
-    """
+    """What each task returns with what it was for, as they finish; what raises, or no node left, ends the others."""
     import ray
 
     left = dict(tasks)

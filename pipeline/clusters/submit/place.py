@@ -129,11 +129,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How a job is.
-
-    ``word`` is the place's own. ``exit_code`` is the run's, once it has ended and is not run again, ``waits`` why it
-    does not run yet, in the place's own words.
-    """
+    """How a job is: the place's own ``word``, the run's ``exit_code`` once it is over, why it ``waits`` to be run."""
 
     word: str
     exit_code: int | None = None
@@ -173,11 +169,7 @@ class Log:
 
 
 def follow(place: Place, identifier: str, show: Callable[[str], None], look: Callable[[State], None]) -> State:
-    """Show a job's log until it has ended, and return its last state; ``look`` is told of each state before that.
-
-    Raises the StageError of a place that is away for longer than ten minutes, and a transient one for a job that the
-    place has forgotten.
-    """
+    """Show a job's log to its end, tell ``look`` each state, return the last; StageError where place or job is gone."""
     heard = time.monotonic()
     while True:
         try:

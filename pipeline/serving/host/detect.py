@@ -79,11 +79,7 @@ def _memory(machine: Machine, node: Path) -> int:
 
 
 def _device(machine: Machine, facts: dict[str, str]) -> Path | None:
-    """The folder of the device on the bus.
-
-    A partition's own render node belongs to a platform device without these files, so the address leads there, with
-    function 0: a partition's number may stand in its place.
-    """
+    """The device's folder on the bus, else by its address with function 0: a partition's own node has no such files."""
     location = int(facts.get("location_id", "0"))
     address = f"{int(facts.get('domain', '0')):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
     places = (f"sys/class/drm/renderD{facts.get('drm_render_minor', '')}/device", f"sys/bus/pci/devices/{address}")
@@ -226,11 +222,7 @@ def chosen(value: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
 
 
 def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> tuple[int, ...]:
-    """Indices of AMD's GPUs that vLLM sees: what a second variable names of those in ROCR_VISIBLE_DEVICES.
-
-    vLLM on ROCm reads CUDA_VISIBLE_DEVICES, takes HIP_VISIBLE_DEVICES for it where only that is set, and takes an empty
-    value for one that is not set (vLLM 0.32 platforms/rocm.py).
-    """
+    """Indices of AMD's GPUs that vLLM sees: of ROCR's those in CUDA's variable, else HIP's; empty means unset."""
     first = chosen(environ.get(ROCR) or None, uuids)
     second = chosen(environ.get(CUDA) or environ.get(HIP) or None, [uuids[index] for index in first])
     return tuple(first[index] for index in second)

@@ -38,11 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `quantmint doctor`.
-
-    ``fix`` is what to do, a command where one does it, and empty where nothing is wrong; ``as_root`` are the commands
-    of it that need root. ``source`` names the guide and its section.
-    """
+    """A line of `quantmint doctor`. ``as_root`` are commands of the fix that need root, ``source`` names a guide."""
 
     name: str
     status: Status
@@ -93,11 +89,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A machine and what it is to serve.
-
-    ``detected`` is what this node has, or ``unknown`` why that cannot be said; ``installed`` is the environment, or
-    ``missing`` why there is none. ``utilization`` is the share of a GPU's memory that one server takes.
-    """
+    """A machine and what it is to serve. ``unknown`` and ``missing`` say why ``detected``, ``installed`` are None."""
 
     machine: Machine
     target: Target

@@ -209,11 +209,7 @@ _NUMBERS = frozenset({"--max-num-seqs", "--max-num-batched-tokens", "--block-siz
 
 
 def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict[str, str | bool]:
-    """The same, in their order.
-
-    UserError for a name that the table lacks, for a knob that this version of vLLM lacks, for one that a launch or its
-    launcher sets, and for text where a number belongs.
-    """
+    """The same; UserError for a name that the table or this vLLM lacks, that a launch sets, or that wants a number."""
     for name, value in overrides.items():
         entry = knob(name)
         if entry.kind not in {"flag", "env"}:
@@ -232,11 +228,7 @@ def checked_overrides(overrides: Mapping[str, str | bool], version: str) -> dict
 
 
 def layout_said(overrides: Mapping[str, str | bool], target: Target, *, busy: bool) -> Layout | None:
-    """The layout that overrides spell out; None where they leave it to the plan.
-
-    What they do not name is 1, or off. A ``busy`` target is filled with as many such servers as there is room for.
-    UserError where the target has not so many accelerators.
-    """
+    """The layout that overrides spell out, filling a ``busy`` target, or None; UserError for more than it has."""
     said = {part: int(overrides[name]) for name, part in _SIZES.items() if overrides.get(name) not in {None, False}}
     expert = bool(overrides.get(_EXPERT, False))
     if not said and not expert:

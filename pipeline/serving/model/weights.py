@@ -220,11 +220,7 @@ def _recurrent(shape: Shape, prefix: str, layer: int, kind: str) -> Iterator[Pie
 
 
 def _encoder(config: Mapping[str, Any], text_hidden: int) -> Iterator[Piece]:
-    """A vision tower and its projection, a piece each. Nothing for a model without one.
-
-    Exact for Llama-4 and Qwen3-VL; another tower is counted as a plain vision transformer with a
-    projection, which is right to some percent of a part that is itself a few percent.
-    """
+    """A vision tower and its projection: exact for Llama-4 and Qwen3-VL, else those of a plain vision transformer."""
     vision = config.get("vision_config")
     if isinstance(vision, Mapping):
         # Where there is an embed_dim, as in Qwen2-VL, hidden_size is the language model's.

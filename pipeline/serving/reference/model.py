@@ -49,12 +49,7 @@ class Loaded:
 
 
 def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> Loaded:
-    """Load a 16-bit model, or a checkpoint in either layout, onto a device, in float32.
-
-    Raises `UserError` for a checkpoint that is not what its configuration promises, and for one that cannot be
-    represented: an unknown scheme, rotations that are computed when the model runs, an FP8 cache of latents, layers
-    that keep a state.
-    """
+    """A model or checkpoint on a device, in float32; `UserError` for one that is unsound, or cannot be represented."""
     checkpoint = open_checkpoint(folder)
     structure = read_structure(folder, checkpoint.tensors, trust_remote_code=trust_remote_code)
     claims = _claims(checkpoint, structure)

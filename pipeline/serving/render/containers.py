@@ -74,11 +74,7 @@ def docker_run(
     host: str = LOOPBACK,
     more_env: tuple[tuple[str, str], ...] = (),
 ) -> tuple[str, ...]:
-    """The whole command for the container of one process.
-
-    The model is mounted read-only where it lies, so that the plan's paths hold inside. ``more_env`` are variables
-    beside the plan's, such as those that keep the server offline.
-    """
+    """The command for one process's container, the model read-only where it lies; ``more_env`` beside the plan's."""
     program, *rest = arguments(process, host=host)
     env = {**variables(plan, process), **dict(more_env)}
     return (

@@ -33,10 +33,7 @@ from pipeline.serving.running.server import HOST, Server, fetch
 
 
 class Launcher:
-    """Starts the processes of this machine, ``node_rank`` of the plan.
-
-    ``stop_grace`` is how many seconds a server gets between SIGTERM and SIGKILL.
-    """
+    """Starts this machine's processes of a plan. ``stop_grace`` is seconds between SIGTERM and SIGKILL."""
 
     def __init__(self, *, node_rank: int = 0, stop_grace: float = 15.0) -> None:
         self.node_rank = node_rank

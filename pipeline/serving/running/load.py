@@ -45,11 +45,7 @@ def run_cell(
     watch: Callable[[str], None] = lambda _: None,
     started: Callable[[int], None] = lambda _: None,
 ) -> CellResult:
-    """Measure a cell with the tokenizer in ``model``; its JSON stays in ``folder``, what the client says in ``log``.
-
-    ``watch`` and ``started`` are those of `run_logged`. Raises `StageError` where the client fails, and
-    `MeasurementError` where it lost requests.
-    """
+    """A cell's figures, its JSON in ``folder``; `StageError` of the client, `MeasurementError` for lost requests."""
 
     path = folder / f"{cell.name}.json"
     path.unlink(missing_ok=True)

@@ -156,11 +156,7 @@ _TOLERANCE = 0.10
 
 
 def broken_promises(plan: LaunchPlan, scan: LogScan, *, quantization: str | None = None) -> Iterator[Finding]:
-    """Each promise that the log contradicts, or that it should confirm and does not.
-
-    ``quantization`` is the method that the checkpoint's configuration names. "invalid" is what makes a measurement one
-    of another checkpoint: the KV cache or the weights are not what they were to be.
-    """
+    """Each promise that the log contradicts; "invalid" ones make a measurement one of another checkpoint."""
     dtype = plan.option("--kv-cache-dtype")
     if dtype is not None and dtype.startswith("fp8") and not (scan.kv_cache_dtype or dtype).startswith("fp8"):
         yield Finding("invalid", "the KV cache is not FP8", _both(dtype, scan.kv_cache_dtype))

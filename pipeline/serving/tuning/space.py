@@ -265,11 +265,7 @@ def with_tunableop(plan: LaunchPlan, folder: Path, *, search: bool) -> LaunchPla
 
 
 def planner(make: Callable[..., LaunchPlan], overrides: Mapping[str, Value]) -> Planner:
-    """The plan that a sweep starts from, as a function of what is changed in it.
-
-    ``make`` is `plan_serving` but for ``overrides``, which hold for the base plan too, and ``layout``, which stays that
-    of the base plan unless it is what is changed.
-    """
+    """Plans of ``make``, that is `plan_serving`, by what is changed; the base plan's layout stays unless changed."""
     base: list[LaunchPlan] = []
 
     def changed(changes: Mapping[str, Value]) -> LaunchPlan:

@@ -111,11 +111,7 @@ def measure(
     startup_timeout: float = STARTUP_TIMEOUT_S,
     stop_grace: float = 15.0,
 ) -> Outcome:
-    """Run a plan once; the JSON of each cell stays in ``folder``, as does a copy of ``log``, the server's.
-
-    A server that does not start, dies or loses requests is an outcome, not an error. Raises `OutOfTimeError` where the
-    budget ends.
-    """
+    """Run a plan once; its cells' JSON and log stay in ``folder``. A failure is an outcome; raises `OutOfTimeError`."""
     began = time.monotonic()
     patience = startup_timeout if budget.left is None else max(1.0, min(startup_timeout, budget.left))
     cells: dict[str, CellResult] = {}
@@ -255,11 +251,7 @@ def read_tuned(folder: Path, devices: int) -> Tuned:
 
 
 def first_pass(subject: Subject, store: Store, budget: Budget, reporter: Reporter, out: Path, *, redo: bool) -> Tuned:
-    """Tune the matrix products that the workload meets; the files end up in ``out``/tunableop.
-
-    Raises ServingError where the server does not come through, StageError where its files are not usable, and
-    `OutOfTimeError` where the budget ends in the middle: half a search is thrown away.
-    """
+    """Tune the workload's matrix products into ``out``/tunableop. ServingError, StageError, `OutOfTimeError`."""
     layout = subject.plan(BASE).layout
     devices = layout.tensor * layout.pipeline
     payload = subject.payload_of(with_tunableop(subject.plan(BASE), Path(), search=True)) | {"stage": FOLDER}
