@@ -94,6 +94,14 @@ class Scheme:
             return float(self.weight.bits)
         return self.weight.bits + SCALE_BITS[self.weight.scale] / math.prod(self.weight.group)
 
+    def stored_bits(self, rows: int, columns: int) -> int:
+        """Bits of a weight of [rows, columns] with all of its scales."""
+        high, wide = {"per_tensor": (rows, columns), "per_channel": (1, columns)}.get(
+            self.weight.granularity, self.weight.group or (1, 1)
+        )
+        scales = math.ceil(rows / high) * math.ceil(columns / wide)
+        return rows * columns * self.weight.bits + scales * SCALE_BITS[self.weight.scale]
+
     def refusal(self, engine: str, checkpoint_format: str) -> str | None:
         """Why an engine does not make the scheme in a layout, in one clause; None when it does."""
         if checkpoint_format not in self.formats:

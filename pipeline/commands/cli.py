@@ -20,6 +20,7 @@ _COMMANDS = {
     "run": ("run", "Make", "Make, prove and publish what a recipe says."),
     "plan": ("run", "Make", "Show what a run would do, and what it would cost."),
     "quantize": ("quantize", "Make", "Quantize one model without a recipe."),
+    "search": ("search", "Make", "Measure what precision costs where, and what a budget of bits is best spent on."),
     "submit": ("submit", "Make", "Run a recipe on Slurm, Kubernetes or a Ray cluster."),
     "inspect": ("quantize", "Prove", "Prove a quantized checkpoint's structure, anybody's."),
     "gate": ("judge", "Prove", "Judge again from a record, or from what was published."),

@@ -57,10 +57,11 @@ def publish(
     """
     from pipeline.stages.planning import build_plan, foreseen, missing_stages
     from pipeline.stages.preflight import require_means
+    from pipeline.stages.search import stand_in
     from pipeline.stages.session import open_setting
 
     reporter = reporter_for(json=as_json)
-    setting = open_setting(recipe, store=Store(store_path, on_warning=reporter.warn), vllm=vllm)
+    setting = stand_in(open_setting(recipe, store=Store(store_path, on_warning=reporter.warn), vllm=vllm))
     section = elsewhere(setting.recipe.publish, to=to, hub=hub, folder=folder, storage=storage)
     changed = setting.recipe.model_copy(update={"publish": section})
     setting = replace(setting, loaded=replace(setting.loaded, recipe=changed))

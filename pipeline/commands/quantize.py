@@ -15,7 +15,7 @@ from pipeline.commands.options import PATH, device_option, emit, json_option, on
 if TYPE_CHECKING:
     from pipeline.stages.quantization import Outlook, QuantizationJob
 
-_QUANTIZATION = ("scheme", "kv_cache", "kv_cache_granularity", "engine", "algorithm", "shared_scales")
+_QUANTIZATION = ("scheme", "bits", "kv_cache", "kv_cache_granularity", "engine", "algorithm", "shared_scales")
 _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "observer", "experts")
 
 
@@ -23,6 +23,8 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 @click.argument("src")
 @click.argument("out", type=PATH)
 @click.option("--scheme", required=True, help="What linear layers become; `quantmint schemes` lists them.")
+@click.option("--from", "from_", metavar="SCHEMES", help="What --scheme auto chooses from, with commas between.")
+@click.option("--bits", type=float, help="What --scheme auto may spend: mean bits of a weight, scales counted.")
 @click.option("--format", "layout", help="Layout: compressed-tensors (default) or quark.")
 @click.option("--kv-cache", help="fp8: calibrated static scales. auto (default): 16 bit.")
 @click.option("--kv-cache-granularity", help="tensor (default), or head: a scale for each KV head.")
@@ -93,6 +95,7 @@ def _sections(given: dict[str, Any], overrides: list[dict[str, Any]]) -> dict[st
         "trust_remote_code": bool(given["trust_remote_code"]),
         "quantization": {
             **{name: given[name] for name in _QUANTIZATION},
+            "from": None if given["from_"] is None else given["from_"].split(","),
             "format": given["layout"],
             "exclude": list(given["exclude"]),
             "overrides": overrides,
@@ -186,6 +189,9 @@ def _show_result(job: QuantizationJob, record: dict[str, Any], *, made: bool, as
         "checkpoint": str(out),
         "size": f"{size(record['bytes'])} from {size(record['source_bytes'])}",
         "modules": f"{schemes}, {record['kept']:,} kept in 16 bit",
+        "auto": "{bits:.2f} bits, predicted cost {cost:.3g} nats".format(**record["auto"])
+        if "auto" in record
+        else None,
         "time": ", ".join(f"{part} {took:.1f} s" for part, took in record["seconds"].items()),
         "error": None if worst is None else f"least SQNR {worst['sqnr_db']:.1f} dB, of {worst['module']}",
         "inspection": record["inspection"] or later,

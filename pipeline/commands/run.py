@@ -61,12 +61,12 @@ def run(
 
     Finished stages are taken from the store; an interrupted run goes on with the same command.
     """
+    from eval.verdict import Verdict
     from pipeline.commands.publish import published_by, report_page, show_published
     from pipeline.publish.places import published_folder
     from pipeline.serving.host.detect import device_here
-    from pipeline.stages.planning import build_plan, cut
-    from pipeline.stages.preflight import require_means
-    from pipeline.stages.runner import run_plan
+    from pipeline.stages.search import run_search
+    from pipeline.stages.sensitivity import KEY, advice
     from pipeline.stages.session import open_setting
     from pipeline.stages.tracking import log_run
     from pipeline.store.remote import open_tier
@@ -80,17 +80,15 @@ def run(
         to_run=True,
         remote=None if remote is None else open_tier(remote, reporter.warn, device_here),
     )
-    plan = build_plan(setting, until)
-    for name in redo:
-        cut(plan, name)
     with spread(on, setting, reporter) as setting:
-        require_means(plan, setting, redo)
-        outcome = run_plan(plan, setting, reporter, redo=redo)
+        searched = run_search(setting, reporter, until=until, redo=redo)
+    outcome, setting = searched.outcome, searched.setting
     report, places = outcome.entry("report"), published_by(outcome)
     page = report_page(outcome, setting)
     checkpoint = published_folder(setting.recipe, setting.home) if places else None
     tracked = None if report is None else log_run(setting, report, reporter.warn)
     judged = outcome.entry("gate") or (None if outcome.stopped is None else outcome.entry(outcome.stopped))
+    advised = advice(setting, outcome.entry(KEY)) if outcome.verdict is Verdict.FAIL else []
     reasons: object = [] if judged is None else judged.record.result["reasons"]
     measured = _measured(outcome.entry("gate"))
     if as_json:
@@ -99,8 +97,10 @@ def run(
                 "recipe": setting.recipe.name,
                 "verdict": None if outcome.verdict is None else outcome.verdict.value,
                 "reasons": reasons,
+                **({"advice": advised} if advised else {}),
                 "measured": measured,
                 "stopped": outcome.stopped,
+                **({"auto": {"tries": searched.tries}} if searched.tries else {}),
                 "checkpoint": None if checkpoint is None else str(checkpoint),
                 "published": [asdict(one) for one in places],
                 "report": None if page is None else str(page.absolute()),
@@ -123,7 +123,7 @@ def run(
 
         click.echo(f"\n{outcome.verdict.value}  {setting.recipe.name}")
         console = terminal()
-        for reason in reasons if isinstance(reasons, list) else []:
+        for reason in [*(reasons if isinstance(reasons, list) else []), *advised]:
             click.echo(paragraph(console, "  ", str(reason)))
     if measured is not None:
         click.echo(f"measured    by {measured['runtime']} on {measured['device'] or measured['hardware']}")
@@ -168,11 +168,12 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     from pipeline.stages.gate import policy_of
     from pipeline.stages.planning import build_plan, foreseen, missing_stages
     from pipeline.stages.preflight import disk_needed, model_for, predict, require_disk
+    from pipeline.stages.search import stand_in
     from pipeline.stages.session import open_setting
     from pipeline.stages.source import config_folder as fetched
     from pipeline.store.disk import free_bytes
 
-    setting = open_setting(recipe, store=Store(store_path), vllm=vllm, config=config_folder)
+    setting = stand_in(open_setting(recipe, store=Store(store_path), vllm=vllm, config=config_folder))
     plan = foreseen(build_plan(setting), setting)
     missing = missing_stages(plan, setting)
     model = model_for(setting, config_folder or fetched(setting.source))
@@ -254,9 +255,10 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
 def explain_command(recipe: str, vllm: str | None, store_path: Path, as_json: bool) -> None:
     """Say which input of which stage changed since RECIPE was last run."""
     from pipeline.stages.planning import build_plan, explain, foreseen
+    from pipeline.stages.search import stand_in
     from pipeline.stages.session import open_setting
 
-    setting = open_setting(recipe, store=Store(store_path), vllm=vllm)
+    setting = stand_in(open_setting(recipe, store=Store(store_path), vllm=vllm))
     explained = explain(foreseen(build_plan(setting), setting), setting)
     if as_json:
         emit([{"stage": e.key, "state": e.state, "changes": [_change(c) for c in e.changes]} for e in explained])

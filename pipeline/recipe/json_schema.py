@@ -190,7 +190,8 @@ def _rule(path: YamlPath, context: Mapping[str, Any], value: Any, document: Docu
         path = (*path, context["at"])
         value = value[context["at"]]
     found, expected = context["found"] or shown(value), context["expected"]
-    hint = did_you_mean(value, (at(path) or {}).get("enum", ()))
+    known = (at(path) or {}).get("enum", ())
+    hint = "" if value in known else did_you_mean(value, known)
     return Fault(place_of(path, document), path, f"found {found}, expected {expected}{hint}")
 
 

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from pipeline.base.errors import RecipeError, UserError, did_you_mean, shown_path
 from pipeline.recipe.faults import OPTIONS, Fault, Place, YamlPath, refuse, shown
 from pipeline.recipe.json_schema import faults_of, place_of
-from pipeline.recipe.schema import Recipe
+from pipeline.recipe.schema import Quantization, Recipe
 from pipeline.recipe.yaml_positions import Document, Dumper, read
 
 _OWN = ("name", "description", "extends")
@@ -112,6 +112,11 @@ def recipe_of(sections: Mapping[str, Any]) -> LoadedRecipe:
     return _loaded(document, Path(OPTIONS.file))
 
 
+def reread(document: Document, path: Path) -> LoadedRecipe:
+    """The recipe of a document that was changed since it was read. Raises `RecipeError` as for a file."""
+    return _loaded(document, path)
+
+
 def _loaded(document: Document, path: Path, faults: Sequence[Fault] = ()) -> LoadedRecipe:
     """The recipe of a document, unless the models or ``faults`` say what is wrong with it."""
     try:
@@ -136,6 +141,12 @@ def resolved_yaml(recipe: Recipe, without: Collection[str] = ()) -> str:
     ``without`` names sections that are left out.
     """
     return _yaml(_plain(recipe, without))
+
+
+def choice_yaml(quantization: Quantization) -> str:
+    """Which scheme each module gets, as a block that stands in a recipe."""
+    said = quantization.model_dump(mode="json", include={"scheme", "overrides"})
+    return _yaml({"quantization": said})
 
 
 def _plain(recipe: Recipe, without: Collection[str]) -> dict[str, Any]:

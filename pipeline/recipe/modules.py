@@ -33,12 +33,20 @@ def matches(pattern: str, name: str) -> bool:
 
 def assigned(quantization: Quantization, name: str) -> str | None:
     """Scheme of a linear module; None where the recipe excludes it, which goes before any override."""
-    if any(matches(pattern, name) for pattern in quantization.exclude):
-        return None
+    return None if is_excluded(quantization, name) else override_of(quantization, name) or quantization.scheme
+
+
+def is_excluded(quantization: Quantization, name: str) -> bool:
+    """Whether the recipe leaves a module in 16 bit."""
+    return any(matches(pattern, name) for pattern in quantization.exclude)
+
+
+def override_of(quantization: Quantization, name: str) -> str | None:
+    """The scheme that a module gets by the first override that means it; None where there is none."""
     for override in quantization.overrides:
         if any(matches(pattern, name) for pattern in override.modules):
             return override.scheme
-    return quantization.scheme
+    return None
 
 
 def fused_with(name: str) -> str | None:

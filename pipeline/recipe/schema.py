@@ -52,6 +52,10 @@ def _knob_value(value: object) -> str | bool | int | float:
 
 
 SchemeName = Annotated[str, _row_of(schemes.table()), Field(json_schema_extra={"enum": list(schemes.table())})]
+AUTO = "auto"
+"""In the place of a scheme: each group of modules gets its own, chosen by what was measured."""
+_CHOICES = (*schemes.table(), AUTO)
+SchemeChoice = Annotated[str, _row_of(_CHOICES), Field(json_schema_extra={"enum": list(_CHOICES)})]
 HardwareName = Annotated[str, _row_of(hardware.table()), Field(json_schema_extra={"enum": list(hardware.table())})]
 ModuleName = Annotated[str, Field(min_length=1), AfterValidator(_module_name)]
 KnobValue = Annotated[
@@ -168,7 +172,19 @@ class AutoRound(Section):
 class Quantization(Section):
     """What the weights, the activations and the KV cache become, and in which layout they are written."""
 
-    scheme: SchemeName = Field(description="Scheme of every linear layer that is neither excluded nor overridden.")
+    scheme: SchemeChoice = Field(
+        description="Scheme of every linear layer that is neither excluded nor overridden. auto: each group of layers "
+        "gets the one of `from` that it was measured to do best with."
+    )
+    from_: tuple[SchemeName, ...] | None = Field(
+        default=None, alias="from", strict=False, description="What `scheme: auto` chooses from, two schemes or more."
+    )
+    bits: float | None = Field(
+        default=None,
+        gt=0,
+        description="What `scheme: auto` may spend: mean bits of a weight of the decoder's quantized linear layers, "
+        "scales counted.",
+    )
     kv_cache: Literal["auto", "fp8"] = Field(
         default="auto",
         description="fp8: calibrated static scales for K (after RoPE) and V. auto: 16 bit, like the model.",
@@ -204,6 +220,33 @@ class Quantization(Section):
     overrides: tuple[Override, ...] = Field(
         default=(), strict=False, description="Modules with another scheme. Modules that vLLM fuses must agree."
     )
+
+    @model_validator(mode="after")
+    def _budget(self) -> Quantization:
+        if self.scheme != AUTO:
+            given = next((name for name, value in (("from", self.from_), ("bits", self.bits)) if value is not None), "")
+            if given:
+                raise wrong(f"it only with `scheme: auto`, not with {self.scheme}", at=given)
+            return self
+        if self.from_ is None or self.bits is None:
+            missing = "from" if self.from_ is None else "bits"
+            raise wrong(f"it with `from` (schemes) and `bits` (a budget); {missing} is missing", at="scheme")
+        if len(set(self.from_)) < max(len(self.from_), 2):
+            raise wrong("two schemes or more, each once", found=", ".join(self.from_) or "none", at="from")
+        sizes = {name: schemes.scheme(name).bits_per_weight for name in self.from_}
+        least, most = min(sizes, key=lambda name: sizes[name]), max(sizes, key=lambda name: sizes[name])
+        if self.bits < sizes[least]:
+            raise wrong(f"at least {sizes[least]:g}, which everything in {least} needs", at="bits")
+        if self.bits > sizes[most]:
+            raise wrong(f"at most {sizes[most]:g}, with which everything is in {most}", at="bits")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_said(self, dump: Any) -> dict[str, Any]:
+        """A budget is in the dump of a recipe that has one: what others are made from is what it was."""
+        dumped: dict[str, Any] = dump(self)
+        chosen, bits = dumped.pop("from_", None), dumped.pop("bits", None)
+        return dumped if chosen is None else {"scheme": dumped.pop("scheme"), "from": chosen, "bits": bits, **dumped}
 
     @model_validator(mode="after")
     def _parameters_of_the_algorithm(self) -> Quantization:
@@ -319,6 +362,19 @@ class Calibration(Section):
             return data
 
 
+class Search(Section):
+    """How often a run with `scheme: auto` may begin again with more bits."""
+
+    until: Literal["pass"] = Field(default="pass", description="pass: the first checkpoint that the gate passes.")
+    tries: int = Field(
+        default=4,
+        ge=2,
+        le=10,
+        description="Checkpoints at most, from `quantization.bits` to all in the largest scheme. Each is judged with a "
+        "share of the error that gate.accuracy.confidence leaves, so that all together have no more.",
+    )
+
+
 class Target(Section):
     """The machine that the checkpoint is made for, with the load that it will see."""
 
@@ -401,6 +457,9 @@ class Recipe(Section):
         default=None,
         description="Data that ranges are measured on; needed for static activation scales or an fp8 KV cache.",
     )
+    search: Search | None = Field(
+        default=None, description="Further tries with more bits where the gate says FAIL (null: none)."
+    )
     target: Target = Field(default_factory=Target, description="Where the checkpoint will be served.")
     serve: Serve = Field(default_factory=Serve, description="How it is served there, where the plan is overruled.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="How its accuracy is measured.")
@@ -408,3 +467,24 @@ class Recipe(Section):
     publish: Publish = Field(default_factory=Publish, description="Where it goes after a PASS.")
     tracking: Tracking = Field(default_factory=Tracking, description="Where its figures are logged.")
     refresh: Refresh = Field(default_factory=Refresh, description="When it is looked at again, and made anew if due.")
+
+    @model_validator(mode="after")
+    def _search_of_a_choice(self) -> Recipe:
+        if self.search is not None and self.quantization.scheme != AUTO:
+            raise wrong("it only with `quantization.scheme: auto`", found="a search", at="search")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_said(self, dump: Any) -> dict[str, Any]:
+        dumped: dict[str, Any] = dump(self)
+        return {name: value for name, value in dumped.items() if name != "search" or value is not None}
+
+    @property
+    def confidence(self) -> float:
+        """Confidence that each checkpoint's accuracy is judged with.
+
+        A checkpoint at the margin passes with the error that is left. Where several are tried until one passes, each
+        has an equal share of it (Bonferroni): whatever their tests have in common, all together have no more.
+        """
+        asked = self.gate.accuracy.confidence
+        return asked if self.search is None else 1 - (1 - asked) / self.search.tries

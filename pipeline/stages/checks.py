@@ -83,8 +83,14 @@ def check_run(loaded: LoadedRecipe) -> list[Fault]:
 def _used(loaded: LoadedRecipe) -> list[tuple[YamlPath, str]]:
     quantization = loaded.recipe.quantization
     overrides = enumerate(quantization.overrides)
+    if quantization.from_ is not None:
+        chosen: list[tuple[YamlPath, str]] = [
+            (("quantization", "from", index), name) for index, name in enumerate(quantization.from_)
+        ]
+    else:
+        chosen = [(("quantization", "scheme"), quantization.scheme)]
     return [
-        (("quantization", "scheme"), quantization.scheme),
+        *chosen,
         *((("quantization", "overrides", index, "scheme"), override.scheme) for index, override in overrides),
     ]
 
@@ -114,6 +120,9 @@ def _ranges(loaded: LoadedRecipe) -> Iterator[Fault]:
             )
         return
     expected = "expected a calibration section, because its scales are measured"
+    if quantization.from_ is not None:
+        message = "found auto without calibration, expected a calibration section, because costs are measured"
+        yield loaded.fault(("quantization", "scheme"), message)
     for path, name in _used(loaded):
         if scheme(name).needs_ranges:
             yield loaded.fault(path, f"found {name} without calibration, {expected}")
@@ -134,11 +143,18 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
     # and proven there. A GPU is what the checkpoint is made for, whatever answers the questions.
     by_reference = loaded.recipe.evaluation.runtime == "reference"
     served = not (by_reference and accelerators.hardware(hardware).kind == "cpu")
+    # Ours leaves modules that its algorithm is not made for to the nearest, and names them, if it is made for others.
+    carried = quantization.engine == "stream" and any(
+        algorithm(quantization.algorithm).refusal("stream", name) is None for _, name in _used(loaded)
+    )
     for path, name in _used(loaded):
         row = scheme(name)
         if layout not in row.formats:
             expected, why = " or ".join(row.formats), dict(row.refused)[layout]
             yield loaded.fault(path, f"found {name} in {layout}, expected format {expected}: {why}")
+            continue
+        if quantization.from_ is not None and "stream" not in row.engines:
+            yield loaded.fault(path, f"found {name}, expected a scheme that engine stream makes, which measures it")
             continue
         reason = refusal(hardware, name, "auto", layout, cpu_flags=cpu_flags) if served else None
         if reason is not None:
@@ -151,7 +167,7 @@ def _schemes(loaded: LoadedRecipe, cpu_flags: Collection[str] | None) -> Iterato
         if (reason := row.refusal(engine, layout)) is not None:
             field = path if engine not in row.engines else ("quantization", "engine")
             yield loaded.fault(field, f"{reason}, expected {' or '.join(row.makers(layout))}")
-        elif (reason := algorithm(quantization.algorithm).refusal(engine, name)) is not None:
+        elif (reason := algorithm(quantization.algorithm).refusal(engine, name)) is not None and not carried:
             yield loaded.fault(("quantization", "algorithm"), reason)
 
 
@@ -316,7 +332,7 @@ def accuracy_faults(loaded: LoadedRecipe, suite: Suite) -> Iterator[Fault]:
         yield loaded.fault(("gate", "accuracy", "margins"), "found null for every task that decides, expected one left")
     asked = as_asked(suite, loaded.recipe.evaluation, loaded.recipe.gate)
     looks = loaded.recipe.evaluation.looks
-    for sentence in suites.untestable(asked, gate.margin, gate.confidence, gate.power, looks):
+    for sentence in suites.untestable(asked, gate.margin, loaded.recipe.confidence, gate.power, looks):
         yield loaded.fault(("gate", "accuracy", "margin"), sentence)
     known = [task.task for task in suite.tasks]
     named = [("baseline_score", name) for name in gate.baseline_score] + [("margins", name) for name in gate.margins]

@@ -125,9 +125,10 @@ def _repository(identity: SourceIdentity) -> ServedModel:
 
 
 def _of_recipe(text: str, store: Path, *, baseline: bool, config: Path | None, vllm: str | None) -> ServedModel:
+    from pipeline.stages.search import stand_in
     from pipeline.stages.session import open_setting
 
-    setting = open_setting(text, store=Store(store), vllm=vllm, config=config)
+    setting = stand_in(open_setting(text, store=Store(store), vllm=vllm, config=config))
     recipe, tunableop = setting.recipe, setting.loaded.tunableop
     if not baseline and (made := _made(setting, config)) is not None:
         return replace(_folder(made), name=recipe.name, recipe=recipe, tunableop=tunableop)

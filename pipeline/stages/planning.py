@@ -12,6 +12,7 @@ from typing import TypeVar
 from eval.verdict import Verdict
 from pipeline.base.canonical import Change, difference, fingerprint
 from pipeline.base.errors import UserError, did_you_mean
+from pipeline.recipe.schema import AUTO
 from pipeline.stages.bench import BenchStage
 from pipeline.stages.calibrate import CalibrateStage
 from pipeline.stages.canary import CanaryStage
@@ -21,6 +22,7 @@ from pipeline.stages.package import PackageStage, SignStage
 from pipeline.stages.publish import PublishStage
 from pipeline.stages.quantize import InspectStage, QuantizeStage, needs_ranges
 from pipeline.stages.report import ReportStage
+from pipeline.stages.sensitivity import SensitivityStage
 from pipeline.stages.serve import ServeStage
 from pipeline.stages.source import SourceStage
 from pipeline.stages.stage import Planned, Setting, Stage
@@ -38,7 +40,11 @@ def stages_of(setting: Setting) -> tuple[Stage, ...]:
     the candidate in its fingerprint, so all recipes of a model share it. The canary comes before whatever takes long.
     Servers are started in the order B, C, B, C, one at a time, as there may be no room for two; a CPU that has the room
     keeps both. Where the baseline is known already, only the candidate's is started.
+
+    Where the schemes are to be chosen, what they are chosen by is all that can be planned.
     """
+    if setting.recipe.quantization.scheme == AUTO:
+        return SourceStage(), SensitivityStage()
     return (
         *_until_canary(setting),
         EvaluateStage("baseline"),
@@ -62,6 +68,7 @@ def _until_canary(setting: Setting) -> tuple[Stage, ...]:
     calibrate: tuple[Stage, ...] = (CalibrateStage(),) if needs_ranges(setting.recipe.quantization) else ()
     return (
         SourceStage(),
+        *((SensitivityStage(),) if setting.chosen is not None else ()),
         *calibrate,
         QuantizeStage(),
         InspectStage(),

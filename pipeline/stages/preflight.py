@@ -34,6 +34,7 @@ from pipeline.store.disk import free_bytes
 _OVERHEAD = 64 << 20  # bytes beside the weights: tokenizer, logs, samples, report
 _PACKAGES = (
     ("calibrate", ("torch", "transformers"), "quantize"),
+    ("sensitivity", ("torch", "transformers"), "quantize"),
     ("quantize", ("torch", "transformers"), "quantize"),
     ("canary", ("transformers",), "evaluate"),
     ("evaluate", ("lm_eval",), "evaluate"),

@@ -14,7 +14,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,11 +27,13 @@ from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.model.structure import Structure, select
 from pipeline.recipe.faults import option_of, refuse
 from pipeline.recipe.load import LoadedRecipe
+from pipeline.recipe.schema import AUTO
 from pipeline.stages.checks import check
 from pipeline.stages.planning import build_plan
 from pipeline.stages.preflight import Prediction, model_for, predict, require_means
-from pipeline.stages.quantize import CHECKPOINT, ERRORS, INSPECTION, checkpoint_files
+from pipeline.stages.quantize import CHECKPOINT, ERRORS, INSPECTION, OVERRIDES, checkpoint_files
 from pipeline.stages.runner import Outcome, run_plan
+from pipeline.stages.search import as_written, measured, stand_in
 from pipeline.stages.session import open_setting
 from pipeline.stages.source import config_folder, fetch, repository
 from pipeline.stages.stage import Planned, Setting
@@ -56,11 +58,20 @@ class QuantizationJob:
 
     @property
     def payload(self) -> dict[str, Any]:
-        """What shapes the checkpoint's bytes, by stage; the inspection only looks at them."""
+        """What shapes the checkpoint's bytes, by stage; the inspection only looks at them.
+
+        Of schemes that are chosen, what they are chosen by: the same whether that was measured already or not.
+        """
+        asked = self.setting if self.setting.chosen is None else as_written(self.setting)
+        plan = self.plan if asked is self.setting else build_plan(asked)
+        budget = asked.recipe.quantization.model_dump(mode="json")
         return {
-            planned.key: {name: value for name, value in planned.payload.items() if name not in ("stage", "inputs")}
-            for planned in self.plan
-            if planned.key != "inspect"
+            **{
+                planned.key: {name: value for name, value in planned.payload.items() if name not in ("stage", "inputs")}
+                for planned in plan
+                if planned.key != "inspect"
+            },
+            **({"quantize": {"settings": budget}} if asked.recipe.quantization.scheme == AUTO else {}),
         }
 
     @property
@@ -149,7 +160,8 @@ def open_job(
 ) -> QuantizationJob:
     """Resolve the source and refuse what can be refused from small files. Raises `UserError`."""
     setting = open_setting(loaded, store=Store(out / _WORK), device=device, to_run=to_run, proven=False)
-    return QuantizationJob(setting, build_plan(setting, "inspect" if inspect else "quantize"), out)
+    until = "inspect" if inspect else "quantize"
+    return QuantizationJob(stand_in(setting), build_plan(stand_in(setting), until), out)
 
 
 def look_ahead(job: QuantizationJob) -> Outlook:
@@ -195,6 +207,10 @@ def make(job: QuantizationJob, reporter: Reporter) -> bool:
             return False
         if not job.moving:
             resumed = job.begun
+            if job.setting.chosen is not None:
+                setting = measured(as_written(job.setting), reporter)
+                job = replace(job, setting=setting, plan=build_plan(setting, job.plan[-1].key))
+                expected = look_ahead(job)
             _deliver(job, run_plan(job.plan, job.setting, reporter), expected, start=start, resumed=resumed)
         with disk_errors(job.out):
             _move(job.out)
@@ -216,6 +232,7 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, start
         "schemes": expected.schemes,
         "kept": len(expected.choice.kept),
         "seconds": _seconds({step.planned.key: step.entry for step in outcome.steps if not step.cached}, start),
+        **({"auto": made.record.result["auto"]} if "auto" in made.record.result else {}),
         "engine_seconds": made.record.result.get("seconds"),
         "resumed": resumed,
         "inspection": None if inspected is None else evidence[INSPECTION]["verdict"],
@@ -229,6 +246,8 @@ def _deliver(job: QuantizationJob, outcome: Outcome, expected: Outlook, *, start
             path = job.out / _EVIDENCE / name
             data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
             write_atomic(path, data, temporary=path.with_name(f"{name}.partial"))
+        if (made.path / OVERRIDES).is_file():
+            shutil.copyfile(made.path / OVERRIDES, job.out / _EVIDENCE / OVERRIDES)
         (made.path / CHECKPOINT).rename(job.out / _WORK / "final")
         fsync(job.out / _WORK)
 
@@ -243,6 +262,7 @@ def _seconds(entries: Mapping[str, Entry], start: float) -> dict[str, float]:
     flush = engine.get("durable", 0.0) - engine.get("written", 0.0)
     parts = {
         "start": start,
+        "sensitivity": took.get("sensitivity", 0.0),
         "calibrate": took.get("calibrate", 0.0),
         "work": took.get("quantize", 0.0) - flush,
         "flush": flush,

@@ -20,6 +20,7 @@ from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
 from pipeline.quantize.model.structure import Structure, read_structure, select
+from pipeline.recipe.load import choice_yaml
 from pipeline.recipe.modules import text_config
 from pipeline.recipe.schema import Quantization
 from pipeline.stages import by_library
@@ -39,6 +40,7 @@ CHECKPOINT = "checkpoint"
 ERRORS = "errors.json"
 GAINS = "gains.json"
 CHANGED = "ranges.json"
+OVERRIDES = "overrides.yaml"
 _WORK = "rounding"
 _MANIFEST = "manifest.jsonl"
 
@@ -75,7 +77,11 @@ class QuantizeStage(Stage):
         streamed = job.setting.recipe.quantization.engine == "stream"
         output = self._stream(job) if streamed else by_library.run(job)
         write_json(job.path / ENVIRONMENT, environment_here(self.tools(job.setting)).to_json())
-        return replace(output, result={**output.result, "hardware": _hardware(job.setting)})
+        auto: dict[str, object] = {}
+        if job.setting.chosen is not None:
+            auto = {"auto": job.setting.chosen.to_json()}
+            (job.path / OVERRIDES).write_text(choice_yaml(job.setting.recipe.quantization), encoding="utf-8")
+        return replace(output, result={**output.result, **auto, "hardware": _hardware(job.setting)})
 
     def _stream(self, job: Job) -> Output:
         """Stream every shard through the scheme's kernel."""

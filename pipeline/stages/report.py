@@ -24,6 +24,7 @@ from pipeline.quantize.inspection.inspect import kv_scales, layer_errors, sizes
 from pipeline.stages.evaluate import ANSWERS
 from pipeline.stages.gate import GATE, ORDER, measured_inputs
 from pipeline.stages.quantize import INSPECTION, needs_ranges
+from pipeline.stages.sensitivity import KEY, advice
 from pipeline.stages.serve import LAUNCH, SIDES
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage
@@ -49,7 +50,8 @@ class ReportStage(Stage):
     def inputs(self, setting: Setting) -> Mapping[str, str]:
         """Everything that is shown."""
         calibrated = {"calibrate": "calibrate"} if needs_ranges(setting.recipe.quantization) else {}
-        made = {"source": "source", **calibrated, "quantize": "quantize", "inspect": "inspect"}
+        chosen = {KEY: KEY} if setting.chosen is not None else {}
+        made = {"source": "source", **chosen, **calibrated, "quantize": "quantize", "inspect": "inspect"}
         return {**made, **measured_inputs(setting, stopped=self.stopped), "gate": "gate"}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
@@ -86,7 +88,7 @@ def gather(job: Job) -> Report:
         model=model,
         scheme=f"{quantization.scheme}{cache}, {quantization.format}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=_notes(measured.candidate),
+        notes=[*_notes(measured.candidate), *_choice(job, gate)],
         stopped=measured.stopped,
         gate=gate.to_json(),
         size=sizes(open_checkpoint(model_folder(inputs["source"])), checkpoint),
@@ -124,6 +126,14 @@ def _notes(server: Server) -> list[str]:
     if known is not None and known.kind == "cuda":
         return ["Both sides were served on an NVIDIA GPU: the format and the gate are proven, AMD's kernels are not."]
     return []
+
+
+def _choice(job: Job, gate: GateReport) -> list[str]:
+    """What schemes were chosen by, and after a FAIL what would help."""
+    chosen = job.setting.chosen
+    told = [] if chosen is None or chosen.point is None else [f"{chosen.line}."]
+    found = advice(job.setting, job.inputs.get(KEY)) if gate.verdict is Verdict.FAIL else []
+    return [*told, *(f"{line[0].upper()}{line[1:]}." for line in found)]
 
 
 def _kv_tokens(measured: Measurements, inputs: Mapping[str, Entry]) -> dict[str, int]:

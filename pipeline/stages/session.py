@@ -17,6 +17,7 @@ from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 from pipeline.serving.environment import VARIABLE, VllmEnvironment, find_vllm, serving_image
 from pipeline.stages.checks import check, check_run
+from pipeline.stages.search import settled
 from pipeline.stages.source import config_folder, identify
 from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
@@ -79,7 +80,7 @@ def assemble(
         workload = workloads.load(loaded.recipe.target.workload)
     except DefinitionError as error:
         raise RecipeError(str(error)) from error
-    return Setting(
+    setting = Setting(
         loaded=loaded,
         store=store,
         source=identity,
@@ -93,6 +94,7 @@ def assemble(
         commits=commits or Commits(),
         image=serving_image(),
     )
+    return settled(setting)
 
 
 def _checked_config(

@@ -26,6 +26,7 @@ from pipeline.store.tree import Store
 if TYPE_CHECKING:
     from calibration.shares import Places
     from pipeline.base.processes import Conversation
+    from pipeline.quantize.budget import Point
     from pipeline.quantize.engines.stream.schedule import WriteShards
     from pipeline.serving.environment import VllmEnvironment
     from pipeline.serving.plan import LaunchPlan
@@ -80,6 +81,29 @@ class Spread(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a setting's recipe was chosen by: the recipe as it was ``written``, with `scheme: auto`, and the ``point``.
+
+    The point is None where nothing was measured yet, and the largest scheme stands in for what will be chosen.
+    """
+
+    written: LoadedRecipe
+    point: Point | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Bits of a weight, predicted cost in nats, and groups by scheme; nothing for what stands in."""
+        point = self.point
+        return {} if point is None else {"bits": round(point.bits, 4), "cost": point.cost, "groups": point.counts}
+
+    @property
+    def line(self) -> str:
+        """The same for people."""
+        assert self.point is not None  # noqa: S101 - of what was chosen
+        counts = ", ".join(f"{count} groups in {name}" for name, count in self.point.counts.items())
+        return f"auto: {self.point.bits:.2f} bits, {counts}; predicted cost {self.point.cost:.3g} nats"
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """Everything that a run is given.
 
@@ -87,7 +111,8 @@ class Setting:
     PyTorch's name of where calibration and quantization compute; ``home`` is what a publish folder is relative to;
     ``remote`` is a tier of the store that several sites share (None: there is none); ``commits`` says which commits
     branches of data sets stand for; ``image`` is the container that serves, as name@sha256:DIGEST (None: none);
-    ``spread`` is what parts of a stage are given to (None: to this process).
+    ``spread`` is what parts of a stage are given to (None: to this process); ``chosen`` is there where ``loaded`` has
+    what was chosen in the place of `scheme: auto`.
     """
 
     loaded: LoadedRecipe
@@ -103,6 +128,12 @@ class Setting:
     commits: Commits = field(default_factory=Commits)
     image: str | None = None
     spread: Spread | None = None
+    chosen: Chosen | None = None
+
+    @property
+    def written(self) -> Recipe:
+        """The recipe as it was written, resolved."""
+        return (self.loaded if self.chosen is None else self.chosen.written).recipe
 
     @property
     def recipe(self) -> Recipe:

@@ -228,12 +228,11 @@ def open_subject(
 def _present(found: ServedModel, text: str, vllm: str | None, store: Store, reporter: Reporter) -> ServedModel:
     """The same with its weights here: fetched, or made by the recipe's own stages."""
     if found.recipe is not None and found.missing is not None:
-        from pipeline.stages.planning import build_plan
-        from pipeline.stages.runner import run_plan
+        from pipeline.stages.search import run_search
         from pipeline.stages.session import open_setting
 
         setting = open_setting(text, store=store, vllm=vllm, to_run=True)
-        run_plan(build_plan(setting, "inspect"), setting, reporter)
+        run_search(setting, reporter, until="inspect")
         found = find_model(text, store=store.root, vllm=vllm)
     with_code = found.recipe is not None and found.recipe.trust_remote_code
     return fetched(found, with_code=with_code, progress=reporter)

@@ -8,15 +8,16 @@ import pytest
 
 HEAD = "name: r\nsource: {repo: org/model}\n"
 SCHEMES = (
-    "ptpc_fp8, fp8, fp8_block, mxfp4, mxfp4_weight_only, mxfp4_fp8, mxfp6_e2m3, mxfp6_e3m2, mxfp8, int8_w8a8, w4a16"
+    "ptpc_fp8, fp8, fp8_block, mxfp4, mxfp4_weight_only, mxfp4_fp8, mxfp6_e2m3, mxfp6_e3m2, mxfp8, int8_w8a8, w4a16, "
+    "auto"
 )
 OK = HEAD + "quantization: {scheme: ptpc_fp8}\n"
 
 CASES = {
     "misspelt key": (
         HEAD + "quantization:\n  schem: ptpc_fp8\n",
-        "r.yaml:4:3: quantization.schem: found an unknown key, expected one of algorithm, autoround, engine, "
-        "exclude, format, gptq, kv_cache, kv_cache_granularity, overrides, scheme, shared_scales, smoothquant "
+        "r.yaml:4:3: quantization.schem: found an unknown key, expected one of algorithm, autoround, bits, engine, "
+        "exclude, format, from, gptq, kv_cache, kv_cache_granularity, overrides, scheme, shared_scales, smoothquant "
         '(did you mean "scheme"?)',
     ),
     "misspelt value": (
@@ -26,7 +27,7 @@ CASES = {
     "key in the wrong section": (
         OK + "kv_cache: fp8\n",
         "r.yaml:4:1: kv_cache: found an unknown key, expected one of calibration, description, evaluation, extends, "
-        "gate, name, publish, quantization, refresh, serve, source, target, tracking, trust_remote_code "
+        "gate, name, publish, quantization, refresh, search, serve, source, target, tracking, trust_remote_code "
         '(did you mean "quantization.kv_cache"?)',
     ),
     "a cron expression that means nothing": (
@@ -45,8 +46,8 @@ CASES = {
     "missing section": (
         HEAD,
         "r.yaml:1:1: quantization: found nothing, "
-        "expected a mapping with scheme, kv_cache, kv_cache_granularity, format, engine, algorithm, gptq, smoothquant, "
-        "autoround, shared_scales, exclude, overrides",
+        "expected a mapping with scheme, from, bits, kv_cache, kv_cache_granularity, format, engine, algorithm, gptq, "
+        "smoothquant, autoround, shared_scales, exclude, overrides",
     ),
     "text for a number": (
         OK + "calibration: {set: tiny, samples: many}\n",

@@ -231,8 +231,11 @@ def _entering(rounded: Round) -> Any:
     return hook
 
 
-def round_inputs(module: Any, rounds: Mapping[tuple[str, int], Round]) -> None:
-    """Round what enters a module that stacks experts; ``rounds`` are by parameter and number of the expert."""
+def round_inputs(module: Any, rounds: Mapping[tuple[str, int], Round]) -> tuple[Any, Any]:
+    """Round what enters a module that stacks experts; ``rounds`` are by parameter and number of the expert.
+
+    Returns the handles of its hooks.
+    """
     modes: list[Any] = []
 
     def before(module: Any, *_: Any) -> None:
@@ -243,8 +246,7 @@ def round_inputs(module: Any, rounds: Mapping[tuple[str, int], Round]) -> None:
     def after(*_: Any) -> None:
         modes.pop().__exit__(None, None, None)
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True)
+    return module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)
 
 
 def _rounding(parameters: Mapping[str, torch.nn.Parameter], rounds: Mapping[tuple[str, int], Round]) -> Any:

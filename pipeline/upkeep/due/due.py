@@ -257,7 +257,7 @@ def plan_now(
     return Now(
         setting=setting,
         plan=plan,
-        recipe=yaml.safe_load(loaded.text_proven),
+        recipe=yaml.safe_load(setting.loaded.text_proven),
         stages=tuple((planned.key, "rerun" if planned.key in missing else "cached") for planned in followed),
         judged=_judged(plan, followed, setting),
     )

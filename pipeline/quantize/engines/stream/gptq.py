@@ -50,6 +50,8 @@ _E4M3, _E2M1 = _Element(3, -6, FP8_MAX), _Element(1, 0, E2M1_MAX)
 _ELEMENTS: Mapping[str, _Element] = MappingProxyType(
     {"ptpc_fp8": _E4M3, "fp8": _E4M3, "mxfp4": _E2M1, "mxfp4_unsigned_zero": _E2M1}
 )
+CARRIED = frozenset(_ELEMENTS)
+"""Kernels that GPTQ can stand for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from pipeline.base.errors import StageError
 from pipeline.base.schemes import scheme
 from pipeline.quantize.engines.stream.anatomy import require_turnable, study
 from pipeline.quantize.engines.stream.folds import Anatomy, Matrix, Turned
-from pipeline.quantize.engines.stream.gptq import factored, gptq
+from pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
 from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale, mxfp4
 from pipeline.quantize.engines.stream.plan import ShardPlan, Step
 from pipeline.quantize.engines.stream.scaling import Reader, fold_layer
@@ -212,7 +212,7 @@ class _Layers:
         self.replica, self._choice, self._folder, self._parameters = one, choice, folder, parameters
         steps = [step for plan in plans for step in plan.steps]
         quantized = {step.name: step for step in steps if step.kernel is not None}
-        own = _own_modules(one, quantized)
+        own = _own_modules(one, {name: step for name, step in quantized.items() if step.kernel in CARRIED})
         self._steps = {own[name]: quantized[name] for name in own}
         self._names = layer_names(one.model, one.attention.values())
         self._members = list(_members(one, structure, steps))

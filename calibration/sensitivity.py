@@ -1,0 +1,324 @@
+"""What changes of single modules of a model cost, in nats of KL, a layer in memory at a time.
+
+A change of a module moves what it returns for a token by d. To second order the KL divergence of the model's
+predictions is then half of the mean of (g d)^2, where g is the gradient, at the module's output, of the log-likelihood
+of tokens drawn from the model's own predictions (the Fisher information). One pass through the layers keeps what enters
+each of them; one pass back takes g from layer to layer, and runs each module once for each of its changes.
+
+All is computed in float32: what FP8 costs would be lost in the last bit of bfloat16. Alone a change may cost less, as
+the layer makes up for it; of many together none does, and they cost about the sum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calibration.activations import storing, sync
+from calibration.calls import Call, layer_names, record
+from calibration.hooks import watching
+from calibration.layers import digest_of
+from calibration.measurement import Measurement, recording_cache
+from calibration.observers import Observation
+from calibration.ranges import ranges_of, require_sound
+from calibration.replica import Replica
+from calibration.weights import held
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another form of some ``modules``, by the model's own names, which they have in the context that it makes."""
+
+    name: str
+    modules: tuple[str, ...]
+    changed: Callable[[], AbstractContextManager[None]]
+
+
+Changes = Callable[[str, Mapping[str, "torch.Tensor"]], Sequence[Change]]
+"""Takes the name of a layer, and the largest magnitude of each linear module's inputs there by name on disk."""
+
+
+def measure(
+    replica: Replica,
+    samples: Sequence[torch.Tensor],
+    changes: Changes,
+    work: Path,
+    facts: Any,
+    *,
+    advance: Callable[[int], None] = lambda _: None,
+) -> dict[str, float]:
+    """The cost of every change, nats a token, going on at the last layer that an earlier attempt was done with.
+
+    Args:
+        replica: the model with nothing loaded.
+        samples: int64 token ids of [sequence].
+        changes: see `Changes`.
+        work: a folder for what enters the layers, which is as large as the hidden states of all layers.
+        facts: plain values that must be the same for an attempt to be gone on with.
+        advance: told the number of samples after each layer, twice: on the way through and on the way back.
+
+    Raises:
+        CalibrationError: what was seen is not finite, weights are missing, or the disk is full.
+        NotReplayableError: the layers cannot be run one at a time.
+    """
+    import torch
+
+    layers = layer_names(replica.model, replica.attention.values())
+    batches = [sample.unsqueeze(0) for sample in samples]
+    identity = digest_of([facts, sorted(replica.owned.items())], batches)
+    kept = _Kept(work, identity)
+    inside = tuple(f"{name}." for name in layers)
+    head = next(
+        name for name, module in replica.model.named_modules() if module is replica.model.get_output_embeddings()
+    )
+    outside = [name for name in [*replica.body, *held(replica.model, head)] if not name.startswith(inside)]
+    replica.weights.load(outside)
+    recorded = list(record(replica, layers, batches))
+    calls = _wide([call for _, call in recorded])
+    sweep = _Sweep(replica, layers, calls)
+    back = kept.first("gradient", range(len(layers) + 1))
+    if back is None:
+        start = kept.last("states", range(len(layers) + 1))
+        if start is None:
+            kept.write("states", start := 0, [hidden for hidden, _ in recorded])
+        advance(start * len(samples))
+        for number in range(start, len(layers)):
+            kept.write("states", number + 1, *sweep.through(number, kept.read("states", number)))
+            advance(len(samples))
+        back = len(layers)
+        kept.write("gradient", back, _of_predictions(replica, layers, batches, kept.read("states", back)))
+    else:
+        advance((2 * len(layers) - back) * len(samples))
+    replica.weights.free(outside)
+    for number in reversed(range(back)):
+        largest = {name: torch.tensor(value) for name, value in kept.facts("states", number + 1).items()}
+        states, gradient = kept.read("states", number), kept.read("gradient", number + 1)
+        kept.write("gradient", number, *sweep.back(number, states, gradient, changes, largest))
+        kept.drop("states", number + 1)
+        advance(len(samples))
+    return {name: cost for number in range(len(layers)) for name, cost in kept.facts("gradient", number).items()}
+
+
+class _Sweep:
+    """A model's layers, one loaded at a time, for the same samples."""
+
+    def __init__(self, replica: Replica, layers: Sequence[str], calls: Sequence[Sequence[Call]]) -> None:
+        self._replica, self._layers, self._calls = replica, layers, calls
+
+    def through(self, number: int, states: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """What leaves a layer, and the largest magnitude that enters each of its linear modules."""
+        import torch
+
+        replica, name = self._replica, self._layers[number]
+        measurement = Measurement(Observation(experts="routed"))
+        with self._loaded(number) as module, watching(replica.model, name, measurement), torch.no_grad():
+            found = [self._run(number, index, module, hidden, measurement) for index, hidden in enumerate(states)]
+        magnitudes = measurement.finish()
+        require_sound(replica, magnitudes, f"{name}.")
+        inputs = ranges_of(replica, magnitudes).inputs
+        return found, {module: float(amax) for module, amax in inputs.items()}
+
+    def back(
+        self,
+        number: int,
+        states: Sequence[torch.Tensor],
+        gradient: Sequence[torch.Tensor],
+        changes: Changes,
+        largest: Mapping[str, torch.Tensor],
+    ) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """The gradient before a layer from the one behind it, and what the changes within the layer cost."""
+        import torch
+
+        found: list[torch.Tensor] = []
+        tokens = sum(hidden.shape[1] for hidden in states)
+        with self._loaded(number) as module:
+            told = changes(self._layers[number], largest)
+            costs = dict.fromkeys((change.name for change in told), 0.0)
+            names = {name for change in told for name in change.modules}
+            for index, hidden in enumerate(states):
+                entering = hidden.to(self._replica.device).requires_grad_()
+                with _seen(self._replica.model, names) as calls:
+                    leaving = self._run(number, index, module, entering, None)
+                slopes = torch.autograd.grad(
+                    leaving, [entering, *(call.out for call in calls.values())], gradient[index].to(leaving.device)
+                )
+                found.append(slopes[0])
+                at = dict(zip(calls, slopes[1:], strict=True))
+                for change in told:
+                    with change.changed(), torch.no_grad():
+                        costs[change.name] += self._cost([(calls[name], at[name], name) for name in change.modules])
+        return found, {name: total / (2 * tokens) for name, total in costs.items()}
+
+    def _cost(self, changed: Sequence[tuple[_Call, torch.Tensor, str]]) -> float:
+        """The sum of (g d)^2 over the tokens, of modules that see the same ones."""
+        moved = [
+            ((self._replica.model.get_submodule(name)(*call.args, **call.kwargs) - call.out) * slope).flatten(0, -2)
+            for call, slope, name in changed
+        ]
+        products = sum(one.sum(dim=-1).double() for one in moved)
+        return float(products.square().sum())
+
+    @contextmanager
+    def _loaded(self, number: int) -> Iterator[Any]:
+        replica, name = self._replica, self._layers[number]
+        own, module = held(replica.model, name), replica.model.get_submodule(name)
+        dtype = next(module.parameters()).dtype
+        replica.weights.load(own)
+        try:
+            yield module.float()
+        finally:
+            replica.weights.free(own)
+            module.to(dtype)
+
+    def _run(
+        self, number: int, index: int, module: Any, hidden: torch.Tensor, measurement: Measurement | None
+    ) -> torch.Tensor:
+        cache = recording_cache(measurement or Measurement(Observation()), self._replica.attention)
+        found = self._calls[index][number].run(module, hidden.to(self._replica.device), cache)
+        if measurement is not None:
+            measurement.forget_last()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a module was called with, apart from all gradients, and what it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: torch.Tensor
+
+
+@contextmanager
+def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
+    """The calls of modules, by their names; each is called once."""
+    import torch
+
+    found: dict[str, _Call] = {}
+
+    def plain(value: Any) -> Any:
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    def hook(name: str) -> Any:
+        def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
+            found[name] = _Call(tuple(map(plain, args)), {key: plain(value) for key, value in kwargs.items()}, out)
+
+        return after
+
+    handles = [model.get_submodule(name).register_forward_hook(hook(name), with_kwargs=True) for name in sorted(names)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _of_predictions(
+    replica: Replica, layers: Sequence[str], batches: Sequence[torch.Tensor], states: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The gradient of the log-likelihood of drawn tokens, behind the last layer; float32 [1, sequence, hidden] each."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    draw = torch.Generator(replica.device).manual_seed(0)
+    found: list[torch.Tensor] = []
+    for batch, hidden in zip(batches, states, strict=True):
+        leaf = hidden.to(replica.device).requires_grad_()
+        logits = _logits(replica, layers, batch.to(replica.device), leaf.to(replica.model.dtype))[0].float()
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=draw).squeeze(1)
+        found += torch.autograd.grad(cross_entropy(logits, drawn, reduction="sum"), leaf)
+    return found
+
+
+def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: torch.Tensor) -> torch.Tensor:
+    """What the model makes of the hidden states behind its last layer, [1, sequence, vocabulary]."""
+    modules = [replica.model.get_submodule(name) for name in layers]
+    for wrapped in (False, True):  # some architectures take the first of what a layer returns
+        for module in modules:
+            module.forward = lambda *_, wrapped=wrapped, **__: (leaving,) if wrapped else leaving
+        try:
+            logits: torch.Tensor = replica.model(input_ids=batch, use_cache=False).logits
+        finally:
+            for module in modules:
+                del module.forward
+        if logits.shape[:2] == batch.shape:
+            break
+    return logits
+
+
+def _wide(calls: list[list[Call]]) -> list[list[Call]]:
+    """Recorded calls with their tensors in float32, each once, and such that gradients may pass them."""
+    import torch
+
+    known: dict[int, torch.Tensor] = {}
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(wide, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in known:
+            known[id(value)] = value.clone().float() if value.is_floating_point() else value.clone()
+        return known[id(value)]
+
+    return [[Call(wide(one.args), {name: wide(v) for name, v in one.kwargs.items()}) for one in of] for of in calls]
+
+
+class _Kept:
+    """Tensors of all samples between two layers, with a few facts, in a file each that is there when it is whole."""
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self._folder, self._identity = folder, identity
+        with storing("the hidden states", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.iterdir():
+                if path.suffix != ".safetensors" or self._metadata(path).get("identity") != identity:
+                    path.unlink()
+
+    def write(self, kind: str, number: int, tensors: Sequence[torch.Tensor], facts: Any = None) -> None:
+        from safetensors.torch import save_file
+
+        path = self._path(kind, number)
+        with storing("the hidden states", path):
+            named = {f"{index:05}": tensor.float().cpu().contiguous() for index, tensor in enumerate(tensors)}
+            metadata = {"identity": self._identity, "facts": json.dumps(facts)}
+            save_file(named, partial := path.with_suffix(".partial"), metadata=metadata)
+            sync(partial)
+            partial.replace(path)
+            sync(self._folder)
+
+    def read(self, kind: str, number: int) -> list[torch.Tensor]:
+        from safetensors.torch import load_file
+
+        with storing("the hidden states", self._path(kind, number)):
+            return [tensor for _, tensor in sorted(load_file(self._path(kind, number)).items())]
+
+    def facts(self, kind: str, number: int) -> dict[str, float]:
+        found: dict[str, float] = json.loads(self._metadata(self._path(kind, number))["facts"])
+        return found
+
+    def drop(self, kind: str, number: int) -> None:
+        self._path(kind, number).unlink()
+
+    def first(self, kind: str, numbers: Iterable[int]) -> int | None:
+        return next((number for number in numbers if self._path(kind, number).is_file()), None)
+
+    def last(self, kind: str, numbers: range) -> int | None:
+        return self.first(kind, reversed(numbers))
+
+    def _path(self, kind: str, number: int) -> Path:
+        return self._folder / f"{kind}-{number:05}.safetensors"
+
+    @staticmethod
+    def _metadata(path: Path) -> Mapping[str, str]:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as stored:
+            return stored.metadata() or {}

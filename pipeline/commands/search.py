@@ -1,0 +1,136 @@
+"""quantmint search MODEL: what precision costs where, and what a budget of bits is best spent on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.options import device_option, emit, json_option, store_option
+
+if TYPE_CHECKING:
+    from pipeline.quantize.budget import Point
+
+_FROM = "mxfp4,mxfp4_fp8,ptpc_fp8"
+_ROWS = 16
+
+
+@click.command(name="search")
+@click.argument("model")
+@click.option("--from", "from_", metavar="SCHEMES", help=f"With commas between (default: the recipe's, else {_FROM}).")
+@click.option("--calibration", metavar="SET", help="Set to measure on: a name or a YAML file. A recipe has its own.")
+@click.option("--samples", type=int, help="Sequences of the set; a fifth of them is measured on, and 16 at most.")
+@click.option("--sequence-length", type=int, help="Tokens of a sequence (default: the set's, else 2048).")
+@click.option("--bits", type=float, help="Print what so many bits a weight are best spent on, as a recipe says it.")
+@click.option("--write", type=click.Path(path_type=Path, dir_okay=False), help="Write that into a file.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the frontier there: .svg or .png.")
+@device_option
+@store_option
+@json_option
+def search(
+    model: str,
+    from_: str | None,
+    calibration: str | None,
+    samples: int | None,
+    sequence_length: int | None,
+    bits: float | None,
+    write: Path | None,
+    plot: Path | None,
+    device: str,
+    store_path: Path,
+    as_json: bool,
+) -> None:
+    """Print the frontier of MODEL, a recipe, a folder or organisation/name[@revision]: bits against predicted KL.
+
+    What each group of layers costs in each scheme is measured once, and kept in the store for all budgets. The KL is
+    that of rounding to the nearest, and a prediction until the checkpoint was measured.
+    """
+    from pipeline.base.argument import classify
+    from pipeline.base.progress import reporter_for
+    from pipeline.quantize.budget import frontier, spend
+    from pipeline.recipe.load import choice_yaml, load_recipe, recipe_of
+    from pipeline.stages.quantization import source_section
+    from pipeline.stages.search import chosen, measured_groups, opened
+    from pipeline.stages.sensitivity import priced
+    from pipeline.stages.session import open_setting
+    from pipeline.store.tree import Store
+
+    if write is not None and bits is None:
+        raise click.UsageError("--write: found it without --bits, which says what is written")
+    names = None if from_ is None else tuple(from_.split(","))
+    if classify(model).kind in ("recipe", "name"):
+        loaded = opened(load_recipe(model), names)
+    else:
+        given = {"set": calibration, "samples": samples, "sequence_length": sequence_length}
+        sections: dict[str, Any] = {"source": source_section(model), "calibration": given if calibration else None}
+        quantization = {"scheme": "ptpc_fp8", "format": "quark"}  # the layout that holds the most schemes
+        loaded = opened(recipe_of(sections | {"quantization": quantization}), names or tuple(_FROM.split(",")))
+    reporter = reporter_for(json=as_json)
+    setting = open_setting(loaded, store=Store(store_path, on_warning=reporter.warn), device=device)
+    groups = measured_groups(setting, reporter)
+    left = priced(loaded.recipe.quantization, groups)
+    points = frontier(left)
+    point = None if bits is None else spend(left, bits)
+    text = None if point is None else choice_yaml(chosen(loaded, groups, point).recipe.quantization)
+    if write is not None and text is not None:
+        write.write_text(text, encoding="utf-8")
+    if plot is not None:
+        _draw(points, point, plot)
+    choice: dict[str, Any] = {} if point is None else {"choice": {**_told(point), "recipe": text}}
+    if as_json:
+        emit(
+            {
+                "model": model,
+                "from": list(loaded.recipe.quantization.from_ or ()),
+                "frontier": [_told(each) for each in points],
+                "groups": [
+                    {
+                        "name": group.name,
+                        "weights": group.weights,
+                        "schemes": {each.scheme: {"cost": each.cost, "bits": each.bits} for each in group.options},
+                    }
+                    for group in left
+                ],
+                **choice,
+            }
+        )
+        return
+    _show(points, point)
+    if text is not None:
+        click.echo(f"\n{text}" if write is None else f"written to {write}")
+
+
+def _told(point: Point) -> dict[str, Any]:
+    return {"bits": round(point.bits, 4), "cost": point.cost, "groups": point.counts}
+
+
+def _show(points: Sequence[Point], point: Point | None) -> None:
+    from pipeline.commands.tables import table, terminal
+
+    shown = {round(index * (len(points) - 1) / max(_ROWS - 1, 1)) for index in range(_ROWS)}
+    rows = [*(each for index, each in enumerate(points) if index in shown), *([] if point is None else [point])]
+    schemes = sorted({name for each in points for name in each.counts})
+    console = terminal()
+    cells = [
+        [f"{each.bits:.2f}", f"{each.cost:.4f}", *(str(each.counts.get(name, 0)) for name in schemes)]
+        for each in sorted(rows, key=lambda each: each.bits)
+    ]
+    columns = ("bits", "predicted KL", *schemes)
+    console.print(table(*columns, right=columns, rows=cells))
+    console.print(
+        f"groups by scheme, {len(rows)} of {len(points)} points; KL in nats, predicted for rounding to nearest"
+    )
+
+
+def _draw(points: Sequence[Point], point: Point | None, path: Path) -> None:
+    from eval.report.plots import WIDE, figure
+
+    with figure(WIDE, WIDE // 2) as (drawing, axis):
+        axis.plot([each.bits for each in points], [each.cost for each in points], marker=".", color="#1769aa")
+        if point is not None:
+            axis.plot([point.bits], [point.cost], marker="o", color="#c62828")
+        axis.set(xlabel="bits a weight, scales counted", ylabel="predicted KL, nats", yscale="log")
+        axis.grid(visible=True, alpha=0.3)
+        drawing.savefig(path, bbox_inches="tight")

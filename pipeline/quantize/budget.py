@@ -1,0 +1,199 @@
+"""Which scheme each group of modules gets for a budget of bits, by what it was measured to cost there.
+
+    >>> points = frontier(groups)                       # from all in the fewest bits to all in the least cost
+    >>> spend(groups, 5.0).schemes["model.layers.0.mlp.down_proj"]
+    'ptpc_fp8'
+    >>> overrides(groups, spend(groups, 5.0).schemes)   # what a person would have written into a recipe
+
+A multiple-choice knapsack: costs add up, bits add up, and each group is in one scheme. What lies on the lower convex
+hull of a group's (bits, cost) is taken step by step, always the step that saves the most for a bit; every prefix of
+these steps is the best choice for its own bits, and they are the frontier. A budget between two of them is spent by
+dynamic programming: exactly for a few dozen groups, within a step of the sums that are kept apart for thousands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pipeline.base.errors import UserError
+
+_STATES = 4096
+"""Sums of bits that are kept apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A scheme for a group: what it is predicted to cost, nats of KL, and the bits that are stored for all of it."""
+
+    scheme: str
+    cost: float
+    bits: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules that get one scheme, by name on disk; ``weights`` counts their weights."""
+
+    name: str
+    modules: tuple[str, ...]
+    weights: int
+    options: tuple[Option, ...]
+
+    @property
+    def hull(self) -> tuple[Option, ...]:
+        """The options that are worth their bits, from the fewest bits to the least cost; each saves less for a bit."""
+        found: list[Option] = []
+        for option in sorted(self.options, key=lambda each: (each.bits, each.cost, each.scheme)):
+            if found and option.cost >= found[-1].cost:
+                continue
+            while len(found) > 1 and _slope(found[-2], found[-1]) <= _slope(found[-1], option):
+                found.pop()
+            found.append(option)
+        return tuple(found)
+
+
+def _slope(one: Option, other: Option) -> float:
+    """What a bit more saves."""
+    return (one.cost - other.cost) / (other.bits - one.bits)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A choice: mean ``bits`` of a weight, predicted ``cost`` in nats of KL, and the scheme of each group by name."""
+
+    bits: float
+    cost: float
+    schemes: Mapping[str, str]
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Groups by scheme, the most frequent first."""
+        return dict(Counter(self.schemes.values()).most_common())
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    group: str
+    before: Option
+    after: Option
+
+    @property
+    def key(self) -> tuple[float, str, float]:
+        """The steepest first; of equals by name, so that the same figures give the same choice."""
+        return -_slope(self.before, self.after), self.group, self.after.bits
+
+
+def _steps(groups: Sequence[Group]) -> list[_Step]:
+    found = [_Step(group.name, *pair) for group in groups for pair in zip(group.hull, group.hull[1:], strict=False)]
+    return sorted(found, key=lambda step: step.key)
+
+
+def _point(groups: Sequence[Group], chosen: Mapping[str, Option]) -> Point:
+    weights = sum(group.weights for group in groups)
+    bits, cost = (sum(getattr(option, field) for option in chosen.values()) for field in ("bits", "cost"))
+    return Point(bits / weights, cost, {name: option.scheme for name, option in chosen.items()})
+
+
+def frontier(groups: Sequence[Group]) -> tuple[Point, ...]:
+    """Every choice that is the best for its bits, from the fewest to the most; each has one group more in more."""
+    chosen = {group.name: group.hull[0] for group in groups}
+    points = [_point(groups, chosen)]
+    for step in _steps(groups):
+        chosen[step.group] = step.after
+        points.append(_point(groups, chosen))
+    return tuple(points)
+
+
+def spend(groups: Sequence[Group], bits: float) -> Point:
+    """The choice that costs the least with at most so many bits a weight. Raises `UserError` where none has so few."""
+    import numpy as np
+
+    least = _point(groups, {group.name: group.hull[0] for group in groups})
+    if bits < least.bits - 1e-9:
+        raise UserError(
+            f"quantization.bits: found {bits:g}, expected at least {least.bits:.4g}: what this model needs with each "
+            "group in the smallest scheme that holds it, and with its exclusions and overrides."
+        )
+    # Group by group, the least cost of all before it for each sum of bits: what another has for fewer bits is dropped.
+    left = (bits + 1e-9) * sum(group.weights for group in groups) - sum(group.hull[0].bits for group in groups)
+    spent, costs = np.zeros(1), np.zeros(1)
+    taken: list[tuple[Any, Any]] = []
+    for group in groups:
+        more = np.array([option.bits - group.hull[0].bits for option in group.hull])
+        sums = (spent[:, None] + more).ravel()
+        totals = (costs[:, None] + np.array([option.cost for option in group.hull])).ravel()
+        order = np.lexsort((totals, sums))
+        order = order[sums[order] <= left]
+        order = order[np.r_[True, totals[order][1:] < np.minimum.accumulate(totals[order])[:-1]]]
+        if len(order) > _STATES:
+            order = order[np.r_[np.diff((sums[order] * (_STATES / left)).astype(int)) > 0, True]]
+        taken.append(np.divmod(order, len(more)))
+        spent, costs = sums[order], totals[order]
+    chosen, state = {}, int(costs.argmin())
+    for group, (parents, options) in zip(reversed(groups), reversed(taken), strict=True):
+        chosen[group.name] = group.hull[int(options[state])]
+        state = int(parents[state])
+    return _point(groups, {group.name: chosen[group.name] for group in groups})
+
+
+def tries(groups: Sequence[Group], bits: float, count: int) -> tuple[Point, ...]:
+    """Choices from a budget to the least cost of all, of which each takes the same share off the predicted cost."""
+    first, last = spend(groups, bits), frontier(groups)[-1]
+    found = [first]
+    for number in range(1, count):
+        wanted = first.cost * (last.cost / first.cost) ** (number / (count - 1)) if first.cost > 0 else last.cost
+        reached = next((point for point in frontier(groups) if point.cost <= wanted * (1 + 1e-9)), last)
+        if reached.bits > found[-1].bits:
+            found.append(reached)
+    return tuple(found)
+
+
+def costliest(groups: Sequence[Group], schemes: Mapping[str, str], most: int = 3) -> list[tuple[str, str, float]]:
+    """The groups that cost the most as they were chosen: name, scheme and share of the predicted cost."""
+    found = [
+        (group.name, o.scheme, o.cost) for group in groups for o in group.options if o.scheme == schemes[group.name]
+    ]
+    total = sum(cost for *_, cost in found) or 1.0
+    return [(name, scheme, cost / total) for name, scheme, cost in sorted(found, key=lambda one: -one[2])[:most]]
+
+
+_LAYER = re.compile(r"(.*?\.)(\d+)\.(.+)")
+
+
+def overrides(groups: Sequence[Group], schemes: Mapping[str, str]) -> tuple[str, list[dict[str, Any]]]:
+    """The scheme of the most modules, and overrides for the others: groups alike in several layers are one pattern."""
+    count: Counter[str] = Counter()
+    layers: defaultdict[str, defaultdict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for group in groups:
+        count[schemes[group.name]] += len(group.modules)
+    default = min(count, key=lambda scheme: (-count[scheme], scheme))
+    plain: defaultdict[str, list[str]] = defaultdict(list)
+    for group in groups:
+        if (scheme := schemes[group.name]) == default:
+            continue
+        if found := _LAYER.fullmatch(group.name):
+            layers[scheme][found[1], found[3]].append(found[2])
+        else:
+            plain[scheme] += group.modules
+    return default, [
+        {
+            "modules": plain[scheme] + [_pattern(*ends, numbers) for ends, numbers in sorted(layers[scheme].items())],
+            "scheme": scheme,
+        }
+        for scheme in sorted(layers.keys() | plain.keys())
+    ]
+
+
+def _pattern(before: str, after: str, numbers: Sequence[str]) -> str:
+    """``re:`` of groups that are called alike in these layers: mlp.down_proj, self_attn.{q_proj, k_proj}, experts.*"""
+    which = numbers[0] if len(numbers) == 1 else f"({'|'.join(numbers)})"
+    if after.endswith(".*"):
+        return f"re:{re.escape(before)}{which}\\.{re.escape(after.removesuffix('*'))}"
+    parent, brace, members = after.rstrip("}").partition("{")
+    last = f"({members.replace(', ', '|')})" if brace else ""
+    return f"re:{re.escape(before)}{which}\\.{re.escape(parent)}{last}$"

@@ -1,0 +1,187 @@
+"""`scheme: auto`: from what was measured to a recipe with plain overrides, and on to more bits after a FAIL.
+
+    setting = settled(setting)                      # what the store knows: the recipe that a run would follow now
+    outcome, setting = run_search(setting, reporter)
+
+A recipe with a choice to be made is run in two parts. The first measures what each group of modules costs in each
+scheme; the choice follows from that, and the second is the run of a recipe that says it in overrides, which is planned,
+made, judged and published like any other. With a `search`, a FAIL sends the run to the next such recipe, with more
+bits; what both have in common, the baseline's measurements before all, is taken from the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from eval.verdict import Verdict
+from pipeline.base.progress import Reporter
+from pipeline.base.schemes import scheme, table
+from pipeline.quantize.budget import Group, Point, overrides, spend, tries
+from pipeline.recipe.load import LoadedRecipe, reread, resolved_yaml
+from pipeline.recipe.modules import override_of
+from pipeline.recipe.schema import AUTO, Recipe
+from pipeline.stages.planning import after_stop, build_plan, cut, find_entry, stopped_by
+from pipeline.stages.preflight import require_means
+from pipeline.stages.runner import Outcome, run_plan
+from pipeline.stages.sensitivity import KEY, priced, read_groups
+from pipeline.stages.stage import Chosen, Setting
+
+_GO_ON = (Verdict.FAIL, Verdict.INCONCLUSIVE)
+"""What more bits may mend: a loss that is too large, or so near the margin that the items cannot tell."""
+_DEFAULT = ("mxfp4", "mxfp4_fp8", "ptpc_fp8")
+
+
+def points(recipe: Recipe, groups: tuple[Group, ...]) -> tuple[Point, ...]:
+    """The choices that a run may try, in their order. Raises `UserError` for a budget that is too small."""
+    bits, left = recipe.quantization.bits, priced(recipe.quantization, groups)
+    assert bits is not None  # noqa: S101 - the recipe's checks
+    return (spend(left, bits),) if recipe.search is None else tries(left, bits, recipe.search.tries)
+
+
+def chosen(written: LoadedRecipe, groups: tuple[Group, ...], point: Point) -> LoadedRecipe:
+    """The recipe with a choice in the place of `scheme: auto`: overrides that a person could have written."""
+    quantization = written.recipe.quantization
+    free = [group for group in priced(quantization, groups) if override_of(quantization, group.modules[0]) is None]
+    default, made = overrides(free, point.schemes)
+    return _with(written, default, made)
+
+
+def _with(written: LoadedRecipe, default: str, made: list[dict[str, Any]]) -> LoadedRecipe:
+    data = written.recipe.model_dump(mode="json")
+    kept = {name: value for name, value in data["quantization"].items() if name not in ("from", "bits")}
+    data["quantization"] = {**kept, "scheme": default, "overrides": [*kept["overrides"], *made]}
+    data["gate"]["accuracy"]["confidence"] = round(written.recipe.confidence, 6)
+    data.pop("search", None)
+    recipe = Recipe.model_validate(data)
+    return replace(written, recipe=recipe, text_resolved=resolved_yaml(recipe))
+
+
+def stand_in(setting: Setting) -> Setting:
+    """The setting with all in the largest scheme, where the choice is not known: for what must be foreseen before."""
+    if setting.recipe.quantization.scheme != AUTO:
+        return setting
+    largest = max(setting.recipe.quantization.from_ or (), key=lambda name: scheme(name).bits_per_weight)
+    return replace(setting, loaded=_with(setting.loaded, largest, []), chosen=Chosen(setting.loaded, None))
+
+
+def as_written(setting: Setting) -> Setting:
+    """The setting with its recipe as it was written, without what was chosen."""
+    return setting if setting.chosen is None else replace(setting, loaded=setting.chosen.written, chosen=None)
+
+
+def settled(setting: Setting) -> Setting:
+    """The setting with the choice that a run would follow, as far as the store knows: see `tried`.
+
+    Where nothing was measured yet, and where there is no choice, the setting as it was written.
+    """
+    last = setting
+    for made, verdict in tried(setting):
+        last = made
+        if verdict not in _GO_ON:
+            break
+    return last
+
+
+def tried(setting: Setting) -> Iterator[tuple[Setting, Verdict | None]]:
+    """What a run may try one after the other, with the verdict that the store has of each."""
+    written = as_written(setting)
+    if written.recipe.quantization.scheme != AUTO:
+        return
+    measured = next(planned for planned in build_plan(written) if planned.key == KEY)
+    entry = find_entry(measured, written)
+    if entry is None:
+        return
+    groups = read_groups(entry)
+    for point in points(written.recipe, groups):
+        made = replace(written, loaded=chosen(written.loaded, groups, point), chosen=Chosen(written.loaded, point))
+        yield made, _verdict(made)
+
+
+def _verdict(setting: Setting) -> Verdict | None:
+    """What the gate said of a try, by its plan or by that of a run that its canary stopped; None for the only one."""
+    if setting.written.search is None:
+        return None
+    plan = build_plan(setting)
+    for planned in plan:
+        entry = find_entry(planned, setting)
+        if entry is not None and stopped_by(planned.key, entry):
+            plan = after_stop(plan, setting)
+            break
+    gate = next(planned for planned in plan if planned.key == "gate")
+    entry = find_entry(gate, setting)
+    return None if entry is None else Verdict(str(entry.record.result["verdict"]))
+
+
+def opened(loaded: LoadedRecipe, names: tuple[str, ...] | None) -> LoadedRecipe:
+    """A recipe with all of its schemes left to be chosen, from ``names`` where they are given.
+
+    Raises `RecipeError` for a recipe that has no schemes to choose from, and for schemes that do not go together.
+    """
+    data = loaded.recipe.model_dump(mode="json")
+    quantization = data["quantization"]
+    if quantization["scheme"] != AUTO:
+        names = names or _DEFAULT
+        quantization |= {"overrides": [], "scheme": AUTO}
+    names = names or tuple(quantization["from"])
+    known = [scheme(name).bits_per_weight for name in names if name in table()]
+    quantization |= {"from": list(names), "bits": quantization.get("bits") or min(known, default=4.25)}
+    document = replace(loaded.positions, data={**data, "search": None})
+    return replace(reread(document, loaded.path), source_folder=loaded.source_folder)
+
+
+def measured_groups(setting: Setting, reporter: Reporter) -> tuple[Group, ...]:
+    """What each group costs: from the store, or measured now."""
+    written = as_written(measured(setting, reporter))
+    planned = next(planned for planned in build_plan(written) if planned.key == KEY)
+    entry = find_entry(planned, written)
+    assert entry is not None  # noqa: S101 - it was measured
+    return read_groups(entry)
+
+
+def measured(setting: Setting, reporter: Reporter, redo: Collection[str] = ()) -> Setting:
+    """Measure what a choice needs, unless the store has it; the setting with the choice."""
+    found = settled(setting)
+    if found.chosen is not None and KEY not in redo:
+        return found
+    if setting.recipe.quantization.scheme == AUTO:
+        run_plan(build_plan(setting), setting, reporter, redo=[name for name in redo if name == KEY])
+    return settled(setting)
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """How a run ended: its last ``outcome``, the ``setting`` that this was of, and all that was tried."""
+
+    outcome: Outcome
+    setting: Setting
+    tries: tuple[Mapping[str, Any], ...]
+
+
+def run_search(
+    setting: Setting, reporter: Reporter, *, until: str | None = None, redo: Collection[str] = ()
+) -> Searched:
+    """Run a recipe, and with `scheme: auto` its next tries for as long as the gate says FAIL.
+
+    Raises `QuantmintError`: what was committed stays, and the same call goes on from there.
+    """
+    foreseen = stand_in(setting)
+    plan = build_plan(foreseen, until)
+    for name in redo:
+        cut(plan, name)
+    require_means(plan, foreseen, redo)
+    if plan[-1].key in ("source", KEY):
+        return Searched(run_plan(plan, foreseen, reporter, redo=redo), foreseen, ())
+    setting, told = measured(setting, reporter, redo), []
+    again = [name for name in redo if name != KEY]
+    while True:
+        if setting.chosen is not None and setting.chosen.point is not None:
+            reporter.say(setting.chosen.line)
+        outcome = run_plan(build_plan(setting, until), setting, reporter, redo=again)
+        if setting.chosen is not None and setting.chosen.point is not None:
+            told.append({**setting.chosen.to_json(), "verdict": outcome.verdict and outcome.verdict.value})
+        following = settled(setting) if outcome.verdict in _GO_ON else setting
+        if following.recipe == setting.recipe:
+            return Searched(outcome, setting, tuple(told))
+        setting, again = following, []

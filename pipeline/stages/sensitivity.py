@@ -1,0 +1,295 @@
+"""sensitivity: what each group of linear modules costs in each scheme, measured once for all budgets and formats.
+
+A group is what a server loads with one scheme: q, k, v; gate, up; all experts of a layer; else a module of its own. Its
+cost is that of rounding it to the nearest and its inputs as they are served, all else in 16 bit, in nats of KL
+(`calibration.sensitivity`). No budget, algorithm or layout is in its fingerprint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from calibration.errors import CalibrationError
+from calibration.replica import Replica, replica, sources
+from calibration.room import measuring
+from calibration.sensitivity import Change, measure
+from pipeline.base.errors import StageError
+from pipeline.base.machine import versions
+from pipeline.base.schemes import scheme
+from pipeline.base.transience import is_transient
+from pipeline.quantize.budget import Group, Option, costliest, frontier
+from pipeline.quantize.device import resolve_devices
+from pipeline.quantize.engines.stream.kernels import KERNELS, fp8_scale, kernel_name
+from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
+from pipeline.quantize.inspection.numbers import dequantize
+from pipeline.quantize.model.structure import read_structure
+from pipeline.quantize.model.weights import part_of, place_of
+from pipeline.recipe.modules import fused_with, is_excluded, override_of
+from pipeline.recipe.schema import Quantization
+from pipeline.serving.reference.model import round_inputs
+from pipeline.serving.reference.rounding import round_activations
+from pipeline.stages.calibrate import data_identity, read_tokens
+from pipeline.stages.source import model_folder
+from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
+from pipeline.store.entries import Entry
+
+if TYPE_CHECKING:
+    import torch
+
+KEY = "sensitivity"
+SENSITIVITY = "sensitivity.json"
+_WORK = "layers"
+_SHARE, _MOST = 2, 16
+"""One in so many samples of the calibration, at most so many: each takes as long as four of it, and one a scheme."""
+
+
+@dataclass(frozen=True, slots=True)
+class SensitivityStage(Stage):
+    """Resumes at a layer."""
+
+    key: str = KEY
+    family: str = KEY
+    version: int = 1
+
+    def inputs(self, setting: Setting) -> Mapping[str, str]:
+        """The model."""
+        return {"source": "source"}
+
+    def settings(self, setting: Setting) -> Mapping[str, object]:
+        """The schemes, and the texts."""
+        recipe = setting.written
+        assert recipe.calibration is not None  # noqa: S101 - the recipe's checks
+        return {
+            "schemes": sorted(recipe.quantization.from_ or ()),
+            **data_identity(recipe.calibration, setting.commits),
+            "trust_remote_code": recipe.trust_remote_code,
+        }
+
+    def tools(self, setting: Setting) -> Mapping[str, str]:
+        """PyTorch computes, transformers has the model and the tokens."""
+        return versions("torch", "transformers", "tokenizers")
+
+    def run(self, job: Job) -> Output:
+        """Measure, layer by layer."""
+        recipe, trust = job.setting.written, job.setting.recipe.trust_remote_code
+        folder, names = model_folder(job.inputs["source"]), sorted(recipe.quantization.from_ or ())
+        source = open_checkpoint(folder)
+        structure = read_structure(folder, source.tensors, trust_remote_code=trust)
+        assert recipe.calibration is not None  # noqa: S101 - the recipe's checks
+        try:
+            job.progress.say("reading the calibration texts")
+            samples = read_tokens(recipe.calibration, folder, trust_remote_code=trust)
+            samples = samples[: min(_MOST, -(-len(samples) // _SHARE))]
+            with measuring(folder):
+                one = replica(folder, resolve_devices(job.setting.device)[0], trust_remote_code=trust)
+                groups = _groups(structure.linear)
+                changes = _Changes(one, groups, structure.linear, names)
+                with job.progress.bar(2 * len(one.attention) * len(samples), "layer samples") as advance:
+                    costs = measure(one, samples, changes, job.path / _WORK, names, advance=advance)
+        except CalibrationError as error:
+            raise StageError(f"sensitivity: {error}", transient=is_transient(error)) from error
+        found = [_told(name, modules, structure.linear, names, costs) for name, modules in groups.items()]
+        tokens = sum(len(sample) for sample in samples)
+        write_json(job.path / SENSITIVITY, {"tokens": tokens, "groups": found})
+        for path in (job.path / _WORK).iterdir():
+            path.unlink()
+        (job.path / _WORK).rmdir()
+        return Output(
+            result={"groups": len(found), "schemes": names, "tokens": tokens},
+            summary=f"{len(found)} groups in {', '.join(names)} over {tokens:,} tokens",
+        )
+
+
+def read_groups(entry: Entry) -> tuple[Group, ...]:
+    """What the stage measured."""
+    return tuple(
+        Group(
+            group["name"],
+            tuple(group["modules"]),
+            group["weights"],
+            tuple(Option(name, each["cost"], each["bits"]) for name, each in group["schemes"].items()),
+        )
+        for group in read_json(entry.file(SENSITIVITY))["groups"]
+    )
+
+
+def priced(quantization: Quantization, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """The measured groups as a recipe leaves them: excluded ones are gone, overridden ones have one option."""
+    found: list[Group] = []
+    for group in groups:
+        pinned = override_of(quantization, group.modules[0])
+        if is_excluded(quantization, group.modules[0]):
+            continue
+        if pinned is None:
+            options = tuple(option for option in group.options if option.scheme in (quantization.from_ or ()))
+        else:
+            options = tuple(option for option in group.options if option.scheme == pinned)
+            options = options or (Option(pinned, 0.0, scheme(pinned).bits_per_weight * group.weights),)
+        found.append(replace(group, options=options))
+    return tuple(found)
+
+
+def advice(setting: Setting, entry: Entry | None) -> list[str]:
+    """What a FAIL asks for: the groups that cost most, and what the next step up would cost in bits."""
+    point = None if setting.chosen is None else setting.chosen.point
+    if entry is None or point is None:
+        return [
+            f"`quantmint search {setting.recipe.name}` measures which layers cost most, and what more bits there save"
+        ]
+    groups = priced(setting.written.quantization, read_groups(entry))
+    worst = costliest(groups, point.schemes)
+    told = [f"{name} in {scheme} ({share:.0%})" for name, scheme, share in worst]
+    lines = [f"of the cost that was predicted, {point.cost:.3g} nats, most is that of {', '.join(told)}"]
+    above = [each for each in frontier(groups) if each.bits > point.bits]
+    if above:
+        step = next((each for each in above if each.cost <= point.cost / 2), above[-1])
+        saved = 1 - step.cost / point.cost
+        more = f"{step.bits - point.bits:.2f} bits a weight more are predicted to save {saved:.0%} of it"
+        lines.append(f"{more}: `bits: {math.ceil(step.bits * 100) / 100:.2f}`")
+    return lines
+
+
+def _groups(linear: Mapping[str, tuple[int, int]]) -> dict[str, list[str]]:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in linear:
+        found[fused_with(name) or name].append(name)
+    return dict(found)
+
+
+def _told(
+    name: str,
+    modules: Sequence[str],
+    linear: Mapping[str, tuple[int, int]],
+    schemes: Sequence[str],
+    costs: Mapping[str, float],
+) -> dict[str, Any]:
+    """A group as it is kept; what no layer runs, so that it has no costs, is left in the largest scheme."""
+    shapes = [linear[module] for module in modules]
+    fitting = _fitting(shapes, schemes)
+    if _change(name, fitting[0]) not in costs:
+        fitting = [max(fitting, key=lambda each: scheme(each).bits_per_weight)]
+    return {
+        "name": name,
+        "modules": list(modules),
+        "weights": sum(rows * columns for rows, columns in shapes),
+        "schemes": {
+            each: {
+                "cost": costs.get(_change(name, each), 0.0),
+                "bits": sum(scheme(each).stored_bits(*shape) for shape in shapes),
+            }
+            for each in fitting
+        },
+    }
+
+
+def _fitting(shapes: Sequence[tuple[int, int]], schemes: Sequence[str]) -> list[str]:
+    found = [each for each in schemes if all(shape[1] % scheme(each).input_divisor == 0 for shape in shapes)]
+    if not found:
+        raise StageError(f"quantization.from: no scheme of {', '.join(schemes)} holds a weight of {list(shapes[0])}.")
+    return found
+
+
+def _change(group: str, scheme_name: str) -> str:
+    return f"{group} in {scheme_name}"
+
+
+class _Changes:
+    """Every group of a layer in every scheme that holds it."""
+
+    def __init__(
+        self,
+        one: Replica,
+        groups: Mapping[str, Sequence[str]],
+        linear: Mapping[str, tuple[int, int]],
+        schemes: Sequence[str],
+    ) -> None:
+        self._model, self._linear, self._groups, self._schemes = one.model, linear, groups, schemes
+        self._own, self._dtype = sources(one.model, one.owned), one.model.dtype
+        self._made = cache(self._of)  # of the layer at hand: each sample needs them again
+
+    def __call__(self, layer: str, largest: Mapping[str, torch.Tensor]) -> list[Change]:
+        self._made.cache_clear()
+        found: list[Change] = []
+        for group, modules in self._groups.items():
+            own = tuple(dict.fromkeys(self._site(module) for module in modules))
+            if all(name.startswith(f"{layer}.") for name in own):
+                for name in _fitting([self._linear[module] for module in modules], self._schemes):
+                    changed = partial(self._changed, modules, name, largest)
+                    found.append(Change(_change(group, name), own, changed))
+        return found
+
+    def _site(self, module: str) -> str:
+        """The module of the model whose output is looked at: the linear one, or that which stacks experts."""
+        own = self._own.get(module, "")
+        return own.rsplit(".", 2)[0] if own.rpartition(".")[2].isdigit() else own
+
+    @contextmanager
+    def _changed(self, modules: Sequence[str], name: str, largest: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The modules' weights rounded to the nearest, and what enters them as it is served."""
+        import torch
+
+        with ExitStack() as stack:
+            rounds: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
+            shared = cache(partial(_entering, name))  # the same input is rounded once where it meets the same function
+            for module in modules:
+                own, site, scale = self._own[module], self._site(module), None
+                if scheme(name).needs_ranges:
+                    # An expert that no token was sent to has no range, and no part in any cost.
+                    scale = float(fp8_scale(largest[module].float())) if module in largest else 1.0
+                rounded = shared(scale)
+                owner = self._model.get_submodule(site)
+                if own == site:
+                    stack.callback(setattr, owner, "weight", owner.weight)
+                    owner.weight = torch.nn.Parameter(self._made(own, name), requires_grad=False)
+                    stack.callback(owner.register_forward_pre_hook(rounded.hook).remove)
+                    continue
+                found = part_of(module)
+                assert found is not None  # noqa: S101 - it is one of a stack
+                place = place_of(owner, site, int(own.rpartition(".")[2]), found[1])
+                if site not in rounds:
+                    for key, parameter in list(owner.named_parameters(recurse=False)):
+                        stack.callback(setattr, owner, key, parameter)
+                        setattr(owner, key, torch.nn.Parameter(parameter.detach().clone(), requires_grad=False))
+                part = getattr(owner, place.parameter)[place.expert]
+                part = (part.t() if place.transposed else part)[slice(*place.rows)]
+                part.copy_(self._rounded(part.contiguous(), name))
+                rounds[site][place.parameter, place.expert] = rounded
+            for site, each in rounds.items():
+                for handle in round_inputs(self._model.get_submodule(site), each):
+                    stack.callback(handle.remove)
+            yield
+
+    def _of(self, own: str, name: str) -> torch.Tensor:
+        weight: torch.Tensor = self._rounded(self._model.get_submodule(own).weight, name)
+        return weight
+
+    def _rounded(self, weight: torch.Tensor, name: str) -> torch.Tensor:
+        kernel = kernel_name(name, "compressed-tensors")
+        parts = KERNELS[kernel].compute(weight.detach().to(self._dtype), None)
+        return dequantize("mxfp4" if kernel == "mxfp4" else name, parts).float()
+
+
+class _entering:  # noqa: N801 - a function with a memory
+    """What a server does to the inputs of a scheme; of the same tensor once."""
+
+    def __init__(self, name: str, scale: float | None) -> None:
+        import torch
+
+        self._row = scheme(name).activations
+        self._scale = None if scale is None else torch.tensor(scale)
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, entering: torch.Tensor) -> torch.Tensor:
+        if self._last is None or self._last[0] is not entering:
+            scale = None if self._scale is None else self._scale.to(entering.device)
+            self._last = entering, round_activations(entering, self._row, scale).to(entering.dtype)
+        return self._last[1]
+
+    def hook(self, _: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (self(inputs[0]), *inputs[1:])

@@ -1,0 +1,158 @@
+"""`scheme: auto`: from measured costs to plain overrides, and on to more bits for as long as the gate says FAIL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eval.verdict import Verdict
+from pipeline.base.errors import UserError
+from pipeline.base.progress import PlainReporter
+from pipeline.recipe.load import choice_yaml, load_recipe
+from pipeline.stages import planning
+from pipeline.stages.planning import build_plan
+from pipeline.stages.search import run_search, settled, stand_in, tried
+from pipeline.stages.sensitivity import SENSITIVITY
+from pipeline.stages.session import open_setting
+from pipeline.stages.stage import Job, Setting
+from pipeline.store.tree import Store
+
+AUTO = "{scheme: auto, from: [mxfp4, ptpc_fp8], bits: BITS, overrides: [{modules: [model.layers.0.mlp.down_proj], "
+AUTO += "scheme: ptpc_fp8}], exclude: ['re:.*layers\\.1\\.']}"
+COSTS = {"self_attn.{q_proj, k_proj, v_proj}": 4.0, "self_attn.o_proj": 2.0, "mlp.{gate_proj, up_proj}": 1.0}
+COSTS |= {"mlp.down_proj": 8.0}
+MARGINS = "margin: 0.05, margins: {tiny_arithmetic: 0.06}"  # what four tries can test
+BASE = ("source", "sensitivity")
+
+
+def members(kind: str) -> list[str]:
+    parent, _, names = kind.rstrip("}").partition("{")
+    return [f"{parent}{name}" for name in names.split(", ")] if names else [kind]
+
+
+def write_costs(job: Job) -> None:
+    groups = [
+        {
+            "name": f"model.layers.{layer}.{kind}",
+            "modules": [f"model.layers.{layer}.{module}" for module in members(kind)],
+            "weights": 100,
+            "schemes": {"mxfp4": {"cost": cost, "bits": 425}, "ptpc_fp8": {"cost": cost / 100, "bits": 800}},
+        }
+        for layer in range(2)
+        for kind, cost in COSTS.items()
+    ]
+    (job.path / SENSITIVITY).write_text(json.dumps({"tokens": 1, "groups": groups}))
+
+
+@pytest.fixture
+def make(project: Path, orchestra: Any, with_vllm: Callable[..., Setting], monkeypatch: Any) -> Callable[..., Setting]:
+    """``make(bits, passing, search)``: the project's recipe with a budget, whose gate passes from some bits on."""
+
+    plain = (project / "r.yaml").read_text().replace("mi300x", "mi355x").replace("margin: 0.02", MARGINS)
+
+    def made(bits: float = 5.0, passing: float = 0.0, search: str = "") -> Setting:
+        path = project / "r.yaml"
+        text = plain.replace("{scheme: ptpc_fp8, kv_cache: fp8, format: compressed-tensors}", AUTO)
+        path.write_text(text.replace("BITS", str(bits)) + search)
+
+        def stages(setting: Setting) -> list[Any]:
+            said = setting.recipe.quantization
+            measured = [orchestra.stage("source"), orchestra.stage("sensitivity", "source", work=write_costs)]
+            if said.scheme == "auto":
+                return measured
+            point = None if setting.chosen is None else setting.chosen.point
+            verdict = "PASS" if point is not None and point.bits >= passing else "FAIL"
+            recipe = [said.model_dump(mode="json"), setting.recipe.gate.accuracy.confidence]
+            return [
+                *measured,
+                orchestra.stage("evaluate-baseline", "source"),
+                orchestra.stage("quantize", "source", option=recipe[0]),
+                orchestra.stage("gate", "quantize", option=recipe, result={"verdict": verdict, "reasons": []}),
+            ]
+
+        monkeypatch.setattr(planning, "stages_of", stages)
+        monkeypatch.setattr("pipeline.stages.search.require_means", lambda *_: None)
+        return with_vllm(open_setting("r.yaml", store=Store(project / "store")))
+
+    return made
+
+
+def run(setting: Setting, **options: Any) -> Any:
+    return run_search(setting, PlainReporter(SimpleNamespace(write=lambda _: None, flush=lambda: None)), **options)
+
+
+def test_the_choice_is_a_recipe_with_plain_overrides_beside_those_that_were_written(make: Any, orchestra: Any) -> None:
+    found = run(make(bits=6.2))
+    assert orchestra.ran == [*BASE, "evaluate-baseline", "quantize", "gate"]
+    assert found.setting.recipe.quantization.model_dump(mode="json", include={"scheme", "overrides"}) == {
+        # Of four groups one is overridden to 8 bits, so that one of the others may have 8: the one that costs most.
+        "scheme": "mxfp4",
+        "overrides": [
+            {"modules": ["model.layers.0.mlp.down_proj"], "scheme": "ptpc_fp8"},
+            {"modules": [r"re:model\.layers\.0\.self_attn\.(q_proj|k_proj|v_proj)$"], "scheme": "ptpc_fp8"},
+        ],
+    }
+    assert found.setting.chosen.point.bits <= 6.2
+    assert "auto" not in choice_yaml(found.setting.recipe.quantization)
+    again = load_recipe("r.yaml").recipe.model_dump(mode="json")
+    kept = ("name", "source", "calibration", "target", "evaluation", "publish")
+    assert all(found.setting.recipe.model_dump(mode="json")[name] == again[name] for name in kept)
+
+
+def test_all_budgets_share_what_was_measured_and_a_later_run_follows_at_once(make: Any, orchestra: Any) -> None:
+    run(make(bits=5.5))
+    setting = make(bits=7.5)
+    assert setting.chosen is not None  # the store knows, so that plan, explain and publish see the choice
+    run(setting)
+    assert orchestra.ran.count("sensitivity") == orchestra.ran.count("evaluate-baseline") == 1
+    assert orchestra.ran.count("quantize") == 2
+
+
+def test_before_anything_is_measured_the_largest_scheme_stands_in(make: Any) -> None:
+    setting = make()
+    assert setting.chosen is None
+    assert [planned.key for planned in build_plan(setting)] == [*BASE]
+    assert stand_in(setting).recipe.quantization.scheme == "ptpc_fp8"
+    assert "gate" in [planned.key for planned in build_plan(stand_in(setting))]
+
+
+def test_a_budget_below_what_its_overrides_leave_is_refused_with_what_is_needed(make: Any) -> None:
+    with pytest.raises(UserError, match=r"found 4.3, expected at least 5.188"):
+        run(make(bits=4.3))
+
+
+def test_a_fail_sends_the_run_to_more_bits_until_one_passes(make: Any, orchestra: Any) -> None:
+    found = run(make(bits=5.2, passing=7.0, search="search: {until: pass, tries: 4}\n"))
+    assert found.outcome.verdict is Verdict.PASS
+    assert [one["verdict"] for one in found.tries] == ["FAIL"] * (len(found.tries) - 1) + ["PASS"]
+    bits = [one["bits"] for one in found.tries]
+    assert bits == sorted(set(bits))
+    assert 2 <= len(bits) <= 4
+    assert orchestra.ran.count("evaluate-baseline") == orchestra.ran.count("sensitivity") == 1
+    assert found.setting.recipe.gate.accuracy.confidence == pytest.approx(1 - 0.05 / 4)
+    # A second run goes where the first ended; so does whatever asks for the recipe's state.
+    ran = list(orchestra.ran)
+    setting = make(bits=5.2, passing=7.0, search="search: {until: pass, tries: 4}\n")
+    assert run(setting).setting.recipe == found.setting.recipe
+    assert orchestra.ran == ran
+
+
+def test_where_none_passes_the_last_verdict_stays(make: Any) -> None:
+    setting = make(bits=5.2, passing=99, search="search: {tries: 4}\n")  # four groups have three points worth a try
+    found = run(setting)
+    assert (found.outcome.verdict, len(found.tries)) == (Verdict.FAIL, 3)
+    assert found.tries[-1]["groups"] == {"ptpc_fp8": 4}
+    assert [verdict for _, verdict in tried(setting)] == [Verdict.FAIL] * 3
+    assert settled(setting).recipe == found.setting.recipe
+
+
+def test_a_run_may_end_with_what_was_measured(make: Any, orchestra: Any) -> None:
+    run(make(bits=6), until="sensitivity")
+    assert orchestra.ran == [*BASE]
+    with pytest.raises(UserError, match="--until: found 'nothing'"):
+        run(make(bits=6), until="nothing")
