@@ -20,6 +20,7 @@ from eval.gate import GateReport
 from eval.report import markdown
 from eval.report.numbers import NO_BREAK, signed, size, unit_of
 from eval.report.summary import meaning, notes, runtime, tiles
+from pipeline.base.data import beside
 from pipeline.base.schemes import scheme
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts
 from pipeline.publish.release import EVIDENCE, NOTICE, RECIPE, SIGNATURE
@@ -269,7 +270,7 @@ def eval_results(facts: CardFacts) -> dict[str, str]:
     """The files by their names in the release; none for tasks that are no benchmark of the Hub."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
-    benchmarks = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8"))
+    benchmarks = beside(__file__, "benchmarks.yaml")
     found: dict[str, str] = {}
     for result in GateReport.from_json(facts.report["gate"]).accuracy:
         row = benchmarks.get(result.task)

@@ -16,12 +16,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
 
-import yaml
-
+from pipeline.base.data import beside
 from pipeline.recipe.sections import Licence
 
 Redistribution = Literal["yes", "conditions", "no", "unknown"]
@@ -122,7 +120,7 @@ def refusal(found: Terms, name: str) -> str | None:
 @cache
 def table() -> Mapping[str, Mapping[str, Any]]:
     """Every licence that is known, by its identifier."""
-    rows = yaml.safe_load(resources.files("pipeline.publish").joinpath("licences.yaml").read_text(encoding="utf-8"))
+    rows = beside(__file__, "licences.yaml")
     whole = {key: {**rows.get(row.get("same"), {}), **row} for key, row in rows.items()}
     return MappingProxyType({key: MappingProxyType(row) for key, row in whole.items()})
 

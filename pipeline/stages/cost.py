@@ -10,16 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import yaml
-
 from calibration.errors import CalibrationError
 from calibration.room import Mode, Need, decide, forward_bytes
+from pipeline.base.data import beside
 from pipeline.base.machine import cores
 from pipeline.quantize.device import device_memory, resolve_devices
 from pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
@@ -232,7 +229,7 @@ class Rates:
 
 def rates_for(device: str, cores: int) -> tuple[Rates, Origin]:
     """The row of a device by its name ("cpu", "NVIDIA H100 80GB HBM3"), else that of a machine with a like device."""
-    for name, row in _machines().items():
+    for name, row in beside(__file__, "machines.yaml").items():
         when = row["when"]
         if str(when["device"]) in device and when.get("cores", cores) == cores:
             return known(name), "table"
@@ -241,14 +238,8 @@ def rates_for(device: str, cores: int) -> tuple[Rates, Origin]:
 
 def known(name: str) -> Rates:
     """A row of the table `machines.yaml`."""
-    row = _machines()[name]
+    row = beside(__file__, "machines.yaml")[name]
     return Rates(machine=row["machine"], **row["rates"])
-
-
-@cache
-def _machines() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("machines.yaml").read_text(encoding="utf-8"))
-    return found
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

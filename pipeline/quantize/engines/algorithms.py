@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
 
+from pipeline.base.data import beside
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import Checkpoint
 
@@ -63,8 +63,7 @@ class Algorithm:
 @cache
 def table() -> Mapping[str, Algorithm]:
     """Every algorithm by name, in the order of the file."""
-    text = resources.files("pipeline.quantize.engines").joinpath("algorithms.yaml").read_text(encoding="utf-8")
-    return MappingProxyType({name: _algorithm(name, row) for name, row in yaml.safe_load(text).items()})
+    return MappingProxyType({name: _algorithm(name, row) for name, row in beside(__file__, "algorithms.yaml").items()})
 
 
 def algorithm(name: str) -> Algorithm:

@@ -13,12 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from math import ceil
 from typing import Any, ClassVar
 
-import yaml
-
+from pipeline.base.data import beside
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import tensor_bytes
 
@@ -71,10 +69,8 @@ class StoredTensor:
         return tensor_bytes(self.dtype, self.shape)
 
 
-@cache
 def _table(name: str) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    text = resources.files("pipeline.quantize.formats").joinpath(name).read_text(encoding="utf-8")
-    table: dict[str, dict[str, dict[str, dict[str, Any]]]] = yaml.safe_load(text)
+    table: dict[str, dict[str, dict[str, dict[str, Any]]]] = beside(__file__, name)
     return table
 
 

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib import resources
 from typing import Any
 
-import yaml
-
+from pipeline.base.data import beside
 from pipeline.quantize.engines.libraries.job import (
     LibraryJob,
     UnfitError,
@@ -33,11 +30,9 @@ _KV = ("k_proj", "v_proj")
 _CACHE = ("FP8E4M3PerTensorSpec", {"observer_method": "min_max"})
 
 
-@cache
 def specs() -> Mapping[str, Mapping[str, Any]]:
     """By scheme, the ``weights`` and the ``inputs``: a class of Quark's configuration with its arguments, or None."""
-    text = resources.files("pipeline.quantize.engines.libraries").joinpath("quark.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    found: dict[str, dict[str, Any]] = beside(__file__, "quark.yaml")
     return found
 
 
