@@ -156,3 +156,21 @@ def test_a_run_may_end_with_what_was_measured(make: Any, orchestra: Any) -> None
     assert orchestra.ran == [*BASE]
     with pytest.raises(UserError, match="--until: found 'nothing'"):
         run(make(bits=6), until="nothing")
+
+
+def test_no_budget_layout_or_algorithm_is_in_what_was_measured(project: Path, with_vllm: Any) -> None:
+    path = project / "r.yaml"
+    plain = path.read_text().replace("mi300x", "mi355x")
+
+    def measured(section: str, more: str = "") -> str:
+        old = "{scheme: ptpc_fp8, kv_cache: fp8, format: compressed-tensors}"
+        path.write_text(plain.replace(old, f"{{scheme: auto, {section}}}").replace("samples: 4", f"samples: 4{more}"))
+        setting = with_vllm(open_setting("r.yaml", store=Store(project / "store")))
+        return next(one.fingerprint for one in build_plan(setting) if one.key == "sensitivity")
+
+    first = measured("from: [mxfp4, ptpc_fp8], bits: 5")
+    assert (
+        measured("from: [ptpc_fp8, mxfp4], bits: 6, format: quark, algorithm: gptq, exclude: ['re:.*o_proj']") == first
+    )
+    assert measured("from: [mxfp4, fp8], bits: 5") != first
+    assert measured("from: [mxfp4, ptpc_fp8], bits: 5", ", packing: false") != first
