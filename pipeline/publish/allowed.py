@@ -96,17 +96,15 @@ def refused(names: Iterable[str], *, listed: Collection[str] | None = None, with
 
 
 def _reason(name: str, listed: Collection[str] | None, with_code: bool) -> str | None:
-    parts = name.split("/")
-    known = name == ATTRIBUTES or parts[0] == SCORES
-    for part in parts[1:] if known else parts:
-        lowered = part.casefold()
-        for pattern, reason in _REASONS:
-            if pattern.fullmatch(lowered):
-                if with_code and _CODE.fullmatch(name):
-                    break
-                return reason
-    if not _ALLOWED.fullmatch(name) and not (with_code and _CODE.fullmatch(name)):
-        return "not a kind of file that a release holds"
+    if not (with_code and _CODE.fullmatch(name)):
+        parts = name.split("/")
+        known = name == ATTRIBUTES or parts[0] == SCORES
+        for part in parts[1:] if known else parts:
+            for pattern, reason in _REASONS:
+                if pattern.fullmatch(part.casefold()):
+                    return reason
+        if not _ALLOWED.fullmatch(name):
+            return "not a kind of file that a release holds"
     if listed is not None and name not in listed:
         return "not in the manifest"
     return None
@@ -117,17 +115,14 @@ def misnamed(files: Mapping[str, Path]) -> tuple[str, ...]:
 
     Weights are read as far as their header, JSON and text whole. A symbolic link is none of them.
     """
-    found = ((name, _disguise(name, path)) for name, path in files.items())
-    return tuple(f"{name}: {fault}" for name, fault in found if fault is not None)
-
-
-def _disguise(name: str, path: Path) -> str | None:
-    try:
-        if path.is_symlink() or not stat.S_ISREG(path.stat().st_mode):
-            return "not a file"
-        return _content(name, path)
-    except (OSError, EOFError, zlib.error) as error:
-        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    found: dict[str, str | None] = {}
+    for name, path in files.items():
+        try:
+            regular = not path.is_symlink() and stat.S_ISREG(path.stat().st_mode)
+            found[name] = _content(name, path) if regular else "not a file"
+        except (OSError, EOFError, zlib.error) as error:
+            found[name] = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    return tuple(f"{name}: {fault}" for name, fault in found.items() if fault is not None)
 
 
 def _content(name: str, path: Path) -> str | None:

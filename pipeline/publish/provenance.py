@@ -71,7 +71,12 @@ def statement(manifest: Manifest, files: Mapping[str, File]) -> dict[str, Any]:
                     *_model(manifest.base),
                     *(descriptor for dataset in manifest.datasets for descriptor in _data(dataset)),
                     *_serving(manifest.serving.image),
-                    *(tool for name, versions in manifest.tools.items() for tool in _tools(name, versions)),
+                    # What is installed has no digest of its own; of each version that a stage had, one.
+                    *(
+                        {"name": name, "uri": purl(name, version)}
+                        for name, versions in manifest.tools.items()
+                        for version in versions.split(", ")
+                    ),
                 ],
             },
             "runDetails": {
@@ -127,12 +132,6 @@ def _serving(image: str | None) -> Iterator[Descriptor]:
     if image is not None:
         digest = re.search(r"sha256:([0-9a-f]{64})", image)
         yield {"name": "serving", "uri": f"oci://{image}", **({"digest": {"sha256": digest[1]}} if digest else {})}
-
-
-def _tools(name: str, versions: str) -> Iterator[Descriptor]:
-    """A distribution by package URL, of each version that a stage had; what is installed has no digest of its own."""
-    for version in versions.split(", "):
-        yield {"name": name, "uri": purl(name, version)}
 
 
 PYTHON: Final = "python"

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
@@ -51,15 +51,10 @@ class Signer:
     identity: str | None = None
     issuer: str | None = None
 
-    @property
-    def kind(self) -> str:
-        """``key`` or ``identity``."""
-        return "key" if self.identity is None else "identity"
-
     def to_json(self) -> dict[str, str]:
-        """The kind, and what there is of the rest."""
-        known = {"key_sha256": self.key_sha256, "identity": self.identity, "issuer": self.issuer}
-        return {"kind": self.kind, **{name: value for name, value in known.items() if value is not None}}
+        """The kind, ``key`` or ``identity``, and what there is of the rest."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return {"kind": "key" if self.identity is None else "identity", **known}
 
     def __str__(self) -> str:
         if self.identity is not None:

@@ -45,7 +45,8 @@ class CalibrateStage(Stage):
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The texts, how many, how long, how batched, what is made of them; not where, which changes no bit."""
-        section = _section(setting)
+        section = setting.recipe.calibration
+        assert section is not None  # noqa: S101 - the recipe's checks
         return {
             **data_identity(section, setting.commits),
             "observation": asdict(section.observation),
@@ -61,7 +62,8 @@ class CalibrateStage(Stage):
         from calibration.batches import batched, samples_digest
         from calibration.calibrate import calibrate
 
-        section, began = _section(job.setting), time.monotonic()
+        section, began = job.setting.recipe.calibration, time.monotonic()
+        assert section is not None  # noqa: S101 - as above
         folder = model_folder(job.inputs["source"])
         trust = job.setting.recipe.trust_remote_code
         spread, places = job.setting.spread, None
@@ -106,12 +108,6 @@ class CalibrateStage(Stage):
             summary=f"{len(ranges.keys)} attention layers, {len(ranges.inputs)} linear inputs over {tokens:,} tokens, "
             f"{outcome.decision.mode}",
         )
-
-
-def _section(setting: Setting) -> Calibration:
-    if setting.recipe.calibration is None:
-        raise StageError("the recipe has no calibration section.")
-    return setting.recipe.calibration
 
 
 def data_identity(section: Calibration, commits: Commits) -> Mapping[str, object]:

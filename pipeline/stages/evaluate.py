@@ -26,15 +26,8 @@ from eval.suites import SuiteTask
 from pipeline.base.errors import InvalidMeasurementError
 from pipeline.base.machine import versions
 from pipeline.quantize.formats.checkpoint import read_json
-from pipeline.stages.lm_eval import (
-    SAMPLES,
-    Harness,
-    open_harness,
-    remember_data,
-    samples_file,
-    task_settings,
-    tidy,
-)
+from pipeline.stages import lm_eval
+from pipeline.stages.lm_eval import Harness, open_harness
 from pipeline.stages.serve import SERVER_LOG, faults, launch_plan, model_key, runtime_tools
 from pipeline.stages.servers import keep_log
 from pipeline.stages.source import model_folder
@@ -61,7 +54,7 @@ class EvaluateStage(SideStage):
         """The tasks by content, how they are asked, and by which limits asking stops."""
         evaluation, accuracy = setting.recipe.evaluation, setting.recipe.gate.accuracy
         found = {
-            **task_settings(setting, *setting.suite.tasks),
+            **lm_eval.task_settings(setting, *setting.suite.tasks),
             "limit": evaluation.limit,
             "looks": evaluation.looks,
         }
@@ -78,8 +71,8 @@ class EvaluateStage(SideStage):
         """One task after the other, by one lm-eval process."""
         setting = job.setting
         tokenizer = model_folder(job.inputs["model"])
-        unfinished = [task for task in setting.suite.tasks if not samples_file(job.path, task).is_file()]
-        for folder in (SAMPLES, ANSWERS, DATASETS):
+        unfinished = [task for task in setting.suite.tasks if not lm_eval.samples_file(job.path, task).is_file()]
+        for folder in (lm_eval.SAMPLES, ANSWERS, DATASETS):
             (job.path / folder).mkdir(exist_ok=True)
         server = job.servers.get(self.side, launch_plan(setting, self.side, tokenizer))
         try:
@@ -90,7 +83,7 @@ class EvaluateStage(SideStage):
                     loaded = {task.task: lm.load(task) for task in unfinished}
                     for task in unfinished:
                         _require_whole(task, loaded[task.task]["documents"])
-                        remember_data(setting, task)
+                        lm_eval.remember_data(setting, task)
                     for task in unfinished:
                         held = self.side == "candidate" and task.gated and setting.recipe.evaluation.looks > 1
                         baseline = read_samples(job.inputs["baseline"].path, task) if held else None
@@ -99,7 +92,7 @@ class EvaluateStage(SideStage):
             scores = {name: samples.mean for name, samples in sets.items()}
         except (MeasurementError, DefinitionError, InvalidMeasurementError) as error:
             raise InvalidMeasurementError(f"evaluate {self.side}: {error}") from error
-        tidy(job.path)
+        lm_eval.tidy(job.path)
         write_json(job.path / ENVIRONMENT, environment_here(self.tools(setting)).to_json())
         scan = keep_log(server, job.path / SERVER_LOG)
         return Output(
@@ -115,7 +108,7 @@ class EvaluateStage(SideStage):
 
 def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
     """The samples of a task that a stage has kept."""
-    return SampleSet.from_json(read_json(samples_file(folder, task)))
+    return SampleSet.from_json(read_json(lm_eval.samples_file(folder, task)))
 
 
 def _require_whole(task: SuiteTask, documents: Mapping[str, Sequence[str]]) -> None:
@@ -154,7 +147,7 @@ def _evaluate(job: Job, task: SuiteTask, lm: Harness, loaded: Mapping[str, Any],
     answers = [answer for part in asked for answer in part.answers]
     if answers:
         (job.path / ANSWERS / f"{task.task}.jsonl.gz").write_bytes(compressed(answers))
-    write_json(samples_file(job.path, task), samples.to_json())  # the last: it says that the task is finished
+    write_json(lm_eval.samples_file(job.path, task), samples.to_json())  # the last: it says that the task is finished
 
 
 def _together(setting: Setting, task: SuiteTask, asked: list[Asked], planned: int, looks: int) -> SampleSet:
@@ -212,7 +205,7 @@ class ControlStage(Stage):
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """What is asked, and how many of it."""
-        return {**task_settings(setting, *_scored(setting)), "control": setting.recipe.evaluation.control}
+        return {**lm_eval.task_settings(setting, *_scored(setting)), "control": setting.recipe.evaluation.control}
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
         """What asks, tokenizes and answers."""
@@ -227,7 +220,7 @@ class ControlStage(Stage):
         tokenizer = model_folder(job.inputs["model"])
         server = job.servers.get("baseline", launch_plan(setting, "baseline", tokenizer))
         concurrency = max(1, setting.recipe.evaluation.concurrency // 2)
-        (job.path / SAMPLES).mkdir(exist_ok=True)
+        (job.path / lm_eval.SAMPLES).mkdir(exist_ok=True)
         flips: dict[str, list[int]] = {}
         try:
             with open_harness(job, server, tokenizer, tasks, concurrency=concurrency, batch_size=_BATCH_SIZE) as lm:
@@ -244,10 +237,10 @@ class ControlStage(Stage):
                     pairs = pair(baseline.on(again), again)
                     changed = sum(a != b for a, b in zip(pairs.baseline, pairs.candidate, strict=True))
                     flips[task.task] = [changed, len(items)]
-                    write_json(samples_file(job.path, task), again.to_json())
+                    write_json(lm_eval.samples_file(job.path, task), again.to_json())
         except (MeasurementError, DefinitionError, InvalidMeasurementError) as error:
             raise InvalidMeasurementError(f"control: {error}") from error
-        tidy(job.path)
+        lm_eval.tidy(job.path)
         return Output(
             result={"flips": flips},
             summary=", ".join(f"{name}: {changed} of {items} flip" for name, (changed, items) in flips.items()),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,7 +141,9 @@ class Answers:
                 damaged.append(_told(place, answer))
             else:
                 unasked.append(_told(place, answer))
-        return Places(newest(there), tuple(there), tuple(empty), tuple(unasked), tuple(damaged))
+        # Of one that lies in several places, the first place's.
+        newest = max(there, key=lambda one: (one.created, one.tag), default=None)
+        return Places(newest, tuple(there), tuple(empty), tuple(unasked), tuple(damaged))
 
 
 def ask(recipes: Sequence[LoadedRecipe], home: Path) -> Answers:
@@ -233,12 +235,6 @@ def places(recipe: Recipe, home: Path) -> Mapping[str, Callable[[], Released | N
         place.address: partial(_newest_on_hub, place.repo) if isinstance(place, HubPlace) else partial(_newest, place)
         for place in places_of(recipe, home)
     }
-
-
-def newest(found: Iterable[Released]) -> Released | None:
-    """The newest of what several places hold; of one that lies in several, the first place's."""
-    ordered = sorted(found, key=lambda one: (one.created, one.tag), reverse=True)  # stable
-    return ordered[0] if ordered else None
 
 
 def _newest(target: Place) -> Released | None:

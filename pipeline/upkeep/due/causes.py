@@ -141,6 +141,7 @@ def _edits(old: Mapping[str, Any], new: Mapping[str, Any], written: Collection[Y
 
 def _cause(stage: str, at: YamlPath, edited: Collection[YamlPath], moved: bool) -> Cause:
     """``edited`` are the lines of the recipe that were, ``moved`` says whether the base was."""
+    line: YamlPath | None = None  # which chooses the data whose content stands there
     match at:
         case ("tools", tool, *_):
             return "serving" if tool == _VLLM else "toolchain"
@@ -151,20 +152,13 @@ def _cause(stage: str, at: YamlPath, edited: Collection[YamlPath], moved: bool) 
         case ("settings", "launch", *_):
             follows: Cause = "base" if moved else "serving"
             return "recipe" if any(_touched((section,), edited) for section in _SERVED) else follows
+        case ("settings", "set", "revision" | "file") | ("settings", "calibration", "set", "revision" | "file"):
+            line = ("calibration", "set")
+        case ("settings", "tasks", _, "files" | "data", *_) | ("settings", "prompts"):
+            line = ("evaluation", "suite")
     if stage == "source":
         return "recipe" if _touched(("source",), edited) else "base"
-    line = _chosen_by(at)
     return "dataset" if line is not None and not _touched(line, edited) else "recipe"
-
-
-def _chosen_by(at: YamlPath) -> YamlPath | None:
-    """The line of the recipe that chooses the data whose content stands at a place; None where no content does."""
-    match at:
-        case ("settings", "set", "revision" | "file") | ("settings", "calibration", "set", "revision" | "file"):
-            return ("calibration", "set")
-        case ("settings", "tasks", _, "files" | "data", *_) | ("settings", "prompts"):
-            return ("evaluation", "suite")
-    return None
 
 
 def _touched(line: YamlPath, edited: Collection[YamlPath]) -> bool:

@@ -34,23 +34,11 @@ from pipeline.base.machine import Machine
 from pipeline.store.disk import disk_errors
 from pipeline.store.locks import Lock
 from pipeline.upkeep.due.state import RecipeState, folder_of, read_state, write_state
+from pipeline.upkeep.fleet import jobs
 from pipeline.upkeep.fleet.attempt import Attempted, attempt, new_log, quotable
 from pipeline.upkeep.fleet.devices import NONE, devices_of, free_of, give_back, take, try_lock
 from pipeline.upkeep.fleet.events import Ended, Event, Kind, State, Summary, now_utc
-from pipeline.upkeep.fleet.jobs import (
-    Job,
-    Look,
-    Options,
-    Request,
-    Room,
-    again_in_s,
-    next_begin,
-    not_run,
-    ran,
-    state_after,
-    unaffordable,
-    unrun,
-)
+from pipeline.upkeep.fleet.jobs import Job, Look, Options, Request, Room
 
 if TYPE_CHECKING:
     from pipeline.upkeep.due.due import Due
@@ -178,7 +166,7 @@ class Fleet:
                 self._warn(f"{request.recipe}: {due.name} is queued or runs already")
                 continue
             state = RecipeState(name=due.name) if due.state == "broken" else self._state_of(due.name)
-            ended = not_run(request, due, state, self._options, self._devices)
+            ended = jobs.not_run(request, due, state, self._options, self._devices)
             if ended is not None:
                 self._end(ended)
                 continue
@@ -190,12 +178,12 @@ class Fleet:
         if self._running.get(job.name) is not job:
             return  # it was told to stop
         if found is None:
-            self._close_job(job, unrun(job, "failed", 5, error))
+            self._close_job(job, jobs.unrun(job, "failed", 5, error))
             return
         job.due, job.state = found[0], self._state_of(job.name)
-        ended = not_run(job.request, job.due, job.state, self._options, self._devices)
+        ended = jobs.not_run(job.request, job.due, job.state, self._options, self._devices)
         if ended is None and job.why is not None:
-            ended = unrun(job, "left", 0, "the round's time is used up")
+            ended = jobs.unrun(job, "left", 0, "the round's time is used up")
         if ended is not None:
             self._close_job(job, ended)
         else:
@@ -228,15 +216,19 @@ class Fleet:
         if self._grown is not None:
             self._grown = bytes_below(self._options.store) - self._bytes_before
         if attempted is None:
-            self._close_job(job, unrun(job, "failed", 5, error), keep=True)
+            self._close_job(job, jobs.unrun(job, "failed", 5, error), keep=True)
             return
         job.last, job.seconds = attempted, job.seconds + attempted.seconds
         job.failed += attempted.transient
         options = self._options
-        pause = again_in_s(attempted, failed=job.failed, retries=options.retries, first=options.first_wait_s)
+        pause = jobs.again_in_s(attempted, failed=job.failed, retries=options.retries, first=options.first_wait_s)
         job.ready = time.monotonic() + (pause or 0.0)
-        if pause is None or job.why is not None or unaffordable(job.waiting(self._devices), self._room()) is not None:
-            self._close_job(job, ran(job, attempted, self._stopped_by), keep=True)
+        if (
+            pause is None
+            or job.why is not None
+            or jobs.unaffordable(job.waiting(self._devices), self._room()) is not None
+        ):
+            self._close_job(job, jobs.ran(job, attempted, self._stopped_by), keep=True)
             return
         del self._running[job.name]
         self._give_back(job, *job.held)
@@ -251,7 +243,7 @@ class Fleet:
         self._stopped_by = number
         for job in (*self._waiting.values(), *self._running.values()):
             if job.thread is None:
-                self._close_job(job, unrun(job, "interrupted", 128 + number, _STOPPED))
+                self._close_job(job, jobs.unrun(job, "interrupted", 128 + number, _STOPPED))
             else:
                 self._cut(job, "signal")
         self._turn_away(self._looking, "interrupted", 128 + number, _STOPPED)
@@ -272,12 +264,12 @@ class Fleet:
     def _begin_next(self) -> bool:
         room = self._room()
         for job in list(self._waiting.values()):
-            reason = unaffordable(job.waiting(self._devices), room)
+            reason = jobs.unaffordable(job.waiting(self._devices), room)
             if reason is not None and job.last is None:
-                self._close_job(job, unrun(job, "left", 0, reason))
+                self._close_job(job, jobs.unrun(job, "left", 0, reason))
             elif reason is not None and job.last is not None:
-                self._close_job(job, ran(job, job.last, None), keep=True)
-        begin = next_begin([job.waiting(self._devices) for job in self._waiting.values()], room)
+                self._close_job(job, jobs.ran(job, job.last, None), keep=True)
+        begin = jobs.next_begin([job.waiting(self._devices) for job in self._waiting.values()], room)
         if begin is None:
             return False
         name, devices = begin
@@ -285,7 +277,7 @@ class Fleet:
         try:
             self._begin(job, devices)
         except QuantmintError as error:
-            self._close_job(job, unrun(job, "failed", error.exit_code, error.message))
+            self._close_job(job, jobs.unrun(job, "failed", error.exit_code, error.message))
         return True
 
     def _begin(self, job: Job, devices: tuple[int, ...]) -> None:
@@ -316,7 +308,7 @@ class Fleet:
     def _elsewhere(self, job: Job, now: float) -> None:
         first, job.elsewhere, job.ready = not job.elsewhere, True, now + _ASK_AGAIN_S
         if not self._options.wait:
-            self._close_job(job, unrun(job, "elsewhere", 0, "another process works on it"))
+            self._close_job(job, jobs.unrun(job, "elsewhere", 0, "another process works on it"))
             return
         self._waiting[job.name] = job
         if first:
@@ -336,7 +328,7 @@ class Fleet:
             try:
                 with disk_errors(job.lock.path):
                     job.lock.check()
-                write_state(self._options.store, state_after(job, ended))
+                write_state(self._options.store, jobs.state_after(job, ended))
             except QuantmintError as error:
                 self._warn(f"{job.name}: how it ended could not be noted: {error.message}")
         self._free(job)
