@@ -223,11 +223,8 @@ class Fleet:
         options = self._options
         pause = jobs.again_in_s(attempted, failed=job.failed, retries=options.retries, first=options.first_wait_s)
         job.ready = time.monotonic() + (pause or 0.0)
-        if (
-            pause is None
-            or job.why is not None
-            or jobs.unaffordable(job.waiting(self._devices), self._room()) is not None
-        ):
+        spent = jobs.unaffordable(job.waiting(self._devices), self._room()) is not None
+        if pause is None or job.why is not None or spent:
             self._close_job(job, jobs.ran(job, attempted, self._stopped_by), keep=True)
             return
         del self._running[job.name]
@@ -347,10 +344,10 @@ class Fleet:
 
     def _abandon(self) -> None:
         """Leave nothing behind, however ``run`` ends: no child, no lock."""
-        jobs = [*self._running.values(), *self._waiting.values()]
-        for job in jobs:
+        left = [*self._running.values(), *self._waiting.values()]
+        for job in left:
             job.stop.set()
-        for job in jobs:
+        for job in left:
             if job.thread is not None:
                 job.thread.join()
             self._free(job)
