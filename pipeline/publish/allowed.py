@@ -83,8 +83,7 @@ _HEAD = 512  # bytes; as far as the last of them looks
 def refused(names: Iterable[str], *, listed: Collection[str] | None = None, with_code: bool = False) -> tuple[str, ...]:
     """A line for each name that must not go out: the name, and why.
 
-    ``listed`` are the names that the release says it has (None: not asked). ``with_code`` lets Python files at the top
-    pass: the recipe trusts the source's code, at a pinned revision.
+    ``listed`` are the manifest's names (None: not asked); ``with_code`` lets Python files at the top pass.
     """
     names = list(names)
     try:

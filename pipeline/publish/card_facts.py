@@ -13,10 +13,9 @@ from pipeline.recipe.schema import Quantization
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The 16-bit model. ``repo`` and ``commit`` are the Hub's, both None for a folder, which has a ``digest``.
+    """The 16-bit model: of the Hub's ``repo`` at a ``commit``, or a folder with a ``digest``; it may read ``pictures``.
 
-    ``pictures`` says whether it reads them. ``metadata`` is the front matter of its own card, as it stands there; empty
-    where it has none.
+    ``metadata`` is the front matter of its own card, as it stands there.
     """
 
     name: str

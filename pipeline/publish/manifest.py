@@ -227,8 +227,7 @@ def expected(
 def contradictions(manifest: Manifest) -> tuple[str, ...]:
     """Where a manifest does not agree with itself, one sentence each; empty for one that does.
 
-    Fingerprints are recomputed from the payloads, every input is a stage that is listed, and what the gate's inputs
-    say of base and recipe is what the manifest says.
+    Fingerprints are recomputed, inputs followed, and what the gate's inputs say of base and recipe is compared.
     """
     found: list[str] = []
     if _fingerprint(manifest.recipe) != manifest.recipe_fingerprint:

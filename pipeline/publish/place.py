@@ -66,10 +66,9 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A place as it was looked at: its releases, the newest first.
+    """A place as it was looked at: releases, the newest first; ``unfinished`` tags, whose publication was cut off.
 
-    ``unfinished`` are tags whose publication was cut off. ``mark`` is what the place itself needs in order to refuse a
-    change where somebody else made one since.
+    ``mark`` is what the place itself needs to refuse a change where somebody else made one since.
     """
 
     releases: tuple[Listed, ...] = ()

@@ -102,8 +102,7 @@ def elsewhere(
 ) -> Publish:
     """The section with these places; the same where nothing is given. Raises `UserError` for what is none.
 
-    Places that are named replace all of the section's; what it says of a place of the same kind (private, gated, the
-    server's address) goes for the one that takes its part.
+    They replace all of the section's; what it says of a place of the same kind goes for the one that takes its part.
     """
     changes: dict[str, Any] = {} if to is None else {"to": to}
     if (hub, folder, storage) != (None, None, None):

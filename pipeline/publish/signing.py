@@ -150,8 +150,7 @@ def foreseen_fingerprint(private: Path) -> str | None:
 def require_private(private: Path, word: str | None) -> str:
     """SHA-256 of the public key, after everything that would stop a signature was looked at.
 
-    Raises `UserError` for a key that cannot be read or used, a passphrase that is missing or wrong, and a public key
-    beside it that is another one's.
+    Raises `UserError` for a key or passphrase that cannot be used, and for another one's public key beside it.
     """
     fingerprint = private_fingerprint(private, word)
     beside = private.with_suffix(".pub")
@@ -268,8 +267,8 @@ def verified(
     """Prove who signed, by ``key``, a public key as PEM, or by ``identity`` and ``issuer``; returns what was signed.
 
     No file but the signature is read: whether they are those that were signed is for the caller to compare. Raises
-    `SignatureError` and `SignatureError`, `SignatureError` for a signature that leaves out more than it may,
-    `UserError` for a key that is none, `StageError` where Sigstore's roots cannot be fetched.
+    `SignatureError`, also where it leaves out more than it may, `UserError` for a key that is none, and `StageError`
+    where Sigstore's roots cannot be fetched.
     """
     from cryptography.exceptions import InvalidSignature
     from model_signing import verifying

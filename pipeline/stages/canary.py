@@ -41,8 +41,7 @@ _TIMEOUT_S = 600.0  # the first request may compile kernels
 class CanaryStage(SideStage):
     """The baseline's answers concern the model alone, so that all recipes of it share them.
 
-    The candidate is given the baseline's token ids. It is compared and judged in its own stage, because the run ends
-    there if it is broken.
+    The candidate, given the same token ids, is judged in its own stage: the run ends there if it is broken.
     """
 
     family = "canary"

@@ -244,7 +244,7 @@ def known(name: str) -> Rates:
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_FILE = 5_000_000_000  # bytes
+_FILE = 5_000_000_000  # bytes, at which the Hub cuts; a model that is only imagined is one file
 CARRIED = "carried"
 """Stands for a kernel where numbers stay what they are, and only their largest is taken: it must be finite."""
 _COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")  # as DeepSeek, Mixtral and Qwen call it
@@ -283,11 +283,7 @@ class CalibrateVolume:
 
 
 def quantize_volume(plans: Iterable[ShardPlan]) -> QuantizeVolume:
-    """Count the planned files of a checkpoint.
-
-    A weight whose scale needs the largest of the whole is read twice. A model that is only imagined is one file; the
-    Hub's are cut at 5 GB.
-    """
+    """Count the planned files of a checkpoint; a weight whose scale needs the largest of the whole is read twice."""
     plans = tuple(plans)
     kernels: Counter[str] = Counter()
     for plan in plans:

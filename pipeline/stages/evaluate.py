@@ -114,8 +114,7 @@ def read_samples(folder: Path, task: SuiteTask) -> SampleSet:
 def _require_whole(task: SuiteTask, documents: Mapping[str, Sequence[str]]) -> None:
     """Refuse a task that lacks items which the suite counts, such as a group without one of its leaf tasks.
 
-    What a verdict covers, and which loss the items can show, was read from the suite. A task that is shown only
-    decides nothing, but must not be empty.
+    Which loss the items can show was read from the suite. A task that is shown only must not be empty.
     """
     found = sum(map(len, documents.values()))
     if found < (task.items if task.gated else 1):

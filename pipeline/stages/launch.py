@@ -79,8 +79,7 @@ def find_model(
 ) -> ServedModel:
     """The model that a person names; raises `UserError` with the nearest name for one that is not there.
 
-    ``baseline`` takes the 16-bit model of a recipe. ``config`` is a folder with a config.json that stands in for a
-    recipe's source where there is no network.
+    ``baseline`` takes a recipe's 16-bit model; ``config`` is a folder that stands in for its source offline.
     """
     kind = classify(text).kind
     if kind == "recipe" or (kind != "folder" and text in recipe_names()):

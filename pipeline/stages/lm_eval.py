@@ -165,8 +165,7 @@ def samples_file(folder: Path, task: SuiteTask) -> Path:
 def task_settings(setting: Setting, *tasks: SuiteTask) -> dict[str, object]:
     """What shapes the answers to tasks, for a fingerprint: the tasks by content, and how they are asked.
 
-    Of a task of ours there are the files by their SHA-256, of one with data on the Hub the commits that are known.
-    Whether and how answers are judged is the gate's business.
+    Our tasks' files go by SHA-256, data on the Hub by known commits; how answers are judged is the gate's business.
     """
     judged = ("items", "expected_flip_rate", "expected_spread", "gated", "margin", "data")
     found: list[dict[str, object]] = []

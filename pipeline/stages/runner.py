@@ -45,8 +45,7 @@ class Step:
 class Outcome:
     """A run that ended without an error.
 
-    ``verdict`` is None where it stopped before anything was judged; ``stopped`` is the key of the stage that judged
-    the checkpoint broken, after which nothing was measured.
+    ``verdict`` is None where nothing was judged; ``stopped`` is the stage that judged the checkpoint broken.
     """
 
     steps: tuple[Step, ...]
@@ -67,8 +66,7 @@ class Outcome:
 def run_plan(plan: Sequence[Planned], setting: Setting, reporter: Reporter, *, redo: Collection[str] = ()) -> Outcome:
     """Run a plan to its end, or to the verdict that ends it.
 
-    ``redo`` names stages, by key or family, whose entries are put aside first. Raises `QuantmintError`: what was
-    committed stays, and the same call goes on from there.
+    ``redo`` names stages to make anew. Raises `QuantmintError`: what was committed stays, the same call goes on.
     """
     recipe = setting.recipe
     log = RunLog.start(setting.store.root, recipe.name, fingerprint(recipe.model_dump(mode="json")), _named(plan))

@@ -118,8 +118,7 @@ def image_settings(setting: Setting) -> dict[str, str]:
 def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
     """The launch of a side on what answers: the layout that the 16-bit side needs, and the same knobs for both.
 
-    What differs belongs to the checkpoint, which is the type of the KV cache. Of several independent servers one is
-    planned for and measured.
+    They differ by the type of the KV cache. Of several independent servers one is planned for and measured.
     """
     from pipeline.serving.model.facts import facts_of_config
     from pipeline.serving.planning.target import parse_target

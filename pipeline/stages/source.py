@@ -73,8 +73,7 @@ def repository(text: str) -> SourceSection | None:
 def identify(source: SourceSection, folder: Path | None, store: Path, *, hashed: bool = True) -> SourceIdentity:
     """Resolve what a recipe names: the digest of a folder, or the commit of a revision, which needs no network.
 
-    Without ``hashed`` a folder is known by its files' marks: where nothing but structure is proven of a result, the
-    weights need not be read once more for a digest. Raises `UserError` for what cannot be resolved.
+    Without ``hashed`` a folder is known by its files' marks, where only structure is proven. Raises `UserError`.
     """
     marks = None if hashed else {} if folder is None else _marks(folder)
     if folder is not None and marks is not None:

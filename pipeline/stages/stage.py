@@ -173,10 +173,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a stage leaves beside its files.
+    """What a stage leaves beside its files: small facts for later stages, and one line for people.
 
-    ``result`` are small facts for later stages; ``summary`` is one line for people; ``known`` gives size and SHA-256
-    of files that were hashed while they were written.
+    ``known`` gives size and SHA-256 of files that were hashed while they were written.
     """
 
     result: Mapping[str, object]

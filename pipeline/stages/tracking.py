@@ -169,8 +169,7 @@ def _short(value: Any) -> str:
 def log(content: Content, uri: str, experiment: str) -> Logged:
     """Log a finished run, unless this very report is there already.
 
-    Keys are MLflow's own affair: it reads MLFLOW_TRACKING_TOKEN, or ..._USERNAME and ..._PASSWORD. Raises
-    `UserError` in one sentence, which never holds a key.
+    MLflow itself reads MLFLOW_TRACKING_TOKEN, or ..._USERNAME and ..._PASSWORD. A `UserError` never holds a key.
     """
     if "@" in urlsplit(uri).netloc:  # it would stand in recipes, histories and messages
         raise UserError(

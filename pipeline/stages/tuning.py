@@ -60,8 +60,7 @@ def tune(
 ) -> tuple[Report, Path]:
     """Run a sweep to its end or for so many seconds; write `tuning.json` and `tuning.html` into ``out``.
 
-    One sweep at a time works with a store: two would measure each other. A second one waits, and then finds what the
-    first one measured.
+    One sweep at a time works with a store: a second one waits, and then finds what the first one measured.
     """
     with disk_errors(store.root):
         store.root.mkdir(parents=True, exist_ok=True)

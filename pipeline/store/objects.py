@@ -159,8 +159,7 @@ class Objects:
     def put_if(self, name: str, data: bytes, seen: str | None) -> bool:
         """Write a small object in place of the one that was seen (its mark; None: none was there).
 
-        False, with nothing written, where it is another one now. A folder knows the condition only for a new object:
-        there the caller has looked just now, which must do.
+        False, with nothing written, where it is another one now; a folder only knows whether there is one.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 

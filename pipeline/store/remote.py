@@ -105,8 +105,7 @@ def contents(inputs: Mapping[str, Entry]) -> dict[str, str]:
 def content(entry: Entry) -> str:
     """SHA-256 in hex of what an entry stands for, the same on every machine.
 
-    A source's fingerprint is of its files or its commit already, and a checkpoint counts by its own files: what lies
-    beside them tells of the machine that made it.
+    A source goes by its fingerprint, a checkpoint by its own files: others tell of the machine that made it.
     """
     if entry.stage == "source":
         return entry.fingerprint

@@ -103,8 +103,7 @@ def _facts(found: Mapping[str, Message]) -> dict[str, Distribution]:
 def _reached(tools: Iterable[str], there: Mapping[str, Message]) -> dict[str, Message]:
     """What of ``there`` the tools' requirements and our own lead to, the tools included.
 
-    Of an extra is followed what somebody on the way asks for. What we ask of a tool counts too: that is
-    ``lm-eval[api]``, and its name alone would miss what asks over HTTP.
+    Extras that somebody asks for are followed, ours of a tool too: ``lm-eval[api]`` is what asks over HTTP.
     """
     from packaging.utils import canonicalize_name
 

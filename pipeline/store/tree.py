@@ -148,8 +148,7 @@ def working_path(final: Path) -> Path:
 class Work:
     """The right to make an entry, from entering the context until leaving it.
 
-    ``existing`` is the entry, if there is one already. Otherwise ``path`` is the working folder, with what an
-    earlier attempt left. Leaving without a commit keeps it.
+    ``existing`` is the entry, if it is there already; else ``path`` is the working folder, which stays uncommitted.
     """
 
     def __init__(self, store: Store, stage: str, fingerprint: str, on_wait: Callable[[str], None] | None) -> None:

@@ -292,8 +292,7 @@ def outlets(
 ) -> Iterator[Outlets]:
     """Everything that is wanted; at the exit, what is still to be sent has a few seconds.
 
-    The webhook comes from the environment: QUANTMINT_WEBHOOK, and QUANTMINT_WEBHOOK_SECRET for its signature. Raises
-    `UserError` for an address or a file that cannot be used.
+    QUANTMINT_WEBHOOK, and ..._SECRET for its signature, name the webhook. `UserError` for what cannot be used.
     """
     metrics = hook = None
     if metrics_file is not None:

@@ -112,8 +112,7 @@ def look(client: Client) -> Repository | None:
 def releases(client: Client, repository: Repository) -> tuple[Listed, ...]:
     """The tagged releases, the newest first.
 
-    One is current where `main` has its manifest, whichever commit brought that there: a release that was promoted or
-    rolled back to is on `main` by another commit than the tagged one.
+    One is current where `main` has its manifest: a promotion or a rollback brings that there by another commit.
     """
     tags = {name: commit for name, commit in repository.tags.items() if TAG.fullmatch(name)}
     waits = {head for head, _ in repository.requests.values()} | {repository.branches.get(CANDIDATE)}

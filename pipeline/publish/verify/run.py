@@ -158,8 +158,7 @@ _FIRST: Final = 1 << 17  # bytes that are asked for at once: the header of most 
 def looked_at(target: Place, tag: str | None, progress: Progress) -> Iterator[tuple[Path, Mapping[str, str]]]:
     """A temporary folder with a release whose weights are stand-ins, and the SHA-256 that the Hub says they have.
 
-    Raises `UserError` for a place that is no repository of the Hub, a repository or tag that is not there, and names
-    or sizes that no release has.
+    Raises `UserError` for what is no repository of the Hub, has no such tag, or has names that no release has.
     """
     from pipeline.publish.hub.client import connect
     from pipeline.publish.hub.place import HubPlace

@@ -235,8 +235,7 @@ class Subject:
     def model(self) -> tuple[Checkpoint, Structure]:
         """The checkpoint by its headers and the modules of its configuration; code of the repository is never run.
 
-        Raises `UserError` for a checkpoint that contradicts itself, and `UnknownModelError` where the model cannot be
-        built here.
+        Raises `UserError` where it contradicts itself, `UnknownModelError` where the model cannot be built here.
         """
         from pipeline.quantize.model.structure import meta_model, read_structure
 

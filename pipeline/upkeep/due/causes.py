@@ -176,8 +176,7 @@ def _by_name(payload: Mapping[str, Any]) -> Mapping[str, Any]:
 def what_changed(changes: Sequence[Change]) -> tuple[str, ...]:
     """One phrase for each thing that is another now, each once, what all else follows from first.
 
-    A stage whose settings follow from a line of the recipe is not told beside that line, nor a launch beside the
-    version of vLLM that it is planned for.
+    What follows from an edited line of the recipe, or from another version of vLLM, is not told beside that.
     """
     edited = any(change.stage == RECIPE and change.cause == "recipe" for change in changes)
     upgraded = any(keys(change.path) == ("tools", "vllm") for change in changes)

@@ -86,11 +86,7 @@ class Due:
 
 
 def all_recipes() -> tuple[str, ...]:
-    """The names of the recipes in ./recipes, sorted.
-
-    The shipped ones are examples for whoever names them, and not a team's own; files that begin with an underscore are
-    only there to be extended. Raises `UserError` where there is none.
-    """
+    """The names of the recipes in ./recipes, sorted: shipped ones are no team's own. Raises `UserError` for none."""
     found = here()
     if not found:
         raise UserError("no recipe is named, and ./recipes has none", hint="Name recipes or YAML files.")

@@ -126,8 +126,7 @@ def give_back(locks: Iterable[Lock]) -> None:
 def try_lock(lock: Lock) -> bool:
     """Take a lock that is free, or that a dead process left; False where somebody lives who has it.
 
-    Returns at once, but for one thing: that a holder on another machine is dead is known only after a second look,
-    a heartbeat later.
+    It takes a second look, a heartbeat later, to know that a holder on another machine is dead.
     """
     return lock.acquire(timeout=0) or (not _is_held(lock.path) and lock.acquire(timeout=HEARTBEAT_S + 1))
 

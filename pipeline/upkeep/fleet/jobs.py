@@ -166,10 +166,9 @@ def devices_needed(due: Due) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A recipe in the queue.
+    """A recipe in the queue, which takes so many ``devices``.
 
-    ``devices`` is how many it takes, ``ready`` the soonest that it may begin (seconds of a monotonic clock), and
-    ``expected_s`` how long it took the last time, 0 where nobody knows.
+    ``ready`` is the soonest that it may begin (monotonic seconds), ``expected_s`` how long it took (0: unknown).
     """
 
     name: str

@@ -73,8 +73,7 @@ class Scheduled:
 def scheduled(given: Sequence[str] = ()) -> tuple[Scheduled, ...]:
     """The recipes that are named, each of which must have a schedule; without names, those of ./recipes that have one.
 
-    Shipped recipes are only looked at where they are named. UserError for one that is unknown, wrong, or named and
-    without a schedule.
+    UserError for one that is unknown, wrong, or named and without a schedule.
     """
     found = []
     for name in given or here():
