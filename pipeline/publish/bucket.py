@@ -83,20 +83,16 @@ class BucketPlace(Place):
 
     def state(self) -> State:
         """What was published to its end, and what is pointed to: of that only the record can be missing."""
-        marks: dict[str, str | None] = {}
-        pointed: dict[str, Pointer] = {}
-        for name in (_CANDIDATE, _CURRENT):
-            pointer, marks[name] = self._look(name)
-            if pointer is not None:
-                pointed[name] = pointer
-        recorded = {name.removesuffix(_JSON) for name in self._objects.names() if name.endswith(_JSON)}
-        recorded = {tag for tag in recorded if TAG.fullmatch(tag)}
-        found = {pointer.tag: pointer for pointer in pointed.values()}
+        pointed = {name: self._look(name) for name in (_CANDIDATE, _CURRENT)}
+        names = (name.removesuffix(_JSON) for name in self._objects.names() if name.endswith(_JSON))
+        recorded = {tag for tag in names if TAG.fullmatch(tag)}
+        found = {pointer.tag: pointer for pointer, _ in pointed.values() if pointer is not None}
         for tag in recorded - found.keys():
             pointer, _ = self._look(f"{tag}{_JSON}")
             if pointer is not None:
                 found[tag] = pointer
-        current, waits = (pointed[name].tag if name in pointed else None for name in (_CURRENT, _CANDIDATE))
+        waits, current = (None if pointer is None else pointer.tag for pointer, _ in pointed.values())
+        marks = {name: mark for name, (_, mark) in pointed.items()}
         listed = (
             Listed(
                 tag=one.tag,

@@ -29,9 +29,13 @@ from pipeline.stages.quantize import needs_ranges
 
 def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: str) -> dict[str, Any]:
     """Rates of such a machine and costs by stage, from headers real or imagined, as JSON; a library's has no stages."""
-    machine, origin = machine_here(device)
+    import torch
+
+    devices, count = resolve_devices(device), cores()  # several GPUs are taken to be of a kind
+    rates, origin = rates_for("cpu" if devices[0] == "cpu" else torch.cuda.get_device_name(devices[0]), count)
+    machine = Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0]))
     stages: dict[str, Cost] = {}
-    quantization, rates = recipe.quantization, machine.rates
+    quantization = recipe.quantization
     if quantization.engine == "stream":
         parts = {"import": rates.start}
         stages["start"] = Cost(rates.start, rates.start, rates.resident, 0, 0, bound="import", parts=parts)
@@ -45,16 +49,6 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
         "rates": {"origin": origin, **asdict(rates)},
         "stages": {name: asdict(cost) for name, cost in stages.items()},
     }
-
-
-def machine_here(device: str) -> tuple[Machine, Origin]:
-    """This machine; several GPUs are taken to be of a kind."""
-    import torch
-
-    devices = resolve_devices(device)
-    count = cores()
-    rates, origin = rates_for("cpu" if devices[0] == "cpu" else torch.cuda.get_device_name(devices[0]), count)
-    return Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0])), origin
 
 
 _CACHED_SHARE = 0.8

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eval.report.model import DATA, JUNIT, PAGE
 from pipeline.base.argument import classify
@@ -57,12 +58,8 @@ def of_run(run: Run, store: Store) -> Entry | None:
 
     What a run really did counts before its plan: one that the canary stopped has a report of another fingerprint.
     """
-    stages = run.facts.get("stages")
-    facts = stages.get("report") if isinstance(stages, dict) else None
-    if not isinstance(facts, dict):
-        return None
-    made = facts.get("fingerprint") or dict(run.plan).get("report")
-    return None if made is None else store.find("report", str(made))
+    stages: Any = run.facts.get("stages", {})
+    return store.find("report", stages["report"]["fingerprint"]) if "report" in stages else None
 
 
 def _of_recipe(name: str, store: Store) -> Finished:

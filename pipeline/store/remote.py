@@ -72,7 +72,7 @@ def pack(entry: Entry, inputs: Mapping[str, Entry]) -> Parcel:
     if entry.stage == _SERVED:
         device = Device(**json.loads(entry.file(_LAUNCH).read_text(encoding="utf-8"))["device"])
     folder = hashlib.sha256(entry.record.to_json()).hexdigest()[:16]
-    return Parcel(folder, entry.record, contents(inputs), device)
+    return Parcel(folder, entry.record, {name: content(one) for name, one in inputs.items()}, device)
 
 
 def decode(raw: bytes, stage: str, wanted: str) -> Parcel:
@@ -95,11 +95,6 @@ def decode(raw: bytes, stage: str, wanted: str) -> Parcel:
     if (device is None) == (stage == _SERVED):
         raise ValueError("a server's device is missing, or something else has one")
     return parcel
-
-
-def contents(inputs: Mapping[str, Entry]) -> dict[str, str]:
-    """What the inputs of a stage hold."""
-    return {name: content(entry) for name, entry in inputs.items()}
 
 
 def content(entry: Entry) -> str:
@@ -140,7 +135,8 @@ class RemoteTier:
         What was brought before a break is not brought again.
         """
         parcel, _ = self._look(work.stage, work.fingerprint)
-        if parcel is None or parcel.inputs != contents(inputs) or not self._measured_as_here(parcel):
+        held = {name: content(one) for name, one in inputs.items()}
+        if parcel is None or parcel.inputs != held or not self._measured_as_here(parcel):
             return None
         record = parcel.record
         folder = f"{_folder(work.stage, work.fingerprint)}/{parcel.folder}"

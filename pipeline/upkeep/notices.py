@@ -19,11 +19,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from http.client import HTTPMessage
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -262,24 +262,11 @@ def _seconds(text: str | None) -> float | None:
     return None if found is None else found.timestamp()
 
 
-@dataclass(frozen=True)
-class Outlets:
-    """A webhook, and metrics, where somebody wants them. Neither `hear` nor `plan` raises."""
+class Outlets(NamedTuple):
+    """Who takes events, and when each recipe's schedule comes next (seconds since the epoch). Neither raises."""
 
-    hook: Webhook | None
-    metrics: Metrics | None
-
-    def hear(self, event: Event) -> None:
-        """Pass an event on."""
-        if self.hook is not None:
-            self.hook.send(event)
-        if self.metrics is not None:
-            self.metrics.hear(event)
-
-    def plan(self, fires: Mapping[str, float]) -> None:
-        """Pass on when each recipe's schedule comes next (seconds since the epoch)."""
-        if self.metrics is not None:
-            self.metrics.plan(fires)
+    hear: Callable[[Event], None]
+    plan: Callable[[Mapping[str, float]], None]
 
 
 @contextmanager
@@ -299,8 +286,15 @@ def outlets(
         metrics = Metrics(metrics_file, store, warn=warn)
     if address := environ.get("QUANTMINT_WEBHOOK", "").strip():
         hook = Webhook(address, secret=environ.get("QUANTMINT_WEBHOOK_SECRET", "").encode() or None, warn=warn)
+
+    def hear(event: Event) -> None:
+        if hook is not None:
+            hook.send(event)
+        if metrics is not None:
+            metrics.hear(event)
+
     try:
-        yield Outlets(hook, metrics)
+        yield Outlets(hear, (lambda _: None) if metrics is None else metrics.plan)
     finally:
         if hook is not None:
             hook.close()

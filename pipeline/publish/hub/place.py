@@ -123,9 +123,22 @@ class HubPlace(Place):
 
         A candidate waits on the branch or the pull request that it was committed to.
         """
-        if not candidate:
-            self._give(release, state, why)
-            self._end_wait(release)
+        if candidate:
+            return
+        client = self._client()
+        repository = self._require_repository(client)
+        wanted = hub.tree(client, release.revision)
+        if hub.differing(hub.tree(client, repository.head), wanted):
+            self._give(client, repository, release, state, wanted, why)
+            repository = self._require_repository(client)
+        number = repository.request_of(release.revision)
+        if number is not None:
+            self._close(client, number, f"Promoted by a commit on {MAIN}, which had moved since.")
+        if repository.branches.get(CANDIDATE) == release.revision:
+            with suppress(MissingError):
+                client.call(
+                    f"delete the branch {CANDIDATE}", lambda: client.api.delete_branch(self.repo, branch=CANDIDATE)
+                )
 
     def preparing(self, state: State) -> Sequence[Operation]:
         """Make it, gate it, open it."""
@@ -134,12 +147,9 @@ class HubPlace(Place):
         created = () if state.mark is not None else (Operation("create", f"{kind} repository {self.repo}"),)
         return (*created, *(Operation("set", change) for change in (*before, *after)))
 
-    def _give(self, release: Listed, state: State, why: str) -> None:
-        client = self._client()
-        repository = self._require_repository(client)
-        wanted = hub.tree(client, release.revision)
-        if not hub.differing(hub.tree(client, repository.head), wanted):
-            return
+    def _give(
+        self, client: Client, repository: Repository, release: Listed, state: State, wanted: Tree, why: str
+    ) -> None:
         parent = state.mark.head if state.mark is not None else repository.head
         number = repository.request_of(release.revision)
         if number is not None and self._starts_from(release.revision, repository.head):
@@ -154,19 +164,6 @@ class HubPlace(Place):
                 f"{self.repo}: {MAIN} has not become {release.tag}: {hub.some(names)} differs",
                 hint="Somebody may have written there meanwhile; look, then run the same command again.",
             )
-
-    def _end_wait(self, release: Listed) -> None:
-        """Close its pull request, where it was not merged; delete its branch."""
-        client = self._client()
-        repository = self._require_repository(client)
-        number = repository.request_of(release.revision)
-        if number is not None:
-            self._close(client, number, f"Promoted by a commit on {MAIN}, which had moved since.")
-        if repository.branches.get(CANDIDATE) == release.revision:
-            with suppress(MissingError):
-                client.call(
-                    f"delete the branch {CANDIDATE}", lambda: client.api.delete_branch(self.repo, branch=CANDIDATE)
-                )
 
     def finish(self, release: Listed) -> None:
         """Tag it, where it is not tagged; open the repository and have its collection list it, as the recipe says."""
