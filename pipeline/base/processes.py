@@ -18,6 +18,7 @@ import json
 import os
 import re
 import secrets as random
+import signal
 import socket
 import struct
 import subprocess
@@ -260,3 +261,15 @@ def _user_of(connection: socket.socket) -> int:
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
     return int(user)
+
+
+@contextmanager
+def stop_signals(order: Callable[[int], None]) -> Iterator[None]:
+    """Give ``order`` each Ctrl-C, SIGTERM and SIGHUP of the block by its number, and nobody else."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _frame: order(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -166,7 +166,8 @@ def requantize(
 
 
 def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> Summary:
-    from pipeline.upkeep.fleet.rounds import Fleet, stopping
+    from pipeline.base.processes import stop_signals
+    from pipeline.upkeep.fleet.rounds import Fleet
     from pipeline.upkeep.notices import outlets
 
     def say(line: str) -> None:
@@ -185,7 +186,7 @@ def _run(named: Sequence[str], options: Options, metrics_file: Path | None) -> S
         fleet = Fleet(options, on_event=hear, warn=warn)
         fleet.add(Request(recipe) for recipe in named)
         fleet.close()
-        with stopping(fleet):
+        with stop_signals(fleet.stop):
             return fleet.run()
 
 

@@ -19,10 +19,9 @@ import json
 import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +32,7 @@ from eval import workloads
 from eval.errors import DefinitionError
 from pipeline.base.argument import classify
 from pipeline.base.errors import UserError, did_you_mean
+from pipeline.base.processes import stop_signals
 from pipeline.base.progress import Progress
 from pipeline.publish.places import published_folder, serving_name
 from pipeline.recipe.load import recipe_names
@@ -300,7 +300,7 @@ def serve(
     text = f"starting {plan.served_model_name}: weights, graphs, KV cache"
     answered = False
     try:
-        with stoppable(), ExitStack() as stack:
+        with stop_signals(_raise_once()), ExitStack() as stack:
             with nullcontext() if terminal is None else terminal.status(text):
                 running = stack.enter_context(
                     launcher.deploy(plan, processes, folder, startup_timeout=startup_timeout, say=reporter.say)
@@ -361,19 +361,13 @@ class StoppedError(BaseException):
     """Somebody asked for the end; no `Exception`, so that nothing on the way takes it for a fault."""
 
 
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Raise `StoppedError` at the first Ctrl-C, SIGTERM or SIGHUP; later ones do not disturb the end."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def _raise_once() -> Callable[[int], None]:
+    """Raises `StoppedError` at the first order; later ones do not disturb the end."""
+    orders: list[int] = []
 
-    def order(_number: int, _frame: object) -> None:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
-        raise StoppedError
+    def order(number: int) -> None:
+        orders.append(number)
+        if len(orders) == 1:
+            raise StoppedError
 
-    before = {number: signal.signal(number, order) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return order

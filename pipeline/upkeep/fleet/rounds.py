@@ -18,11 +18,10 @@ fleet may have made it.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -399,20 +398,6 @@ class Fleet:
 
     def _state_of(self, name: str) -> RecipeState:
         return read_state(self._options.store, name, warn=self._warn)
-
-
-@contextmanager
-def stopping(fleet: Fleet) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP end the fleet in order; later ones do not disturb that."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before: dict[int, Any] = {
-        number: signal.signal(number, lambda number, _frame: fleet.stop(number)) for number in numbers
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def bytes_below(folder: Path) -> int:

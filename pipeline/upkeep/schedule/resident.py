@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Final
 
 from pipeline.base.errors import QuantmintError, UserError
+from pipeline.base.processes import stop_signals
 from pipeline.upkeep.fleet.events import Event
 from pipeline.upkeep.fleet.jobs import Look, Options, Request
-from pipeline.upkeep.fleet.rounds import Fleet, stopping
+from pipeline.upkeep.fleet.rounds import Fleet
 from pipeline.upkeep.schedule.export import EXAMPLE, LATE, Scheduled, here, load_scheduled
 
 _LONGEST_SLEEP_S: Final = 30.0  # a sleeping machine's time does not pass for a wait, and files of recipes change
@@ -118,7 +119,7 @@ class Resident:
 
         Raises `UserError` where recipes are named and none of them has a schedule that can be used.
         """
-        with stopping(self._fleet):
+        with stop_signals(self._fleet.stop):
             self._ask(self._schedules.start(_now()))
             if self._named and not self._schedules.plans:
                 raise UserError("none of the recipes that were named has a schedule that can be used")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pipeline.base.processes import stop_signals
 from pipeline.upkeep.fleet.events import Event
 from pipeline.upkeep.fleet.jobs import Request
-from pipeline.upkeep.fleet.rounds import stopping
 from tests.upkeep.fleet.staged import Stage
 
 
@@ -23,7 +23,7 @@ def main(folder: Path, recipes: list[str]) -> int:
     fleet = stage.fleet(hear, jobs=len(recipes))
     fleet.add(Request(name) for name in recipes)
     fleet.close()
-    with stopping(fleet):
+    with stop_signals(fleet.stop):
         return fleet.run().exit_code
 
 
