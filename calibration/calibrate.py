@@ -41,15 +41,12 @@ class Watcher(Protocol):
 
     def bar(self, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
         """A bar over ``total`` units; the value is called with each advance."""
-        ...
 
     def say(self, message: str) -> None:
         """One line about what goes on now."""
-        ...
 
     def warn(self, message: str) -> None:
         """One line that must not be missed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,11 +78,9 @@ class Places(Protocol):
     @property
     def free(self) -> Mapping[str, int]:
         """Bytes that are free, by the name of each place: a GPU, or a machine that computes on its CPU."""
-        ...
 
     def measure(self, order: Order, shares: Sequence[Share]) -> Iterator[Share]:
         """Have each measured by `measure_share`, and give it when it is finished."""
-        ...
 
 
 def split(count: int, places: int, mode: Literal["resident", "layer"]) -> tuple[tuple[int, ...], ...]:

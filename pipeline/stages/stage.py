@@ -60,24 +60,19 @@ class Spread(Protocol):
     @property
     def hardware(self) -> str:
         """What computes there, for people."""
-        ...
 
     @property
     def write_shards(self) -> WriteShards:
         """Makes the files of a checkpoint."""
-        ...
 
     def places(self, folder: Path) -> Places:
         """Where shares of the calibration batches are measured, for a model in ``folder``."""
-        ...
 
     def release(self) -> None:
         """End what still holds memory and GPUs there; whoever comes next begins anew."""
-        ...
 
     def cluster(self) -> Cluster:
         """How a server on this machine gets at the GPUs there, for a launch over several nodes."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +141,15 @@ class Servers(Protocol):
 
     def get(self, side: str, plan: LaunchPlan) -> Server:
         """The running server of a side, started if need be. Raises `ServingError` where it does not start."""
-        ...
 
     def fresh(self, side: str, plan: LaunchPlan, log: Path) -> AbstractContextManager[Server]:
         """A server that is started for this block and ends with it, its log in ``log``; what ran before is stopped."""
-        ...
 
     def lm_eval(self, env: Mapping[str, str], secrets: Collection[str]) -> tuple[Conversation, Path]:
         """lm-eval with these variables, and with the named ones of ours that hold secrets; its log. Ends with the run.
 
         Raises `StageError` where it does not start.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
