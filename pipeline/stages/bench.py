@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from eval.errors import MeasurementError
 from eval.measurements import CellResult, Launch, Side, order
 from eval.workloads import Cell
 from pipeline.base.errors import InvalidMeasurementError, StageError
 from pipeline.base.hardware import hardware
+from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.running.load import LoadWatch, Seen, run_cell
 from pipeline.serving.running.log import scan_log
 from pipeline.serving.running.sensors import Reading, sensor_for, summary
+from pipeline.serving.running.server import Server
 from pipeline.stages.serve import (
     SERVER_LOG,
     SIDES,
@@ -37,10 +38,6 @@ from pipeline.stages.serve import (
 from pipeline.stages.servers import held_to
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
-
-if TYPE_CHECKING:
-    from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.running.server import Server
 
 LAUNCHES, LAUNCH = "launches.json", "launch.json"
 _SEEDS = 1000  # more cells than any workload has

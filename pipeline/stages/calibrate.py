@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibration.batches import at_commit
+from calibration.batches import at_commit, batched, read_samples, samples_digest
 from calibration.errors import CalibrationError
 from calibration.sets import DEFAULTS, CalibrationSet, load_set
 from pipeline.base.errors import QuantmintError, StageError, UserError
@@ -59,7 +59,6 @@ class CalibrateStage(Stage):
 
     def run(self, job: Job) -> Output:
         """Run every batch through the model, resident or layer by layer."""
-        from calibration.batches import batched, samples_digest
         from calibration.calibrate import calibrate
 
         section, began = job.setting.recipe.calibration, time.monotonic()
@@ -143,8 +142,6 @@ def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) 
     with light_imports():
         # The model is built next, and takes what it needs from what was imported here.
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-    from calibration.batches import read_samples
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     samples: Sequence[torch.Tensor] = read_samples(

@@ -8,11 +8,11 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import yaml
 
-from eval.report.model import DATA
+from eval.report.model import DATA, Report
 from eval.workloads import Workload
 from pipeline.base.errors import UserError
 from pipeline.publish.card_facts import Base, Calibrated, CardFacts, Launch, Made
@@ -32,9 +32,6 @@ from pipeline.stages.serve import planning
 from pipeline.stages.source import hub_errors, model_folder
 from pipeline.stages.stage import Job, Setting, SourceIdentity
 from pipeline.store.entries import Entry
-
-if TYPE_CHECKING:
-    from eval.report.model import Report
 
 
 def base_metadata(identity: SourceIdentity, folder: Path, *, warn: Callable[[str], None]) -> Mapping[str, Any]:
@@ -135,7 +132,7 @@ def gather(job: Job) -> CardFacts:
     """Everything that the card says, from a run's entries from ``source`` to ``report``."""
     setting, inputs, recipe = job.setting, job.inputs, job.setting.recipe
     checkpoint = model_folder(inputs["quantize"])
-    report = cast("Report", json.loads(inputs["report"].file(DATA).read_text(encoding="utf-8")))
+    report = cast(Report, json.loads(inputs["report"].file(DATA).read_text(encoding="utf-8")))
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     metadata = base_metadata(setting.source, model_folder(inputs["source"]), warn=job.progress.warn)
     texts = [path.name for pattern in TEXTS for path in checkpoint.glob(pattern) if path.is_file()]

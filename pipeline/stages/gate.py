@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from eval import record
 from eval.gate import Policy, judge
 from eval.gate.judgement import claims
-from eval.measurements import Measurements, Server, Side, Structure
+from eval.measurements import Both, Measurements, Server, Side, Structure
+from eval.samples import SampleSet
 from eval.verdict import Verdict
 from pipeline.base.schemes import scheme
 from pipeline.quantize.digest import folder_digest
@@ -22,11 +22,6 @@ from pipeline.stages.serve import LAUNCH
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.entries import Entry
-
-if TYPE_CHECKING:
-    from eval.measurements import Both
-    from eval.samples import SampleSet
-
 
 ORDER: tuple[Side, ...] = ("baseline", "candidate")
 

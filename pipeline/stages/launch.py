@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -32,8 +31,9 @@ from eval import workloads
 from eval.errors import DefinitionError
 from pipeline.base.argument import classify
 from pipeline.base.errors import UserError, did_you_mean
+from pipeline.base.machine import Machine
 from pipeline.base.processes import stop_signals
-from pipeline.base.progress import Progress
+from pipeline.base.progress import PlainReporter, Progress, RichReporter
 from pipeline.publish.places import published_folder, serving_name
 from pipeline.recipe.load import recipe_names
 from pipeline.recipe.schema import Recipe, Speculative
@@ -42,15 +42,13 @@ from pipeline.serving.knobs.table import knob, table
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
+from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
+from pipeline.serving.running.server import Server
 from pipeline.stages.serve import facts_made
 from pipeline.stages.servers import held_to
-from pipeline.stages.source import config_folder, fetch, identify, repository
+from pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
 from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
-
-if TYPE_CHECKING:
-    from pipeline.serving.running.server import Server
-
 
 _VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?([.+a-z]\S*)?")
 
@@ -159,7 +157,6 @@ def _source(setting: Setting, config: Path | None) -> ServedModel:
 def _made(setting: Setting, config: Path | None) -> Path | None:
     """The recipe's checkpoint: that of its current state in the store, else the one that is published."""
     from pipeline.stages.planning import build_plan, find_entry
-    from pipeline.stages.source import model_folder
 
     if config is None:
         planned = next(planned for planned in build_plan(setting) if planned.key == "quantize")
@@ -195,7 +192,6 @@ def target_for(text: str | None, recipe: Recipe | None) -> Target:
     if text is None and recipe is not None:
         return parse_target(f"{recipe.target.hardware}:{recipe.target.gpus}")
     if text is None or text == "auto":
-        from pipeline.base.machine import Machine
         from pipeline.serving.host.detect import detect
 
         return detect(Machine()).target
@@ -274,9 +270,6 @@ def serve(
     """
     from rich.console import Console
 
-    from pipeline.base.progress import PlainReporter, RichReporter
-    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
-
     plan, processes = request.plan()
     terminal = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
     reporter = PlainReporter() if terminal is None else RichReporter(terminal)
@@ -347,7 +340,6 @@ def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator
 
 def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
     """What the machine lacks for the plan, as `quantmint doctor` finds it."""
-    from pipeline.base.machine import Machine
     from pipeline.serving.host.checks import preflight
     from pipeline.serving.host.subject import wanted_by
 

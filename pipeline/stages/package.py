@@ -27,10 +27,11 @@ from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import StageError, StoreError, UserError
 from pipeline.base.machine import versions
 from pipeline.base.progress import Progress
+from pipeline.publish import allowed
 from pipeline.publish import manifest as manifests
 from pipeline.publish.manifest import Base, Dataset, Hardware, Made, Manifest, Serving
 from pipeline.publish.places import public_names
-from pipeline.publish.provenance import ABSENT
+from pipeline.publish.provenance import ABSENT, encode, sbom, statement
 from pipeline.publish.release import (
     CARD,
     EVIDENCE,
@@ -44,6 +45,7 @@ from pipeline.publish.release import (
     tag_of,
 )
 from pipeline.publish.signing import foreseen_fingerprint, passphrase, require_identity, require_private, sign
+from pipeline.stages import card
 from pipeline.stages.calibrate import set_name, texts_of
 from pipeline.stages.gate import GATE, checkpoint_digest
 from pipeline.stages.quantize import CHECKPOINT, checkpoint_files
@@ -72,8 +74,6 @@ class PackageStage(Stage):
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """The recipe, what the card says of where it goes, and what it is called where others read it."""
-        from pipeline.stages import card
-
         return {
             "recipe": setting.loaded.text_proven,
             "card": card.settings(setting),
@@ -86,8 +86,6 @@ class PackageStage(Stage):
 
     def run(self, job: Job) -> Output:
         """Prove that nothing changed since the judgement, write what is missing, and look through all of it."""
-        from pipeline.publish.provenance import encode, sbom, statement
-
         setting, entries = job.setting, job.inputs
         _require_unchanged(entries, job.progress)
         files = _given(entries["quantize"], {key: entries[key] for key in EVIDENT})
@@ -241,7 +239,6 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
     """The card, the scores and the recipe; returns the title. Raises `UserError` where the licence forbids them."""
     from pipeline.publish.card import eval_results, notice, render, sentence
     from pipeline.publish.licences import refusal
-    from pipeline.stages import card
 
     facts = card.gather(job)
     public = public_names(job.setting.recipe)
@@ -259,8 +256,6 @@ def _write_texts(job: Job, files: dict[str, File]) -> str:
 
 
 def _require_clean(files: Mapping[str, File], setting: Setting, progress: Progress) -> None:
-    from pipeline.publish import allowed
-
     paths = {name: file.path for name, file in files.items()}
     refused = allowed.refused(files, with_code=setting.recipe.trust_remote_code) or allowed.misnamed(paths)
     if refused:

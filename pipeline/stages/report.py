@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median
-from typing import TYPE_CHECKING
 
 from eval import prompts, record
+from eval.gate import GateReport
+from eval.measurements import Measurements, Server
 from eval.report import flips
 from eval.report.model import CARD, DATA, JUNIT, PAGE, LaunchPlan, Report, TaskFlips
 from eval.report.model import Stage as ShownStage
@@ -30,10 +31,6 @@ from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage
 from pipeline.store.entries import Entry
 from pipeline.store.gc import list_runs
-
-if TYPE_CHECKING:
-    from eval.gate import GateReport
-    from eval.measurements import Measurements, Server
 
 FILES = {"html": PAGE, "markdown": CARD, "junit": JUNIT, "json": DATA}
 """The file of each form."""

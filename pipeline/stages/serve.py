@@ -12,25 +12,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval.measurements import Side
+from eval.workloads import Workload
 from pipeline.base.machine import Device, versions
 from pipeline.quantize.digest import template_digest, tokenizer_digest
+from pipeline.recipe.modules import assigned
+from pipeline.recipe.schema import Quantization, Recipe
 from pipeline.serving.host.detect import device_here
 from pipeline.serving.knobs.table import NEWEST_READ
+from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.planning.target import Target, parse_target, profile
 from pipeline.serving.running.launchers import reference_plan
+from pipeline.serving.running.log import LogScan
+from pipeline.serving.running.server import Server
 from pipeline.stages.servers import ReferenceServer, held_to, keep_log
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, SideStage, write_json
 from pipeline.store.toolchain import ENVIRONMENT, environment_here, environment_of
 
 if TYPE_CHECKING:
-    from eval.workloads import Workload
-    from pipeline.recipe.schema import Quantization, Recipe
     from pipeline.serving.model.facts import ModelFacts
-    from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.planning.target import Target
-    from pipeline.serving.running.log import LogScan
-    from pipeline.serving.running.server import Server
-
 
 SIDES: tuple[Side, ...] = ("candidate", "baseline")
 LAUNCH = "launch.json"
@@ -121,7 +121,6 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
     They differ by the type of the KV cache. Of several independent servers one is planned for and measured.
     """
     from pipeline.serving.model.facts import facts_of_config
-    from pipeline.serving.planning.target import parse_target
 
     recipe = setting.recipe
     if recipe.evaluation.runtime == "reference":
@@ -152,7 +151,6 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
 def planning(recipe: Recipe, workload: Workload, target: Target) -> Callable[..., LaunchPlan]:
     """`plan_serving` with all that a recipe says of a launch on ``target``; what a call says goes first."""
     from pipeline.serving.planning.planner import plan_serving
-    from pipeline.serving.planning.target import profile
 
     return partial(
         plan_serving,
@@ -172,7 +170,6 @@ def planning(recipe: Recipe, workload: Workload, target: Target) -> Callable[...
 
 def facts_made(source: ModelFacts, section: Quantization) -> ModelFacts:
     """The facts of what a recipe makes of a model, before it is made."""
-    from pipeline.recipe.modules import assigned
     from pipeline.serving.model.facts import as_quantized
 
     scheme_of = partial(assigned, section)

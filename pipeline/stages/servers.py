@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.room import free_bytes
 from eval.suites import TASKS_FOLDER
@@ -18,15 +18,12 @@ from pipeline.base.hardware import hardware
 from pipeline.base.processes import Conversation, conversation
 from pipeline.base.progress import Progress
 from pipeline.quantize.device import give_back_memory
-from pipeline.serving.running.launchers import reference_command, reference_environment
+from pipeline.serving.environment import VllmEnvironment
+from pipeline.serving.plan import LaunchPlan
+from pipeline.serving.running.launchers import ClusterLauncher, LocalLauncher, reference_command, reference_environment
 from pipeline.serving.running.log import LogScan, broken_promises, checkpoint_quantization, scan_log
 from pipeline.serving.running.server import Server
 from pipeline.stages.stage import Setting
-
-if TYPE_CHECKING:
-    from pipeline.serving.environment import VllmEnvironment
-    from pipeline.serving.plan import LaunchPlan
-    from pipeline.serving.running.launchers import ClusterLauncher
 
 STARTUP_TIMEOUT = 3600.0
 """Seconds that a server may take to load; a 405B model from a network disk takes most of it."""
@@ -106,8 +103,6 @@ class Servers:
 
     @contextmanager
     def _launch(self, side: str, plan: LaunchPlan, log: Path) -> Iterator[Callable[[], Server]]:
-        from pipeline.serving.running.launchers import LocalLauncher
-
         setting = self._setting
         log.parent.mkdir(parents=True, exist_ok=True)
         give_back_memory()
@@ -179,8 +174,6 @@ def started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator
 
 def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> ClusterLauncher:
     """What starts a launch over several nodes: on the cluster that the run is spread over. `UserError` without one."""
-    from pipeline.serving.running.launchers import ClusterLauncher
-
     if setting.spread is None:
         raise UserError(
             f"the launch is over {plan.layout.nodes} nodes, and this run is on one.",

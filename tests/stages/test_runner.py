@@ -191,7 +191,7 @@ class FakeLauncher:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     FakeLauncher.running = []
-    monkeypatch.setattr("pipeline.serving.running.launchers.LocalLauncher", FakeLauncher)
+    monkeypatch.setattr("pipeline.stages.servers.LocalLauncher", FakeLauncher)
     return FakeLauncher.running
 
 

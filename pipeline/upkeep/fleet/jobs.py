@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from pipeline.base.hardware import hardware
 from pipeline.base.machine import Machine
 from pipeline.store.files import DamagedError
 from pipeline.store.locks import Lock
+from pipeline.store.tree import Store
 from pipeline.upkeep.due.state import RecipeState, moment, read_state
 from pipeline.upkeep.fleet.attempt import Attempted
 from pipeline.upkeep.fleet.devices import NONE, Devices, devices_of
@@ -94,7 +96,6 @@ class Options:
 
     def look(self) -> Look:
         """`pipeline.upkeep.due.due.look` as these options want it."""
-        from pipeline.store.tree import Store
         from pipeline.upkeep.due.due import look
 
         return partial(look, store=Store(self.store), vllm=self.vllm, device=self.device)
@@ -153,8 +154,6 @@ class Job:
 
 def devices_needed(due: Due) -> int:
     """How many accelerators a recipe's target has; 0 for a CPU."""
-    from pipeline.base.hardware import hardware
-
     if due.loaded is None:
         return 0
     target = due.loaded.recipe.target
