@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -42,13 +43,12 @@ from pipeline.serving.knobs.table import knob, table
 from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan, Process, processes
 from pipeline.serving.planning.target import Profile, Target, parse_target, profile, profiles
-from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
-from pipeline.serving.running.server import Server
-from pipeline.stages.serve import facts_made
-from pipeline.stages.servers import held_to
 from pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
 from pipeline.stages.stage import Setting, SourceIdentity
 from pipeline.store.tree import Store
+
+if TYPE_CHECKING:
+    from pipeline.serving.running.server import Server
 
 _VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?([.+a-z]\S*)?")
 
@@ -123,6 +123,7 @@ def _repository(identity: SourceIdentity) -> ServedModel:
 
 def _of_recipe(text: str, store: Path, *, baseline: bool, config: Path | None, vllm: str | None) -> ServedModel:
     from pipeline.stages.search import stand_in
+    from pipeline.stages.serve import facts_made
     from pipeline.stages.session import open_setting
 
     setting = stand_in(open_setting(text, store=Store(store), vllm=vllm, config=config))
@@ -270,6 +271,8 @@ def serve(
     """
     from rich.console import Console
 
+    from pipeline.serving.running.launchers import DockerLauncher, EndpointLauncher, LocalLauncher
+
     plan, processes = request.plan()
     terminal = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
     reporter = PlainReporter() if terminal is None else RichReporter(terminal)
@@ -312,6 +315,8 @@ def _report(plan: LaunchPlan, servers: Sequence[Server], logs: Path) -> Iterator
 
     A node that only joins has no server; of one that somebody else started there is no log here.
     """
+    from pipeline.stages.servers import held_to
+
     for server in servers:
         yield f"serving     {server.model_name} at {server.base_url}, ready after {server.started_seconds:.0f} s"
         if server.log_path is None:

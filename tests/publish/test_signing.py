@@ -230,4 +230,4 @@ def test_keys_that_openssl_makes(model: Path, tmp_path: Path, make: str, word: s
     unlock = [] if word is None else ["-passin", f"pass:{word}"]
     subprocess.run(["openssl", "pkey", "-in", private, *unlock, "-pubout", "-out", public], check=True)
     assert require_private(private, WORD) == hashlib.sha256(public.read_bytes()).hexdigest()
-    assert verified(signed_by(model, private), key=public).signer.kind == "key"
+    assert verified(signed_by(model, private), key=public).signer.to_json()["kind"] == "key"
