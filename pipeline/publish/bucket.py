@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from pipeline.publish import manifest
 from pipeline.publish.place import Difference, Listed, Place, State, named, newest_first
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
 from pipeline.store.disk import disk_errors
-from pipeline.store.files import DamagedError, fetch
+from pipeline.store.files import DamagedError, Wanted, fetch
 from pipeline.store.locks import Lock
 from pipeline.store.objects import Objects
 
@@ -123,17 +123,15 @@ class BucketPlace(Place):
         strays = sorted(present.keys() - release.files.keys() - {SIGNATURE})
         return Difference(sorted(missing, key=lambda name: (name == MANIFEST, name)), strays)
 
-    def put(
-        self, release: Release, difference: Difference, state: State, *, candidate: bool, progress: Progress
-    ) -> str:
+    def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
         """Under the tag, the manifest last."""
         if self._objects.insecure is not None:
             progress.warn(f"{self._objects.insecure} is not encrypted: what is sent can be read on the way.")
         with progress.bar(release.size, "B") as advance:
-            advance(release.size - sum(release.files[name].size for name in difference.missing))
-            for name in difference.missing:
+            advance(release.size - sum(release.files[name].size for name in diff.missing))
+            for name in diff.missing:
                 self._objects.send(f"{release.tag}/{name}", release.files[name], advance)
-        for name in difference.strays:
+        for name in diff.strays:
             progress.warn(f"{self._url}: {release.tag}/{name} is no file of the release and was removed.")
             self._objects.remove(f"{release.tag}/{name}")
         return release.identity
@@ -166,9 +164,7 @@ class BucketPlace(Place):
         self._objects.remove_folder(release.tag)
         self._objects.remove(f"{release.tag}{_JSON}")
 
-    def fetch(
-        self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
-    ) -> Path:
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
         """A copy whose digests were checked, in ``into`` or below XDG_CACHE_HOME; what is there is not sent again."""
         state = self.state()
         found = tag or (state.current.tag if state.current else None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -25,7 +25,7 @@ from pipeline.publish import manifest
 from pipeline.publish.place import Difference, Listed, Place, State, named, newest_first, said_of
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release, day_in
 from pipeline.store.disk import disk_errors, folders, free_bytes, fsync
-from pipeline.store.files import chunks, copy, digest_of, fetch
+from pipeline.store.files import Wanted, chunks, copy, digest_of, fetch
 from pipeline.store.locks import Lock
 
 RELEASES: Final = ".releases"
@@ -102,11 +102,9 @@ class FolderPlace(Place):
             )
         return Difference() if same else everything
 
-    def put(
-        self, release: Release, difference: Difference, state: State, *, candidate: bool, progress: Progress
-    ) -> str:
+    def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
         """Copy the whole, each digest checked, then rename."""
-        if not difference:
+        if not diff:
             return release.identity
         folder = self._home / release.tag
         partial = self._home / f"{release.tag}{_PARTIAL}"
@@ -154,9 +152,7 @@ class FolderPlace(Place):
         fsync(self._home)
         self._sweep()
 
-    def fetch(
-        self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
-    ) -> Path:
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
         """Where the release lies, or a copy whose digests were checked."""
         found = tag or self._current()
         if found is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn
@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, Validati
 from pipeline.base.canonical import UnstableValueError, fingerprint
 from pipeline.base.errors import UserError
 from pipeline.publish.release import MANIFEST, SIGNATURE, UNLISTED, identity_in
-from pipeline.store.files import DamagedError, File, OtherBytesError, require_safe
+from pipeline.store.files import DamagedError, File, OtherBytesError, Wanted, require_safe
 
 SCHEMA: Final = 1
 LARGEST: Final = 1 << 26  # bytes; a release of ten thousand files has a manifest of two million
@@ -205,7 +205,7 @@ def require_whole(raw: bytes, tag: str, sizes: Mapping[str, int], place: str) ->
 
 
 def expected(
-    raw: bytes, present: Mapping[str, int], place: str, wanted: Callable[[str], bool] | None = None
+    raw: bytes, present: Mapping[str, int], place: str, wanted: Wanted = None
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Sizes and digests of the files that a release is to be fetched as, its manifest last.
 

@@ -17,7 +17,7 @@ What differs between places is a few primitives, the methods of `Place` that are
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,7 +28,7 @@ from pipeline.base.errors import UserError, did_you_mean
 from pipeline.base.progress import Progress
 from pipeline.publish import manifest
 from pipeline.publish.release import MANIFEST, Release, day_in, identity_in
-from pipeline.store.files import DamagedError
+from pipeline.store.files import DamagedError, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,7 @@ class Place(ABC):
         """What of a release is not there yet; without ``progress`` no file is read for that."""
 
     @abstractmethod
-    def put(
-        self, release: Release, difference: Difference, state: State, *, candidate: bool, progress: Progress
-    ) -> str:
+    def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
         """Send what differs and see that it arrived; returns the release's revision there."""
 
     @abstractmethod
@@ -146,9 +144,7 @@ class Place(ABC):
         """Remove a release."""
 
     @abstractmethod
-    def fetch(
-        self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
-    ) -> Path:
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
         """A folder with a release's files (None: the current one): where it lies, or a copy in ``into`` or a cache.
 
         ``wanted`` says of a file's name in the release whether it is needed (None: all are); a folder that lies here is

@@ -24,6 +24,8 @@ Advance = Callable[[int], None]
 """Called with the bytes that are done since the last call."""
 Pieces = Callable[[str, int], Iterator[bytes]]
 """The bytes of a file from an offset on."""
+Wanted = Callable[[str], bool] | None
+"""Whether a file is needed, by its name (None: all are)."""
 PARTIAL: Final = ".partial"
 """What is put behind a file's name while it comes in."""
 _CHUNK: Final = 1 << 22  # bytes
@@ -132,7 +134,7 @@ def fetch(
     *,
     place: str,
     progress: Progress,
-    wanted: Callable[[str], bool] | None = None,
+    wanted: Wanted = None,
 ) -> Path:
     """Make ``into`` a folder with these files, or those of them that are wanted, in their order; returns it.
 

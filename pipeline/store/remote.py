@@ -111,12 +111,10 @@ def content(entry: Entry) -> str:
 
 
 class RemoteTier:
-    """A tier at ``url``; ``warn`` hears each fault once, ``device`` says what a kind ("cpu", "cuda") is here."""
+    """A tier of ``objects``; ``warn`` hears each fault once, ``device`` says what a kind ("cpu", "cuda") is here."""
 
-    def __init__(
-        self, url: str, objects: Objects, warn: Callable[[str], None], device: Callable[[str], Device]
-    ) -> None:
-        self.url = url
+    def __init__(self, objects: Objects, warn: Callable[[str], None], device: Callable[[str], Device]) -> None:
+        self.url = objects.url
         self._objects = objects
         self._warn = warn
         self._device = device
@@ -213,7 +211,7 @@ def open_tier(url: str, warn: Callable[[str], None], device: Callable[[str], Dev
     """The tier at a URL, of AWS or AWS_ENDPOINT_URL. `UserError` for no such kind, or credentials in the address."""
     if "@" in url:
         raise UserError("--remote-store: found an address with an @, expected one without credentials")
-    return RemoteTier(url.rstrip("/"), Objects(url.rstrip("/")), warn, device)
+    return RemoteTier(Objects(url.rstrip("/")), warn, device)
 
 
 def _name(stage: str, fingerprint: str) -> str:

@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from pipeline.base.canonical import fingerprint as digest_of
@@ -174,9 +173,7 @@ class Work:
                 raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         with disk_errors(self.path):
             self.lock.release()
         if isinstance(error, OSError) and self._concerns(error):

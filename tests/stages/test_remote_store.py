@@ -32,7 +32,7 @@ class Site:
     warnings: list[str] = field(default_factory=list)
 
     def run(self, *stages: Any, **options: Any) -> Any:
-        tier = RemoteTier(self.url, Objects(self.url), self.warnings.append, lambda kind: self.device)
+        tier = RemoteTier(Objects(self.url), self.warnings.append, lambda kind: self.device)
         self.orchestra.setting = replace(self.orchestra.setting, store=Store(self.root), remote=tier)
         Path(self.orchestra.trace).unlink(missing_ok=True)
         return self.orchestra.run(*stages, **options)
@@ -137,6 +137,8 @@ def test_a_parcel_that_lies_is_refused(
 class Away:
     """A place that does not answer."""
 
+    url = "s3://bucket"
+
     def __init__(self) -> None:
         self.asked = 0
 
@@ -147,7 +149,7 @@ class Away:
 
 def test_a_tier_that_is_away_is_asked_once_and_spoils_nothing(baseline: Any, orchestra: Any) -> None:
     away, warnings = Away(), []
-    tier = RemoteTier("s3://bucket", away, warnings.append, device_here)  # type: ignore[arg-type]
+    tier = RemoteTier(away, warnings.append, device_here)  # type: ignore[arg-type]
     orchestra.setting = replace(orchestra.setting, remote=tier)
     outcome = orchestra.run(*baseline())
     assert len(outcome.steps) == 5

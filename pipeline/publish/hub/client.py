@@ -128,11 +128,7 @@ class Client:
 
 
 def connect(
-    repo: str,
-    progress: Progress | None = None,
-    *,
-    sleep: Callable[[float], None] | None = None,
-    tries: int = TRIES,
+    repo: str, progress: Progress | None = None, *, sleep: Callable[[float], None] = time.sleep, tries: int = TRIES
 ) -> Client:
     """A client of the Hub, or of the server in HF_ENDPOINT; raises `UserError` where the library is not installed."""
     try:
@@ -146,7 +142,7 @@ def connect(
         ) from None
     logging.getLogger(get_session.__module__).addFilter(_redacted)  # once, however often it is added
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="quantmint")
-    return Client(repo, api, progress, sleep or time.sleep, tries)
+    return Client(repo, api, progress, sleep, tries)
 
 
 def status_of(error: BaseException) -> int | None:

@@ -28,6 +28,7 @@ from pipeline.publish.hub.repository import CANDIDATE, MAIN, Repository, Tree
 from pipeline.publish.place import Difference, Listed, Operation, Place, State, named
 from pipeline.publish.release import MANIFEST, Release
 from pipeline.recipe.sections import Hub
+from pipeline.store.files import Wanted
 
 
 class HubPlace(Place):
@@ -86,16 +87,14 @@ class HubPlace(Place):
         strays = sorted(there.keys() - release.files.keys())
         return Difference(missing, strays) if hub.differences(there, release) else Difference()
 
-    def put(
-        self, release: Release, difference: Difference, state: State, *, candidate: bool, progress: Progress
-    ) -> str:
+    def put(self, release: Release, diff: Difference, state: State, *, candidate: bool, progress: Progress) -> str:
         """Make the repository where there is none, send, commit, and compare; returns the commit."""
         client = self._client()
         repository = state.mark or self._create(client)
         access.restrict(client, repository, self.section)
         branch, parent = self._base(repository, candidate)
         opened = self._opened(release, repository)
-        if not difference:
+        if not diff:
             made = repository.requests[opened][0] if opened is not None else parent
         elif self._by_request:
             if opened is not None:
@@ -193,9 +192,7 @@ class HubPlace(Place):
         with suppress(MissingError):  # the answer to an earlier try got lost
             client.call(f"delete the tag {release.tag}", lambda: client.api.delete_tag(self.repo, tag=release.tag))
 
-    def fetch(
-        self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Callable[[str], bool] | None = None
-    ) -> Path:
+    def fetch(self, into: Path | None, *, tag: str | None, progress: Progress, wanted: Wanted = None) -> Path:
         """The files in ``into`` (with `.cache/huggingface/`, the client's books) or in the Hub's cache; none twice."""
         with self.changing(progress):
             return hub.download(self._client(), self.revision_of(tag), into, wanted)

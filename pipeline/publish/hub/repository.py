@@ -25,7 +25,7 @@ from pipeline.base.progress import reporter_for
 from pipeline.publish.hub.client import Client, MissingError, MovedError
 from pipeline.publish.place import Listed, newest_first
 from pipeline.publish.release import MANIFEST, SIGNATURE, TAG, Release
-from pipeline.store.files import File, require_digest, require_safe
+from pipeline.store.files import File, Wanted, require_digest, require_safe
 
 MAIN: Final = "main"
 """The branch that readers get."""
@@ -214,7 +214,7 @@ def content(file: File) -> bytes:
     return found
 
 
-def download(client: Client, revision: str, into: Path | None, wanted: Callable[[str], bool] | None) -> Path:
+def download(client: Client, revision: str, into: Path | None, wanted: Wanted) -> Path:
     """The folder that holds the files of a commit; raises `UserError` for names that lead out of it."""
     from huggingface_hub.utils import disable_progress_bars
 

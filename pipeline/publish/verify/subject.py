@@ -17,20 +17,17 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from eval import record as gate_record
 from eval.errors import MeasurementError
-from eval.gate import judge
+from eval.gate import GateReport, judge
+from eval.measurements import Measurements
 from pipeline.base.errors import UserError
-from pipeline.publish.manifest import strict_object
+from pipeline.publish.manifest import Manifest, strict_object
 from pipeline.publish.release import CARD, EVIDENCE, UNLISTED
 from pipeline.quantize.digest import NAMED_TEMPLATES, folder_digest
-from pipeline.quantize.formats.checkpoint import open_checkpoint
+from pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from pipeline.recipe.yaml_positions import parse
 
 if TYPE_CHECKING:
-    from eval.gate import GateReport
-    from eval.measurements import Measurements
     from pipeline.base.progress import Progress
-    from pipeline.publish.manifest import Manifest
-    from pipeline.quantize.formats.checkpoint import Checkpoint
     from pipeline.quantize.model.structure import Structure
 
 

@@ -229,14 +229,7 @@ class Now:
         return found if isinstance(found, str) else None
 
 
-def plan_now(
-    loaded: LoadedRecipe,
-    answers: Answers,
-    *,
-    store: Store,
-    vllm: str | None,
-    device: str,
-) -> Now:
+def plan_now(loaded: LoadedRecipe, answers: Answers, *, store: Store, vllm: str | None, device: str) -> Now:
     """Plan a recipe as a run would, on any machine; `UnaskedError` where a model or a data set did not answer."""
     try:
         identity, folder = _source(loaded, answers, store)
