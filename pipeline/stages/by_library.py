@@ -138,7 +138,13 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
         shutil.rmtree(work)  # a library does not go on where it was stopped
     work.mkdir(parents=True)
     made, adopted = work / "made", work / CHECKPOINT
-    samples = _samples(job, work, source.folder)
+    section, samples = job.setting.recipe.calibration, work / "samples.safetensors"
+    if section is not None and calibrated(quantization):
+        job.progress.say("reading the calibration texts")
+        try:
+            save_samples(read_tokens(section, source.folder, trust_remote_code=trust), samples)
+        except CalibrationError as error:
+            raise StageError(f"calibration: {error}", transient=is_transient(error)) from error
     library_job = LibraryJob(
         source=str(source.folder),
         output=str(made),
@@ -146,8 +152,8 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
         kv_cache=choice.kv_cache,
         algorithm=quantization.algorithm,
         parameters=quantization.parameters,
-        samples=None if samples is None else str(samples),
-        batch_size=1 if job.setting.recipe.calibration is None else job.setting.recipe.calibration.batch_size,
+        samples=str(samples) if samples.is_file() else None,
+        batch_size=1 if section is None else section.batch_size,
         device=device,
         trust_remote_code=trust,
     )
@@ -192,20 +198,6 @@ def _make(job: Job, source: Checkpoint, structure: Structure, choice: Choice, de
 def _command(engine: str, job: Path) -> list[str]:
     """The program that imports the library, and nobody else's."""
     return [sys.executable, "-m", f"pipeline.quantize.engines.libraries.with_{engine}", str(job)]
-
-
-def _samples(job: Job, work: Path, folder: Path) -> Path | None:
-    section = job.setting.recipe.calibration
-    if section is None or not calibrated(job.setting.recipe.quantization):
-        return None
-    job.progress.say("reading the calibration texts")
-    path = work / "samples.safetensors"
-    try:
-        samples = read_tokens(section, folder, trust_remote_code=job.setting.recipe.trust_remote_code)
-    except CalibrationError as error:
-        raise StageError(f"calibration: {error}", transient=is_transient(error)) from error
-    save_samples(samples, path)
-    return path
 
 
 def _environment(device: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -184,15 +185,8 @@ def _fault(path: Path, fact: FileFact, *, always: bool) -> str | None:
         return None
     if sha256_of(path) != fact.sha256:
         return "has other bytes than its record says"
-    if not same_time:
-        _give_back_time(path, status, fact.mtime_ns)
-    return None
-
-
-def _give_back_time(path: Path, hashed: os.stat_result, mtime_ns: int) -> None:
     now = path.stat()
-    if (now.st_mtime_ns, now.st_size) == (hashed.st_mtime_ns, hashed.st_size):
-        try:
-            os.utime(path, ns=(now.st_atime_ns, mtime_ns))
-        except OSError:
-            return  # a store that others own: reading it again is only slower
+    if not same_time and (now.st_mtime_ns, now.st_size) == (status.st_mtime_ns, status.st_size):
+        with suppress(OSError):  # a store that others own: reading it again is only slower
+            os.utime(path, ns=(now.st_atime_ns, fact.mtime_ns))
+    return None

@@ -176,8 +176,10 @@ class Work:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         with disk_errors(self.path):
             self.lock.release()
-        if isinstance(error, OSError) and self._concerns(error):
-            raise explain(error, self.path) from error
+        if isinstance(error, OSError):
+            named = isinstance(error.filename, str)  # a full disk is reported without a name
+            if Path(error.filename).is_relative_to(self.path) if named else error.errno in FULL:
+                raise explain(error, self.path) from error
 
     def commit(
         self,
@@ -284,9 +286,3 @@ class Work:
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise StoreError(f"{path} changed while it was hashed: the stage, or something else, still writes to it")
         return FileFact(size, digest, after.st_mtime_ns)
-
-    def _concerns(self, error: OSError) -> bool:
-        """Whether an error of the stage is about this disk; a full one is reported without a name."""
-        if isinstance(error.filename, str):
-            return Path(error.filename).is_relative_to(self.path)
-        return error.errno in FULL

@@ -68,7 +68,11 @@ class Webhook:
     def send(self, event: Event) -> None:
         """Queue a notice where receivers hear of the event: not of stages, nor where nothing was due."""
         if event.kind not in ("stage", "waiting") and event.state != "current":
-            self._waiting.put(notice_of(event))
+            fields = asdict(event)
+            del fields["stage"]  # of events that are not told
+            # The id is the notice's own: the same when it is sent again.
+            head = {"schema": SCHEMA, "id": secrets.token_hex(16), "event": fields.pop("kind")}
+            self._waiting.put(head | {"host": socket.gethostname(), "quantmint": __version__} | fields)
 
     def close(self, within_s: float = CLOSE_S) -> None:
         """Wait until all is sent, ``within_s`` seconds at the most."""
@@ -118,14 +122,6 @@ class Webhook:
 class _NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, *_: object, **__: object) -> None:
         """Nowhere: the answer itself is the fault that is told."""
-
-
-def notice_of(event: Event) -> dict[str, Any]:
-    """What is sent for an event. ``id`` is the notice's own: the same when it is sent again."""
-    fields = asdict(event)
-    del fields["stage"]  # of events that are not told
-    head = {"schema": SCHEMA, "id": secrets.token_hex(16), "event": fields.pop("kind"), "host": socket.gethostname()}
-    return head | {"quantmint": __version__} | fields
 
 
 def host_of(address: str) -> str:

@@ -181,7 +181,9 @@ def _state(
         return "current", f"left out by refresh.triggers: {causes}: {'; '.join(what_changed(differing))}"
     if unknown:
         return "unknown", unknown[0]
-    if release is None or release.shown in (None, release.tag) or _waits(now):
+    publish = now.setting.recipe.publish
+    waits = publish.to == "candidate" or (publish.hub is not None and publish.hub.via == "pull-request")
+    if release is None or release.shown in (None, release.tag) or waits:
         return "current", "nothing changed"
     return "current", f"nothing changed; {_readers_get(release, release.tag)}"
 
@@ -197,11 +199,6 @@ def _made_before(now: Now, said: Places) -> str:
 
 def _readers_get(there: Released, ours: str) -> str:
     return f"readers get {there.shown}; `quantmint rollback {there.place} {ours}` gives them what these inputs made"
-
-
-def _waits(now: Now) -> bool:
-    publish = now.setting.recipe.publish
-    return publish.to == "candidate" or (publish.hub is not None and publish.hub.via == "pull-request")
 
 
 # What it would be made from now: its plan, by what is here and what was answered.
@@ -231,8 +228,14 @@ class Now:
 
 def plan_now(loaded: LoadedRecipe, answers: Answers, *, store: Store, vllm: str | None, device: str) -> Now:
     """Plan a recipe as a run would, on any machine; `UnaskedError` where a model or a data set did not answer."""
+    source = loaded.recipe.source
     try:
-        identity, folder = _source(loaded, answers, store)
+        if source.repo is None:
+            identity = identify(source, loaded.source_folder, store.root)
+            folder = Path(str(identity.folder))
+        else:
+            base = answers.base(source.repo, str(source.revision))
+            identity, folder = SourceIdentity(None, base.commit, source.repo), base.folder
     except QuantmintError:
         refuse(check(loaded))  # what is wrong in the file is told first
         raise
@@ -250,15 +253,6 @@ def plan_now(loaded: LoadedRecipe, answers: Answers, *, store: Store, vllm: str 
         stages=tuple((planned.key, "rerun" if planned.key in missing else "cached") for planned in followed),
         judged=_judged(plan, followed, setting),
     )
-
-
-def _source(loaded: LoadedRecipe, answers: Answers, store: Store) -> tuple[SourceIdentity, Path]:
-    source = loaded.recipe.source
-    if source.repo is None:
-        identity = identify(source, loaded.source_folder, store.root)
-        return identity, Path(str(identity.folder))
-    base = answers.base(source.repo, str(source.revision))
-    return SourceIdentity(None, base.commit, source.repo), base.folder
 
 
 def _judged(plan: Sequence[Planned], followed: Sequence[Planned], setting: Setting) -> Verdict | None:
