@@ -108,7 +108,7 @@ class Servers:
         give_back_memory()
         context: AbstractContextManager[Callable[[], Server]]
         if setting.recipe.evaluation.runtime == "reference":
-            title, context = "the reference runtime", _at_once(started_reference(setting, plan, log))
+            title, context = "the reference runtime", _started_reference(setting, plan, log)
         elif setting.vllm is None:
             raise UserError(
                 "no vLLM was found to serve with.",
@@ -137,12 +137,6 @@ class Servers:
         self._running.close()
 
 
-@contextmanager
-def _at_once(started: AbstractContextManager[Server]) -> Iterator[Callable[[], Server]]:
-    with started as server:
-        yield lambda: server
-
-
 @dataclass(frozen=True, slots=True)
 class ReferenceServer(Server):
     """The reference runtime in its process, which is talked to and speaks no HTTP."""
@@ -156,7 +150,7 @@ class ReferenceServer(Server):
 
 
 @contextmanager
-def started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator[ReferenceServer]:
+def _started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator[Callable[[], Server]]:
     """The reference runtime with the checkpoint of a `reference_plan`, loaded; it has ended at the exit.
 
     lm-eval runs in it. So it has the Hub, and its token, where a task's data is there, but never together with code of
@@ -169,7 +163,8 @@ def started_reference(setting: Setting, plan: LaunchPlan, log: Path) -> Iterator
     began = time.monotonic()
     command = reference_command(plan, setting.device.partition(",")[0])
     with conversation(command, log, what="the reference runtime", env=env, secrets=secrets) as talk:
-        yield ReferenceServer("model", "a socket", log, time.monotonic() - began, talk=talk)
+        server = ReferenceServer("model", "a socket", log, time.monotonic() - began, talk=talk)
+        yield lambda: server
 
 
 def over_nodes(setting: Setting, vllm: VllmEnvironment, plan: LaunchPlan) -> ClusterLauncher:

@@ -137,7 +137,7 @@ class RemoteTier:
         if parcel is None or parcel.inputs != held or not self._measured_as_here(parcel):
             return None
         record = parcel.record
-        folder = f"{_folder(work.stage, work.fingerprint)}/{parcel.folder}"
+        folder = f"{work.stage}/{work.fingerprint}/{parcel.folder}"
         ours = {*record.files, *(f"{name}{PARTIAL}" for name in record.files)}
         if any(path.relative_to(work.path).as_posix() not in ours for path in work.path.rglob("*") if path.is_file()):
             work.discard()  # what an attempt to make it here left
@@ -170,13 +170,13 @@ class RemoteTier:
         if entry.stage in HERE_ONLY or self._away or (there is not None and entry.fingerprint not in self._damaged):
             return
         parcel = pack(entry, inputs)
-        folder = f"{_folder(entry.stage, entry.fingerprint)}/{parcel.folder}"
+        folder = f"{entry.stage}/{entry.fingerprint}/{parcel.folder}"
         try:
             with progress.bar(sum(fact.size for fact in entry.record.files.values()), "B") as advance:
                 for name, fact in entry.record.files.items():
                     file = File(entry.path / name, fact.size, fact.sha256)
                     self._objects.send(f"{folder}/{name}", file, advance)
-            self._objects.put_if(_name(entry.stage, entry.fingerprint), parcel.encode(), mark)
+            self._objects.put_if(f"{entry.stage}/{entry.fingerprint}.json", parcel.encode(), mark)
         except QuantmintError as error:
             self._tell(f"{entry.stage} was not sent to {self.url}: {error.message}")
 
@@ -188,7 +188,7 @@ class RemoteTier:
         if stage in HERE_ONLY or self._away:
             return None, None
         try:
-            found = self._objects.read(_name(stage, fingerprint))
+            found = self._objects.read(f"{stage}/{fingerprint}.json")
         except QuantmintError as error:
             self._away = True  # asking for each stage anew would cost a timeout each
             self._tell(f"the remote store is left out: {error.message}")
@@ -198,7 +198,7 @@ class RemoteTier:
         try:
             return decode(found.data, stage, fingerprint), found.mark
         except ValueError as error:
-            self._tell(f"{self.url}/{_name(stage, fingerprint)} is not used: {error}")
+            self._tell(f"{self.url}/{stage}/{fingerprint}.json is not used: {error}")
             return None, found.mark
 
     def _tell(self, message: str) -> None:
@@ -212,11 +212,3 @@ def open_tier(url: str, warn: Callable[[str], None], device: Callable[[str], Dev
     if "@" in url:
         raise UserError("--remote-store: found an address with an @, expected one without credentials")
     return RemoteTier(Objects(url.rstrip("/")), warn, device)
-
-
-def _name(stage: str, fingerprint: str) -> str:
-    return f"{_folder(stage, fingerprint)}.json"
-
-
-def _folder(stage: str, fingerprint: str) -> str:
-    return f"{stage}/{fingerprint}"

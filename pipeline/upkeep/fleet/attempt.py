@@ -64,11 +64,6 @@ class Attempted:
         """Whether it says that the same command may succeed in a while."""
         return not self.cut_short and self.answer.get("transient") is True
 
-    @property
-    def places(self) -> tuple[Mapping[str, object], ...]:
-        """Where its release is now, as `quantmint run --json` says it."""
-        return tuple(self.answer.get("published") or ())
-
 
 def attempt(
     argv: Sequence[str],

@@ -265,8 +265,9 @@ def ran(job: Job, attempted: Attempted, stopped_by: int | None) -> Ended:
         return unrun(job, "failed", attempted.failure, attempted.error)
     reasons = () if attempted.verdict in (None, "PASS") else attempted.answer.get("reasons") or ()
     ended = unrun(job, "ran", attempted.exit_code, "; ".join(map(str, reasons)))
-    tags = [str(place["tag"]) for place in attempted.places if "tag" in place]
-    return replace(ended, verdict=attempted.verdict, tag=tags[0] if tags else None, places=attempted.places)
+    places = tuple(attempted.answer.get("published") or ())
+    tags = [str(place["tag"]) for place in places if "tag" in place]
+    return replace(ended, verdict=attempted.verdict, tag=tags[0] if tags else None, places=places)
 
 
 def _left(request: Request, due: Due, state: State, code: int, reason: str) -> Ended:
