@@ -178,17 +178,23 @@ def dataset_commit(repo: str, revision: str) -> str:
     Raises `CalibrationError` where the Hub cannot be asked.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-    connection = HfHubHTTPError.__bases__[0]  # the root of httpx's errors, or of httpx2's
     try:
         return str(HfApi().dataset_info(repo, revision=revision).sha)
-    except (HfHubHTTPError, connection, OfflineModeIsEnabled, RepositoryNotFoundError, OSError) as error:
+    except hub_errors() as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CalibrationError(
             f"the dataset {repo}@{revision} cannot be resolved to a commit: {reason} "
             "(without a network, write the 40-digit commit as `revision` of the set)"
         ) from error
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What the Hub's client raises: its own errors, those of the HTTP library below it, and files that cannot be."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    # The HTTP library is httpx, from huggingface_hub 2 on httpx2; the Hub's error derives from the root of its errors.
+    return HfHubHTTPError, HfHubHTTPError.__bases__[0], OfflineModeIsEnabled, RepositoryNotFoundError, OSError
 
 
 WINDOW = 1024

@@ -50,14 +50,6 @@ class Pointer:
     schema: Annotated[int, Field(ge=1, le=1)] = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The marks of the two pointers, and the tag that waits, which is current as well where a promotion was cut off."""
-
-    marks: Mapping[str, str | None]
-    waits: str | None
-
-
 class BucketPlace(Place):
     """``url/name``. ``endpoint`` is the address of an S3-compatible server (None: AWS, or AWS_ENDPOINT_URL)."""
 
@@ -105,7 +97,8 @@ class BucketPlace(Place):
             )
             for one in found.values()
         )
-        return State(newest_first(listed), frozenset(found.keys() - recorded), _Seen(marks, waits))
+        # Of the tag that waits the state does not tell where it is current as well: its promotion was cut off.
+        return State(newest_first(listed), frozenset(found.keys() - recorded), (marks, waits))
 
     def compare(self, release: Release, state: State, *, candidate: bool, progress: Progress | None) -> Difference:
         """By the sizes and digests that the server says.
@@ -140,7 +133,7 @@ class BucketPlace(Place):
         """Replace ``current.json`` or ``candidate.json``."""
         self._write(_CANDIDATE if candidate else _CURRENT, release, state)
         # A candidate no more is it itself, and one that was promoted and cut off.
-        waits = state.mark.waits
+        _, waits = state.mark
         if not candidate and waits is not None and waits in (release.tag, state.current and state.current.tag):
             self._objects.remove(_CANDIDATE)
 
@@ -190,7 +183,7 @@ class BucketPlace(Place):
         return (None, None) if found is None else (_decode(found.data, f"{self._url}/{name}"), found.mark)
 
     def _write(self, name: str, release: Listed, state: State) -> None:
-        data, seen = _encode(release), state.mark.marks[name]
+        data, seen = _encode(release), state.mark[0][name]
         before = self._objects.read(name)
         if (before and before.mark) == seen and self._objects.put_if(name, data, seen):
             return

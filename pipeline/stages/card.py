@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, cast
 
 import yaml
 
+from calibration.batches import hub_errors
 from eval.report.model import DATA, Report
 from eval.workloads import Workload
 from pipeline.base.errors import UserError
@@ -29,7 +30,7 @@ from pipeline.stages.calibrate import set_name, texts_of
 from pipeline.stages.gate import checkpoint_digest
 from pipeline.stages.quantize import INSPECTION
 from pipeline.stages.serve import planning
-from pipeline.stages.source import hub_errors, model_folder
+from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Setting, SourceIdentity
 from pipeline.store.entries import Entry
 

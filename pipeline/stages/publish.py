@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from calibration.batches import hub_errors
 from eval import record
 from eval.errors import MeasurementError
 from eval.gate import changes
@@ -23,7 +24,6 @@ from pipeline.publish.release import MANIFEST, Release
 from pipeline.stages import package
 from pipeline.stages.card import base_metadata
 from pipeline.stages.gate import GATE, checkpoint_digest
-from pipeline.stages.source import hub_errors
 from pipeline.stages.stage import Job, Output, Setting, SourceIdentity, Stage
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry

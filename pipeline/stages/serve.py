@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eval.measurements import Side
 from eval.workloads import Workload
@@ -84,7 +84,7 @@ class ServeStage(SideStage):
             {
                 "plan": launch,
                 "log": {**asdict(scan), "findings": [finding._asdict() for finding in scan.findings]},
-                **asdict(answering),
+                **answering,
                 "template": template,
                 "tokenizer": tokenizer_digest(folder),
                 "image": job.setting.image,
@@ -193,26 +193,16 @@ def vllm_version(setting: Setting) -> dict[str, str]:
 _LOGGED_DEVICE = re.compile(r"\bdevice_config=(\w+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Answering:
-    """``runtime`` are the words that a verdict names, ``version`` what both sides must have in common.
+def runtime_of(server: Server, scan: LogScan, log: Path) -> dict[str, Any]:
+    """Ask a server, and read the ``log`` that was kept of it. Raises `ServingError` where it does not answer.
 
-    ``kv_cache_dtype`` is that of the cache that is there ("auto", "fp8", ...), None where nobody says.
+    ``runtime`` are the words that a verdict names, ``version`` what both sides must have in common, ``kv_cache_dtype``
+    is that of the cache that is there ("auto", "fp8", ...), None where nobody says.
     """
-
-    runtime: str
-    version: str
-    device: Device
-    kv_cache_dtype: str | None
-
-
-def runtime_of(server: Server, scan: LogScan, log: Path) -> Answering:
-    """Ask a server, and read the ``log`` that was kept of it. Raises `ServingError` where it does not answer."""
     if isinstance(server, ReferenceServer):
-        facts = server.ask("facts")
-        return Answering(facts["runtime"], facts["version"], Device(**facts["device"]), facts["kv_cache_dtype"])
-    version = f"vllm {server.version()}"
-    return Answering(version, version, vllm_device(log), scan.kv_cache_dtype)
+        return dict(server.ask("facts"))
+    version, device = f"vllm {server.version()}", asdict(vllm_device(log))
+    return {"runtime": version, "version": version, "device": device, "kv_cache_dtype": scan.kv_cache_dtype}
 
 
 def vllm_device(log: Path) -> Device:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from calibration.batches import hub_errors
 from pipeline.base.argument import HUB_SCHEME, classify
 from pipeline.base.canonical import fingerprint
 from pipeline.base.errors import StageError, UserError, first_line
@@ -150,11 +151,3 @@ def _asking(kind: type[StageError] | type[UserError], what: str, hint: str) -> I
         yield
     except hub_errors() as error:
         raise kind(f"{what}: {first_line(error)}", hint=hint, transient=is_transient(error)) from error
-
-
-def hub_errors() -> tuple[type[Exception], ...]:
-    """What the Hub's client raises: its own errors, those of the HTTP library below it, and files that cannot be."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
-
-    # The HTTP library is httpx, from huggingface_hub 2 on httpx2; the Hub's error derives from the root of its errors.
-    return HfHubHTTPError, HfHubHTTPError.__bases__[0], OfflineModeIsEnabled, RepositoryNotFoundError, OSError

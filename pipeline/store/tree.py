@@ -99,13 +99,6 @@ class Store:
             raise ValueError(f"{fingerprint!r} is not a fingerprint: 64 hex digits")
         return self.root / stage / fingerprint
 
-    def prepare(self, stage: str) -> None:
-        """Make the folders of a stage, and mark the root as a cache. Raises `OSError`."""
-        (self.root / stage).mkdir(parents=True, exist_ok=True)
-        tag = self.root / "CACHEDIR.TAG"
-        if not tag.exists():
-            tag.write_text(_CACHEDIR_TAG, encoding="ascii")
-
     def retire(self, entry: Entry) -> None:
         """Take a sound entry away, so that its stage runs again; the next garbage collection deletes it.
 
@@ -162,7 +155,10 @@ class Work:
 
     def __enter__(self) -> Work:
         with disk_errors(self.path):
-            self._store.prepare(self.stage)
+            self._final.parent.mkdir(parents=True, exist_ok=True)
+            tag = self._store.root / "CACHEDIR.TAG"
+            if not tag.exists():
+                tag.write_text(_CACHEDIR_TAG, encoding="ascii")
             self.lock.acquire(on_wait=self._on_wait)
             try:
                 self.existing = self._store.find(self.stage, self.fingerprint)  # the loser of a race takes the result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,7 +170,7 @@ def test_vllm_ran_where_its_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
     log = LOGS / "rocm-0.32.log"
     server = Server("model", "http://127.0.0.1:1", log, 1.0)
     found = runtime_of(server, scan_log(log.read_text()), log)
-    assert (found.runtime, found.version, found.kv_cache_dtype) == ("vllm 0.32.0", "vllm 0.32.0", "fp8")
+    assert (found["runtime"], found["version"], found["kv_cache_dtype"]) == ("vllm 0.32.0", "vllm 0.32.0", "fp8")
     on_cpu = tmp_path / "server.log"
     on_cpu.write_text(log.read_text().replace("device_config=cuda", "device_config=cpu"))
     runtime_of(server, scan_log(on_cpu.read_text()), on_cpu)
@@ -190,7 +190,7 @@ def test_the_reference_runtime_says_itself_what_it_is(tmp_path: Path) -> None:
             return facts if message == {"facts": {}} else None
 
     server = ReferenceServer("model", "a socket", tmp_path / "log", 1.0, talk=Talk())  # type: ignore[arg-type]
-    assert asdict(runtime_of(server, scan_log(""), tmp_path / "log")) == facts
+    assert runtime_of(server, scan_log(""), tmp_path / "log") == facts
 
 
 def test_a_launch_over_nodes_is_the_clusters(setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
