@@ -36,11 +36,9 @@ class Ranges:
         from safetensors.torch import save_file
 
         # Modules with one input have one tensor here, which the file holds for each of them.
-        tensors = {f"{module}.{kind}": amax.clone() for kind, table in self._tables() for module, amax in table.items()}
+        tables = {"input": self.inputs, "k": self.keys, "v": self.values}
+        tensors = {f"{module}.{kind}": amax.clone() for kind, table in tables.items() for module, amax in table.items()}
         save_file(dict(sorted(tensors.items())), path)
-
-    def _tables(self) -> tuple[tuple[str, Mapping[str, torch.Tensor]], ...]:
-        return ("input", self.inputs), ("k", self.keys), ("v", self.values)
 
 
 def load_ranges(path: Path) -> Ranges:

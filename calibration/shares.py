@@ -135,11 +135,14 @@ def measure_share(order: Order, share: Share, device: str, attempt: str) -> None
     ``attempt`` is a name that nobody else has. In resident mode the model stays loaded for the next share. Raises
     `CalibrationError` as `calibration.calibrate.calibrate` does.
     """
+    from safetensors import safe_open
+
     if is_finished(order, share):
         return
     with measuring(order.folder), storing("the shares", order.work):
         own = _taken_over(order, share, attempt)
-        batches = _read(order.work / _BATCHES, share)
+        with safe_open(order.work / _BATCHES, framework="pt") as stored:
+            batches: list[torch.Tensor] = [stored.get_tensor(f"{number}") for number in share.batches]
         if order.mode == "resident":
             measurement = Measurement(order.observation)
             one = _loaded(order.folder, device, order.trust_remote_code)
@@ -218,13 +221,6 @@ def _come_to(attempt: Path) -> int:
 
 def _final(order: Order, share: Share) -> Path:
     return order.work / f"share-{share.number:05}"
-
-
-def _read(path: Path, share: Share) -> list[torch.Tensor]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as stored:
-        return [stored.get_tensor(f"{number}") for number in share.batches]
 
 
 def _split_of(path: Path, identity: str) -> Sequence[Sequence[int]] | None:

@@ -124,9 +124,8 @@ class Shards:
             found = self._open[file] = safe_open(self.folder / file, framework="pt")
         return found
 
-    def _view(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self._mapped(self._place[name]).get_tensor(name)
-        return found
+    def _view(self, name: str) -> Any:
+        return self._mapped(self._place[name]).get_tensor(name)
 
     def _uploaded(self, name: str, device: str) -> torch.Tensor:
         """Read in pieces into pinned memory, and copied from there beside what the GPU computes.
