@@ -352,18 +352,13 @@ def _found(files: Mapping[str, Path], known: Sequence[Detector]) -> tuple[Secret
             text = _text(name, path)
         except (OSError, EOFError, zlib.error) as error:
             raise StageError(f"{path} cannot be searched for secrets: {error}") from error
-        wanted = _scopes(name)
+        base, wanted = name.rpartition("/")[2], ["everything"]
+        if base == "tokenizer_config.json" or not _VOCABULARY.fullmatch(base):
+            wanted += ["texts", "prose"] if _PROSE.fullmatch(base) else ["texts"]
         for detector in known:
             if detector.scope in wanted:
                 found |= {Secret(name, text.count("\n", 0, at) + 1, detector.kind) for at in detector.places(text)}
     return tuple(sorted(found))
-
-
-def _scopes(name: str) -> tuple[Scope, ...]:
-    base = name.rpartition("/")[2]
-    if _VOCABULARY.fullmatch(base) and base != "tokenizer_config.json":
-        return ("everything",)
-    return ("everything", "texts", "prose") if _PROSE.fullmatch(base) else ("everything", "texts")
 
 
 def _text(name: str, path: Path) -> str:

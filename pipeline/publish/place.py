@@ -213,9 +213,14 @@ class Place(ABC):
             return self._switch(chosen, state, "Roll back to", dry_run=dry_run)
 
     def remove(self, tags: Collection[str], *, dry_run: bool, progress: Progress) -> Sequence[Operation]:
-        """Remove releases, never the current one or a candidate."""
+        """Remove releases; raises `UserError` where one is not there, is current or is a candidate."""
         with nullcontext() if dry_run else self.changing(progress):
-            gone = removable(self.state().releases, tags, self.address)
+            there = self.state().releases
+            gone = [named(there, tag, self.address) for tag in dict.fromkeys(tags)]
+            for release in gone:
+                if release.current or release.candidate:
+                    which = "the current release" if release.current else "a candidate"
+                    raise UserError(f"{release.tag} is {which} of {self.address}, expected one that nobody is sent to")
             for release in () if dry_run else gone:
                 progress.say(f"removing {release.tag}")
                 self.drop(release)
@@ -321,16 +326,6 @@ def candidate_of(releases: Sequence[Listed], tag: str | None, place: str) -> Lis
         tags = ", ".join(release.tag for release in candidates)
         raise UserError(f"{place} has {len(candidates)} candidates, expected the tag of one: {tags}")
     return candidates[0]
-
-
-def removable(releases: Sequence[Listed], tags: Collection[str], place: str) -> tuple[Listed, ...]:
-    """The releases of these tags; raises `UserError` where one is not there, is current or is a candidate."""
-    found = tuple(named(releases, tag, place) for tag in dict.fromkeys(tags))
-    for release in found:
-        if release.current or release.candidate:
-            state = "the current release" if release.current else "a candidate"
-            raise UserError(f"{release.tag} is {state} of {place}, expected one that nobody is sent to")
-    return found
 
 
 def outdated(releases: Sequence[Listed], *, keep: int) -> tuple[str, ...]:

@@ -295,8 +295,15 @@ def serve(
     folder = logs / f"serve-{plan.served_model_name.replace('/', '-')}-{request.port}"
     text = f"starting {plan.served_model_name}: weights, graphs, KV cache"
     answered = False
+    orders: list[int] = []
+
+    def stop(number: int) -> None:
+        orders.append(number)
+        if len(orders) == 1:  # later ones do not disturb the end
+            raise StoppedError
+
     try:
-        with stop_signals(_raise_once()), ExitStack() as stack:
+        with stop_signals(stop), ExitStack() as stack:
             with nullcontext() if terminal is None else terminal.status(text):
                 running = stack.enter_context(
                     launcher.deploy(plan, processes, folder, startup_timeout=startup_timeout, say=reporter.say)
@@ -356,15 +363,3 @@ def _unready(request: Request, plan: LaunchPlan) -> Iterator[str]:
 
 class StoppedError(BaseException):
     """Somebody asked for the end; no `Exception`, so that nothing on the way takes it for a fault."""
-
-
-def _raise_once() -> Callable[[int], None]:
-    """Raises `StoppedError` at the first order; later ones do not disturb the end."""
-    orders: list[int] = []
-
-    def order(number: int) -> None:
-        orders.append(number)
-        if len(orders) == 1:
-            raise StoppedError
-
-    return order

@@ -15,7 +15,7 @@ from pipeline.quantize.formats.checkpoint import read_json
 from pipeline.recipe.commits import Commits
 from pipeline.recipe.faults import refuse
 from pipeline.recipe.load import LoadedRecipe, load_recipe
-from pipeline.serving.environment import VARIABLE, VllmEnvironment, find_vllm, serving_image
+from pipeline.serving.environment import VARIABLE, find_vllm, serving_image
 from pipeline.stages.checks import check, check_run
 from pipeline.stages.search import settled
 from pipeline.stages.source import config_folder, identify
@@ -80,6 +80,13 @@ def assemble(
         workload = workloads.load(loaded.recipe.target.workload)
     except DefinitionError as error:
         raise RecipeError(str(error)) from error
+    environment = None
+    if served and loaded.recipe.evaluation.runtime == "vllm":
+        try:
+            environment = find_vllm(vllm)
+        except UserError:  # a wrong one that was named is an error, a missing one is not until it is needed
+            if vllm is not None or os.environ.get(VARIABLE):
+                raise
     setting = Setting(
         loaded=loaded,
         store=store,
@@ -87,7 +94,7 @@ def assemble(
         config=config,
         suite=suite,
         workload=workload,
-        vllm=_find_vllm(vllm) if served and loaded.recipe.evaluation.runtime == "vllm" else None,
+        vllm=environment,
         device=device,
         home=Path.cwd(),
         remote=remote,
@@ -103,13 +110,3 @@ def _checked_config(
     facts = read_json(folder / "config.json")
     refuse(check(loaded, config=facts, cpu_flags=cpu_flags, judged=judged))
     return facts
-
-
-def _find_vllm(explicit: str | None) -> VllmEnvironment | None:
-    """The serving environment; a wrong one that was named is an error, a missing one is not until it is needed."""
-    try:
-        return find_vllm(explicit)
-    except UserError:
-        if explicit is not None or os.environ.get(VARIABLE):
-            raise
-        return None

@@ -83,7 +83,12 @@ class Record:
         except (KeyError, TypeError, AttributeError, UnstableValueError) as error:
             raise ValueError(f"it has the wrong shape ({error})") from None
         for name, fact in files.items():
-            _check_file(name, fact)
+            parts = PurePosixPath(name)
+            if parts.is_absolute() or ".." in parts.parts or name in {"", ".", RECORD}:
+                raise ValueError(f"it lists the file {name!r}, which is no name inside an entry")
+            numbers = isinstance(fact.size, int) and isinstance(fact.mtime_ns, int)
+            if not numbers or not isinstance(fact.sha256, str) or not FINGERPRINT.fullmatch(fact.sha256):
+                raise ValueError(f"what it says about {name!r} has the wrong shape")
         if recomputed != record.fingerprint:
             raise ValueError(f"its payload has the fingerprint {recomputed[:12]}, not {str(record.fingerprint)[:12]}")
         return record
@@ -120,15 +125,6 @@ def check_result(result: Mapping[str, object]) -> dict[str, Json]:
 def timestamp(moment: datetime) -> str:
     """ISO 8601 in UTC, to the millisecond."""
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _check_file(name: str, fact: FileFact) -> None:
-    parts = PurePosixPath(name)
-    if parts.is_absolute() or ".." in parts.parts or name in {"", ".", RECORD}:
-        raise ValueError(f"it lists the file {name!r}, which is no name inside an entry")
-    numbers = isinstance(fact.size, int) and isinstance(fact.mtime_ns, int)
-    if not numbers or not isinstance(fact.sha256, str) or not FINGERPRINT.fullmatch(fact.sha256):
-        raise ValueError(f"what it says about {name!r} has the wrong shape")
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,14 @@ def preflight(client: Client, release: Release | None, section: Hub | None) -> R
         raise UserError(f"{client.repo}: {reason}")
     changes(repository, section)
     if repository is not None:
-        _require_open(client, repository)
+        if repository.name != client.repo:
+            raise UserError(f"{client.repo} is called {repository.name} now", hint="Write its new name in the recipe.")
+        there = tree(client, repository.head)
+        if MANIFEST not in there and any(name.endswith((".safetensors", ".bin", ".gguf")) for name in there):
+            raise UserError(
+                f"{client.repo} holds a model that quantmint did not publish: it has weights, and no {MANIFEST}",
+                hint="A release replaces all files. Name another repository, or remove the files that are there first.",
+            )
     if slug is not None and _SLUG.fullmatch(slug):
         client.call(f"read the collection {slug}", lambda: client.api.get_collection(slug))
     if card is not None:
@@ -65,18 +72,6 @@ def require_names(repo: str, release: Release) -> None:
         require_safe(release.files)
     except (HFValidationError, ValueError) as error:
         raise UserError(f"{repo}: {error}") from None
-
-
-def _require_open(client: Client, repository: Repository) -> None:
-    repo = client.repo
-    if repository.name != repo:
-        raise UserError(f"{repo} is called {repository.name} now", hint="Write its new name in the recipe.")
-    there = tree(client, repository.head)
-    if MANIFEST not in there and any(name.endswith((".safetensors", ".bin", ".gguf")) for name in there):
-        raise UserError(
-            f"{repo} holds a model that quantmint did not publish: it has weights, and no {MANIFEST}",
-            hint="A release replaces all files. Name another repository, or remove the files that are there first.",
-        )
 
 
 def _card(client: Client, release: Release) -> ModelCard | None:

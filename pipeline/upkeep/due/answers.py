@@ -150,8 +150,14 @@ def ask(recipes: Sequence[LoadedRecipe], home: Path) -> Answers:
     """Ask everything that lies elsewhere."""
     questions: dict[Key, Callable[[], Any]] = {}
     for loaded in recipes:
-        for key, question in _questions(loaded, home):
-            questions.setdefault(key, question)
+        source = loaded.recipe.source
+        for place, question in places(loaded.recipe, home).items():
+            questions.setdefault(("release", place), question)
+        if source.repo is not None:
+            repo, revision = source.repo, str(source.revision)
+            questions.setdefault(("base", repo, revision), partial(_base, repo, revision))
+        for repo, revision in _data(loaded):
+            questions.setdefault(("dataset", repo, revision), partial(_commit, "dataset_info", repo, revision))
     return Answers(home, ask_all(questions))
 
 
@@ -183,17 +189,6 @@ def _told(what: str, answer: object) -> str:
     if isinstance(answer, QuantmintError):
         return answer.message if what in answer.message else f"{what}: {answer.message}"
     return f"{what}: {str(answer) or type(answer).__name__}"
-
-
-def _questions(loaded: LoadedRecipe, home: Path) -> Iterator[tuple[Key, Callable[[], Any]]]:
-    recipe = loaded.recipe
-    for place, question in places(recipe, home).items():
-        yield ("release", place), question
-    if recipe.source.repo is not None:
-        repo, revision = recipe.source.repo, str(recipe.source.revision)
-        yield ("base", repo, revision), partial(_base, repo, revision)
-    for repo, revision in _data(loaded):
-        yield ("dataset", repo, revision), partial(_commit, "dataset_info", repo, revision)
 
 
 def _data(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:

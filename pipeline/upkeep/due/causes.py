@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -79,11 +79,16 @@ def changes(
     ``payloads`` are those of a plan by the keys of its stages, ``recipe`` is `LoadedRecipe.text_proven` as a mapping,
     ``written`` the places in the recipe that somebody wrote and did not leave to a default, ``quantmint`` this version.
     """
-    edits = tuple(_edits(released.recipe, recipe, written))
-    found: list[Change] = list(edits)
+    found: list[Change] = []
+    for one in difference(released.recipe, recipe):
+        at = keys(one.path)
+        # A key that the release's quantmint did not know yet, and that nobody has written, is a new default.
+        fresh = one.old is ABSENT and not any(place[: len(at)] == at for place in written)
+        why: Cause = "toolchain" if fresh else "recipe"
+        found.append(Change(why, RECIPE, one.path.removeprefix("$."), one.old, one.new))
+    edited = frozenset(keys(change.path) for change in found if change.cause == "recipe")
     if released.quantmint != quantmint:
         found.append(Change("toolchain", "package", f"$.tools.{_QUANTMINT}", released.quantmint, quantmint))
-    edited = frozenset(keys(change.path) for change in edits if change.cause == "recipe")
     follows: Cause = "recipe" if edited else "toolchain"
     for key in (*payloads, *(key for key in released.stages if key not in payloads)):
         if key in _DRAWN:
@@ -129,14 +134,6 @@ def apart_from_unknown(found: Collection[Change]) -> tuple[frozenset[str], tuple
         for change in found
         if tool_of(change) not in tools and not (launched and keys(change.path)[:2] == ("settings", "launch"))
     )
-
-
-def _edits(old: Mapping[str, Any], new: Mapping[str, Any], written: Collection[YamlPath]) -> Iterator[Change]:
-    for one in difference(old, new):
-        at = keys(one.path)
-        # A key that the release's quantmint did not know yet, and that nobody has written, is a new default.
-        fresh = one.old is ABSENT and not any(place[: len(at)] == at for place in written)
-        yield Change("toolchain" if fresh else "recipe", RECIPE, one.path.removeprefix("$."), one.old, one.new)
 
 
 def _cause(stage: str, at: YamlPath, edited: Collection[YamlPath], moved: bool) -> Cause:
@@ -193,7 +190,12 @@ def what_changed(changes: Sequence[Change]) -> tuple[str, ...]:
 
 def phrase(change: Change) -> str:
     """One change for people."""
-    return f"{_subject(change)} {_arrow(change)}"
+    subject, whole = _subject(change), not keys(change.path)
+    if change.before is ABSENT:
+        return f"{subject} is new" if whole else f"{subject} is new: {shown(change.after)}"
+    if change.after is ABSENT:
+        return f"{subject} is gone" if whole else f"{subject} is gone: {shown(change.before)}"
+    return f"{subject} {shown(change.before)} -> {shown(change.after)}"
 
 
 def _subject(change: Change) -> str:
@@ -219,14 +221,6 @@ def _subject(change: Change) -> str:
         return "base"
     both = change.stage.removesuffix("-baseline").removesuffix("-candidate")  # launched alike, and told once
     return f"{both}: {'.'.join(map(str, at[1:]))}"
-
-
-def _arrow(change: Change) -> str:
-    if change.before is ABSENT:
-        return f"is new: {shown(change.after)}" if keys(change.path) else "is new"
-    if change.after is ABSENT:
-        return f"is gone: {shown(change.before)}" if keys(change.path) else "is gone"
-    return f"{shown(change.before)} -> {shown(change.after)}"
 
 
 def shown(value: object) -> str:

@@ -139,17 +139,14 @@ class Resident:
             waits = [_LONGEST_SLEEP_S, *((time - _now()).total_seconds() for time in coming)]
             self._over.wait(max(0.0, min(waits)))
             try:
-                self._step()
+                came = self._schedules.came(_now())
+                self._ask(came)
+                if read := self._schedules.changed():
+                    self._schedules.read()
+                if came or read:
+                    self._tell_next()
             except Exception as error:  # whatever it is, the next time comes
                 self._tell("fault", f"{type(error).__name__}: {error}", message=str(error))
-
-    def _step(self) -> None:
-        came = self._schedules.came(_now())
-        self._ask(came)
-        if read := self._schedules.changed():
-            self._schedules.read()
-        if came or read:
-            self._tell_next()
 
     def _ask(self, plans: Sequence[Scheduled]) -> None:
         for plan in plans:
