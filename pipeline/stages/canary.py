@@ -58,7 +58,7 @@ class CanaryStage(SideStage):
             return {"side": self.side, "policy": policy_of(setting).to_json()}
         return {
             "side": self.side,
-            "prompts": sha256_of(_prompts_file(setting)),
+            "prompts": sha256_of(prompts.FOLDER / f"{setting.suite.canary}.jsonl"),
             "max_length": setting.recipe.target.max_model_len,
             "likeliest": LIKELIEST,
         }
@@ -114,7 +114,7 @@ def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...
     longest = setting.recipe.target.max_model_len - 1  # one token is left for the answer
     asked = tuple(
         (prompt.name, tuple(int(token) for token in tokenizer(prompt.text)["input_ids"][:longest]))
-        for prompt in prompts.parse(_prompts_file(setting))
+        for prompt in prompts.parse(prompts.FOLDER / f"{setting.suite.canary}.jsonl")
     )
     short = [name for name, ids in asked if len(ids) < 2]
     if short:
@@ -194,7 +194,3 @@ def _compared(job: Job, baseline: CanaryAnswers, candidate: CanaryAnswers) -> Ou
         },
         summary=f"{verdict.value}: top-1 agreement {canary.agreement:.1%}, KL {canary.kl:.3g} nats",
     )
-
-
-def _prompts_file(setting: Setting) -> Path:
-    return prompts.FOLDER / f"{setting.suite.canary}.jsonl"

@@ -120,12 +120,13 @@ def runs_still(process: object) -> bool | None:
     return holder.runs() if isinstance(holder.pid, int) else None
 
 
-def is_held(path: Path, *, stale_after: float, now: float) -> bool:
+def is_held(path: Path, *, stale_after: float = STALE_AFTER_S, now: float | None = None) -> bool:
     """Whether a lock file looks held, without touching anything (``now``: seconds since the epoch)."""
     seen = _look(path)
     if seen is None:
         return False
     runs = seen.holder.runs() if seen.holder else None
+    now = time.time() if now is None else now
     return abs(now - seen.mtime_ns / 1e9) <= stale_after if runs is None else runs
 
 

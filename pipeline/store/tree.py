@@ -88,7 +88,7 @@ class Store:
 
     def begun(self, stage: str, fingerprint: str) -> int:
         """Bytes that interrupted attempts at an entry have left on the disk."""
-        work = working_path(self.entry_path(stage, fingerprint))
+        work = self.entry_path(stage, fingerprint).with_name(f"{fingerprint}.work")
         return sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file()) if work.is_dir() else 0
 
     def entry_path(self, stage: str, fingerprint: str) -> Path:
@@ -132,11 +132,6 @@ def _stamped(stage: str, fingerprint: str) -> str:
     return f"{stage}-{fingerprint[:12]}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ')}"
 
 
-def working_path(final: Path) -> Path:
-    """Where an entry is made, beside where it will be."""
-    return final.with_name(f"{final.name}.work")
-
-
 class Work:
     """The right to make an entry, from entering the context until leaving it.
 
@@ -150,7 +145,7 @@ class Work:
         self._store = store
         self._final = store.entry_path(stage, fingerprint)
         self._on_wait = on_wait
-        self.path = working_path(self._final)
+        self.path = self._final.with_name(f"{fingerprint}.work")
         self.lock = Lock(self._final.with_name(f"{fingerprint}.lock"))
 
     def __enter__(self) -> Work:

@@ -175,10 +175,7 @@ class Metrics:
         self._damaged: dict[str, bool] = {}
         self._next: dict[str, float] = {}
         self._told: set[str] = set()
-        try:
-            self._write()
-        except OSError as error:
-            raise UserError(self._unwritten(error)) from None
+        self._write()
 
     def hear(self, event: Event) -> None:
         """Take over what an event says of the queue and of its recipe."""
@@ -205,8 +202,8 @@ class Metrics:
     def _renew(self) -> None:
         try:
             self._write()
-        except OSError as error:
-            self._tell(self._unwritten(error))
+        except UserError as error:
+            self._tell(error.message)
 
     def _write(self) -> None:
         from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
@@ -239,10 +236,11 @@ class Metrics:
             by_recipe("next_fire_timestamp_seconds", "When its schedule comes next.", self._next)
         Gauge("quantmint_queue_length", "Recipes that wait.", registry=registry).set(self._queued)
         Gauge("quantmint_running", "Recipes that run.", registry=registry).set(self._running)
-        write_to_textfile(str(self._path), registry)
-
-    def _unwritten(self, error: OSError) -> str:
-        return f"the metrics file {self._path} cannot be written: {error.strerror or error}"
+        try:
+            write_to_textfile(str(self._path), registry)
+        except OSError as error:
+            what = f"the metrics file {self._path} cannot be written: {error.strerror or error}"
+            raise UserError(what) from None
 
     def _tell(self, text: str) -> None:
         if text not in self._told:

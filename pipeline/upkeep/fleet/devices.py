@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Final
 from pipeline.base.errors import UserError
 from pipeline.base.machine import Machine
 from pipeline.serving.host.detect import CUDA, HIP, ROCR, amd_gpus, chosen, visible_amd, visible_cuda
-from pipeline.store.locks import HEARTBEAT_S, STALE_AFTER_S, Lock, is_held
+from pipeline.store.locks import HEARTBEAT_S, Lock, is_held
 from pipeline.upkeep.due.state import folder_of
 
 
@@ -95,7 +94,7 @@ def free_of(root: Path, numbers: Iterable[int], uuids: Mapping[int, str]) -> tup
     Where the store cannot be read for a moment, none is: what runs goes on, and what waits does so a little longer.
     """
     try:
-        return tuple(number for number in numbers if not _is_held(_lock_path(root, number, uuids)))
+        return tuple(number for number in numbers if not is_held(_lock_path(root, number, uuids)))
     except OSError:
         return ()
 
@@ -128,11 +127,7 @@ def try_lock(lock: Lock) -> bool:
 
     It takes a second look, a heartbeat later, to know that a holder on another machine is dead.
     """
-    return lock.acquire(timeout=0) or (not _is_held(lock.path) and lock.acquire(timeout=HEARTBEAT_S + 1))
-
-
-def _is_held(path: Path) -> bool:
-    return is_held(path, stale_after=STALE_AFTER_S, now=time.time())
+    return lock.acquire(timeout=0) or (not is_held(lock.path) and lock.acquire(timeout=HEARTBEAT_S + 1))
 
 
 def _lock_path(root: Path, number: int, uuids: Mapping[int, str]) -> Path:
