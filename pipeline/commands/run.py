@@ -183,8 +183,11 @@ def plan_command(recipe: str, config_folder: Path | None, vllm: str | None, stor
     free = free_bytes(where)
     quantization, target, evaluation = setting.recipe.quantization, setting.recipe.target, setting.recipe.evaluation
     questions = as_asked(setting.suite, evaluation, setting.recipe.gate)
+    chosen = setting.chosen
+    auto: dict[str, Any] = {} if chosen is None else {"auto": {"said": chosen.line, **chosen.to_json()}}
     told = {
         "recipe": setting.recipe.name,
+        **auto,
         "source": setting.source.to_json(),
         "stages": [{"stage": p.key, "fingerprint": p.fingerprint, "cached": p.key not in missing} for p in plan],
         "predicted": asdict(prediction),
@@ -213,6 +216,8 @@ def _print_plan(recipe: Recipe, told: Mapping[str, Any]) -> None:
         f"{escape(str(source))} -> {recipe.quantization.scheme}, KV cache {recipe.quantization.kv_cache}, "
         f"{recipe.quantization.format}, for {recipe.target.gpus} x {recipe.target.hardware}"
     )
+    if "auto" in told:
+        console.print(told["auto"]["said"])
     states = [(one["stage"], "cached" if one["cached"] else "to do", one["fingerprint"][:12]) for one in told["stages"]]
     console.print(table("stage", "state", "fingerprint", rows=states))
     predicted, disk = told["predicted"], told["disk"]

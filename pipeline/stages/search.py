@@ -176,10 +176,10 @@ def run_search(
     setting, told = measured(setting, reporter, redo), []
     again = [name for name in redo if name != KEY]
     while True:
-        if setting.chosen is not None and setting.chosen.point is not None:
+        if setting.chosen is not None:
             reporter.say(setting.chosen.line)
         outcome = run_plan(build_plan(setting, until), setting, reporter, redo=again)
-        if setting.chosen is not None and setting.chosen.point is not None:
+        if setting.chosen is not None:
             told.append({**setting.chosen.to_json(), "verdict": outcome.verdict and outcome.verdict.value})
         following = settled(setting) if outcome.verdict in _GO_ON else setting
         if following.recipe == setting.recipe:

@@ -93,7 +93,8 @@ class Chosen:
     @property
     def line(self) -> str:
         """The same for people."""
-        assert self.point is not None  # noqa: S101 - of what was chosen
+        if self.point is None:
+            return "auto: nothing is measured yet; what follows is of all in the largest scheme"
         counts = ", ".join(f"{count} groups in {name}" for name, count in self.point.counts.items())
         return f"auto: {self.point.bits:.2f} bits, {counts}; predicted cost {self.point.cost:.3g} nats"
 

@@ -17,7 +17,7 @@ from pipeline.recipe.load import choice_yaml, load_recipe
 from pipeline.stages import planning
 from pipeline.stages.planning import build_plan
 from pipeline.stages.search import run_search, settled, stand_in, tried
-from pipeline.stages.sensitivity import SENSITIVITY
+from pipeline.stages.sensitivity import SENSITIVITY, advice
 from pipeline.stages.session import open_setting
 from pipeline.stages.stage import Job, Setting
 from pipeline.store.tree import Store
@@ -174,3 +174,14 @@ def test_no_budget_layout_or_algorithm_is_in_what_was_measured(project: Path, wi
     )
     assert measured("from: [mxfp4, fp8], bits: 5") != first
     assert measured("from: [mxfp4, ptpc_fp8], bits: 5", ", packing: false") != first
+
+
+def test_after_a_fail_the_costliest_groups_and_the_next_step_up_are_told(make: Any, setting: Setting) -> None:
+    found = run(make(bits=6.2, passing=99))
+    assert advice(found.setting, found.outcome.entry("sensitivity")) == [
+        "of the cost that was predicted, 3.12 nats, most is that of model.layers.0.self_attn.o_proj in mxfp4 (64%), "
+        "model.layers.0.mlp.{gate_proj, up_proj} in mxfp4 (32%), model.layers.0.mlp.down_proj in ptpc_fp8 (3%)",
+        "0.94 bits a weight more are predicted to save 63% of it: `bits: 7.07`",
+    ]
+    [said] = advice(setting, None)
+    assert "`quantmint search r` measures which layers cost most" in said
