@@ -37,7 +37,7 @@ from pipeline.serving.tuning.space import (
     planner,
 )
 from pipeline.serving.tuning.sweep import Sweep, planned, run_sweep
-from pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, Trials, first_pass
+from pipeline.serving.tuning.trials import FOLDER, Budget, OutOfTimeError, first_pass
 from pipeline.stages.launch import ServedModel, fetched, find_model, target_for
 from pipeline.store.disk import disk_errors
 from pipeline.store.gc import RunLog
@@ -70,12 +70,11 @@ def tune(
         budget = Budget(seconds)  # what came before, such as waiting for another sweep, was not measuring
         if tunableop:
             _tuned_first(sweep, store, budget, reporter, out, redo=redo)
-        trials = Trials(store, sweep.subject)
         # The collector of garbage spares what the newest runs name: these trials too.
         log = RunLog.start(store.root, f"tune {sweep.subject.name}", sweep.id, _entries(sweep, planned(sweep.design)))
         code = 5
         try:
-            run_sweep(sweep, trials, budget, reporter, redo=redo)
+            run_sweep(sweep, store, budget, reporter, redo=redo)
             found = report(
                 sweep,
                 budget,

@@ -7,17 +7,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pipeline.base.errors import QuantmintError, UserError
 from pipeline.base.machine import Machine
 from pipeline.serving.environment import find_vllm
 from pipeline.serving.host.detect import Detected, detect
+from pipeline.serving.model.facts import ModelFacts, model_facts
 from pipeline.serving.plan import LaunchPlan
 from pipeline.serving.planning.target import Target, checked, parse_target
-
-if TYPE_CHECKING:
-    from pipeline.serving.model.facts import ModelFacts
 
 _ASK = """
 import importlib.metadata as m, json, sys
@@ -161,8 +159,6 @@ def wanted_of(model: str) -> tuple[Wanted, Target | None]:
     """What is to be served, and on what where a recipe says so. UserError for what is neither folder nor recipe."""
     folder = Path(model)
     if folder.is_dir():
-        from pipeline.serving.model.facts import model_facts
-
         return wanted_by(model_facts(folder)), None
     from pipeline.recipe.load import load_recipe
 

@@ -10,7 +10,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -18,10 +18,8 @@ from eval.report.numbers import size
 from pipeline.base.errors import UserError
 from pipeline.base.hardware import Hardware, hardware
 from pipeline.serving.knobs.table import table
+from pipeline.serving.model.facts import ModelFacts
 from pipeline.serving.plan import LaunchPlan, Memory, Process
-
-if TYPE_CHECKING:
-    from pipeline.serving.model.facts import ModelFacts
 
 LOOPBACK = "127.0.0.1"
 """Where a server listens unless something stands between it and the network: it asks nobody for a password."""

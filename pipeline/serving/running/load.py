@@ -12,17 +12,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from eval import load_generator
 from eval.measurements import CellResult
 from eval.workloads import Cell
 from pipeline.base.processes import run_logged
+from pipeline.serving.environment import VllmEnvironment
 from pipeline.serving.running.sensors import Reading, Sensor
-
-if TYPE_CHECKING:
-    from pipeline.serving.environment import VllmEnvironment
-    from pipeline.serving.running.server import Server
+from pipeline.serving.running.server import Server
 
 CLIENT_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
 """The variables of `vllm bench serve`: no network, and output that is seen at once."""

@@ -11,15 +11,17 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from eval.report.numbers import duration
 from pipeline.base.canonical import fingerprint
-from pipeline.base.errors import UserError
+from pipeline.base.errors import ServingError, UserError
 from pipeline.base.progress import Reporter
-from pipeline.serving.tuning.space import BASE, Axis, Point, Subject, Trial, label
-from pipeline.serving.tuning.trials import STARTUP_TIMEOUT_S, Budget, Outcome, OutOfTimeError, Trials
+from pipeline.serving.tuning.space import BASE, STAGE, Axis, Point, Subject, Trial, label
+from pipeline.serving.tuning.trials import STARTUP_TIMEOUT_S, Budget, Outcome, OutOfTimeError, once
+from pipeline.store.tree import Store
 
 FIGURES = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tpot_p50", "tpot_p99")
 """Fields of `CellResult` that a sweep looks at: tokens/s, and milliseconds."""
@@ -217,9 +219,9 @@ class Sweep:
         )
 
 
-def run_sweep(sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, *, redo: bool = False) -> None:
+def run_sweep(sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, *, redo: bool = False) -> None:
     """Fill ``sweep``; ``redo`` measures what the store has again. ServingError where the base plan does not serve."""
-    runner = _Runner(sweep, trials, budget, reporter, redo)
+    runner = _Runner(sweep, store, budget, reporter, redo)
     *wanted, closing = planned(sweep.design)
     complete = runner.through(wanted, reserve=1)
     runner.through([closing], reserve=0)
@@ -232,8 +234,8 @@ def run_sweep(sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, 
 
 
 class _Runner:
-    def __init__(self, sweep: Sweep, trials: Trials, budget: Budget, reporter: Reporter, redo: bool) -> None:
-        self.sweep, self.trials, self.budget, self.reporter, self.redo = sweep, trials, budget, reporter, redo
+    def __init__(self, sweep: Sweep, store: Store, budget: Budget, reporter: Reporter, redo: bool) -> None:
+        self.sweep, self.store, self.budget, self.reporter, self.redo = sweep, store, budget, reporter, redo
         self.id = sweep.id
         self.total = len(planned(sweep.design))
         self.number = 0
@@ -257,8 +259,10 @@ class _Runner:
             return True
         self.number += 1
         self.total = max(self.total, self.number)
-        known = None if self.redo else self.trials.find(trial)
-        if known is not None:
+        payload = self.sweep.subject.payload(trial)
+        entry = self.store.find(STAGE, fingerprint(payload))
+        if entry is not None and not self.redo:
+            known = Outcome.from_json(entry.record.result)
             if known.sweep == self.id:
                 self.budget.earlier(known.seconds)
             self._keep(trial, known)
@@ -267,20 +271,23 @@ class _Runner:
         if not self.budget.affords(1 + reserve):
             self._stop()
             return False
-        if self.redo:
-            self.trials.forget(trial)
+        if entry is not None:
+            self.store.retire(entry)
         self.reporter.started(name, self.number, self.total)
         outcomes = self.sweep.outcomes.items()
         base_start = next((done.started_seconds for one, done in outcomes if one.point == BASE), None)
+
+        def check(outcome: Outcome, _: Path) -> None:
+            if trial.point == BASE and outcome.status != "ok":
+                why = f"the base plan cannot be measured, and everything is compared with it: {outcome.why}"
+                raise ServingError(why, hint=outcome.fix)
+
+        timeout = STARTUP_TIMEOUT_S if base_start is None else 300 + 4 * base_start
+        how: dict[str, Any] = {"sweep": self.id, "budget": self.budget, "startup_timeout": timeout}
         try:
-            outcome = self.trials.make(
-                trial,
-                plan,
-                sweep=self.id,
-                budget=self.budget,
-                startup_timeout=STARTUP_TIMEOUT_S if base_start is None else 300 + 4 * base_start,
-                progress=self.reporter,
-            )
+            subject, reporter = self.sweep.subject, self.reporter
+            told, _ = once(subject, self.store, payload, lambda _: plan, check, progress=reporter, **how)
+            outcome = Outcome.from_json(told)
         except OutOfTimeError:
             self._stop(f"the budget ended during {name}, which does not count")
             return False

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eval.errors import MeasurementError
 from eval.measurements import CellResult
@@ -23,7 +24,7 @@ from pipeline.serving.running.launchers import LocalLauncher
 from pipeline.serving.running.load import run_cell
 from pipeline.serving.running.log import diagnose, scan_log
 from pipeline.serving.running.server import Server
-from pipeline.serving.tuning.space import BASE, STAGE, TUNED_FILE, Subject, Trial, Tuned, with_tunableop
+from pipeline.serving.tuning.space import BASE, TUNED_FILE, Subject, Tuned, with_tunableop
 from pipeline.store.disk import sha256_of
 from pipeline.store.tree import Store
 
@@ -167,56 +168,33 @@ def _cause(server: Server, cell: Cell, log: Path) -> ServingError | None:
     return None
 
 
-class Trials:
-    """The trials of one subject. A damaged record is put into quarantine by the store, which says so."""
+def once(
+    subject: Subject,
+    store: Store,
+    payload: dict[str, Any],
+    plan: Callable[[Path], LaunchPlan],
+    check: Callable[[Outcome, Path], None],
+    *,
+    progress: Progress,
+    **how: Any,
+) -> tuple[Mapping[str, Any], Path]:
+    """The record of a measured plan and its entry's folder, which the plan and ``check`` get; ``how`` is `measure`'s.
 
-    def __init__(self, store: Store, subject: Subject) -> None:
-        self._store = store
-        self._subject = subject
-
-    def find(self, trial: Trial) -> Outcome | None:
-        """What was measured before, by whichever sweep."""
-        entry = self._store.find(STAGE, self._subject.fingerprint(trial))
-        return None if entry is None else Outcome.from_json(entry.record.result)
-
-    def forget(self, trial: Trial) -> None:
-        """Measure it again next time."""
-        entry = self._store.find(STAGE, self._subject.fingerprint(trial))
-        if entry is not None:
-            self._store.retire(entry)
-
-    def make(
-        self, trial: Trial, plan: LaunchPlan, *, sweep: str, budget: Budget, startup_timeout: float, progress: Progress
-    ) -> Outcome:
-        """Measure in an empty folder and commit. `OutOfTimeError`; ServingError where the base plan fails."""
-        subject = self._subject
-        payload = subject.payload(trial)
-        with self._store.working(STAGE, fingerprint(payload), on_wait=progress.say) as work:
-            if work.existing is not None:
-                return Outcome.from_json(work.existing.record.result)
-            work.discard()
-            started = datetime.now(UTC)
-            outcome = measure(
-                subject,
-                plan,
-                work.path,
-                log=log_path(self._store, subject),
-                sweep=sweep,
-                budget=budget,
-                progress=progress,
-                startup_timeout=startup_timeout,
-            )
-            if trial.point == BASE and outcome.status != "ok":
-                why = f"the base plan cannot be measured, and everything is compared with it: {outcome.why}"
-                raise ServingError(why, hint=outcome.fix)
-            tools = {"vllm": subject.vllm.version}
-            work.commit(payload=payload, result=outcome.to_json(), started=started, tools=tools)
-            return outcome
-
-
-def log_path(store: Store, subject: Subject) -> Path:
-    """The log of a subject's servers, one after the other; what is over is in the entry of its trial."""
-    return store.root / "logs" / f"tune-{subject.name}.log"
+    What raises leaves nothing that counts. A damaged record is put into quarantine by the store, which says so.
+    """
+    stage, print_ = payload["stage"], fingerprint(payload)
+    with store.working(stage, print_, on_wait=progress.say) as work:
+        if work.existing is not None:
+            return work.existing.record.result, work.existing.path
+        work.discard()
+        started = datetime.now(UTC)
+        # What is over is in the entry of its trial.
+        log = store.root / "logs" / f"tune-{subject.name}.log"
+        outcome = measure(subject, plan(work.path), work.path, log=log, progress=progress, **how)
+        check(outcome, work.path)
+        tools = {"vllm": subject.vllm.version}
+        work.commit(payload=payload, result=outcome.to_json(), started=started, tools=tools)
+    return outcome.to_json(), store.entry_path(stage, print_)
 
 
 FOLDER = "tunableop"
@@ -254,33 +232,24 @@ def first_pass(subject: Subject, store: Store, budget: Budget, reporter: Reporte
     """Tune the workload's matrix products into ``out``/tunableop. ServingError, StageError, `OutOfTimeError`."""
     layout = subject.plan(BASE).layout
     devices = layout.tensor * layout.pipeline
-    payload = subject.payload_of(with_tunableop(subject.plan(BASE), Path(), search=True)) | {"stage": FOLDER}
+    base = subject.plan(BASE)
+    payload = subject.payload_of(with_tunableop(base, Path(), search=True)) | {"stage": FOLDER}
     entry = store.find(FOLDER, fingerprint(payload))
-    if redo and entry is not None:
+    if entry is None:
+        reporter.say("TunableOp searches for the fastest matrix kernels of this workload")
+    elif redo:
         store.retire(entry)
-    with store.working(FOLDER, fingerprint(payload)) as work:
-        if work.existing is not None:
-            budget.earlier(float(str(work.existing.record.result["seconds"])))
-        else:
-            work.discard()
-            reporter.say("TunableOp searches for the fastest matrix kernels of this workload")
-            started = datetime.now(UTC)
-            outcome = measure(
-                subject,
-                with_tunableop(subject.plan(BASE), work.path, search=True),
-                work.path,
-                log=log_path(store, subject),
-                sweep=FOLDER,
-                budget=budget,
-                progress=reporter,
-                stop_grace=STOP_GRACE_S,
-            )
-            if outcome.status == "failed":
-                raise ServingError(f"the TunableOp pass failed: {outcome.why}", hint=outcome.fix)
-            read_tuned(work.path, devices)
-            tools, result = {"vllm": subject.vllm.version}, {"seconds": outcome.seconds}
-            work.commit(payload=payload, result=result, started=started, tools=tools)
-        made = store.entry_path(FOLDER, work.fingerprint)
+    else:
+        budget.earlier(float(str(entry.record.result["seconds"])))
+
+    def check(outcome: Outcome, folder: Path) -> None:
+        if outcome.status == "failed":
+            raise ServingError(f"the TunableOp pass failed: {outcome.why}", hint=outcome.fix)
+        read_tuned(folder, devices)
+
+    search = partial(with_tunableop, base, search=True)
+    how: dict[str, Any] = {"sweep": FOLDER, "budget": budget, "stop_grace": STOP_GRACE_S}
+    _, made = once(subject, store, payload, search, check, progress=reporter, **how)
     kept = out / FOLDER
     kept.mkdir(parents=True, exist_ok=True)
     for old in kept.glob("*.csv"):
