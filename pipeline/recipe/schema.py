@@ -121,6 +121,7 @@ class Override(Section):
     scheme: SchemeName = Field(description="Scheme of these modules.")
 
 
+_COMPENSATION = 0.5
 FOLDS = ("rotation", "scaling", "permutation")
 """Parameters of GPTQ by which our engine changes a model before it is rounded."""
 
@@ -135,13 +136,21 @@ class Gptq(Section):
     activation_order: bool = Field(
         default=True, description="Round the columns with the largest activations first; costs nothing when served."
     )
+    compensation: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="How much weights make up for what rounded inputs and layers before lost, beside the 16-bit model "
+        "(engine stream; null: a half).",
+    )
     rotation: bool = Field(
         default=False,
         description="Turn the model by blocks of 32 channels first, in its weights alone (engine stream).",
     )
-    scaling: bool = Field(
-        default=False,
-        description="Move the channels' sizes into the weights where that loses less, as AWQ does (engine stream).",
+    scaling: bool | None = Field(
+        default=None,
+        description="Move the channels' sizes into the weights where that loses less, as AWQ does (engine stream; "
+        "null: where inputs have four bits).",
     )
     permutation: bool = Field(
         default=False,
@@ -152,7 +161,7 @@ class Gptq(Section):
     def _without_what_is_not_done(self, dump: Any) -> dict[str, Any]:
         """Leave out folds that are off: what is made without them is what it was before there were any."""
         found: dict[str, Any] = dump(self)
-        return {name: value for name, value in found.items() if value or name not in FOLDS}
+        return {name: value for name, value in found.items() if value or name not in (*FOLDS, "compensation")}
 
 
 class SmoothQuant(Section):
@@ -257,8 +266,9 @@ class Quantization(Section):
 
     @model_validator(mode="after")
     def _folds_of_the_stream(self) -> Quantization:
-        if self.folds and self.engine != "stream":
-            raise wrong("engine stream for it", found=f"{self.folds[0]} with engine {self.engine}", at="gptq")
+        own = [name for name in (*FOLDS, "compensation") if self.parameters.get(name)]
+        if own and self.engine != "stream":
+            raise wrong("engine stream for it", found=f"{own[0]} with engine {self.engine}", at="gptq")
         return self
 
     @property
@@ -276,7 +286,14 @@ class Quantization(Section):
         """Parameters of the algorithm by name, with its defaults; empty where it has none."""
         sections = {"gptq": self.gptq or Gptq(), "smoothquant": self.smoothquant or SmoothQuant()}
         sections |= {"autoround": self.autoround or AutoRound()}
-        return sections[self.algorithm].model_dump() if self.algorithm in sections else {}
+        found = sections[self.algorithm].model_dump() if self.algorithm in sections else {}
+        if self.algorithm == "gptq" and self.engine == "stream":
+            known = {self.scheme, *(self.from_ or ()), *(each.scheme for each in self.overrides)} - {AUTO}
+            four = any(schemes.scheme(name).activations.dtype == "e2m1" for name in known)
+            own = self.gptq or Gptq()
+            found["compensation"] = _COMPENSATION if own.compensation is None else own.compensation
+            found["scaling"] = four if own.scaling is None else own.scaling
+        return found
 
 
 class Calibration(Section):

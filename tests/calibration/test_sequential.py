@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +40,38 @@ class Halving:
         self.model, self.change, self.last = model, change, last
         self.seen: dict[str, Inputs] = {}
         self.layers: list[int] = []
+        self.turns: list[list[str]] = []
 
-    def __call__(self, layer: int, found: Sequence[Inputs]) -> None:
+    def __call__(self, layer: int, found: Sequence[Inputs], last: bool) -> None:
         if layer == self.last:
             raise Interrupted
-        self.layers.append(layer)
+        if last:
+            self.layers.append(layer)
+        self.turns.append([name for inputs in found for name in inputs.modules])
         for inputs in found:
             for name in inputs.modules:
-                self.seen[name] = Inputs(inputs.modules, inputs.hessian.clone(), inputs.tokens)
+                self.seen[name] = replace(inputs, hessian=inputs.hessian.clone())
                 if self.change:
                     module = self.model.get_submodule(name)
                     module.weight = torch.nn.Parameter(module.weight.detach() / 2, requires_grad=False)
 
 
 def renew(
-    folder: Path, blocks: torch.Tensor, work: Path, how: Any = unchanged, facts: str = "", **more: Any
+    folder: Path,
+    blocks: torch.Tensor,
+    work: Path,
+    how: Any = unchanged,
+    facts: str = "",
+    *,
+    beside: bool = False,
+    **more: Any,
 ) -> Halving:
     one = replica(folder, "cpu")
     halving = Halving(one.model, **more)
     activations = Activations(work, 10**9)
     roundings = dict.fromkeys(names(), how)
-    run_sequential(one, list(torch.split(blocks[:, :16], 4)), roundings, halving, activations, facts, commit_seconds=0)
+    batches = list(torch.split(blocks[:, :16], 4))
+    run_sequential(one, batches, roundings, halving, activations, facts, commit_seconds=0, beside=beside)
     return halving
 
 
@@ -121,14 +133,74 @@ def test_inputs_that_are_rounded_otherwise_are_counted_apart(deep: Path, blocks:
     assert torch.equal(q.hessian, v.hessian)
 
 
+def test_beside_the_16_bit_model_nothing_is_missing_where_nothing_was_changed(
+    deep: Path, blocks: torch.Tensor, tmp_path: Path
+) -> None:
+    halving = renew(deep, blocks, tmp_path, change=False, beside=True)
+    by_turn = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]
+    by_turn += [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+    turns = [[f"model.layers.{layer}.{name}" for name in turn] for layer in range(6) for turn in by_turn]
+    assert halving.turns == turns
+        [f"model.layers.{layer}.{name}" for name in turn] for layer in range(6) for turn in by_turn
+    ]
+    for name, inputs in halving.seen.items():
+        assert inputs.gap is not None
+        assert not inputs.gap.any()
+        assert (inputs.owed is None) == (not name.endswith(("o_proj", "down_proj")))
+        assert inputs.owed is None or not inputs.owed.any()
+
+
+def test_what_the_16_bit_model_has_more_is_of_its_inputs_and_of_its_hidden_states(
+    deep: Path, blocks: torch.Tensor, tmp_path: Path
+) -> None:
+    halving = renew(deep, blocks, tmp_path, coarse, beside=True)
+    model, layer = load_resident(deep, "cpu").model, "model.layers.1"
+    entering: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
+
+    def after(_module: Any, args: Any, _found: torch.Tensor) -> None:
+        entering.append(args[0].flatten(0, -2).double())
+
+    def around(_module: Any, args: Any) -> None:  # what down_proj adds to: what entered the norm before the MLP
+        states.append(args[0].flatten(0, -2).double())
+
+    def size(_module: Any, _args: Any, found: torch.Tensor) -> None:
+        states.append(found.flatten(0, -2).double())
+
+    model.get_submodule(f"{layer}.mlp.down_proj").register_forward_hook(after)
+    model.get_submodule(f"{layer}.post_attention_layernorm").register_forward_pre_hook(around)
+    model.get_submodule(layer).register_forward_hook(size)
+    with torch.inference_mode():
+        model.model(input_ids=blocks[:, :16])
+        for name in names(2)[:-1]:
+            module = model.get_submodule(name)
+            module.weight.data = module.weight.data / 2
+            module.register_forward_pre_hook(lambda _, args: (coarse(args[0]),))
+        model.model(input_ids=blocks[:, :16])
+    (original, before), (wanted, after_it, here, _) = entering, states
+    rows = coarse(before)
+    weight = after_it.square().mean(dim=1, keepdim=True).rsqrt()
+    found = halving.seen[f"{layer}.mlp.down_proj"]
+    scaled = rows * weight
+    assert found.gap is not None
+    assert found.owed is not None
+    for one, other in [
+        (found.hessian, scaled.t() @ scaled),
+        (found.gap, scaled.t() @ ((original - rows) * weight)),
+        (found.owed, scaled.t() @ ((wanted - here) * weight)),
+    ]:
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=2e-3 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("facts", ["", "others"])
 def test_an_interrupted_run_goes_on_where_it_was_committed(
-    deep: Path, blocks: torch.Tensor, tmp_path: Path, facts: str
+    deep: Path, blocks: torch.Tensor, tmp_path: Path, facts: str, beside: bool
 ) -> None:
-    whole = renew(deep, blocks, tmp_path / "whole")
+    whole = renew(deep, blocks, tmp_path / "whole", beside=beside)
     with pytest.raises(Interrupted):
-        renew(deep, blocks, tmp_path / "work", last=4)
+        renew(deep, blocks, tmp_path / "work", last=4, beside=beside)
     assert committed_layers(tmp_path / "work") == [4]
-    rest = renew(deep, blocks, tmp_path / "work", facts=facts)
+    rest = renew(deep, blocks, tmp_path / "work", facts=facts, beside=beside)
     assert rest.layers == ([4, 5] if not facts else [0, 1, 2, 3, 4, 5])
     assert all(torch.equal(rest.seen[name].hessian, whole.seen[name].hessian) for name in rest.seen)

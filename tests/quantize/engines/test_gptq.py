@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.quantize.engines.stream.gptq import factored, gptq
+from pipeline.quantize.engines.stream.gptq import compensated, factored, gptq
 from pipeline.quantize.engines.stream.kernels import KERNELS, MX_GROUP
 from pipeline.quantize.inspection.numbers import dequantize
 
@@ -155,3 +155,30 @@ def test_where_the_hessian_is_of_no_use_everything_is_rounded_to_the_nearest(
     assert made.fault is not None
     assert fault in made.fault
     assert same(made.parts, KERNELS[kernel].compute(weight, None))
+
+
+def test_a_compensated_weight_makes_up_for_inputs_that_lack_something() -> None:
+    source = torch.Generator().manual_seed(3)
+    weight = torch.randn(16, 64, generator=source)
+    inputs = torch.randn(2000, 64, generator=source) @ torch.randn(64, 64, generator=source)
+    rows, more = (inputs * 0.2).round() / 0.2, torch.randn(2000, 16, generator=source)
+    hessian, gap, owed = rows.t() @ rows, rows.t() @ (inputs - rows), rows.t() @ more
+
+    def lost(made: torch.Tensor) -> float:
+        return float((inputs @ weight.t() + more - rows @ made.t()).square().sum())
+
+    whole, half = (compensated(weight, hessian, gap, owed, strength) for strength in (1.0, 0.5))
+    assert lost(whole) < lost(half) < lost(weight)
+    torch.testing.assert_close(half, (weight + whole) / 2)
+    assert torch.equal(compensated(weight, hessian, torch.zeros_like(gap), None, 1.0), weight)
+
+
+@pytest.mark.parametrize("kernel", ALL)
+def test_what_is_stored_is_the_target(kernel: str) -> None:
+    weight, hessian = weight_of(), hessian_of()
+    target = (weight.float() * 1.25).bfloat16()
+    factor = factored(hessian, kernel)
+    made, plain = gptq(weight, factor, kernel, None, target), gptq(target, factor, kernel)
+    assert same(made.parts, plain.parts)
+    assert made.after == plain.after
+    assert made.before > plain.before  # rounding the weight itself to the nearest is far from the target

@@ -10,6 +10,10 @@ is needed. Through a group of 32 with an MX scale three exponents are carried si
 whose sum is the least. Columns that see the most come first; groups stay together, so no layout knows of the order.
 
 A row that is no better by the Hessian than rounded to the nearest is rounded to the nearest.
+
+What is rounded may be another weight than the source's: `compensated` makes one whose products are nearer to those of
+the 16-bit model, whose inputs were not rounded and saw no layer that was (GPTAQ, arXiv 2504.02692, and what hidden
+states lack already: QEP, arXiv 2504.09629).
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ _BLOCK = 128
 """Columns that one product of matrices brings up to date."""
 _ROWS = 256
 """Rows that a thread of a CPU takes at a time: columns of them are short, and threads would wait for each other."""
+_RIDGE = 0.5
 _EXPONENTS = (0, -1, 1)
 """What is added to the exponent that rounding to the nearest takes; of equals the first is kept."""
 
@@ -119,21 +124,51 @@ def factored(hessian: torch.Tensor, kernel: str, *, dampening: float = 0.01, ord
     return Factor(hessian, none, none, none, "the Hessian of its inputs cannot be decomposed")
 
 
-def gptq(weight: torch.Tensor, factor: Factor, kernel: str, largest: torch.Tensor | None = None) -> Made:
+def compensated(
+    weight: torch.Tensor, hessian: torch.Tensor, gap: torch.Tensor, owed: torch.Tensor | None, strength: float
+) -> torch.Tensor:
+    """A weight that makes up for a part of what its inputs lack, and the hidden states that it adds to: float32 [O, I].
+
+    With inputs X, the ``hessian`` X^T X, ``gap`` X^T (Y - X) and ``owed`` X^T (S - R), it is W + ``strength`` D, where
+    D has the least |X D^T - (Y - X) W^T - (S - R)|^2 + r |D|^2. r is half of the mean diagonal, and all of D would be
+    too much: other texts lose otherwise.
+    """
+    import torch
+
+    source = weight.float()
+    matrix = hessian.clone()
+    matrix.diagonal().add_(_RIDGE * matrix.diagonal().mean())
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if int(info) or not bool(lower.isfinite().all()):
+        return source
+    wanted = gap @ source.t()
+    return source + strength * torch.cholesky_solve(wanted if owed is None else wanted.add_(owed), lower).t()
+
+
+def gptq(
+    weight: torch.Tensor,
+    factor: Factor,
+    kernel: str,
+    largest: torch.Tensor | None = None,
+    target: torch.Tensor | None = None,
+) -> Made:
     """Quantize a weight of [O, I] of 16 or 32 bits, on the factor's device, whose rows are independent.
 
     ``largest`` is the kernel's: the largest magnitude of all that share the scale of a tensor, None where that is
-    ``weight``. All is computed in float32; the same input gives the same bytes on the same device. On a CPU some rows
-    at a time, however many threads there are.
+    ``weight``. ``target``, of the weight's type, is what is to be stored in its place, and what costs are of.
+    All is computed in float32; the same input gives the same bytes on the same device. On a CPU some rows at a time,
+    however many threads there are.
     """
     import torch
 
     if weight.device.type != "cpu":
-        return _gptq(weight, factor, kernel, largest)
-    whole = amax(weight) if largest is None and KERNELS[kernel].whole else largest
-    threads = torch.get_num_threads()
+        return _gptq(weight, target, factor, kernel, largest)
+    wanted = weight if target is None else target
+    whole = amax(wanted) if largest is None and KERNELS[kernel].whole else largest
+    threads, rows = torch.get_num_threads(), torch.split(weight, _ROWS)
+    targets = [None] * len(rows) if target is None else torch.split(target, _ROWS)
     with many_small_workers(), ThreadPoolExecutor(threads) as pool:
-        made = list(pool.map(lambda rows: _gptq(rows, factor, kernel, whole), torch.split(weight, _ROWS)))
+        made = list(pool.map(lambda one, other: _gptq(one, other, factor, kernel, whole), rows, targets))
     parts = {
         role: torch.cat([each.parts[role] for each in made]) if part.ndim else part
         for role, part in made[0].parts.items()
@@ -141,15 +176,19 @@ def gptq(weight: torch.Tensor, factor: Factor, kernel: str, largest: torch.Tenso
     return Made(parts, sum(each.before for each in made), sum(each.after for each in made), factor.fault)
 
 
-def _gptq(weight: torch.Tensor, factor: Factor, kernel: str, largest: torch.Tensor | None) -> Made:
+def _gptq(
+    weight: torch.Tensor, target: torch.Tensor | None, factor: Factor, kernel: str, largest: torch.Tensor | None
+) -> Made:
     import torch
 
-    nearest = KERNELS[kernel].compute(weight, largest)
-    source = weight.float()
+    wanted = weight if target is None else target
+    nearest, source = KERNELS[kernel].compute(wanted, largest), wanted.float()
     costs = _costs(source, nearest, factor, kernel)
     before = float(costs.sum())
     if factor.fault is not None:
         return Made(nearest, before, before, factor.fault)
+    if target is not None:
+        before = float(_costs(source, KERNELS[kernel].compute(weight, largest), factor, kernel).sum())
     columns, element = source.t()[factor.order], _ELEMENTS[kernel]
     if element is _E2M1:
         elements, exponents = _rounded(columns, factor, element, None)

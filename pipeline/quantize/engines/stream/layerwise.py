@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from calibration.calls import layer_names
@@ -28,7 +27,7 @@ from pipeline.base.errors import StageError
 from pipeline.base.schemes import scheme
 from pipeline.quantize.engines.stream.anatomy import require_turnable, study
 from pipeline.quantize.engines.stream.folds import Anatomy, Matrix, Turned
-from pipeline.quantize.engines.stream.gptq import CARRIED, factored, gptq
+from pipeline.quantize.engines.stream.gptq import CARRIED, compensated, factored, gptq
 from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale, mxfp4
 from pipeline.quantize.engines.stream.plan import ShardPlan, Step
 from pipeline.quantize.engines.stream.scaling import Reader, fold_layer
@@ -101,6 +100,8 @@ def round_layers(
     with measuring(folder):
         one = replica(folder, device, trust_remote_code=trust_remote_code)
         need, _ = need_of(one, batches)
+        if parameters["compensation"]:
+            need = replace(need, states=2 * need.states)
         made = work / _MADE
         made.mkdir(parents=True, exist_ok=True)
         layers = _Layers(one, plans, structure, choice, made, parameters, ranges)
@@ -113,6 +114,7 @@ def round_layers(
             activations_for([one], need, activation_bytes, work / _STATES),
             layers.facts,
             fold=layers.fold if layers.looks else None,
+            beside=layers.strength > 0,
             advance=advance,
             commit_seconds=commit_seconds,
         )
@@ -196,6 +198,20 @@ def _part(place: Place, stack: torch.Tensor) -> torch.Tensor:
     return (part.t() if place.transposed else part)[slice(*place.rows)]
 
 
+@dataclass(slots=True)
+class _Made:
+    """What is made of a layer until it is on the disk: tensors by step and role, errors and gains by step."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    errors: dict[str, Error] = field(default_factory=dict)
+    gains: dict[str, Gain] = field(default_factory=dict)
+
+    def add(self, step: Step, weight: torch.Tensor, parts: Parts) -> None:
+        """Take what was made of a weight."""
+        self.tensors.update({f"{step.name}.{role}": part.cpu() for role, part in parts.items()})
+        self.errors[step.name] = error_of(weight, parts, KERNELS[str(step.kernel)].limit)
+
+
 class _Layers:
     """What is made of each layer, and of what lies outside of them."""
 
@@ -222,6 +238,8 @@ class _Layers:
         self.facts = [[name, choice.schemes[name], quantized[name].kernel] for name in sorted(own)] + [dict(parameters)]
         self.anatomies: Mapping[str, Anatomy] = {}
         self._touched: set[str] = set()
+        self._made = _Made()
+        self.strength = float(parameters["compensation"])
 
     def study(self, batch: torch.Tensor) -> list[str]:
         """Find out what can be changed, and turn what is loaded from now on; names what cannot be changed."""
@@ -233,12 +251,16 @@ class _Layers:
             outside = require_turnable(one, self._names, self.anatomies, batch, self._unknown)
             self._touched |= set(outside.names)
         missing = self._touched - {member.parameter for member in self._members}
-        if missing:
+        if missing and outside is None:
+            left = [*left, *sorted(missing)]
+            self.anatomies, self._touched = {}, set()
+        elif missing:
             raise StageError(f"{min(missing)}: no tensor on the disk holds it as it is, so that it cannot be changed.")
         if outside is not None:
             self.replica = replace(one, weights=Turned(one, self.anatomies, outside))
             self.replica.weights.load(outside.names)
-            self._save("outside", self._copies(each for each in self._members if each.parameter in outside.names))
+            copies = self._copies(each for each in self._members if each.parameter in outside.names)
+            self._save("outside", _Made(tensors=copies))
             self.replica.weights.free(outside.names)
         return left
 
@@ -279,32 +301,37 @@ class _Layers:
             lambda weight: dequantize(scheme_name, kernel.compute(weight, None)),
         )
 
-    def solve(self, number: int, found: Sequence[Inputs]) -> None:
-        members = [each for each in self._members if each.parameter.startswith(f"{self._names[number]}.")]
-        largest = self._largest(members)
-        tensors: dict[str, torch.Tensor] = {}
-        errors: dict[str, Error] = {}
-        gains: dict[str, Gain] = {}
-
-        def add(step: Step, weight: torch.Tensor, parts: Parts) -> None:
-            tensors.update({f"{step.name}.{role}": part.cpu() for role, part in parts.items()})
-            errors[step.name] = error_of(weight, parts, KERNELS[str(step.kernel)].limit)
-
+    def solve(self, number: int, found: Sequence[Inputs], last: bool) -> None:
+        """Make the weights of a layer's turn; with its last one, all of the layer is put on the disk."""
+        targets = {name: self._target(name, inputs) for inputs in found for name in inputs.modules}
+        largest = self._largest({self._steps[name]: target for name, target in targets.items()})
         for inputs in found:
             factor = cache(lambda kernel, hessian=inputs.hessian: self._factored(hessian, kernel))
             for name in inputs.modules:
-                step = self._steps[name]
-                weight = self._finite(step, self.replica.model.get_submodule(name).weight.detach())
-                made = gptq(weight, factor(step.kernel), str(step.kernel), largest.get(step.name))
+                step, weight = self._steps[name], self.replica.model.get_submodule(name).weight.detach()
+                kernel, target = str(step.kernel), None if inputs.gap is None else targets[name]
+                made = gptq(weight, factor(kernel), kernel, largest.get(step.name), target)
                 self._put(name, dequantize(self._choice.schemes[step.name], made.parts).to(weight.dtype))
-                add(step, weight, made.parts)
-                gains[step.name] = Gain(made.before, made.after, inputs.tokens, made.fault)
-        changed = [each for each in members if each.parameter in self._touched]
-        for member in changed:
-            if (kernel := member.step.kernel) is not None and member.step.name not in gains:
-                weight = self._finite(member.step, self._weight(member))
-                add(member.step, weight, KERNELS[kernel].compute(weight, largest.get(member.step.name)))
-        self._save(f"{number:05}", tensors | self._copies(changed), errors, gains)
+                self._made.add(step, weight, made.parts)
+                self._made.gains[step.name] = Gain(made.before, made.after, inputs.tokens, made.fault)
+        if last:
+            members = [each for each in self._members if each.parameter.startswith(f"{self._names[number]}.")]
+            changed = [each for each in members if each.parameter in self._touched]
+            kernels = [each for each in changed if each.step.kernel and each.step.name not in self._made.gains]
+            weights = {each.step: self._finite(each.step, self._weight(each)) for each in kernels}
+            largest = self._largest(weights)
+            for step, weight in weights.items():
+                self._made.add(step, weight, KERNELS[str(step.kernel)].compute(weight, largest.get(step.name)))
+            self._made.tensors |= self._copies(changed)
+            self._save(f"{number:05}", self._made)
+            self._made = _Made()
+
+    def _target(self, name: str, inputs: Inputs) -> torch.Tensor:
+        """What is stored of a weight, in its type, which its scales get from it."""
+        weight = self._finite(self._steps[name], self.replica.model.get_submodule(name).weight.detach())
+        if inputs.gap is None:
+            return weight
+        return compensated(weight, inputs.hessian, inputs.gap, inputs.owed, self.strength).to(weight.dtype)
 
     def _factored(self, hessian: torch.Tensor, kernel: str) -> Any:
         dampening, ordered = float(self._parameters["dampening"]), bool(self._parameters["activation_order"])
@@ -332,35 +359,28 @@ class _Layers:
             for out in each.step.outputs
         }
 
-    def _largest(self, members: Sequence[_Member]) -> dict[str, torch.Tensor]:
+    def _largest(self, weights: Mapping[Step, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The largest magnitude behind each scale that several weights share, by step."""
         import torch
 
-        grouped = [each for each in members if each.step.group]
-        origins = {each.step.origin: amax(self._weight(each)) for each in grouped}
+        origins = {step.origin: amax(weight) for step, weight in weights.items() if step.group}
         return {
-            each.step.name: torch.stack([origins[other] for other in each.step.group]).amax()
-            for each in grouped
-            if all(other in origins for other in each.step.group)
+            step.name: torch.stack([origins[other] for other in step.group]).amax()
+            for step in weights
+            if step.group and all(other in origins for other in step.group)
         }
 
-    def _save(
-        self,
-        name: str,
-        tensors: Mapping[str, torch.Tensor],
-        errors: Mapping[str, Error] = MappingProxyType({}),
-        gains: Mapping[str, Gain] = MappingProxyType({}),
-    ) -> None:
+    def _save(self, name: str, made: _Made) -> None:
         from safetensors.torch import save_file
 
         metadata = {
-            "gains": json.dumps({each: astuple(gain) for each, gain in gains.items()}),
-            ERRORS: json.dumps({each: astuple(error) for each, error in errors.items()}),
+            "gains": json.dumps({each: astuple(gain) for each, gain in made.gains.items()}),
+            ERRORS: json.dumps({each: astuple(error) for each, error in made.errors.items()}),
             "ranges": json.dumps(self._changed),
         }
         path = self._folder / f"{name}.safetensors"
         partial_path = path.with_suffix(".partial")
-        save_file(dict(tensors), partial_path, metadata=metadata)
+        save_file(made.tensors, partial_path, metadata=metadata)
         self._changed = {}
         fsync(partial_path)
         partial_path.replace(path)
