@@ -165,7 +165,7 @@ class _Part(Part):
             linear = {each: how for each, how in roundings.items() if each.startswith(f"{name}.")}
             model = self.replica.model
             original = {each: model.get_submodule(each).weight for each in linear}
-            turns, adding = self._turns(layer, activations, linear) if self._beside else ([list(linear)], [])
+            turns, adding = self._turns(layer, activations, linear) if self._beside and linear else ([list(linear)], [])
             for turn in turns:
                 sums = _Sums(turn, adding)
                 for number in self.numbers:

@@ -141,8 +141,6 @@ def test_beside_the_16_bit_model_nothing_is_missing_where_nothing_was_changed(
     by_turn += [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
     turns = [[f"model.layers.{layer}.{name}" for name in turn] for layer in range(6) for turn in by_turn]
     assert halving.turns == turns
-        [f"model.layers.{layer}.{name}" for name in turn] for layer in range(6) for turn in by_turn
-    ]
     for name, inputs in halving.seen.items():
         assert inputs.gap is not None
         assert not inputs.gap.any()

@@ -27,7 +27,14 @@ from pipeline.recipe.schema import Quantization
 from pipeline.serving.reference.model import load
 
 Models = Callable[..., Path]
-ALL = {"dampening": 0.01, "activation_order": True, "compensation": 0.5, "rotation": True, "scaling": True, "permutation": True}
+ALL = {
+    "dampening": 0.01,
+    "activation_order": True,
+    "compensation": 0.5,
+    "rotation": True,
+    "scaling": True,
+    "permutation": True,
+}
 
 
 class Folded:
