@@ -122,9 +122,9 @@ def data_identity(section: Calibration, commits: Commits) -> Mapping[str, object
 
 
 def texts_of(entries: Mapping[str, Entry]) -> Mapping[str, Any] | None:
-    """The set as the entry knows it that read it, our own calibration or a library's engine; None where none did."""
-    own = "calibrate" in entries
-    settings: Any = entries["calibrate" if own else "quantize"].record.payload["settings"]
+    """The set as the entry knows it that read it, our own measurements or an algorithm; None where none did."""
+    own = next((key for key in ("calibrate", "sensitivity") if key in entries), None)
+    settings: Any = entries[own or "quantize"].record.payload["settings"]
     section = settings if own else settings.get("calibration")
     return section["set"] if section else None
 

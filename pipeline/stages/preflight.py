@@ -140,7 +140,7 @@ def require_means(
         require_signer(setting)
     if "publish" in missing:
         require_admission(setting)
-    if "calibrate" in missing and setting.recipe.calibration is not None:
+    if {"calibrate", "sensitivity"} & set(missing) and setting.recipe.calibration is not None:
         pinned_set(setting.recipe.calibration)
     if any(key.startswith(_SERVED) for key in missing):
         _require_server(setting)
