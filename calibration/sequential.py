@@ -249,7 +249,9 @@ class _Part(Part):
         def take(name: str, found: Any) -> None:
             found = found[0] if isinstance(found, tuple) else found
             flat = found.reshape(-1, found.shape[-1])
-            rows.setdefault(name, []).append(flat[:: max(len(flat) // count, 1)].clone())
+            # Not every n-th: the first token of each sequence, which is like no other, would be among them.
+            chosen = torch.randperm(len(flat), generator=torch.Generator().manual_seed(0))[:count]
+            rows.setdefault(name, []).append(flat[chosen.to(flat.device)])
             here = flat.abs().amax(dim=0).float()
             largest[name] = here.maximum(largest[name]) if name in largest else here
 
