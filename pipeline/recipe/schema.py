@@ -122,8 +122,7 @@ class Override(Section):
 
 
 _COMPENSATION = 0.5
-FOLDS = ("rotation", "scaling", "permutation")
-"""Parameters of GPTQ by which our engine changes a model before it is rounded."""
+_OWN = ("scaling", "compensation")  # parameters of GPTQ that other engines have not
 
 
 class Gptq(Section):
@@ -143,25 +142,17 @@ class Gptq(Section):
         description="How much weights make up for what rounded inputs and layers before lost, beside the 16-bit model "
         "(engine stream; null: a half).",
     )
-    rotation: bool = Field(
-        default=False,
-        description="Turn the model by blocks of 32 channels first, in its weights alone (engine stream).",
-    )
     scaling: bool | None = Field(
         default=None,
         description="Move the channels' sizes into the weights where that loses less, as AWQ does (engine stream; "
         "null: where inputs have four bits).",
     )
-    permutation: bool = Field(
-        default=False,
-        description="Sort the inner channels of an MLP by size, so that like ones share a scale (engine stream).",
-    )
 
     @model_serializer(mode="wrap")
-    def _without_what_is_not_done(self, dump: Any) -> dict[str, Any]:
-        """Leave out folds that are off: what is made without them is what it was before there were any."""
+    def _without_what_is_not_said(self, dump: Any) -> dict[str, Any]:
+        """Leave out what is our engine's alone and is not asked for: others made the same before there was any."""
         found: dict[str, Any] = dump(self)
-        return {name: value for name, value in found.items() if value or name not in (*FOLDS, "compensation")}
+        return {name: value for name, value in found.items() if value or name not in _OWN}
 
 
 class SmoothQuant(Section):
@@ -265,21 +256,11 @@ class Quantization(Section):
         return self
 
     @model_validator(mode="after")
-    def _folds_of_the_stream(self) -> Quantization:
-        own = [name for name in (*FOLDS, "compensation") if self.parameters.get(name)]
+    def _own_by_the_stream(self) -> Quantization:
+        own = [name for name in _OWN if self.parameters.get(name)]
         if own and self.engine != "stream":
             raise wrong("engine stream for it", found=f"{own[0]} with engine {self.engine}", at="gptq")
         return self
-
-    @property
-    def folds(self) -> tuple[str, ...]:
-        """Those of `FOLDS` that are done."""
-        return tuple(name for name in FOLDS if self.parameters.get(name))
-
-    @property
-    def own_head(self) -> bool:
-        """Whether a head that shares the embedding's tensor gets one of its own."""
-        return "rotation" in self.folds
 
     @property
     def parameters(self) -> dict[str, float | int | bool]:

@@ -112,11 +112,11 @@ def _ranges(loaded: LoadedRecipe) -> Iterator[Fault]:
     quantization = loaded.recipe.quantization
     if (section := loaded.recipe.calibration) is not None:
         static = any(scheme(name).needs_ranges for _, name in _used(loaded))
-        if section.observer != "amax" and static and quantization.folds:
+        if section.observer != "amax" and static and quantization.parameters.get("scaling"):
             yield loaded.fault(
                 ("calibration", "observer"),
-                f"found {section.observer} with {quantization.folds[0]}, expected amax: inputs are measured again "
-                "while the model is changed, by their largest magnitude",
+                f"found {section.observer} with scaling, expected amax: what enters scaled channels is measured "
+                "again, by its largest magnitude",
             )
         return
     expected = "expected a calibration section, because its scales are measured"

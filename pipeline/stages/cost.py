@@ -42,8 +42,7 @@ def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: s
         if recipe.calibration is not None and needs_ranges(quantization):
             stages["calibrate"] = calibrate_cost(calibrate_volume(source, structure, recipe.calibration), machine)
         choice, shared = select(structure, quantization), quantization.shared_scales
-        own_head = quantization.own_head
-        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared, own_head=own_head)
+        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared)
         stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
     return {
         "rates": {"origin": origin, **asdict(rates)},

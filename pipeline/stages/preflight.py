@@ -71,8 +71,7 @@ def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Predict
     choice = select(structure, recipe.quantization)
     layout = recipe.quantization.format
     if recipe.quantization.engine == "stream":
-        plans = plan_shards(source, structure, choice, layout, own_head=recipe.quantization.own_head)
-        checkpoint = sum(plan.nbytes for plan in plans)
+        checkpoint = sum(plan.nbytes for plan in plan_shards(source, structure, choice, layout))
     else:
         checkpoint = checkpoint_bytes(source, structure, choice, layout)
     return Prediction(

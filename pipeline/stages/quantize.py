@@ -91,14 +91,7 @@ class QuantizeStage(Stage):
         job.progress.say("asking the model which of its modules are linear")
         structure = read_structure(source.folder, source.tensors, trust_remote_code=trust)
         choice = select(structure, quantization)
-        plans = plan_shards(
-            source,
-            structure,
-            choice,
-            quantization.format,
-            shared_scales=quantization.shared_scales,
-            own_head=quantization.own_head,
-        )
+        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=quantization.shared_scales)
         scales = _ranges(job, choice)
         gained: Mapping[str, object] = {}
         if quantization.algorithm != "none":
@@ -149,11 +142,9 @@ class QuantizeStage(Stage):
 
 
 def _recorded(quantization: Quantization) -> tuple[str, ...]:
-    """The algorithms that a checkpoint is recorded with, in the order in which they were run."""
-    from pipeline.quantize.engines.stream.layerwise import folds_of
-
+    """The algorithms that a checkpoint is recorded with, in the order in which they were run; scaling is AWQ's."""
     own = () if quantization.algorithm == "none" else (quantization.algorithm,)
-    return (*folds_of(quantization.parameters), *own)
+    return (*(("awq",) if quantization.parameters.get("scaling") else ()), *own)
 
 
 def _is_plain(quantization: Quantization) -> bool:
@@ -211,9 +202,9 @@ def _rounded(
         job.progress.warn(f"rounded to the nearest, without {quantization.algorithm}: {to_nearest[0]}{more}")
     if rounded.ranges:
         write_json(job.path / CHANGED, {name: float(largest) for name, largest in sorted(rounded.ranges.items())})
-    if rounded.unchanged:
-        more = f" and {len(rounded.unchanged) - 1} more" if len(rounded.unchanged) > 1 else ""
-        job.progress.warn(f"left as it is, neither scaled nor turned: {rounded.unchanged[0]}{more}")
+    if rounded.unscaled:
+        more = f" and {len(rounded.unscaled) - 1} more" if len(rounded.unscaled) > 1 else ""
+        job.progress.warn(f"its channels cannot be scaled: {rounded.unscaled[0]}{more}")
     return rounded, {
         quantization.algorithm: {
             "modules": len(rounded.gains),

@@ -251,6 +251,11 @@ def test_an_unsound_checkpoint_never_gets_its_configuration(
             ("--scheme", "ptpc_fp8", "--exclude", "model.layers.0.self_attn.q_proj"),
             "--exclude: found 16 bit for model.layers.0.self_attn.q_proj beside ptpc_fp8 for",
         ),
+        (("--scheme", "ptpc_fp8", "--parameter", "scaling=true"), "--parameter: found it without --algorithm"),
+        (
+            ("--scheme", "ptpc_fp8", "--algorithm", "gptq", "--parameter", "scaling"),
+            "--parameter: found 'scaling', expected NAME=VALUE",
+        ),
         (("--scheme", "ptpc_fp8", "--override", "lm_head"), "--override: found 'lm_head', expected NAME=SCHEME"),
         (("--scheme", "ptpc_fp8", "--override", "lm_head=fp9"), '--override: found "fp9", expected one of'),
         (("--scheme", "ptpc_fp8", "--device", "cuda:77"), "--device: found 'cuda:77', which PyTorch cannot use here"),

@@ -66,6 +66,33 @@ def test_an_algorithm_that_the_engine_does_not_run(
     assert expected in fault
 
 
+def test_scaling_is_the_stream_engines_and_measures_by_magnitude(load: Load) -> None:
+    library = "{scheme: mxfp4, engine: quark, format: quark, algorithm: gptq, gptq: {scaling: true}}\n"
+    with pytest.raises(RecipeError, match=r"r.yaml:3:\d+: .*found scaling with engine quark, expected engine stream"):
+        load(HEAD + f"quantization: {library}calibration: {{set: tiny}}\n")
+    static = "quantization: {scheme: fp8, algorithm: gptq, gptq: {scaling: true}}\n"
+    loaded = load(f"{HEAD}{static}calibration: {{set: tiny, observer: mse}}\n")
+    assert [fault for fault in faults(loaded) if "observer" in fault] == [
+        "r.yaml:4:36: calibration.observer: found mse with scaling, expected amax: what enters scaled channels is "
+        "measured again, by its largest magnitude"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "scaling"),
+    [
+        ("scheme: mxfp4, algorithm: gptq", True),
+        ("scheme: mxfp4, algorithm: gptq, gptq: {scaling: false}", False),
+        ("scheme: mxfp4_weight_only, algorithm: gptq", False),
+        ("scheme: mxfp4_weight_only, algorithm: gptq, gptq: {scaling: true}", True),
+        ("scheme: mxfp4, engine: quark, format: quark, algorithm: gptq", False),
+    ],
+)
+def test_channels_are_scaled_where_inputs_are_in_mx_formats(load: Load, text: str, scaling: bool) -> None:
+    loaded = load(f"{HEAD}quantization: {{{text}}}\n{CALIBRATED}")
+    assert bool(loaded.recipe.quantization.parameters.get("scaling")) is scaling
+
+
 @pytest.mark.parametrize(("engine", "layout"), [("llmcompressor", "compressed-tensors"), ("quark", "quark")])
 def test_a_library_that_is_not_installed_is_named_before_a_run(
     load: Load, monkeypatch: pytest.MonkeyPatch, engine: str, layout: str

@@ -17,6 +17,7 @@ import pytest
 
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import PlainReporter
+from pipeline.quantize.engines.algorithms import recorded_algorithms
 from pipeline.quantize.engines.libraries.job import LibraryJob, load_batches
 from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.quantize.inspection.inspect import inspect_checkpoint
@@ -131,6 +132,16 @@ def test_our_engine_runs_an_algorithm_on_the_same_data(opened: Open) -> None:
     }
     assert entry.record.result["gptq"]["cost"] < 0.9
     assert not (entry.path / "rounding").exists()
+
+
+def test_a_model_that_is_scaled_is_proven_by_what_was_seen_of_it(opened: Open) -> None:
+    outcome = run(opened("fp8", "stream", "algorithm: gptq, gptq: {scaling: true}", model="qwen3"), "inspect")
+    entry, proof = outcome.entry("quantize"), outcome.entry("inspect")
+    assert entry is not None and proof is not None  # noqa: PT018
+    assert proof.record.result["verdict"] == "PASS"
+    assert recorded_algorithms(open_checkpoint(entry.path / "checkpoint")) == ("awq", "gptq")
+    ranges, gains = (json.loads((entry.path / f"{name}.json").read_text()) for name in ("ranges", "gains"))
+    assert ranges.keys() == {f"{name}.input_scale" for name in gains if not name.endswith("o_proj")}
 
 
 def test_what_it_makes_becomes_the_entry(

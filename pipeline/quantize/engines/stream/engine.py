@@ -131,9 +131,7 @@ def write_checkpoint(
         )
         _forget_partial(destination)  # of attempts elsewhere that were taken for lost
         _write_companions(source, destination, with_code=with_code)
-        heads = {step.name for plan in plans for step in plan.steps if step.kernel is None} - source.tensors.keys()
-        own_head = any(f"{module}.weight" in heads for module in choice.kept)
-        _write_config(source, choice, destination, checkpoint_format, algorithms, own_head=own_head)
+        _write_config(source, choice, destination, checkpoint_format, algorithms)
         if plans[0].name != SINGLE_NAME or (source.folder / INDEX_NAME).is_file():
             _write_index(plans, destination)
     except OSError as error:
@@ -204,13 +202,7 @@ def _write_companions(source: Checkpoint, destination: Path, *, with_code: bool)
 
 
 def _write_config(
-    source: Checkpoint,
-    choice: Choice,
-    destination: Path,
-    checkpoint_format: str,
-    algorithms: Sequence[str],
-    *,
-    own_head: bool,
+    source: Checkpoint, choice: Choice, destination: Path, checkpoint_format: str, algorithms: Sequence[str]
 ) -> None:
     declared = layout(checkpoint_format).quantization_config(choice)
     if algorithms:
@@ -220,8 +212,6 @@ def _write_config(
         else:
             _write_whole(destination / RECIPE, text.encode())
     config: dict[str, Any] = {**source.config, "quantization_config": declared}
-    if own_head:
-        config["tie_word_embeddings"] = False
     _write_whole(destination / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 

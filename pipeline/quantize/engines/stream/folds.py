@@ -1,227 +1,209 @@
-"""Folds: changes of a model that leave its function the same and make it easier to quantize, at no cost when it runs.
+"""Folds: channels between two parts of a layer that can be multiplied in one and divided in the other.
 
-    anatomies, left = study(one, layers, tokens)                             # see `anatomy`
-    outside = require_turnable(one, layers, anatomies, tokens, stored)
-    turned = replace(one, weights=Turned(one, anatomies, outside))  # what it loads is turned
+    folds, left = study(one, layers, tokens)                 # of each layer, proven
+    folds[layer][0].scale(module, factors)                   # the layer computes what it did
 
-Rotation: the residual stream is turned by blocks of 32, the groups of an MX scale, with signs and a Hadamard matrix
-(R1), and so is each head's value (R2): an outlier is spread over its own group and over no other (arXiv 2511.04214
-says why one matrix for all channels does harm). What writes the stream is turned, what reads it turned back.
+What a norm puts out may have other sizes where all that reads it knows; so may what `up_proj` makes for `down_proj`.
+Which norm is read by what is asked of the model: a layer is run, and what enters a module in the memory that a norm has
+written to makes it a reader. Each fold is then made with random numbers, in float32, and the layer must compute the
+same: what does not is left out, and named. One layer of every kind is studied.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from calibration.calls import Call, record
+from calibration.measurement import Measurement, recording_cache
+from calibration.observers import Observation
 from calibration.replica import Replica
-from calibration.weights import Weights
-from pipeline.quantize.engines.stream.kernels import MX_GROUP
+from calibration.weights import held
+from pipeline.quantize.model.weights import place_of, stacks_experts
 
 if TYPE_CHECKING:
     import torch
 
-Change = Callable[["torch.Tensor"], "torch.Tensor"]
-"""Something that is done along the last dimension of a tensor in float32."""
+_TOLERANCE = 1e-4
+_TOKENS = 32
+_SHARE = 0.9  # of the tokens: some may be sent to another expert by a last bit
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight [..., O, I], or [..., I, O] where ``transposed``, and its bias [O], by their names below a layer."""
+    """A weight [..., O, I], or [..., I, O] where ``transposed``, by its name below a layer."""
 
     weight: str
-    bias: str | None = None
     transposed: bool = False
 
-    def inputs(self, root: Any, how: Change) -> None:
-        """Change it along its inputs."""
-        change(root, self.weight, (lambda w: how(w.mT).mT) if self.transposed else how)
-
-    def outputs(self, root: Any, how: Change) -> None:
-        """Change it along its outputs."""
-        change(root, self.weight, how if self.transposed else lambda w: how(w.mT).mT)
-        if self.bias is not None:
-            change(root, self.bias, how)
+    @property
+    def module(self) -> str:
+        """The module that it is the weight of; the parameter's own name in a stack of experts."""
+        return self.weight.removesuffix(".weight")
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """A norm that multiplies by its weight plus ``offset``, and what reads it."""
+class Fold:
+    """Channels that ``weight`` makes, with ``bias``, and ``readers`` take in; by names below a layer.
 
-    weight: str
-    offset: float
-    width: int
-    readers: tuple[Matrix, ...]
-
-    def gain(self, root: Any) -> torch.Tensor:
-        """What it multiplies by, float32."""
-        found: torch.Tensor = root.get_parameter(self.weight).detach().float() + self.offset
-        return found
-
-    def count(self, _root: Any) -> int:
-        """How many factors it can be scaled by."""
-        return self.width
-
-    def spread(self, factors: torch.Tensor) -> torch.Tensor:
-        """Factors of its outputs for the inputs of what reads it."""
-        return factors
-
-    def scale(self, root: Any, factors: torch.Tensor) -> None:
-        """Divide its output by ``factors``, and multiply them into what reads it."""
-        change(root, self.weight, lambda w: (w + self.offset) / factors - self.offset)
-        for reader in self.readers:
-            reader.inputs(root, lambda w: w * factors)
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two matrices between which each channel is on its own: ``first``'s outputs, and ``second``'s inputs.
-
-    ``beside`` has the same outputs and may be put in another order, but not multiplied. Each of ``repeats`` runs of
-    ``width`` outputs follows another in the inputs: heads of a value that several queries share.
+    ``weight`` is a norm's [C], to which ``offset`` is added before it multiplies, or a projection's [C, I]. ``place``
+    is the module that puts the channels out, or the only one that they enter where they are multiplied first; then
+    what follows is added to the residual stream.
     """
 
-    first: Matrix
-    second: Matrix
-    beside: Matrix | None
-    width: int
-    repeats: int
-
-    def count(self, root: Any) -> int:
-        """How many factors it can be scaled by."""
-        return len(root.get_parameter(self.first.weight))
-
-    def spread(self, factors: torch.Tensor) -> torch.Tensor:
-        """Factors of the outputs for the inputs."""
-        runs = factors.view(-1, 1, self.width).expand(-1, self.repeats, -1)
-        return runs.reshape(-1)
-
-    def scale(self, root: Any, factors: torch.Tensor) -> None:
-        """Divide the channels by ``factors``, and multiply them into what reads them."""
-        self.first.outputs(root, lambda w: w / factors)
-        self.second.inputs(root, lambda w: w * self.spread(factors))
-
-    def arrange(self, root: Any, order: torch.Tensor) -> None:
-        """Put the channels in an order, int64 [I]."""
-        for matrix in (self.first, self.beside):
-            if matrix is not None:
-                matrix.outputs(root, lambda w: w[..., order])
-        self.second.inputs(root, lambda w: w[..., order])
-
-    def turn(self, root: Any, turn: Change) -> None:
-        """Turn the channels by an orthogonal matrix within each head."""
-        self.first.outputs(root, turn)
-        self.second.inputs(root, turn)
-
-
-@dataclass(frozen=True, slots=True)
-class Anatomy:
-    """What a layer is made of: its norms, what writes the residual stream, and its pairs."""
-
-    width: int
-    norms: tuple[Norm, ...]
-    writers: tuple[Matrix, ...]
-    value: Pair | None
-    inner: tuple[Pair, ...]
-    unturnable: str | None = None
-
-    def turn(self, root: Any, turn: Change, heads: Change) -> None:
-        """Turn the residual stream, of whose width ``turn`` is, and the heads of the value."""
-        for norm in self.norms:
-            if norm.width == self.width:
-                gain = norm.gain(root)
-                for reader in norm.readers:
-                    reader.inputs(root, lambda w, gain=gain: turn(w * gain))  # type: ignore[misc]
-                change(root, norm.weight, lambda w, norm=norm: w.fill_(1 - norm.offset))  # type: ignore[misc]
-        for writer in self.writers:
-            writer.outputs(root, turn)
-        if self.value is not None and not self.value.width % MX_GROUP:
-            self.value.turn(root, heads)
+    weight: str
+    bias: str | None
+    offset: float
+    readers: tuple[Matrix, ...]
+    place: str
+    entering: bool
 
     @property
-    def touched(self) -> set[str]:
-        """Names of all parameters that a fold may change."""
-        matrices = [reader for norm in self.norms for reader in norm.readers] + list(self.writers)
-        pairs = [*self.inner, *([self.value] if self.value else [])]
-        matrices += [each for pair in pairs for each in (pair.first, pair.second, pair.beside) if each is not None]
-        names = {norm.weight for norm in self.norms} | {matrix.weight for matrix in matrices}
-        return names | {matrix.bias for matrix in matrices if matrix.bias is not None}
+    def names(self) -> set[str]:
+        """Parameters that it changes."""
+        return {self.weight, *((self.bias,) if self.bias else ()), *(reader.weight for reader in self.readers)}
+
+    def scale(self, root: Any, factors: torch.Tensor) -> None:
+        """Divide the channels of a layer by ``factors``, float32 [C], and multiply them into what reads them."""
+        _change(root, self.weight, lambda w: (w + self.offset) / factors.view(-1, *[1] * (w.ndim - 1)) - self.offset)
+        if self.bias is not None:
+            _change(root, self.bias, lambda b: b / factors)
+        for reader in self.readers:
+            _change(root, reader.weight, lambda w, at=reader: w * (factors.view(-1, 1) if at.transposed else factors))
 
 
-def hadamard(signs: torch.Tensor | None = None) -> Change:
-    """Multiply by signs, then each block of 32 by a Hadamard matrix over sqrt(32): orthogonal."""
-    import torch
-
-    block = torch.ones(1, 1)
-    while len(block) < MX_GROUP:
-        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-    block /= math.sqrt(MX_GROUP)
-
-    def turn(numbers: torch.Tensor) -> torch.Tensor:
-        signed = numbers if signs is None else numbers * signs.to(numbers.device)
-        return (signed.reshape(-1, MX_GROUP) @ block.to(numbers.device, numbers.dtype)).view(numbers.shape)
-
-    return turn
-
-
-def signs(width: int) -> torch.Tensor:
-    """Signs of a width: always the same ones, float32."""
-    import torch
-
-    return torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(width)).mul(2.0).sub(1.0)
-
-
-def change(root: Any, name: str, how: Change) -> None:
-    """Put another parameter in the place of one, computed in float32 and rounded to its dtype."""
+def _change(root: Any, name: str, how: Callable[..., torch.Tensor]) -> None:
     import torch
 
     path, _, last = name.rpartition(".")
     old = root.get_parameter(name).detach()
-    new = how(old.float()).to(old.dtype).contiguous()
-    setattr(root.get_submodule(path), last, torch.nn.Parameter(new, requires_grad=False))
+    setattr(root.get_submodule(path), last, torch.nn.Parameter(how(old.float()).to(old.dtype), requires_grad=False))
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """What lies before and behind the layers, by the model's own names."""
+def study(one: Replica, layers: Sequence[str], tokens: torch.Tensor) -> tuple[dict[str, tuple[Fold, ...]], list[str]]:
+    """The folds of each layer, and the names of what makes channels that cannot be scaled.
 
-    embedding: str
-    norm: Norm
+    ``tokens`` is int64 [batch, sequence], of which a few are run. Weights are loaded and let go of, a layer at a time.
+    """
+    inside = tuple(f"{name}." for name in layers)
+    outside = [name for name in one.body if not name.startswith(inside)]
+    one.weights.load(outside)
+    _, calls = next(record(one, list(layers), [tokens[:1, :_TOKENS]]))
+    one.weights.free(outside)
+    known: dict[str, tuple[tuple[Fold, ...], list[str]]] = {}
+    found: dict[str, tuple[Fold, ...]] = {}
+    left: list[str] = []
+    for name, call in zip(layers, calls, strict=True):
+        module = one.model.get_submodule(name)
+        kind = repr([(each, tuple(part.shape)) for each, part in module.named_parameters()]) + str(module)
+        if kind not in known:
+            weights = held(one.model, name)
+            one.weights.load(weights)
+            known[kind] = _Trial(one, module, call).folds()
+            one.weights.free(weights)
+        found[name], faults = known[kind]
+        left += [f"{name}.{fault}" for fault in faults]
+    return found, left
 
-    def turn(self, model: Any, loaded: Iterable[str], turn: Change) -> None:
-        """Turn what was loaded of it: the head with the norm before it, whose weights it takes over."""
-        loaded = set(loaded)
-        if self.embedding in loaded:
-            change(model, self.embedding, turn)
-        if self.norm.weight in loaded:
-            gain = self.norm.gain(model)
-            for head in self.norm.readers:
-                if head.weight in loaded:
-                    head.inputs(model, lambda w: turn(w * gain))
-            change(model, self.norm.weight, lambda w: w.fill_(1 - self.norm.offset))
 
-    @property
-    def names(self) -> list[str]:
-        """All of it."""
-        return [self.embedding, self.norm.weight, *(head.weight for head in self.norm.readers)]
+class _Trial:
+    """One layer in float32 and what it makes of random hidden states; other norms and biases than its own."""
 
+    def __init__(self, one: Replica, layer: Any, call: Call) -> None:
+        import torch
 
-class Turned(Weights):
-    """A model's weights that are turned as soon as they are loaded, by layers and outside of them."""
+        self._one, self._call = one, call
+        self._random = torch.Generator().manual_seed(0)
+        self._layer = copy.deepcopy(layer).float()
+        for parameter in self._layer.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.2 * self._drawn(*parameter.shape)
+        self._hidden = self._drawn(1, _TOKENS, int(one.model.config.get_text_config().hidden_size))
+        with torch.inference_mode():
+            self._sound = self._run(self._layer)
 
-    def __init__(self, one: Replica, anatomies: Mapping[str, Anatomy], outside: Outside) -> None:
-        vars(self).update(vars(one.weights))
-        self._whole, self._anatomies, self._outside = one.model, anatomies, outside
-        width = outside.norm.width
-        self._turn, self._heads = hadamard(signs(width)), hadamard()
+    def _drawn(self, *shape: int) -> torch.Tensor:
+        import torch
 
-    def load(self, wanted: Iterable[str]) -> None:
-        """Load as ever, and turn."""
-        wanted = list(wanted)
-        super().load(wanted)
-        self._outside.turn(self._whole, wanted, self._turn)
-        for name, anatomy in self._anatomies.items():
-            if any(each.startswith(f"{name}.") for each in wanted):
-                anatomy.turn(self._whole.get_submodule(name), self._turn, self._heads)
+        return torch.randn(*shape, generator=self._random).to(self._one.device)
+
+    def _run(self, layer: Any) -> torch.Tensor:
+        return self._call.run(layer, self._hidden, recording_cache(Measurement(Observation()), self._one.attention))
+
+    def folds(self) -> tuple[tuple[Fold, ...], list[str]]:
+        """Those that hold, and what makes the channels of the others."""
+        tried = [*self._of_norms(), *self._inner()]
+        good = tuple(fold for fold in tried if self._holds(fold))
+        return good, [fold.weight.removesuffix(".weight") for fold in tried if fold not in good]
+
+    def _holds(self, fold: Fold) -> bool:
+        import torch
+
+        changed = copy.deepcopy(self._layer)
+        with torch.inference_mode():
+            fold.scale(changed, self._drawn(len(changed.get_parameter(fold.weight))).exp())
+            error = (self._run(changed) - self._sound).norm(dim=-1) / self._sound.norm(dim=-1)
+            return bool(error.flatten().quantile(_SHARE) < _TOLERANCE)
+
+    def _of_norms(self) -> Iterator[Fold]:
+        import torch
+
+        made: dict[int, tuple[str, torch.Tensor]] = {}
+        readers: dict[str, dict[Matrix, None]] = {}
+        handles = []
+
+        def after(name: str) -> Any:
+            def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
+                made[output.data_ptr()] = name, output  # held, so that its memory is not given to another
+
+            return hook
+
+        def before(reading: Sequence[Matrix]) -> Any:
+            def hook(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+                entering = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+                if entering.data_ptr() in made:
+                    readers.setdefault(made[entering.data_ptr()][0], {}).update(dict.fromkeys(reading))
+
+            return hook
+
+        for name, module in self._layer.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if stacks_experts(module):
+                places = [place_of(module, name, 0, projection) for projection in ("gate_proj", "up_proj")]
+                reading = [Matrix(f"{name}.{place.parameter}", place.transposed) for place in places]
+                handles.append(module.register_forward_pre_hook(before(reading), with_kwargs=True))
+            elif list(own) == ["weight"] and own["weight"].ndim == 1:
+                handles.append(module.register_forward_hook(after(name)))
+            elif "weight" in own and own["weight"].ndim == 2:
+                handles.append(module.register_forward_pre_hook(before([Matrix(f"{name}.weight")]), with_kwargs=True))
+        with torch.inference_mode():
+            self._run(self._layer)
+            for handle in handles:
+                handle.remove()
+            for name, found in readers.items():
+                offset = self._offset(name)
+                if offset is not None:
+                    yield Fold(f"{name}.weight", None, offset, tuple(found), name, entering=False)
+
+    def _offset(self, name: str) -> float | None:
+        """What a norm adds to its weight before it multiplies by it; None where that is not what it does."""
+        module = copy.deepcopy(self._layer.get_submodule(name))
+        entering = self._drawn(3, len(module.weight))
+
+        def vanishes(weight: float) -> bool:
+            module.weight.data.fill_(weight)
+            return not bool(module(entering).any())
+
+        return next((offset for offset in (0.0, 1.0) if vanishes(-offset)), None)
+
+    def _inner(self) -> Iterator[Fold]:
+        import torch
+
+        for name, module in self._layer.named_modules():
+            up, down = (getattr(module, each, None) for each in ("up_proj", "down_proj"))
+            listed = "experts" in name.split(".")  # each sees tokens of its own, and few
+            if isinstance(up, torch.nn.Linear) and isinstance(down, torch.nn.Linear) and not listed:
+                bias, reader = None if up.bias is None else f"{name}.up_proj.bias", Matrix(f"{name}.down_proj.weight")
+                yield Fold(f"{name}.up_proj.weight", bias, 0.0, (reader,), f"{name}.down_proj", entering=True)

@@ -6,8 +6,8 @@ What is made of a layer lies in one file of the working folder, which is there w
 plans that it answers name it, and the rest of the engine takes rows from it in the place of a kernel's. Modules that no
 Hessian is measured for, stacked experts and what lies outside the layers, are left to their kernels, and named.
 
-Where the model is changed first, so that it is easier to quantize (`folds`), all that a change may reach is made here:
-norms, biases, embeddings and what stays in 16 bit as well, and experts, which are rounded to the nearest.
+Where channels are scaled first (`scaling`), all that the factors may reach is made here: norms, biases and what stays
+in 16 bit as well, and experts, which are rounded to the nearest.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from calibration.room import activations_for, measuring, need_of
 from calibration.sequential import Inputs, Look, Rounding, run_sequential
 from pipeline.base.errors import StageError
 from pipeline.base.schemes import scheme
-from pipeline.quantize.engines.stream.anatomy import require_turnable, study
-from pipeline.quantize.engines.stream.folds import Anatomy, Matrix, Turned
+from pipeline.quantize.engines.stream.folds import Fold, Matrix, study
 from pipeline.quantize.engines.stream.gptq import CARRIED, compensated, factored, gptq
 from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale, mxfp4
 from pipeline.quantize.engines.stream.plan import ShardPlan, Step
-from pipeline.quantize.engines.stream.scaling import Reader, fold_layer
+from pipeline.quantize.engines.stream.scaling import Reader, scale_layer
 from pipeline.quantize.engines.stream.shard import ERRORS, error_of
 from pipeline.quantize.formats.checkpoint import torch_dtype
 from pipeline.quantize.formats.layout import Choice
@@ -62,15 +61,15 @@ class Gain:
 class Rounded:
     """Plans whose steps name what was made, what was gained by module, and modules that are rounded to the nearest.
 
-    ``ranges`` are those of inputs that became others, by the names of their scales. ``unchanged`` names what could not
-    be scaled or turned.
+    ``ranges`` are those of inputs that became others, by the names of their scales. ``unscaled`` names what makes
+    channels that cannot be scaled.
     """
 
     plans: tuple[ShardPlan, ...]
     gains: Mapping[str, Gain]
     left: tuple[str, ...]
     ranges: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    unchanged: tuple[str, ...] = ()
+    unscaled: tuple[str, ...] = ()
 
 
 def round_layers(
@@ -95,7 +94,7 @@ def round_layers(
     ``advance`` is told samples, once a layer; after ``commit_seconds`` of work the run is made resumable.
 
     Raises `CalibrationError` where the model cannot be run layer by layer, `StageError` for weights that are not
-    finite, and for a model that cannot be changed as the parameters ask.
+    finite.
     """
     with measuring(folder):
         one = replica(folder, device, trust_remote_code=trust_remote_code)
@@ -105,15 +104,15 @@ def round_layers(
         made = work / _MADE
         made.mkdir(parents=True, exist_ok=True)
         layers = _Layers(one, plans, structure, choice, made, parameters, ranges)
-        unchanged = layers.study(batches[0]) if folds_of(parameters) else ()
+        unscaled = layers.study(batches[0]) if parameters.get("scaling") else ()
         run_sequential(
-            layers.replica,
+            one,
             batches,
             layers.roundings,
             layers.solve,
             activations_for([one], need, activation_bytes, work / _STATES),
             layers.facts,
-            fold=layers.fold if layers.looks else None,
+            fold=layers.fold if parameters.get("scaling") else None,
             beside=layers.strength > 0,
             advance=advance,
             commit_seconds=commit_seconds,
@@ -134,14 +133,8 @@ def round_layers(
         gains,
         tuple(sorted(choice.schemes.keys() - gains.keys())),
         found,
-        tuple(unchanged),
+        tuple(unscaled),
     )
-
-
-def folds_of(parameters: Mapping[str, float | int | bool]) -> tuple[str, ...]:
-    """The algorithms whose names say what is done to a model before it is rounded, as the table of them has them."""
-    scaled = parameters.get("scaling") or parameters.get("permutation")
-    return tuple(name for name, done in (("rotation", parameters.get("rotation")), ("awq", scaled)) if done)
 
 
 def _own_modules(one: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
@@ -225,64 +218,45 @@ class _Layers:
         parameters: Mapping[str, float | int | bool],
         ranges: Mapping[str, torch.Tensor],
     ) -> None:
-        self.replica, self._choice, self._folder, self._parameters = one, choice, folder, parameters
+        self._replica, self._choice, self._folder, self._parameters = one, choice, folder, parameters
         steps = [step for plan in plans for step in plan.steps]
         quantized = {step.name: step for step in steps if step.kernel is not None}
         own = _own_modules(one, {name: step for name, step in quantized.items() if step.kernel in CARRIED})
         self._steps = {own[name]: quantized[name] for name in own}
         self._names = layer_names(one.model, one.attention.values())
         self._members = list(_members(one, structure, steps))
-        self._unknown = sorted({step.name for step in steps} - {each.step.name for each in self._members})
         self._ranges, self._changed = dict(ranges), dict[str, float]()
         self.roundings = {name: self._served(step) for name, step in self._steps.items()}
         self.facts = [[name, choice.schemes[name], quantized[name].kernel] for name in sorted(own)] + [dict(parameters)]
-        self.anatomies: Mapping[str, Anatomy] = {}
+        self._folds: dict[str, tuple[Fold, ...]] = {}
         self._touched: set[str] = set()
         self._made = _Made()
         self.strength = float(parameters["compensation"])
 
     def study(self, batch: torch.Tensor) -> list[str]:
-        """Find out what can be changed, and turn what is loaded from now on; names what cannot be changed."""
-        one = self.replica
-        self.anatomies, left = study(one, self._names, batch, values=not self._choice.kv_cache)
-        self._touched = {f"{name}.{each}" for name, found in self.anatomies.items() for each in found.touched}
-        outside = None
-        if self._parameters.get("rotation"):
-            outside = require_turnable(one, self._names, self.anatomies, batch, self._unknown)
-            self._touched |= set(outside.names)
-        missing = self._touched - {member.parameter for member in self._members}
-        if missing and outside is None:
-            left = [*left, *sorted(missing)]
-            self.anatomies, self._touched = {}, set()
-        elif missing:
-            raise StageError(f"{min(missing)}: no tensor on the disk holds it as it is, so that it cannot be changed.")
-        if outside is not None:
-            self.replica = replace(one, weights=Turned(one, self.anatomies, outside))
-            self.replica.weights.load(outside.names)
-            copies = self._copies(each for each in self._members if each.parameter in outside.names)
-            self._save("outside", _Made(tensors=copies))
-            self.replica.weights.free(outside.names)
+        """Find out what can be scaled; names what makes channels that cannot."""
+        found, left = study(self._replica, self._names, batch)
+        stored = {member.parameter for member in self._members}
+        for name, folds in found.items():
+            touched = {fold: {f"{name}.{each}" for each in fold.names} for fold in folds}
+            # What several tensors on the disk become one of is not written back.
+            self._folds[name] = tuple(fold for fold in folds if touched[fold] <= stored)
+            left += [f"{name}.{fold.weight.removesuffix('.weight')}" for fold in folds if not touched[fold] <= stored]
+            self._touched |= set[str]().union(*(touched[fold] for fold in self._folds[name]))
         return left
 
-    @property
-    def looks(self) -> bool:
-        """Whether what enters modules must be seen before their layer is rounded."""
-        asked = any(self._parameters.get(each) for each in ("scaling", "permutation"))
-        return bool(self.anatomies) and (asked or any(name.endswith(".input_scale") for name in self._ranges))
-
     def fold(self, number: int, look: Look) -> None:
-        """Scale and order the channels of a layer, whose basis is turned already, and see what enters it now."""
+        """Scale the channels of a layer; inputs whose range was measured before get the one that they have now."""
         name = self._names[number]
 
         def reader(matrix: Matrix) -> Reader | None:
-            module = f"{name}.{matrix.weight}".removesuffix(".weight")
+            module = f"{name}.{matrix.module}"
             return self._reader(module) if module in self._steps else None
 
-        folded = fold_layer(self.replica.model, name, self.anatomies[name], look, reader, self._parameters)
-        for matrix, largest in folded:
-            for member in self._members:
-                scale = f"{member.step.name}.input_scale"
-                if member.parameter == f"{name}.{matrix.weight}" and scale in self._ranges:
+        for fold, largest in scale_layer(self._replica.model, name, self._folds[name], look, reader):
+            weights = {f"{name}.{each.weight}" for each in fold.readers}
+            for member in (each for each in self._members if each.parameter in weights):
+                if (scale := f"{member.step.name}.input_scale") in self._ranges:
                     self._ranges[scale] = largest.amax().reshape(1).cpu()
                     self._changed[scale] = float(self._ranges[scale])
         inside = {module: step for module, step in self._steps.items() if module.startswith(f"{name}.")}
@@ -296,7 +270,7 @@ class _Layers:
         step = self._steps[module]
         kernel, scheme_name = KERNELS[str(step.kernel)], self._choice.schemes[step.name]
         return Reader(
-            self.replica.model.get_submodule(module).weight.detach().float(),
+            self._replica.model.get_submodule(module).weight.detach().float(),
             lambda rows, largest: self._served(step, largest)(rows),
             lambda weight: dequantize(scheme_name, kernel.compute(weight, None)),
         )
@@ -308,7 +282,7 @@ class _Layers:
         for inputs in found:
             factor = cache(lambda kernel, hessian=inputs.hessian: self._factored(hessian, kernel))
             for name in inputs.modules:
-                step, weight = self._steps[name], self.replica.model.get_submodule(name).weight.detach()
+                step, weight = self._steps[name], self._replica.model.get_submodule(name).weight.detach()
                 kernel, target = str(step.kernel), None if inputs.gap is None else targets[name]
                 made = gptq(weight, factor(kernel), kernel, largest.get(step.name), target)
                 self._put(name, dequantize(self._choice.schemes[step.name], made.parts).to(weight.dtype))
@@ -328,7 +302,7 @@ class _Layers:
 
     def _target(self, name: str, inputs: Inputs) -> torch.Tensor:
         """What is stored of a weight, in its type, which its scales get from it."""
-        weight = self._finite(self._steps[name], self.replica.model.get_submodule(name).weight.detach())
+        weight = self._finite(self._steps[name], self._replica.model.get_submodule(name).weight.detach())
         if inputs.gap is None:
             return weight
         return compensated(weight, inputs.hessian, inputs.gap, inputs.owed, self.strength).to(weight.dtype)
@@ -338,7 +312,7 @@ class _Layers:
         return factored(hessian, kernel, dampening=dampening, ordered=ordered)
 
     def _weight(self, member: _Member) -> torch.Tensor:
-        return member.take(self.replica.model.get_parameter(member.parameter).detach()).contiguous()
+        return member.take(self._replica.model.get_parameter(member.parameter).detach()).contiguous()
 
     def _finite(self, step: Step, weight: torch.Tensor) -> torch.Tensor:
         if not bool(amax(weight).isfinite()):
@@ -348,7 +322,7 @@ class _Layers:
     def _put(self, name: str, weight: torch.Tensor) -> None:
         import torch
 
-        self.replica.model.get_submodule(name).weight = torch.nn.Parameter(weight, requires_grad=False)
+        self._replica.model.get_submodule(name).weight = torch.nn.Parameter(weight, requires_grad=False)
 
     def _copies(self, members: Iterable[_Member]) -> dict[str, torch.Tensor]:
         """What is stored of tensors that no kernel makes."""

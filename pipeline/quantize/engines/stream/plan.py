@@ -184,34 +184,21 @@ def is_deferred(tensor: StoredTensor) -> bool:
 
 
 def plan_shards(
-    source: Checkpoint,
-    structure: Structure,
-    choice: Choice,
-    checkpoint_format: str,
-    *,
-    shared_scales: bool = False,
-    own_head: bool = False,
+    source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str, *, shared_scales: bool = False
 ) -> tuple[ShardPlan, ...]:
     """Lay out every output file of a model.
 
     ``shared_scales`` gives the weights that vLLM loads as one (q, k, v; gate, up) one scale where a scale is per
-    tensor: the largest magnitude of them all decides. ``own_head`` gives a head that shares the embedding's tensor one
-    of its own, which is `made`. Raises `UserError` for a quantized module whose weight is not
+    tensor: the largest magnitude of them all decides. Raises `UserError` for a quantized module whose weight is not
     there as a matrix of numbers.
     """
-    layouter = _Layouter(source, structure, choice, checkpoint_format, shared_scales, own_head)
+    layouter = _Layouter(source, structure, choice, checkpoint_format, shared_scales)
     return tuple(plan for shard in source.shards if (plan := layouter.shard(shard)) is not None)
 
 
 class _Layouter:
     def __init__(
-        self,
-        source: Checkpoint,
-        structure: Structure,
-        choice: Choice,
-        checkpoint_format: str,
-        shared_scales: bool,
-        own_head: bool,
+        self, source: Checkpoint, structure: Structure, choice: Choice, checkpoint_format: str, shared_scales: bool
     ) -> None:
         self._source, self._structure, self._choice = source, structure, choice
         self._format = checkpoint_format
@@ -221,7 +208,6 @@ class _Layouter:
         for module, weight in structure.weights.items():
             self._consumers[weight.tensor].append(module)
         self._groups = self._shared() if shared_scales else {}
-        self._heads = tied_head(source, structure) if own_head else {}
 
     def shard(self, name: str) -> ShardPlan | None:
         """Lay out one file; None where all of it is decoded away."""
@@ -234,8 +220,7 @@ class _Layouter:
             if any(module in self._choice.schemes for module in modules):
                 steps += map(self._taken, modules)
             else:
-                origin = copied(self._source, info.name, self._structure.encoded)
-                steps += (self._carried(name, origin) for name in (info.name, *self._heads.get(info.name, ())))
+                steps.append(self._carried(info.name, copied(self._source, info.name, self._structure.encoded)))
             extra += self._kv_scales.get(info.name, ())
         if not steps:
             return None
@@ -278,15 +263,6 @@ class _Layouter:
             if KERNELS[kernel_name(scheme, self._format)].whole:
                 members[scale_group(module)][module] = origin_of(self._source, self._structure.weights[module])
         return {module: tuple(group.values()) for group in members.values() for module in group}
-
-
-def tied_head(source: Checkpoint, structure: Structure) -> dict[str, tuple[str, ...]]:
-    """The weight of a head that has no tensor of its own, by the embedding whose tensor it uses; nothing else."""
-    heads = tuple(f"{name}.weight" for name in structure.kept if f"{name}.weight" not in source.tensors)
-    vocabulary = text_config(source.config).get("vocab_size")
-    others = (info for _, info in source.tensors.values() if info.name.rpartition(".")[0] not in structure.kept)
-    embedding = next((info.name for info in others if len(info.shape) == 2 and info.shape[0] == vocabulary), None)
-    return {embedding: heads} if heads and embedding is not None else {}
 
 
 def _kv_scales(
