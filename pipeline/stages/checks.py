@@ -297,6 +297,12 @@ def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
     for path, found in lengths:
         if isinstance(longest, int) and found > longest:
             yield loaded.fault(path, f"found {found}, expected at most {longest}, the model's max_position_embeddings")
+    if quantization.algorithm == "gptq" and quantization.engine == "stream" and recipe.calibration is not None:
+        length = recipe.calibration.sequence_length
+        widest, name = max(((features, name) for name, features, _ in _widths(config)), default=(0, ""))
+        if (least := -(-widest // length)) > recipe.calibration.samples:
+            few = f"found {recipe.calibration.samples} of {length} tokens, expected at least {least}"
+            yield loaded.fault(("calibration", "samples"), f"{few}: a Hessian of {name} {widest} takes as many tokens")
     rank = config.get("kv_lora_rank")
     if quantization.kv_cache == "fp8" and rank is not None:
         yield loaded.fault(

@@ -183,6 +183,16 @@ def test_lengths_beyond_the_model(load: Load) -> None:
     ]
 
 
+def test_tokens_too_few_for_a_hessian(load: Load) -> None:
+    text = HEAD + "quantization: {scheme: ptpc_fp8, algorithm: gptq}\ncalibration: {set: tiny, samples: 6, "
+    model = config("Llama-3.1-8B-Instruct")
+    assert faults(load(text + "sequence_length: 2048}\n"), config=model) == [
+        "r.yaml:4:35: calibration.samples: found 6 of 2048 tokens, expected at least 7: "
+        "a Hessian of intermediate_size 14336 takes as many tokens"
+    ]
+    assert faults(load(text + "sequence_length: 4096}\n"), config=model) == []
+
+
 @pytest.mark.parametrize(
     ("changed", "gpus", "found"),
     [
