@@ -237,7 +237,7 @@ class Quantization(Section):
         least, most = min(sizes, key=lambda name: sizes[name]), max(sizes, key=lambda name: sizes[name])
         if self.bits < sizes[least]:
             raise wrong(f"at least {sizes[least]:g}, which everything in {least} needs", at="bits")
-        if self.bits > sizes[most]:
+        if self.bits > sizes[most] + 0.25:  # of scales per channel, which are counted in no scheme's own bits
             raise wrong(f"at most {sizes[most]:g}, with which everything is in {most}", at="bits")
         return self
 
