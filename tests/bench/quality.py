@@ -109,7 +109,8 @@ class Bench:
     def make(self, row: Mapping[str, Any], out: Path) -> dict[str, Any]:
         """Make a row's checkpoint: ``wall`` and ``cpu`` in seconds, ``rss`` in bytes; or ``why_not``."""
         child = [sys.executable, "-I", str(Path(__file__).with_name("child.py")), f"{out}.stdout", f"{out}.stderr"]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
         answer = subprocess.run(
             [*child, *self.command(row, out)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
         )
