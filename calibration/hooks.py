@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -191,14 +191,19 @@ def sentences(starved: Mapping[str, int], floor: int, *, most: int = 8) -> tuple
 _EXPERT = re.compile(r"((?:.+\.)?experts\.\d+)\..+")
 
 
-@contextmanager
-def watching(model: Any, part: str, measurement: Measurement) -> Iterator[None]:
+def watching(model: Any, part: str, measurement: Measurement) -> AbstractContextManager[None]:
     """Measure the inputs of every linear module below ``part`` ("" for all) but the output head."""
-    handles = list(_hooks(model, part, measurement))
+    return hooked(_hooks(model, part, measurement))
+
+
+@contextmanager
+def hooked(handles: Iterable[Any]) -> Iterator[None]:
+    """Have hooks for a while, by the handles that PyTorch gives for them."""
+    there = list(handles)
     try:
         yield
     finally:
-        for handle in handles:
+        for handle in there:
             handle.remove()
 
 

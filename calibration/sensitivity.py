@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibration.activations import storing, sync
 from calibration.calls import Call, layer_names, record
-from calibration.hooks import watching
+from calibration.hooks import hooked, watching
 from calibration.layers import digest_of
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
@@ -212,12 +212,10 @@ def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
 
         return after
 
-    handles = [model.get_submodule(name).register_forward_hook(hook(name), with_kwargs=True) for name in sorted(names)]
-    try:
+    with hooked(
+        model.get_submodule(name).register_forward_hook(hook(name), with_kwargs=True) for name in sorted(names)
+    ):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _of_predictions(

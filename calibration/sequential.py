@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibration.activations import STATE, Activations, committed_layers, state_file
 from calibration.calls import layer_names
+from calibration.hooks import hooked
 from calibration.layers import Clock, Part, digest_of
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
@@ -227,7 +228,7 @@ class _Part(Part):
             return hook
 
         hidden, _ = self._states(layer, number, activations)
-        with _hooked(model.get_submodule(each).register_forward_hook(after(each), with_kwargs=True) for each in linear):
+        with hooked(model.get_submodule(each).register_forward_hook(after(each), with_kwargs=True) for each in linear):
             out = self._run(layer, number, hidden)
         count = len(set(turns.values()))
         by_turn = [[each for each in linear if turns.get(_kind(each)) == turn] for turn in range(count)]
@@ -263,7 +264,7 @@ class _Part(Part):
 
         find = self.replica.model.get_submodule
         handles = [find(each).register_forward_pre_hook(before(each), with_kwargs=True) for each in inputs]
-        with _hooked([*handles, *(find(each).register_forward_hook(after(each)) for each in outputs)]):
+        with hooked([*handles, *(find(each).register_forward_hook(after(each)) for each in outputs)]):
             for number in self.numbers:
                 self._run(layer, number, self._states(layer, number, activations)[0])
         return {name: Seen(torch.cat(parts), largest[name]) for name, parts in rows.items()}
@@ -318,47 +319,47 @@ class _Sums:
                 known.owed.addmm_(scaled.t(), (states[0].float() - here.float()) * weight)
         self._found[name] = replace(known, tokens=known.tokens + len(rows))
 
-    @contextmanager
-    def watching_original(self, model: Any, hidden: torch.Tensor) -> Iterator[None]:
+    def watching_original(self, model: Any, hidden: torch.Tensor) -> AbstractContextManager[None]:
         """See what enters the turn's modules in the 16-bit model, and the hidden states around those that add."""
-        states, waited = [hidden], set(self._modules)
+        states = [hidden]
+
+        def see(name: str, entering: torch.Tensor, found: torch.Tensor) -> None:
+            if name in self._modules:
+                self._original[name] = entering.reshape(-1, entering.shape[-1])
+            if name in self._adding:
+                states.append(states[-1] + found)
+                if name in self._modules:
+                    before, now = (each.reshape(-1, each.shape[-1]) for each in states[-2:])
+                    self._states[name] = before, now
+
+        return self._until_seen(model, see)
+
+    def watching(self, model: Any, hidden: torch.Tensor) -> AbstractContextManager[None]:
+        """Follow what modules add to the hidden states of the model that is made."""
+        self._hidden = hidden
+
+        def see(name: str, _entering: torch.Tensor, found: torch.Tensor) -> None:
+            if name in self._adding and self._hidden is not None:
+                self._hidden = self._hidden + found
+
+        return self._until_seen(model, see)
+
+    def _until_seen(
+        self, model: Any, see: Callable[[str, torch.Tensor, torch.Tensor], None]
+    ) -> AbstractContextManager[None]:
+        """Show what the turn's modules, and those that add, take and make, until all of the turn were seen."""
+        waited = set(self._modules)
 
         def hook(name: str) -> Any:
             def after(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: torch.Tensor) -> None:
-                if name in self._modules:
-                    entering = args[0] if args else kwargs["input"]
-                    self._original[name] = entering.reshape(-1, entering.shape[-1])
-                if name in self._adding:
-                    states.append(states[-1] + found)
-                    if name in self._modules:
-                        before, now = (each.reshape(-1, each.shape[-1]) for each in states[-2:])
-                        self._states[name] = before, now
+                see(name, args[0] if args else kwargs["input"], found)
                 waited.discard(name)
                 if not waited:
                     raise _Enough
 
             return after
 
-        with _after(model, self._modules | self._adding, hook):
-            yield
-
-    @contextmanager
-    def watching(self, model: Any, hidden: torch.Tensor) -> Iterator[None]:
-        """Follow what modules add to the hidden states of the model that is made, until the turn's were seen."""
-        self._hidden, waited = hidden, set(self._modules)
-
-        def hook(name: str) -> Any:
-            def after(_module: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any], found: torch.Tensor) -> None:
-                if name in self._adding and self._hidden is not None:
-                    self._hidden = self._hidden + found
-                waited.discard(name)
-                if not waited:
-                    raise _Enough
-
-            return after
-
-        with _after(model, self._modules | self._adding, hook):
-            yield
+        return _after(model, self._modules | self._adding, hook)
 
     def end_batch(self) -> None:
         """Let go of what was seen of the batch."""
@@ -408,7 +409,7 @@ def _rounding(model: Any, roundings: Mapping[str, Rounding], sums: _Sums) -> Ite
 
         return before
 
-    with _hooked(
+    with hooked(
         model.get_submodule(name).register_forward_pre_hook(hook(name, how), with_kwargs=True)
         for name, how in roundings.items()
     ):
@@ -416,17 +417,7 @@ def _rounding(model: Any, roundings: Mapping[str, Rounding], sums: _Sums) -> Ite
 
 
 def _after(model: Any, names: Iterable[str], hook: Callable[[str], Any]) -> AbstractContextManager[None]:
-    return _hooked(model.get_submodule(name).register_forward_hook(hook(name), with_kwargs=True) for name in names)
-
-
-@contextmanager
-def _hooked(handles: Iterable[Any]) -> Iterator[None]:
-    there = list(handles)
-    try:
-        yield
-    finally:
-        for handle in there:
-            handle.remove()
+    return hooked(model.get_submodule(name).register_forward_hook(hook(name), with_kwargs=True) for name in names)
 
 
 @contextmanager

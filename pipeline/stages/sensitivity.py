@@ -256,8 +256,7 @@ class _Changes:
                     for key, parameter in list(owner.named_parameters(recurse=False)):
                         stack.callback(setattr, owner, key, parameter)
                         setattr(owner, key, torch.nn.Parameter(parameter.detach().clone(), requires_grad=False))
-                part = getattr(owner, place.parameter)[place.expert]
-                part = (part.t() if place.transposed else part)[slice(*place.rows)]
+                part = place.of(getattr(owner, place.parameter))
                 part.copy_(self._rounded(part.contiguous(), name))
                 rounds[site][place.parameter, place.expert] = rounded
             for site, each in rounds.items():

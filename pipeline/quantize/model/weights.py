@@ -153,6 +153,11 @@ class Place:
     rows: tuple[int, int]
     transposed: bool
 
+    def of(self, stack: torch.Tensor) -> torch.Tensor:
+        """The projection, [O, I], as a view of its stack."""
+        part = stack[self.expert]
+        return (part.t() if self.transposed else part)[slice(*self.rows)]
+
 
 def place_of(experts: Any, name: str, expert: int, projection: str) -> Place:
     """Where a module that stacks experts, called ``name`` in the model, holds a projection of one of them."""

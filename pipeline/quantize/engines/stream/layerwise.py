@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from pipeline.quantize.engines.stream.shard import ERRORS, error_of
 from pipeline.quantize.formats.checkpoint import torch_dtype
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.numbers import Error, dequantize
-from pipeline.quantize.model.weights import Place, Structure, place_of
+from pipeline.quantize.model.weights import Structure, place_of
 from pipeline.store.disk import fsync
 
 if TYPE_CHECKING:
@@ -177,18 +177,13 @@ def _members(one: Replica, structure: Structure, steps: Iterable[Step]) -> Itera
             name = own.rpartition(".")[0]
             place = place_of(modules[name], name, int(number), projection)
             whole = _whole(turned=source.transposed != place.transposed)
-            yield _Member(step, own, whole if step.name in stacks else partial(_part, place))
+            yield _Member(step, own, whole if step.name in stacks else place.of)
         elif own in parameters and tuple(parameters[own].shape) == step.origin.shape:
             yield _Member(step, own, _whole(turned=False))
 
 
 def _whole(turned: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     return (lambda whole: whole.mT) if turned else (lambda whole: whole)
-
-
-def _part(place: Place, stack: torch.Tensor) -> torch.Tensor:
-    part = stack[place.expert]
-    return (part.t() if place.transposed else part)[slice(*place.rows)]
 
 
 @dataclass(slots=True)
