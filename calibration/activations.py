@@ -8,14 +8,15 @@ A folder is committed by renaming it, when all that it holds has been synced. Wh
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from calibration.errors import CalibrationError
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _COMMITTED = re.compile(r"layer-(\d{5})")
-STATE = "state.json"
+_STATE, _TENSORS = "state.json", "ranges.safetensors"
 
 
 class Activations:
@@ -87,11 +88,10 @@ class Activations:
             shutil.rmtree(_partial(self.folder, self.layer), ignore_errors=True)
         self.layer += 1
 
-    def commit(self, save_state: Callable[[Path], None]) -> None:
-        """Make the states that enter the layer at hand a place to resume at.
+    def commit(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make the states that enter the layer at hand a place to resume at, with what else is known there."""
+        from safetensors.torch import save_file
 
-        ``save_state`` writes what else is to be known there into a folder, `STATE` among it.
-        """
         partial, committed = _partial(self.folder, self.layer), _committed(self.folder, self.layer)
         if committed.exists():
             return
@@ -99,7 +99,8 @@ class Activations:
             partial.mkdir(parents=True, exist_ok=True)
             for number, hidden in self._here.items():
                 _write(_file(partial, number), hidden)
-            save_state(partial)
+            (partial / _STATE).write_text(json.dumps(facts), encoding="utf-8")
+            save_file(dict(tensors), partial / _TENSORS)
             for path in (*partial.iterdir(), partial):
                 sync(path)
             partial.rename(committed)
@@ -116,9 +117,16 @@ def committed_layers(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
-def state_file(folder: Path, layer: int) -> Path:
-    """The state that was committed before a layer."""
-    return _committed(folder, layer) / STATE
+def last_commit(folder: Path, identity: str) -> tuple[int, Mapping[str, Any], Mapping[str, torch.Tensor]]:
+    """The layer to go on at, with the facts and tensors that were committed there; 0 where none have that identity."""
+    from safetensors.torch import load_file
+
+    for layer in committed_layers(folder):
+        path = _committed(folder, layer)
+        facts: Mapping[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if facts["identity"] == identity:
+            return layer, facts, load_file(path / _TENSORS)
+    return 0, {}, {}
 
 
 def _committed(folder: Path, layer: int) -> Path:
@@ -155,6 +163,17 @@ def storing(what: str, path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise CalibrationError(f"{path}: {what} cannot be kept there: {error}") from error
+
+
+def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file that is there when it is whole, and on the disk for good. Raises `OSError`."""
+    from safetensors.torch import save_file
+
+    partial = path.with_suffix(".partial")
+    save_file(dict(tensors), partial, metadata=dict(metadata))
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
 
 
 def sync(path: Path) -> None:

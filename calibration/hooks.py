@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -207,6 +207,21 @@ def hooked(handles: Iterable[Any]) -> Iterator[None]:
             handle.remove()
 
 
+def following(model: Any, names: Iterable[str], see: Callable[..., None]) -> AbstractContextManager[None]:
+    """Have ``see`` called after each of some modules: with its name, its arguments, those by name, and its result."""
+    return hooked(
+        model.get_submodule(name).register_forward_hook(
+            lambda _, args, kwargs, made, name=name: see(name, args, kwargs, made), with_kwargs=True
+        )
+        for name in names
+    )
+
+
+def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a module was called with first, by place or by name."""
+    return next(iter((*args, *kwargs.values())))
+
+
 def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
     import torch
 
@@ -236,4 +251,4 @@ def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
 def _take_input(
     measurement: Measurement, name: str, expert: str | None, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    measurement.input(name, args[0] if args else kwargs["input"], expert=expert)
+    measurement.input(name, entering(args, kwargs), expert=expert)

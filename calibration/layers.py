@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibration.activations import STATE, Activations, committed_layers, state_file
+from calibration.activations import Activations, last_commit
 from calibration.calls import Call, layer_names, record
 from calibration.hooks import watching
 from calibration.measurement import Key, Measurement, merged, recording_cache
@@ -29,8 +27,6 @@ from calibration.weights import held
 if TYPE_CHECKING:
     import torch
 
-_RANGES = "ranges.safetensors"
-
 
 @dataclass(slots=True)
 class Found:
@@ -39,6 +35,18 @@ class Found:
     magnitudes: dict[Key, torch.Tensor] = field(default_factory=dict)
     starved: dict[str, int] = field(default_factory=dict)
     routed_only: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Found:
+        """What `state` gave, which may be nothing."""
+        keys = {key: key.rpartition(".") for key in tensors}
+        magnitudes: dict[Any, torch.Tensor] = {(kind, name): tensors[key] for key, (name, _, kind) in keys.items()}
+        return cls(magnitudes, dict(facts.get("starved", {})), set(facts.get("routed_only", ())))
+
+    def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """All of it as plain facts and tensors."""
+        tensors = {f"{name}.{kind}": amax.clone() for (kind, name), amax in self.magnitudes.items()}
+        return {"starved": self.starved, "routed_only": sorted(self.routed_only)}, tensors
 
     def add(self, measured: Measurement) -> dict[Key, torch.Tensor]:
         """Take what follows from a measurement of all batches; returns its magnitudes."""
@@ -72,34 +80,58 @@ def run_layers(
     """
     layers = layer_names(replicas[0].model, replicas[0].attention.values())
     identity = digest_of([asdict(observation), sorted(replicas[0].owned.items())], batches)
-    start, found = _resume(activations.folder, identity)
+    start, facts, tensors = last_commit(activations.folder, identity)
     parts = [Part(replica, layers, range(turn, len(batches), len(replicas))) for turn, replica in enumerate(replicas)]
+    found = Found.of(facts, tensors)
+
+    def work(number: int) -> None:
+        measured = merged(_all(parts, lambda part: part.run(number, observation, activations, advance)))
+        if kept is None:
+            require_sound(replicas[0], found.add(measured), f"{layers[number]}.")
+        else:
+            kept(number, measured)
+
+    walk(parts, batches, activations, (start, identity), work, found.state, advance, commit_seconds)
+    return found
+
+
+def walk(
+    parts: Sequence[Part],
+    batches: Sequence[torch.Tensor],
+    activations: Activations,
+    since: tuple[int, str],
+    work: Callable[[int], None],
+    state: Callable[[], tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]],
+    advance: Callable[[int], None],
+    commit_seconds: float,
+) -> None:
+    """Go through the layers, from the one of `last_commit` and its identity on: ``work`` is called with each number.
+
+    ``state`` is what is committed beside the hidden states, ``commit_seconds`` of work after the last time.
+    """
+    start, identity = since
     if start:
         activations.resume(start, len(batches))
     else:
         activations.start()
-    samples = sum(batch.shape[0] for batch in batches)
-    clock = Clock(commit_seconds)
-    with ThreadPoolExecutor(len(parts)) as pool:
-        try:
-            _all(pool, parts, lambda part: part.record(batches, activations, keep=not start))
-            if not start:
-                activations.advance()  # what the embedding part made enters the first layer
-            advance(samples * start)
-            common: dict[str, Any] = {"observation": observation, "activations": activations, "advance": advance}
-            for number in range(start, len(layers)):
-                measured = _all(pool, parts, partial(Part.run, layer=number, **common))
-                if kept is None:
-                    require_sound(replicas[0], found.add(merged(measured)), f"{layers[number]}.")
-                else:
-                    kept(number, merged(measured))
-                activations.advance()
-                if number + 1 < len(layers) and clock.is_due():
-                    clock.run(lambda: activations.commit(lambda folder: _save(folder, identity, found)))
-        finally:
-            for part in parts:
-                part.close()
-    return found
+    committed, took = time.monotonic(), 0.0
+    try:
+        _all(parts, lambda part: part.record(batches, activations, keep=not start))
+        if not start:
+            activations.advance()  # what the embedding part made enters the first layer
+        advance(start * sum(batch.shape[0] for batch in batches))
+        for number in range(start, count := len(parts[0].layers)):
+            work(number)
+            activations.advance()
+            began = time.monotonic()
+            if number + 1 < count and began - committed >= (commit_seconds and max(commit_seconds, 9 * took)):
+                facts, tensors = state()
+                activations.commit({"identity": identity, **facts}, tensors)
+                committed = time.monotonic()
+                took = committed - began
+    finally:
+        for part in parts:
+            part.close()
 
 
 class Part:
@@ -113,16 +145,12 @@ class Part:
 
     def record(self, batches: Sequence[torch.Tensor], activations: Activations, *, keep: bool) -> None:
         """Learn how the layers are called, and ``keep`` what enters the first one."""
-        replica = self.replica
-        inside = tuple(f"{name}." for name in self.layers)
-        outside = [name for name in replica.body if not name.startswith(inside)]
-        replica.weights.load(outside)
-        recorded = record(replica, self.layers, (batches[number] for number in self.numbers))
-        for number, (hidden, calls) in zip(self.numbers, recorded, strict=True):
-            self.calls[number] = calls
-            if keep:
-                activations.put(number, hidden)
-        replica.weights.free(outside)
+        with self.replica.around(self.layers):
+            recorded = record(self.replica, self.layers, (batches[number] for number in self.numbers))
+            for number, (hidden, calls) in zip(self.numbers, recorded, strict=True):
+                self.calls[number] = calls
+                if keep:
+                    activations.put(number, hidden)
 
     def enter(self, layer: int) -> Any:
         """A layer with its weights; those of the next one are read from now on."""
@@ -162,11 +190,12 @@ class Part:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
 
-def _all(pool: ThreadPoolExecutor, parts: Sequence[Part], work: Callable[[Part], Any]) -> list[Any]:
+def _all(parts: Sequence[Part], work: Callable[[Part], Any]) -> list[Any]:
     if len(parts) == 1:  # in this thread, whose memory the C library gives back
         return [work(parts[0])]
     # All are waited for, so that none still works when the first fault is reported.
-    running = [pool.submit(work, part) for part in parts]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        running = [pool.submit(work, part) for part in parts]
     faults = [fault for one in running if (fault := one.exception()) is not None]
     if faults:
         raise faults[0]
@@ -180,46 +209,3 @@ def digest_of(facts: Any, batches: Sequence[torch.Tensor]) -> str:
         digest.update(f"{list(batch.shape)}".encode())
         digest.update(batch.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _save(folder: Path, identity: str, found: Found) -> None:
-    from safetensors.torch import save_file
-
-    save_file({f"{name}.{kind}": amax.clone() for (kind, name), amax in found.magnitudes.items()}, folder / _RANGES)
-    facts = {"identity": identity, "starved": found.starved, "routed_only": sorted(found.routed_only)}
-    (folder / STATE).write_text(json.dumps(facts), encoding="utf-8")
-
-
-def _resume(folder: Path, identity: str) -> tuple[int, Found]:
-    """The layer to go on at, and what is known until there; 0 where nothing of this run is there."""
-    from safetensors.torch import load_file
-
-    for layer in committed_layers(folder):
-        path = state_file(folder, layer)
-        facts: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if facts["identity"] != identity:
-            continue
-        found = Found(starved=facts["starved"], routed_only=set(facts["routed_only"]))
-        for key, amax in load_file(path.with_name(_RANGES)).items():
-            name, _, kind = key.rpartition(".")
-            found.magnitudes[kind, name] = amax
-        return layer, found
-    return 0, Found()
-
-
-class Clock:
-    """When the next commit is due, by the work since the last one and by what that one took."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._since, self._took = seconds, time.monotonic(), 0.0
-
-    def is_due(self) -> bool:
-        """Whether it is time."""
-        return time.monotonic() - self._since >= (self._seconds and max(self._seconds, 9 * self._took))
-
-    def run(self, commit: Callable[[], None]) -> None:
-        """Commit, and begin anew."""
-        began = time.monotonic()
-        commit()
-        self._since = time.monotonic()
-        self._took = self._since - began

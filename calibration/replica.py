@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ class Replica:
     def nbytes(self) -> int:
         """Bytes of `body` on a device."""
         return nbytes(self.model, self.body)
+
+    @contextmanager
+    def around(self, layers: Iterable[str], *more: str) -> Iterator[None]:
+        """Have the weights of `body`, and ``more``, that lie outside of the layers, for a while."""
+        inside = tuple(f"{name}." for name in layers)
+        outside = [name for name in (*self.body, *more) if not name.startswith(inside)]
+        self.weights.load(outside)
+        try:
+            yield
+        finally:
+            self.weights.free(outside)
 
 
 def replica(folder: Path, device: str, *, trust_remote_code: bool = False) -> Replica:

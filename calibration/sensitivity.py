@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibration.activations import storing, sync
+from calibration.activations import save_whole, storing
 from calibration.calls import Call, layer_names, record
-from calibration.hooks import hooked, watching
+from calibration.hooks import following, watching
 from calibration.layers import digest_of
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
@@ -74,29 +74,25 @@ def measure(
     batches = [sample.unsqueeze(0) for sample in samples]
     identity = digest_of([facts, sorted(replica.owned.items())], batches)
     kept = _Kept(work, identity)
-    inside = tuple(f"{name}." for name in layers)
     head = next(
         name for name, module in replica.model.named_modules() if module is replica.model.get_output_embeddings()
     )
-    outside = [name for name in [*replica.body, *held(replica.model, head)] if not name.startswith(inside)]
-    replica.weights.load(outside)
-    recorded = list(record(replica, layers, batches))
-    calls = _wide([call for _, call in recorded])
-    sweep = _Sweep(replica, layers, calls)
-    back = kept.first("gradient", range(len(layers) + 1))
-    if back is None:
-        start = kept.last("states", range(len(layers) + 1))
-        if start is None:
-            kept.write("states", start := 0, [hidden for hidden, _ in recorded])
-        advance(start * len(samples))
-        for number in range(start, len(layers)):
-            kept.write("states", number + 1, *sweep.through(number, kept.read("states", number)))
-            advance(len(samples))
-        back = len(layers)
-        kept.write("gradient", back, _of_predictions(replica, layers, batches, kept.read("states", back)))
-    else:
-        advance((2 * len(layers) - back) * len(samples))
-    replica.weights.free(outside)
+    with replica.around(layers, *held(replica.model, head)):
+        recorded = list(record(replica, layers, batches))
+        sweep = _Sweep(replica, layers, _wide([call for _, call in recorded]))
+        back = kept.first("gradient", range(len(layers) + 1))
+        if back is None:
+            start = kept.first("states", reversed(range(len(layers) + 1)))
+            if start is None:
+                kept.write("states", start := 0, [hidden for hidden, _ in recorded])
+            advance(start * len(samples))
+            for number in range(start, len(layers)):
+                kept.write("states", number + 1, *sweep.through(number, kept.read("states", number)))
+                advance(len(samples))
+            back = len(layers)
+            kept.write("gradient", back, _of_predictions(replica, layers, batches, kept.read("states", back)))
+        else:
+            advance((2 * len(layers) - back) * len(samples))
     for number in reversed(range(back)):
         largest = {name: torch.tensor(value) for name, value in kept.facts("states", number + 1).items()}
         states, gradient = kept.read("states", number), kept.read("gradient", number + 1)
@@ -206,15 +202,10 @@ def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
     def plain(value: Any) -> Any:
         return value.detach() if isinstance(value, torch.Tensor) else value
 
-    def hook(name: str) -> Any:
-        def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
-            found[name] = _Call(tuple(map(plain, args)), {key: plain(value) for key, value in kwargs.items()}, out)
+    def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
+        found[name] = _Call(tuple(map(plain, args)), {key: plain(value) for key, value in kwargs.items()}, out)
 
-        return after
-
-    with hooked(
-        model.get_submodule(name).register_forward_hook(hook(name), with_kwargs=True) for name in sorted(names)
-    ):
+    with following(model, sorted(names), see):
         yield found
 
 
@@ -281,16 +272,10 @@ class _Kept:
                     path.unlink()
 
     def write(self, kind: str, number: int, tensors: Sequence[torch.Tensor], facts: Any = None) -> None:
-        from safetensors.torch import save_file
-
         path = self._path(kind, number)
         with storing("the hidden states", path):
             named = {f"{index:05}": tensor.float().cpu().contiguous() for index, tensor in enumerate(tensors)}
-            metadata = {"identity": self._identity, "facts": json.dumps(facts)}
-            save_file(named, partial := path.with_suffix(".partial"), metadata=metadata)
-            sync(partial)
-            partial.replace(path)
-            sync(self._folder)
+            save_whole(path, named, {"identity": self._identity, "facts": json.dumps(facts)})
 
     def read(self, kind: str, number: int) -> list[torch.Tensor]:
         from safetensors.torch import load_file
@@ -307,9 +292,6 @@ class _Kept:
 
     def first(self, kind: str, numbers: Iterable[int]) -> int | None:
         return next((number for number in numbers if self._path(kind, number).is_file()), None)
-
-    def last(self, kind: str, numbers: range) -> int | None:
-        return self.first(kind, reversed(numbers))
 
     def _path(self, kind: str, number: int) -> Path:
         return self._folder / f"{kind}-{number:05}.safetensors"

@@ -12,18 +12,16 @@ summed too, with what its hidden states have more before a module adds to them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibration.activations import STATE, Activations, committed_layers, state_file
+from calibration.activations import Activations, last_commit
 from calibration.calls import layer_names
-from calibration.hooks import hooked
-from calibration.layers import Clock, Part, digest_of
+from calibration.hooks import entering, following, hooked
+from calibration.layers import Part, digest_of, walk
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
 from calibration.replica import Replica
@@ -110,33 +108,13 @@ def run_sequential(
     """
     layers = layer_names(replica.model, replica.attention.values())
     identity = digest_of([facts, sorted(replica.owned.items())], batches)
-    start = next((each for each in committed_layers(activations.folder) if _is_of(activations, each, identity)), 0)
-    part, clock = _Part(replica, layers, range(len(batches)), beside=beside), Clock(commit_seconds)
-    if start:
-        activations.resume(start, len(batches))
-    else:
-        activations.start()
-    try:
-        part.record(batches, activations, keep=not start)
-        if not start:
-            activations.advance()
-        advance(start * sum(batch.shape[0] for batch in batches))
-        for number in range(start, len(layers)):
-            part.renew(number, roundings, fold, solve, activations, advance)
-            activations.advance()
-            if number + 1 < len(layers) and clock.is_due():
-                clock.run(lambda: activations.commit(lambda folder: _save(folder, identity)))
-    finally:
-        part.close()
+    start, *_ = last_commit(activations.folder, identity)
+    part = _Part(replica, layers, range(len(batches)), beside=beside)
 
+    def work(number: int) -> None:
+        part.renew(number, roundings, fold, solve, activations, advance)
 
-def _save(folder: Path, identity: str) -> None:
-    (folder / STATE).write_text(json.dumps({"identity": identity}), encoding="utf-8")
-
-
-def _is_of(activations: Activations, layer: int, identity: str) -> bool:
-    facts: Mapping[str, Any] = json.loads(state_file(activations.folder, layer).read_text(encoding="utf-8"))
-    return bool(facts["identity"] == identity)
+    walk([part], batches, activations, (start, identity), work, lambda: ({}, {}), advance, commit_seconds)
 
 
 class _Part(Part):
@@ -215,20 +193,17 @@ class _Part(Part):
         last: list[Any] = [None]
         made: dict[str, torch.Tensor] = {}
 
-        def after(name: str) -> Any:
-            def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: torch.Tensor) -> None:
-                entering = args[0] if args else kwargs["input"]
-                if _kind(name) not in turns:
-                    same = last[0] is not None and entering is last[0][0]
-                    turns[_kind(name)] = last[0][1] if same else len(set(turns.values()))
-                last[0] = entering, turns[_kind(name)]
-                if found.shape == hidden.shape:
-                    made[name] = found
-
-            return hook
+        def see(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: torch.Tensor) -> None:
+            came = entering(args, kwargs)
+            if _kind(name) not in turns:
+                same = last[0] is not None and came is last[0][0]
+                turns[_kind(name)] = last[0][1] if same else len(set(turns.values()))
+            last[0] = came, turns[_kind(name)]
+            if found.shape == hidden.shape:
+                made[name] = found
 
         hidden, _ = self._states(layer, number, activations)
-        with hooked(model.get_submodule(each).register_forward_hook(after(each), with_kwargs=True) for each in linear):
+        with following(model, linear, see):
             out = self._run(layer, number, hidden)
         count = len(set(turns.values()))
         by_turn = [[each for each in linear if turns.get(_kind(each)) == turn] for turn in range(count)]
@@ -256,15 +231,11 @@ class _Part(Part):
             here = flat.abs().amax(dim=0).float()
             largest[name] = here.maximum(largest[name]) if name in largest else here
 
-        def before(name: str) -> Any:
-            return lambda _, args, kwargs: take(name, args[0] if args else kwargs["input"])
-
-        def after(name: str) -> Any:
-            return lambda _module, _args, found: take(name, found)
-
-        find = self.replica.model.get_submodule
-        handles = [find(each).register_forward_pre_hook(before(each), with_kwargs=True) for each in inputs]
-        with hooked([*handles, *(find(each).register_forward_hook(after(each)) for each in outputs)]):
+        model = self.replica.model
+        with (
+            following(model, inputs, lambda name, args, kwargs, _: take(name, entering(args, kwargs))),
+            following(model, outputs, lambda name, _args, _kwargs, found: take(name, found)),
+        ):
             for number in self.numbers:
                 self._run(layer, number, self._states(layer, number, activations)[0])
         return {name: Seen(torch.cat(parts), largest[name]) for name, parts in rows.items()}
@@ -350,16 +321,13 @@ class _Sums:
         """Show what the turn's modules, and those that add, take and make, until all of the turn were seen."""
         waited = set(self._modules)
 
-        def hook(name: str) -> Any:
-            def after(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: torch.Tensor) -> None:
-                see(name, args[0] if args else kwargs["input"], found)
-                waited.discard(name)
-                if not waited:
-                    raise _Enough
+        def after(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: torch.Tensor) -> None:
+            see(name, entering(args, kwargs), found)
+            waited.discard(name)
+            if not waited:
+                raise _Enough
 
-            return after
-
-        return _after(model, self._modules | self._adding, hook)
+        return following(model, self._modules | self._adding, after)
 
     def end_batch(self) -> None:
         """Let go of what was seen of the batch."""
@@ -414,10 +382,6 @@ def _rounding(model: Any, roundings: Mapping[str, Rounding], sums: _Sums) -> Ite
         for name, how in roundings.items()
     ):
         yield
-
-
-def _after(model: Any, names: Iterable[str], hook: Callable[[str], Any]) -> AbstractContextManager[None]:
-    return hooked(model.get_submodule(name).register_forward_hook(hook(name), with_kwargs=True) for name in names)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from calibration.activations import committed_layers, storing, sync
+from calibration.activations import committed_layers, save_whole, storing, sync
 from calibration.calls import layer_names
 from calibration.errors import CalibrationError
 from calibration.layers import Found, digest_of, run_layers
@@ -147,7 +147,7 @@ def measure_share(order: Order, share: Share, device: str, attempt: str) -> None
             measurement = Measurement(order.observation)
             one = _loaded(order.folder, device, order.trust_remote_code)
             run_resident(one, batches, measurement, lambda _: None)
-            keep(measurement, own / _WHOLE)
+            keep(measurement, own / f"{_WHOLE}.safetensors")
         else:
             _by_layers(order, batches, device, own)
         sync(own)
@@ -165,14 +165,14 @@ def joined(order: Order, shares: Sequence[Share]) -> Found:
 
     Raises `CalibrationError` where one of them cannot be seen or read.
     """
-    stems = [sorted(path.with_suffix("") for path in _final(order, share).glob("*.json")) for share in shares]
-    for share, own in zip(shares, stems, strict=True):
+    files = [sorted(_final(order, share).glob("*.safetensors")) for share in shares]
+    for share, own in zip(shares, files, strict=True):
         if not own:
             raise CalibrationError(f"{_final(order, share)} was measured elsewhere, and cannot be seen here")
     # Shares of an earlier attempt may have been measured in the other mode: then all meet at once.
-    alike = len({tuple(stem.name for stem in own) for own in stems}) == 1
+    alike = len({tuple(path.name for path in own) for own in files}) == 1
     found = Found()
-    for parts in zip(*stems, strict=True) if alike else [[stem for own in stems for stem in own]]:
+    for parts in zip(*files, strict=True) if alike else [[path for own in files for path in own]]:
         found.add(merged(recall(part, order.observation) for part in parts))
     return found
 
@@ -181,10 +181,9 @@ def _by_layers(order: Order, batches: Sequence[torch.Tensor], device: str, own: 
     one = replica(order.folder, device, trust_remote_code=order.trust_remote_code)
     need, _ = need_of(one, batches)
     activations = activations_for([one], need, order.activation_bytes, own / _LAYERS)
-    run_layers([one], batches, order.observation, activations, kept=lambda layer, seen: keep(seen, own / f"{layer:05}"))
-    if not all(
-        (own / f"{layer:05}.json").is_file() for layer in range(len(layer_names(one.model, one.attention.values())))
-    ):
+    files = [own / f"{layer:05}.safetensors" for layer in range(len(layer_names(one.model, one.attention.values())))]
+    run_layers([one], batches, order.observation, activations, kept=lambda layer, seen: keep(seen, files[layer]))
+    if not all(path.is_file() for path in files):
         raise CalibrationError(f"{own}: another attempt has taken over this share")
     shutil.rmtree(own / _LAYERS, ignore_errors=True)
 
@@ -214,7 +213,7 @@ def _come_to(attempt: Path) -> int:
 
     One that lost its folder and works on makes another, which lacks what it saw of the layers before.
     """
-    kept = {path.stem for path in attempt.glob("*.json")}
+    kept = {path.stem for path in attempt.glob("*.safetensors")}
     committed = committed_layers(attempt / _LAYERS)
     return next((layer for layer in committed if kept.issuperset(f"{each:05}" for each in range(layer))), 0)
 
@@ -232,59 +231,43 @@ def _split_of(path: Path, identity: str) -> Sequence[Sequence[int]] | None:
         return None
 
 
-def keep(measurement: Measurement, stem: Path) -> None:
-    """Write ``STEM.safetensors`` and, last, ``STEM.json``, both of which are on the disk for good then.
-
-    Raises `CalibrationError` where they cannot be written.
-    """
-    from safetensors.torch import save_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[int, str] = {}  # modules with one input have one summary
-
-    def entries(table: Mapping[Any, Summary]) -> list[list[str]]:
-        found = []
-        for (kind, name), summary in table.items():
-            number = numbers.setdefault(id(summary), str(len(numbers)))
-            if f"{number}.total" not in tensors and f"{number}.at" not in tensors:
-                tensors.update(_packed(number, summary.total.cpu()))
-            found.append([kind, name, number, str(summary.dtype).removeprefix("torch.")])
-        return found
-
-    facts = {
-        "summaries": entries(measurement.summaries),
-        "every": entries(measurement.every),
+def keep(measurement: Measurement, path: Path) -> None:
+    """Write a safetensors file that is on the disk for good then; `CalibrationError` where it cannot be."""
+    tables = {"summaries": measurement.summaries, "every": measurement.every}
+    # Modules with one input have one summary.
+    known = {id(summary): summary for table in tables.values() for summary in table.values()}
+    number = {key: f"{index}" for index, key in enumerate(known)}
+    facts: dict[str, Any] = {
+        name: [[*key, number[id(summary)], f"{summary.dtype}", summary.total.shape] for key, summary in table.items()]
+        for name, table in tables.items()
+    }
+    facts |= {
         "order": [list(key) for key in measurement.order],
         "expert_of": [[*key, expert] for key, expert in measurement.expert_of.items()],
         "tokens": measurement.tokens,
         "routed_only": sorted(measurement.routed_only),
     }
-    with _kept(stem):
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, stem.with_suffix(".safetensors"))
-        sync(stem.with_suffix(".safetensors"))
-        partial = stem.with_suffix(".partial")
-        partial.write_text(json.dumps(facts), encoding="utf-8")
-        sync(partial)
-        partial.replace(stem.with_suffix(".json"))
-        sync(stem.parent)
+    with _kept(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {number[key]: _packed(summary.total.cpu()) for key, summary in known.items()}
+        save_whole(path, tensors, {"facts": json.dumps(facts)})
 
 
-def recall(stem: Path, observation: Observation) -> Measurement:
+def recall(path: Path, observation: Observation) -> Measurement:
     """Read what `keep` wrote; ``observation`` is what it was measured with.
 
-    Raises `CalibrationError` for files that are not there or hold anything else.
+    Raises `CalibrationError` for a file that is not there or holds anything else.
     """
     import torch
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     found = Measurement(observation)
-    with _kept(stem):
-        facts: dict[str, Any] = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
-        stored = load_file(stem.with_suffix(".safetensors"))
+    with _kept(path), safe_open(path, framework="pt") as stored:
+        facts: dict[str, Any] = json.loads(stored.metadata()["facts"])
         for table, entries in ((found.summaries, facts["summaries"]), (found.every, facts["every"])):
-            for kind, name, number, dtype in entries:
-                table[kind, name] = Summary(_unpacked(number, stored), getattr(torch, dtype))
+            for kind, name, number, dtype, shape in entries:
+                total = _unpacked(stored.get_tensor(number), shape)
+                table[kind, name] = Summary(total, getattr(torch, dtype.removeprefix("torch.")))
         found.order.update(((kind, name), None) for kind, name in facts["order"])
         found.expert_of.update(((kind, name), expert) for kind, name, expert in facts["expert_of"])
         found.tokens.update(facts["tokens"])
@@ -292,34 +275,28 @@ def recall(stem: Path, observation: Observation) -> Measurement:
     return found
 
 
-def _packed(number: str, total: torch.Tensor) -> dict[str, torch.Tensor]:
+def _packed(total: torch.Tensor) -> torch.Tensor:
+    """A magnitude as it is; of counts, which are mostly zero, the places of the others with what is there."""
     import torch
 
     if total.is_floating_point():
-        return {f"{number}.total": total.clone()}
-    flat = total.flatten()
-    seen = flat.nonzero().squeeze(1)
-    return {
-        f"{number}.at": seen,
-        f"{number}.count": flat[seen],
-        f"{number}.shape": torch.tensor(total.shape, dtype=torch.int64),
-    }
+        return total.clone()
+    seen = total.nonzero()
+    return torch.cat((seen, total[tuple(seen.t())].unsqueeze(1)), dim=1)
 
 
-def _unpacked(number: str, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    import torch
-
-    if f"{number}.total" in stored:
-        return stored[f"{number}.total"]
-    whole = torch.zeros(stored[f"{number}.shape"].tolist(), dtype=torch.int64)
-    whole.view(-1)[stored[f"{number}.at"]] = stored[f"{number}.count"]
+def _unpacked(stored: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    if stored.is_floating_point():
+        return stored
+    whole = stored.new_zeros(shape)
+    whole[tuple(stored[:, :-1].t())] = stored[:, -1]
     return whole
 
 
 @contextmanager
-def _kept(stem: Path) -> Iterator[None]:
+def _kept(path: Path) -> Iterator[None]:
     try:
-        with storing("the measurement", stem):
+        with storing("the measurement", path):
             yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CalibrationError(f"{stem}: no measurement of this version: {error!r}") from error
+        raise CalibrationError(f"{path}: no measurement of this version: {error!r}") from error

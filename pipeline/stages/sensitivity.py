@@ -30,10 +30,10 @@ from pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from pipeline.quantize.inspection.numbers import dequantize
 from pipeline.quantize.model.structure import read_structure
 from pipeline.quantize.model.weights import part_of, place_of
+from pipeline.quantize.rounding import round_activations
 from pipeline.recipe.modules import fused_with, is_excluded, override_of
 from pipeline.recipe.schema import Quantization
 from pipeline.serving.reference.model import round_inputs
-from pipeline.serving.reference.rounding import round_activations
 from pipeline.stages.calibrate import data_identity, read_tokens
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json

@@ -267,9 +267,9 @@ def test_what_is_kept_is_what_was_seen(tmp_path: Path, name: Any) -> None:
         with one.every_token():
             one.input("m.experts.0.up", entered, expert="m.experts.0")
         one.routed_only.add("n.experts.1")
-        keep(one, tmp_path / f"{part}")
+        keep(one, tmp_path / f"{part}.safetensors")
         seen.append(one)
-    again = merged(recall(tmp_path / f"{part}", observation) for part in range(2))
+    again = merged(recall(tmp_path / f"{part}.safetensors", observation) for part in range(2))
     whole = merged(seen)
     assert again.finish().keys() == whole.finish().keys()
     assert list(again.finish()) == list(whole.finish())

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from eval.harness_client import TokenizerFacts
 from pipeline.base.errors import UserError, first_line
+from pipeline.quantize.rounding import kv_cache
 from pipeline.serving.reference.model import Loaded
-from pipeline.serving.reference.rounding import kv_cache
 
 _LOGITS: Final = 1 << 27  # of a batch: half a GiB in float32, and lm-eval holds them twice
 

@@ -22,8 +22,8 @@ from pipeline.quantize.inspection.findings import check_structure, expected_tens
 from pipeline.quantize.inspection.numbers import dequantize
 from pipeline.quantize.model.structure import Structure, meta_model, read_structure
 from pipeline.quantize.model.weights import Place, place_of
+from pipeline.quantize.rounding import Scales, round_activations
 from pipeline.recipe.modules import text_config
-from pipeline.serving.reference.rounding import Scales, round_activations
 
 if TYPE_CHECKING:
     import torch

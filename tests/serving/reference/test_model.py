@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.base.errors import UserError
 from pipeline.quantize.model.weights import stacks_experts
+from pipeline.quantize.rounding import kv_cache
 from pipeline.serving.reference.model import load
-from pipeline.serving.reference.rounding import kv_cache
 from tests.serving.served.answers import Answers
 from tests.serving.served.cases import Case, make_case
 from tests.serving.served.readings import AS_MEANT

@@ -1,6 +1,6 @@
 """The reference: transformers in float32 with the weights that the stored bytes stand for, inputs and cache rounded.
 
-What a format makes of a number is the product's own arithmetic (`pipeline.serving.reference.rounding`), which vLLM's
+What a format makes of a number is the product's own arithmetic (`pipeline.quantize.rounding`), which vLLM's
 answers are held against here. How a checkpoint becomes a model is not the product's: the source, as transformers loads
 it, gets each module's weight by the module's own name, read rightly or wrongly.
 """
@@ -18,7 +18,7 @@ from pipeline.quantize.engines.stream.kernels import FP8_MAX
 from pipeline.quantize.formats.checkpoint import Reader, open_checkpoint
 from pipeline.quantize.formats.layout import layout_of, weight_tensors
 from pipeline.quantize.inspection.numbers import dequantize
-from pipeline.serving.reference.rounding import kv_cache, round_activations, round_fp8
+from pipeline.quantize.rounding import kv_cache, round_activations, round_fp8
 from tests.serving.served.cases import MODEL
 from tests.serving.served.readings import Reading
 

@@ -19,15 +19,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from calibration.activations import save_whole
 from calibration.calls import layer_names
 from calibration.replica import Replica, replica, sources
 from calibration.room import activations_for, measuring, need_of
 from calibration.sequential import Inputs, Look, Rounding, run_sequential
 from pipeline.base.errors import StageError
-from pipeline.base.schemes import scheme
+from pipeline.base.schemes import ActivationFormat, scheme
 from pipeline.quantize.engines.stream.folds import Fold, Matrix, study
 from pipeline.quantize.engines.stream.gptq import CARRIED, compensated, factored, gptq
-from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale, mxfp4
+from pipeline.quantize.engines.stream.kernels import KERNELS, amax, fp8_scale
 from pipeline.quantize.engines.stream.plan import ShardPlan, Step
 from pipeline.quantize.engines.stream.scaling import Reader, scale_layer
 from pipeline.quantize.engines.stream.shard import ERRORS, error_of
@@ -35,7 +36,7 @@ from pipeline.quantize.formats.checkpoint import torch_dtype
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.inspection.numbers import Error, dequantize
 from pipeline.quantize.model.weights import Structure, place_of
-from pipeline.store.disk import fsync
+from pipeline.quantize.rounding import round_activations
 
 if TYPE_CHECKING:
     import torch
@@ -259,7 +260,8 @@ class _Layers:
 
     def _served(self, step: Step, largest: torch.Tensor | None = None) -> Rounding:
         known = self._ranges.get(f"{step.name}.input_scale")
-        return _rounding(self._choice.schemes[step.name], known if known is None or largest is None else largest.amax())
+        known = known if known is None or largest is None else largest.amax()
+        return _rounding(scheme(self._choice.schemes[step.name]).activations, None if known is None else float(known))
 
     def _reader(self, module: str) -> Reader:
         step = self._steps[module]
@@ -340,20 +342,13 @@ class _Layers:
         }
 
     def _save(self, name: str, made: _Made) -> None:
-        from safetensors.torch import save_file
-
         metadata = {
             "gains": json.dumps({each: astuple(gain) for each, gain in made.gains.items()}),
             ERRORS: json.dumps({each: astuple(error) for each, error in made.errors.items()}),
             "ranges": json.dumps(self._changed),
         }
-        path = self._folder / f"{name}.safetensors"
-        partial_path = path.with_suffix(".partial")
-        save_file(made.tensors, partial_path, metadata=metadata)
+        save_whole(self._folder / f"{name}.safetensors", made.tensors, metadata)
         self._changed = {}
-        fsync(partial_path)
-        partial_path.replace(path)
-        fsync(self._folder)
 
 
 def _facts(path: Path) -> tuple[set[str], dict[str, Gain], dict[str, torch.Tensor]]:
@@ -369,43 +364,16 @@ def _facts(path: Path) -> tuple[set[str], dict[str, Gain], dict[str, torch.Tenso
 
 
 @cache
-def _dynamic(name: str) -> Rounding:
-    return {"none": _unchanged, "group": _to_mxfp4, "per_token": _to_fp8}[name]
-
-
-def _rounding(name: str, largest: torch.Tensor | None) -> Rounding:
-    """What a server does to the inputs of a scheme."""
-    activations = scheme(name).activations
-    if largest is not None:
-        return _static(float(largest))
-    return _dynamic(activations.granularity or "none")
-
-
-def _unchanged(entering: torch.Tensor) -> torch.Tensor:
-    return entering
-
-
-def _to_mxfp4(entering: torch.Tensor) -> torch.Tensor:
-    rows = entering.reshape(-1, entering.shape[-1]).contiguous()
-    return dequantize("mxfp4", mxfp4(rows)).to(entering.dtype).view_as(entering)
-
-
-def _to_fp8(entering: torch.Tensor) -> torch.Tensor:
-    return _through_fp8(entering, fp8_scale(entering.float().abs().amax(dim=-1, keepdim=True)))
-
-
-@cache
-def _static(largest: float) -> Rounding:
-    """With the scale that is stored; the same function for the same range, which is that of the same input."""
+def _rounding(activations: ActivationFormat, largest: float | None) -> Rounding:
+    """What a server does to inputs; the same function for the same range, which is that of the same input."""
     import torch
 
-    scale = fp8_scale(torch.tensor(largest))
-    return lambda entering: _through_fp8(entering, scale.to(entering.device))
+    if activations.kind == "none":
+        return lambda entering: entering
+    scale = None if largest is None else fp8_scale(torch.tensor(largest))
 
+    def rounded(entering: torch.Tensor) -> torch.Tensor:
+        of_input = None if scale is None else scale.to(entering.device)
+        return round_activations(entering, activations, of_input).to(entering.dtype)
 
-def _through_fp8(entering: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    limit = torch.finfo(torch.float8_e4m3fn).max
-    stored = (entering.float() / scale).clamp_(-limit, limit).to(torch.float8_e4m3fn)
-    return (stored.float() * scale).to(entering.dtype)
+    return rounded
