@@ -16,13 +16,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.errors import CalibrationError
-
-if TYPE_CHECKING:
-    import torch
-
+from calibration.lazy import torch
 
 _COMMITTED = re.compile(r"layer-(\d{5})")
 _STATE, _TENSORS = "state.json", "ranges.safetensors"

@@ -14,14 +14,11 @@ from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.errors import CalibrationError
+from calibration.lazy import torch
 from calibration.sets import CalibrationSet
-
-if TYPE_CHECKING:
-    import torch
-
 
 Row = tuple[str, Mapping[str, Any]]
 """Where a row stands, for messages, and its columns."""
@@ -218,8 +215,6 @@ def samples_of(
     over. ``special_tokens`` is False for rendered conversations, whose template has written them already. Raises
     `CalibrationError` where the texts are too few or too short.
     """
-    import torch
-
     tokenized = (tokenizer(text, add_special_tokens=special_tokens)["input_ids"] for text in _shuffled(texts, seed))
     if not packing:
         cut = (ids[:sequence_length] for ids in tokenized)
@@ -262,8 +257,6 @@ def batched(samples: Iterable[torch.Tensor], batch_size: int) -> Iterator[torch.
 
     Samples keep their order within a length, and lengths come as they first appear.
     """
-    import torch
-
     by_length: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for sample in samples:
         by_length[len(sample)].append(sample)

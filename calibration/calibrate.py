@@ -17,20 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from calibration.calls import layer_names
 from calibration.hooks import sentences
 from calibration.layers import Found, run_layers
+from calibration.lazy import torch
 from calibration.measurement import Measurement, merged
 from calibration.observers import Observation
 from calibration.ranges import Ranges, ranges_of, require_sound, run_resident
 from calibration.replica import Replica, experts_on_disk, replica, sources
 from calibration.room import Decision, Mode, activations_for, decide, free_bytes, measuring, need_of
 from calibration.shares import Order, Places, is_finished, joined, prepared
-
-if TYPE_CHECKING:
-    import torch
 
 COMMIT_SECONDS = 60.0
 """Work in layer mode after which it is made resumable."""
@@ -81,8 +79,6 @@ def calibrate(
 
     Raises `CalibrationError`, which says why the model cannot be measured, and what to do instead.
     """
-    import torch
-
     with measuring(folder):
         replicas = [replica(folder, device, trust_remote_code=trust_remote_code) for device in devices]
         need, obstacle = need_of(replicas[0], batches)

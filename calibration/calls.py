@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.errors import NotReplayableError
+from calibration.lazy import torch
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
 from calibration.replica import Replica
-
-if TYPE_CHECKING:
-    import torch
 
 _HIDDEN = object()
 _CACHE = object()
@@ -36,7 +34,6 @@ class Call:
 
         Raises `NotReplayableError` where it returns more than those.
         """
-        import torch
 
         def fill(value: Any) -> Any:
             return hidden if value is _HIDDEN else cache if value is _CACHE else value
@@ -60,8 +57,6 @@ class Pool:
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """The kept tensor that equals this one."""
-        import torch
-
         if id(tensor) in self._same:
             return self._same[id(tensor)][1]
         for known in self._known:
@@ -82,8 +77,6 @@ def layer_names(model: Any, attention: Iterable[str]) -> list[str]:
 
     Raises `NotReplayableError` where there is not one list of them that holds all attention, or they share K and V.
     """
-    import torch
-
     config = model.config.get_text_config()
     if getattr(config, "num_kv_shared_layers", 0):
         raise NotReplayableError("its last layers use K and V of earlier ones")
@@ -108,8 +101,6 @@ def record(
 
     Raises `NotReplayableError` where the model does more between its layers than to hand on hidden states.
     """
-    import torch
-
     pool, wrapped = Pool(), False
     for batch in batches:
         with torch.inference_mode():
@@ -127,8 +118,6 @@ def record(
 def _play(
     replica: Replica, layers: list[str], batch: torch.Tensor, pool: Pool, *, wrapped: bool
 ) -> tuple[torch.Tensor, list[Call]]:
-    import torch
-
     calls: list[Call] = []
     first: list[torch.Tensor] = []
     handed: list[Any] = []

@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from calibration.lazy import torch
 from calibration.measurement import Measurement
-
-if TYPE_CHECKING:
-    import torch
 
 
 def watch_stacked(
@@ -101,8 +99,6 @@ class _Stack:
 
     def show_every_token(self, module: Any, given: tuple[Any, ...]) -> None:
         """Run the experts that want it on every token of the layer."""
-        import torch
-
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         hidden, indices = tensors[0], [value for value in tensors[1:] if not value.is_floating_point()]
         names = [f"{self.name}.{number}" for number in range(self.count)]
@@ -141,8 +137,6 @@ def stacked_part(parameters: Mapping[str, torch.nn.Parameter], weight: Any) -> t
 
     None for a tensor that is no part of any.
     """
-    import torch
-
     if not isinstance(weight, torch.Tensor):
         return None
     for key, parameter in parameters.items():
@@ -154,7 +148,6 @@ def stacked_part(parameters: Mapping[str, torch.nn.Parameter], weight: Any) -> t
 
 
 def _seeing(stack: _Stack) -> Any:
-    import torch
     from torch.overrides import TorchFunctionMode
 
     first = {torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
@@ -223,8 +216,6 @@ def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
-    import torch
-
     head = model.get_output_embeddings()
     below = list((model.get_submodule(part) if part else model).named_modules())
     lists = {  # of experts, each a module with linear ones inside

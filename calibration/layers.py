@@ -13,19 +13,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.activations import Activations, last_commit
 from calibration.calls import Call, layer_names, record
 from calibration.hooks import watching
+from calibration.lazy import torch
 from calibration.measurement import Key, Measurement, merged, recording_cache
 from calibration.observers import Observation
 from calibration.ranges import require_sound
 from calibration.replica import Replica
 from calibration.weights import held
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(slots=True)
@@ -162,8 +160,6 @@ class Part:
         self, layer: int, observation: Observation, activations: Activations, advance: Callable[[int], None]
     ) -> Measurement:
         """Take all batches through a layer."""
-        import torch
-
         replica, name, module = self.replica, self.layers[layer], self.enter(layer)
         measurement = Measurement(observation)
         with watching(replica.model, name, measurement), torch.inference_mode():

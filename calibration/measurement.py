@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from calibration.lazy import torch
 from calibration.observers import Observation, Observer, Summary, observer
-
-if TYPE_CHECKING:
-    import torch
-
 
 Kind = Literal["input", "k", "v"]
 Tokens = Literal["routed", "every"]
@@ -105,8 +102,6 @@ class Measurement:
 
     def finish(self) -> dict[Key, torch.Tensor]:
         """The magnitudes, float32 [] or [H_kv], in the order of the forward."""
-        import torch
-
         found: dict[Key, torch.Tensor] = {}
         for key in self.order:
             kind, floor, expert = key[0], self.observation.kv_floor, self.expert_of.get(key)

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    import torch
-
+from calibration.lazy import torch
 
 BINS = 1 << 15
 """Patterns of a 16-bit float without its sign."""
@@ -31,8 +29,6 @@ def count(tensor: torch.Tensor, *, per_head: bool = False) -> torch.Tensor:
     Of bfloat16 or float16 in any shape, or in [batch, heads, sequence, head_dim] by head. float32 is rounded to
     bfloat16, to within 2^-9, a sixteenth of half a step of FP8.
     """
-    import torch
-
     if per_head:
         return torch.stack([count(head) for head in tensor.unbind(1)])
     if tensor.dtype not in (torch.bfloat16, torch.float16):
@@ -45,8 +41,6 @@ def count(tensor: torch.Tensor, *, per_head: bool = False) -> torch.Tensor:
 
 def magnitudes(dtype: torch.dtype) -> torch.Tensor:
     """The value of each bin, float64 [32768]; infinite or NaN in the last ones."""
-    import torch
-
     kind = torch.float16 if dtype == torch.float16 else torch.bfloat16
     return torch.arange(BINS, dtype=torch.int16).view(kind).double()
 
@@ -56,8 +50,6 @@ def percentile(counts: torch.Tensor, dtype: torch.dtype, share: float) -> torch.
 
     Of counts of ``dtype``, int64 [..., 32768], float32 [...]; NaN where something was not finite.
     """
-    import torch
-
     flat = counts.cpu().reshape(-1, BINS)
     below = flat.cumsum(dim=1)
     # In integers: a share of a count above 2^53 would not be exact in floating point.
@@ -76,8 +68,6 @@ def least_squares(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     Of counts of ``dtype``, int64 [..., 32768], float32 [...]; NaN where something was not finite.
     """
-    import torch
-
     flat, values = counts.cpu().reshape(-1, BINS), magnitudes(dtype)
     best = torch.zeros(flat.shape[0], dtype=torch.float64)
     for row, numbers in enumerate(flat):
@@ -138,8 +128,6 @@ class _Amax:
 
     def combine(self, one: Summary, other: Summary) -> Summary:
         """The summary of both parts; on the device of the first."""
-        import torch
-
         return Summary(torch.maximum(one.total, other.total.to(one.total.device)), one.dtype)
 
     def finish(self, whole: Summary) -> torch.Tensor:

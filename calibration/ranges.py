@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from calibration.errors import CalibrationError
 from calibration.hooks import watching
+from calibration.lazy import torch
 from calibration.measurement import Key, Measurement, recording_cache
 from calibration.replica import Replica, on_disk, sources
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +87,6 @@ def run_resident(
     replica: Replica, batches: Iterable[torch.Tensor], measurement: Measurement, advance: Callable[[int], None]
 ) -> None:
     """Measure a loaded model; ``advance`` is told the number of samples after each batch."""
-    import torch
-
     with watching(replica.model, "", measurement), torch.inference_mode():
         for batch in batches:
             replica.trunk(

@@ -10,17 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from calibration.activations import Activations
 from calibration.calls import layer_names
 from calibration.errors import CalibrationError, NotReplayableError
+from calibration.lazy import torch
 from calibration.replica import Replica
 from calibration.weights import held, nbytes, without_bars
-
-if TYPE_CHECKING:
-    import torch
-
 
 Mode = Literal["auto", "resident", "layer"]
 
@@ -94,8 +91,6 @@ def decide(
 
 def free_bytes(device: str) -> int:
     """Memory that can be had on a device, bytes; on a CPU as far as the container's limit lets it."""
-    import torch
-
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -116,8 +111,6 @@ def _gb(count: int) -> str:
 
 def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> tuple[Need, str | None]:
     """What a copy takes, and why its layers cannot be run one at a time; None where they can."""
-    import torch
-
     reason: str | None = None
     largest = 0
     try:
@@ -149,8 +142,6 @@ def activations_for(replicas: Sequence[Replica], need: Need, asked: int | None, 
 @contextmanager
 def measuring(folder: Path) -> Iterator[None]:
     """Word what a model or a device refuses in the block as `CalibrationError`, with what to do instead."""
-    import torch
-
     try:
         with without_bars():
             yield

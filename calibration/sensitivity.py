@@ -16,20 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.activations import save_whole, storing
 from calibration.calls import Call, layer_names, record
 from calibration.hooks import following, watching
 from calibration.layers import digest_of
+from calibration.lazy import torch
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
 from calibration.ranges import ranges_of, require_sound
 from calibration.replica import Replica
 from calibration.weights import held
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,6 @@ def measure(
         CalibrationError: what was seen is not finite, weights are missing, or the disk is full.
         NotReplayableError: the layers cannot be run one at a time.
     """
-    import torch
-
     layers = layer_names(replica.model, replica.attention.values())
     batches = [sample.unsqueeze(0) for sample in samples]
     identity = digest_of([facts, sorted(replica.owned.items())], batches)
@@ -110,8 +106,6 @@ class _Sweep:
 
     def through(self, number: int, states: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, float]]:
         """What leaves a layer, and the largest magnitude that enters each of its linear modules."""
-        import torch
-
         replica, name = self._replica, self._layers[number]
         measurement = Measurement(Observation(experts="routed"))
         with self._loaded(number) as module, watching(replica.model, name, measurement), torch.no_grad():
@@ -130,8 +124,6 @@ class _Sweep:
         largest: Mapping[str, torch.Tensor],
     ) -> tuple[list[torch.Tensor], dict[str, float]]:
         """The gradient before a layer from the one behind it, and what the changes within the layer cost."""
-        import torch
-
         found: list[torch.Tensor] = []
         tokens = sum(hidden.shape[1] for hidden in states)
         with self._loaded(number) as module:
@@ -195,8 +187,6 @@ class _Call:
 @contextmanager
 def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
     """The calls of modules, by their names; each is called once."""
-    import torch
-
     found: dict[str, _Call] = {}
 
     def plain(value: Any) -> Any:
@@ -213,7 +203,6 @@ def _of_predictions(
     replica: Replica, layers: Sequence[str], batches: Sequence[torch.Tensor], states: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The gradient of the log-likelihood of drawn tokens, behind the last layer; float32 [1, sequence, hidden] each."""
-    import torch
     from torch.nn.functional import cross_entropy
 
     draw = torch.Generator(replica.device).manual_seed(0)
@@ -244,8 +233,6 @@ def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leavin
 
 def _wide(calls: list[list[Call]]) -> list[list[Call]]:
     """Recorded calls with their tensors in float32, each once, and such that gradients may pass them."""
-    import torch
-
     known: dict[int, torch.Tensor] = {}
 
     def wide(value: Any) -> Any:

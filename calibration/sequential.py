@@ -16,19 +16,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.activations import Activations, last_commit
 from calibration.calls import layer_names
 from calibration.hooks import entering, following, hooked
 from calibration.layers import Part, digest_of, walk
+from calibration.lazy import torch
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
 from calibration.replica import Replica
 from calibration.weights import held
-
-if TYPE_CHECKING:
-    import torch
 
 _ROWS = 1024  # of what is seen
 _ALIKE = 0.02  # share of what a layer adds that may be lost to the rounding of 16-bit sums
@@ -134,8 +132,6 @@ class _Part(Part):
         advance: Callable[[int], None],
     ) -> None:
         """Give a layer its weights, and take all batches through it."""
-        import torch
-
         self.enter(layer)
         name = self.layers[layer]
         with torch.inference_mode():
@@ -216,8 +212,6 @@ class _Part(Part):
     def _seen(
         self, layer: int, activations: Activations, inputs: Sequence[str], outputs: Sequence[str]
     ) -> dict[str, Seen]:
-        import torch
-
         rows: dict[str, list[torch.Tensor]] = {}
         largest: dict[str, torch.Tensor] = {}
         count = -(-_ROWS // len(self.numbers))
@@ -349,16 +343,12 @@ def _kind(name: str) -> str:
 
 
 def _float32() -> torch.dtype:
-    import torch
-
     return torch.float32
 
 
 @contextmanager
 def _exact_in_tf32(rows: torch.Tensor) -> Iterator[None]:
     """Let a GPU multiply numbers of 16 bit in TF32, whose 11 bits of mantissa hold them, and add in float32."""
-    import torch
-
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = before or rows.element_size() == 2
     try:

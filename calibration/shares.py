@@ -21,21 +21,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from calibration.activations import committed_layers, save_whole, storing, sync
 from calibration.calls import layer_names
 from calibration.errors import CalibrationError
 from calibration.layers import Found, digest_of, run_layers
+from calibration.lazy import torch
 from calibration.measurement import Measurement, merged
 from calibration.observers import Observation, Summary
 from calibration.ranges import run_resident
 from calibration.replica import Replica, load_resident, replica
 from calibration.room import activations_for, measuring, need_of
-
-if TYPE_CHECKING:
-    import torch
-
 
 SHARES_A_PLACE = 4
 """In resident mode, where a process that measures several shares loads the model once: what is lost with a machine is
@@ -258,7 +255,6 @@ def recall(path: Path, observation: Observation) -> Measurement:
 
     Raises `CalibrationError` for a file that is not there or holds anything else.
     """
-    import torch
     from safetensors import safe_open
 
     found = Measurement(observation)
@@ -277,8 +273,6 @@ def recall(path: Path, observation: Observation) -> Measurement:
 
 def _packed(total: torch.Tensor) -> torch.Tensor:
     """A magnitude as it is; of counts, which are mostly zero, the places of the others with what is there."""
-    import torch
-
     if total.is_floating_point():
         return total.clone()
     seen = total.nonzero()

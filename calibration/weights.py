@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.errors import CalibrationError
-
-if TYPE_CHECKING:
-    import torch
+from calibration.lazy import torch
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -34,7 +32,6 @@ def build(folder: Path, *, stored: torch.dtype | None = None, trust_remote_code:
     ("eager"), which is what llm-compressor calibrates with; fused attention differs in the last bit of bfloat16 from
     the second layer on. Raises `CalibrationError` for what transformers cannot build.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
@@ -99,8 +96,6 @@ class Shards:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the first tensor that is no integer and not encoded; None where there is none."""
-        import torch
-
         known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
         kinds = (self._mapped(file).get_slice(name).get_dtype() for name, file in self._place.items())
         return next((known[kind] for kind in kinds if kind in known), None)
@@ -132,8 +127,6 @@ class Shards:
 
         Through a map a page fault would be taken every few pages, and unpinned memory is copied twice.
         """
-        import torch
-
         stream = _upload_stream(device)
         with (self.folder / self._place[name]).open("rb", buffering=0) as file, torch.cuda.stream(stream):
             found = torch.empty_like(self._view(name), device=device)
@@ -165,8 +158,6 @@ class Shards:
 @cache
 def _upload_stream(device: str) -> Any:
     """One for all weights: the allocator keeps what was freed for the stream that it was taken for."""
-    import torch
-
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -183,8 +174,6 @@ def decode_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, i
 
     Computed in float32 and rounded once, to bfloat16.
     """
-    import torch
-
     rows, columns = weight.shape
     wide = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (weight.float() * wide).to(torch.bfloat16)
@@ -285,8 +274,6 @@ class Weights:
 
     def touch(self, names: Iterable[str]) -> None:
         """Have parameters on a CPU in memory by the time that they are used: read a byte of each page."""
-        import torch
-
         if self._device.startswith("cpu"):
             for name in names:
                 _get(self._model, name).detach().flatten().view(torch.uint8)[::_PAGE].sum()
@@ -302,8 +289,6 @@ def settle_buffers(model: Any, device: str) -> None:
 
     As transformers does it after loading: a module initialises the buffers that nothing was loaded into.
     """
-    import torch
-
     for name, buffer in model.named_non_persistent_buffers():
         _assign(model, name, torch.empty_like(buffer, device=device))
     for parameter in model.parameters():
@@ -341,8 +326,6 @@ def _get(model: Any, name: str) -> Any:
 
 
 def _assign(model: Any, name: str, value: Any) -> None:
-    import torch
-
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     if last in module._buffers:

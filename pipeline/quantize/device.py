@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
+from calibration.lazy import torch
 from pipeline.base.errors import UserError
 
 
@@ -16,8 +17,6 @@ def resolve_device(wanted: str) -> str:
 
     Raises `UserError` for one that PyTorch does not see.
     """
-    import torch
-
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -32,8 +31,6 @@ def resolve_devices(wanted: str) -> tuple[str, ...]:
 
     Raises `UserError` for one that PyTorch does not see.
     """
-    import torch
-
     if wanted == "auto" and torch.cuda.is_available():
         return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
     return tuple(resolve_device(name.strip()) for name in wanted.split(","))
@@ -41,8 +38,6 @@ def resolve_devices(wanted: str) -> tuple[str, ...]:
 
 def device_memory(device: str) -> int:
     """Bytes of memory that a device has in all; of the machine where the device is its CPU."""
-    import torch
-
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -50,8 +45,6 @@ def device_memory(device: str) -> int:
 
 def device_title(devices: Iterable[str]) -> str:
     """What devices call themselves: ``8 x AMD Instinct MI300X``, or the model of the CPU."""
-    import torch
-
     from pipeline.base.machine import Machine, cpu_name
 
     found = Counter(

@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from calibration.lazy import torch
 from pipeline.quantize.engines.stream.kernels import FP8_MAX, MX_GROUP
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.base.schemes import ActivationFormat
 
 Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
@@ -45,8 +44,6 @@ def round_activations(
 
 def round_fp8(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """Through FP8 e4m3fn with a scale that is given: x / scale, saturated at 448, rounded to even; in x's dtype."""
-    import torch
-
     stored = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return stored.float().mul(scale).to(x.dtype)
 
@@ -70,8 +67,6 @@ def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
 
     The scale is 2 ** (floor(log2 amax) - emax), one exponent more where amax would round up to the next power of two.
     """
-    import torch
-
     exponent_bits, mantissa_bits, largest, deciding = _MX[dtype]
     groups = x.float().reshape(*x.shape[:-1], -1, MX_GROUP)
     # float32's exponent field is read as an integer: adding half a step of the mantissa carries into it.
@@ -92,7 +87,6 @@ def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def _by_row(x: torch.Tensor, dtype: str | None, group: int | None) -> torch.Tensor:
     """With a scale for each row, or for each group of a row, from its largest magnitude."""
-    import torch
     from torch.nn.functional import pad
 
     width = x.shape[-1]

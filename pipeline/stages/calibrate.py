@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.batches import at_commit, batched, read_samples, samples_digest
 from calibration.errors import CalibrationError
+from calibration.lazy import torch
 from calibration.sets import DEFAULTS, CalibrationSet, load_set
 from pipeline.base.errors import QuantmintError, StageError, UserError
 from pipeline.base.machine import versions
@@ -24,9 +25,6 @@ from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.disk import sha256_of
 from pipeline.store.entries import Entry
 from pipeline.store.toolchain import ENVIRONMENT, environment_here
-
-if TYPE_CHECKING:
-    import torch
 
 RANGES = "ranges.safetensors"
 _LAYERS = "layers"  # what an interrupted run in layer mode is gone on with

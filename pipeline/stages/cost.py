@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from calibration.errors import CalibrationError
+from calibration.lazy import torch
 from calibration.room import Mode, Need, decide, forward_bytes
 from pipeline.base.data import beside
 from pipeline.base.machine import cores
@@ -29,8 +30,6 @@ from pipeline.stages.quantize import needs_ranges
 
 def forecast(source: Checkpoint, structure: Structure, recipe: Recipe, device: str) -> dict[str, Any]:
     """Rates of such a machine and costs by stage, from headers real or imagined, as JSON; a library's has no stages."""
-    import torch
-
     devices, count = resolve_devices(device), cores()  # several GPUs are taken to be of a kind
     rates, origin = rates_for("cpu" if devices[0] == "cpu" else torch.cuda.get_device_name(devices[0]), count)
     machine = Machine(rates, count, device_memory("cpu"), devices, device_memory(devices[0]))

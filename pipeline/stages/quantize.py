@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from calibration.errors import CalibrationError
+from calibration.lazy import torch
 from pipeline.base.errors import StageError
 from pipeline.base.machine import versions
 from pipeline.base.transience import is_transient
@@ -31,8 +32,6 @@ from pipeline.store.entries import Entry, FileFact
 from pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.quantize.engines.stream.layerwise import Rounded
 
 
@@ -307,8 +306,6 @@ def _expected_scales(
     job: Job, checkpoint: Checkpoint, structure: Structure, quantization: Quantization
 ) -> Mapping[str, tuple[float, ...]]:
     """The static scales that the ranges give, by tensor name, rounded to what they are stored in."""
-    import torch
-
     from calibration.ranges import load_ranges
     from pipeline.quantize.engines.stream.kernels import fp8_scale
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.errors import CalibrationError
+from calibration.lazy import torch
 from calibration.replica import Replica, replica, sources
 from calibration.room import measuring
 from calibration.sensitivity import Change, measure
@@ -38,9 +39,6 @@ from pipeline.stages.calibrate import data_identity, read_tokens
 from pipeline.stages.source import model_folder
 from pipeline.stages.stage import Job, Output, Setting, Stage, write_json
 from pipeline.store.entries import Entry
-
-if TYPE_CHECKING:
-    import torch
 
 KEY = "sensitivity"
 SENSITIVITY = "sensitivity.json"
@@ -232,8 +230,6 @@ class _Changes:
     @contextmanager
     def _changed(self, modules: Sequence[str], name: str, largest: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """The modules' weights rounded to the nearest, and what enters them as it is served."""
-        import torch
-
         with ExitStack() as stack:
             rounds: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
             shared = cache(partial(_entering, name))  # the same input is rounded once where it meets the same function
@@ -278,8 +274,6 @@ class _entering:  # noqa: N801 - a function with a memory
     """What a server does to the inputs of a scheme; of the same tensor once."""
 
     def __init__(self, name: str, scale: float | None) -> None:
-        import torch
-
         self._row = scheme(name).activations
         self._scale = None if scale is None else torch.tensor(scale)
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None

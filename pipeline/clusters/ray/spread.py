@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from calibration.lazy import torch
 from calibration.shares import Order, Share
 from pipeline.base.errors import StageError, UserError
 from pipeline.base.progress import Progress
@@ -46,8 +47,6 @@ from pipeline.serving.running.launchers import Cluster
 from pipeline.store.disk import disk_errors
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.quantize.engines.stream.plan import ShardPlan
     from pipeline.quantize.engines.stream.shard import WrittenShard
 

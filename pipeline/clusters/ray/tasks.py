@@ -14,12 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from calibration.lazy import torch
 from pipeline.base.errors import QuantmintError, StageError, UserError, first_line, last_line
 from pipeline.clusters.ray.nodes import HINT, Ask, Facts, Node, facts_here, forget_secrets, nodes_of, require_versions
 
 if TYPE_CHECKING:
-    import torch
-
     from calibration.shares import Order, Share
     from pipeline.quantize.engines.stream.plan import ShardPlan
     from pipeline.quantize.engines.stream.shard import WrittenShard
@@ -81,8 +80,6 @@ def write_shard(
 
 def measure(order: Order, share: Share, device: str, versions: Mapping[str, str]) -> None:
     """Measure a share of the calibration batches, see `calibration.shares.measure_share`."""
-    import torch
-
     from calibration.shares import measure_share
 
     forget_secrets()

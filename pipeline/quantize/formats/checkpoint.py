@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Lock, local
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from calibration.lazy import torch
 from pipeline.base.errors import StageError, UserError
-
-if TYPE_CHECKING:
-    import torch
 
 ITEM_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -270,8 +268,6 @@ class Files:
 
 def torch_dtype(dtype: str) -> torch.dtype:
     """PyTorch's dtype of a safetensors dtype of whole bytes."""
-    import torch
-
     names = {"BOOL": "bool", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
              "F8_E8M0": "float8_e8m0fnu"}  # fmt: skip
     kinds = {"U": "uint", "I": "int", "F": "float"}
@@ -305,8 +301,6 @@ class Reader:
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Rows [first, last) of a tensor, as they are stored; a single number is one row."""
-        import torch
-
         shard, info = self._checkpoint.tensors[name]
         width = info.nbytes // max(info.shape[0], 1) if info.shape else info.nbytes
         size = (last - first) * width
@@ -316,8 +310,6 @@ class Reader:
 
     def _buffer(self, size: int) -> torch.Tensor:
         """This thread's memory that a GPU reads at the full speed of its bus, the same again each time."""
-        import torch
-
         known: torch.Tensor | None = getattr(self._pinned, "buffer", None)
         if known is None or known.numel() < size:
             known = self._pinned.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)

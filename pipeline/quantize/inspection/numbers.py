@@ -12,13 +12,12 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
+from calibration.lazy import torch
 from pipeline.base.schemes import scheme as row_of
 from pipeline.quantize.formats.checkpoint import Reader
 from pipeline.quantize.inspection.findings import Finding, LayerError
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.quantize.engines.algorithms import Alters
     from pipeline.quantize.formats.layout import StoredTensor
 
@@ -34,8 +33,6 @@ def dequantize(scheme: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     Per-channel scales are [O] or [O, 1], per-tensor ones [] or [1], block scales [O/128, I/128], MX scales E8M0 bytes
     of [O, I/32]; those of INT4 groups are [O, I/128] or, in Quark's transposed layout, [I/128, O].
     """
-    import torch
-
     row = row_of(scheme).weight
     scale = parts["weight_scale"]
     stored = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
@@ -58,8 +55,6 @@ def dequantize(scheme: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def _elements(dtype: str, bits: int, stored: torch.Tensor) -> torch.Tensor:
     """[O, I] in float32 of stored elements; by a table of all bytes where a processor has no instruction for them."""
-    import torch
-
     if dtype in _MINIFLOATS and bits == 6:
         low, middle, high = stored.int().reshape(stored.shape[0], -1, 3).unbind(-1)
         word = low | (middle << 8) | (high << 16)
@@ -75,8 +70,6 @@ def _elements(dtype: str, bits: int, stored: torch.Tensor) -> torch.Tensor:
 @cache
 def _of_bytes(dtype: str, device: torch.device) -> torch.Tensor:
     """What each byte holds: [256] in float32, or [256, 2] of two elements of 4 bit, the first in the lowest bits."""
-    import torch
-
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     if dtype not in _MINIFLOATS:
         return codes.view(torch.float8_e4m3fn).float()
@@ -86,8 +79,6 @@ def _of_bytes(dtype: str, device: torch.device) -> torch.Tensor:
 @cache
 def _minifloats(dtype: str, device: torch.device) -> torch.Tensor:
     """Every value of an element type in float32, in the order of its codes: sign, exponent, mantissa."""
-    import torch
-
     exponent_bits, mantissa_bits = _MINIFLOATS[dtype]
     bias = 2 ** (exponent_bits - 1) - 1
     values = []
@@ -100,16 +91,12 @@ def _minifloats(dtype: str, device: torch.device) -> torch.Tensor:
 
 def _words(packed: torch.Tensor) -> torch.Tensor:
     """[O, I] integers from 32-bit words of eight along I, 8 added to each."""
-    import torch
-
     nibbles = torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)], dim=-1)
     return (nibbles.flatten(1) - 8).float()
 
 
 def _transposed_words(packed: torch.Tensor) -> torch.Tensor:
     """[O, I] integers from [I, O/8] words in AWQ's order of nibbles, each in two's complement."""
-    import torch
-
     nibbles = torch.stack([(packed >> (4 * place)) & 15 for place in _NIBBLES_AWQ], dim=-1).flatten(1)
     return ((nibbles ^ 8) - 8).float().t()
 
@@ -264,8 +251,6 @@ def check_copy(
 
     What was ``proven`` while it was carried over is read no further than its first rows.
     """
-    import torch
-
     info, original = read.info(name), source.info(name)
     if (info.dtype, info.shape) != (original.dtype, original.shape):
         yield Finding("altered", name, "it stays in 16 bit, but differs from the source")

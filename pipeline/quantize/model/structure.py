@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from calibration.lazy import torch
 from calibration.replica import attention_by_layer
 from pipeline.base.errors import UserError, did_you_mean, first_line
 from pipeline.quantize.formats.checkpoint import SINGLE_NAME, Checkpoint, TensorInfo, read_json, tensor_bytes
@@ -245,8 +246,6 @@ class _Reading:
             self._add(module, f"{own.rpartition('.')[0]}.{part[0]}.{part[1]}", shape, self._plain(module))
 
     def _weight(self, name: str, own: str, owner: Any, parameter: Any) -> None:
-        import torch
-
         module, inside = name.rpartition(".")[0], own.rpartition(".")[0]
         if owner is self._head:
             self._kept.add(module)
@@ -269,8 +268,6 @@ class _Reading:
 
 def _routers(owners: Mapping[str, Any]) -> Iterable[str]:
     """Linear modules that choose or weigh experts: beside the experts, or inside a module that is called a router."""
-    import torch
-
     blocks = {name.rpartition(".")[0] for name, module in owners.items() if stacks_experts(module)}
     for name, module in owners.items():
         if isinstance(module, torch.nn.Linear):

@@ -20,14 +20,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from calibration.lazy import torch
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import TensorInfo
 from pipeline.recipe.modules import declared_quantization
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.errors import CalibrationError
 from calibration.hooks import stacked_part
+from calibration.lazy import torch
 from calibration.replica import owners
 from calibration.weights import Shards, Weights, held, settle_buffers, without_bars
 from pipeline.base.errors import UserError
@@ -24,10 +25,6 @@ from pipeline.quantize.model.structure import Structure, meta_model, read_struct
 from pipeline.quantize.model.weights import Place, place_of
 from pipeline.quantize.rounding import Scales, round_activations
 from pipeline.recipe.modules import text_config
-
-if TYPE_CHECKING:
-    import torch
-
 
 _NAMES = {"e4m3": "FP8", "int8": "INT8", "e2m1": "FP4", "e2m3": "FP6", "e3m2": "FP6"}
 _RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")
@@ -186,8 +183,6 @@ class Placing:
 
     def _fill(self, module: str) -> str:
         """Put a module's weight in its place; returns the name of the parameter."""
-        import torch
-
         stack, weight = self._stack(module), self._weight(module)
         if stack is None:
             inside = self._inside[module]
@@ -250,7 +245,6 @@ def round_inputs(module: Any, rounds: Mapping[tuple[str, int], Round]) -> tuple[
 
 
 def _rounding(parameters: Mapping[str, torch.nn.Parameter], rounds: Mapping[tuple[str, int], Round]) -> Any:
-    import torch
     from torch.overrides import TorchFunctionMode
 
     products = {torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}

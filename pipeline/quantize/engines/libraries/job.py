@@ -12,16 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from calibration.lazy import torch
 from eval.report.numbers import size
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
 from pipeline.quantize.formats.layout import Choice, layout, weight_tensors
 from pipeline.quantize.model.structure import Structure, meta_model
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,6 @@ class LibraryJob:
 
 def save_samples(samples: Sequence[torch.Tensor], path: Path) -> None:
     """Write samples of int64 [n] each."""
-    import torch
     from safetensors.torch import save_file
 
     lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
@@ -102,8 +99,6 @@ def load_model(job: LibraryJob, device: str) -> Any:
 
 def linear_names(model: Any) -> tuple[str, ...]:
     """Every linear module of a model, experts that were taken apart included."""
-    import torch
-
     return tuple(name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
 
 

@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from calibration.lazy import torch
 from pipeline.base.errors import StageError
 from pipeline.base.schemes import scheme
 from pipeline.quantize.digest import COMPANION_FILES
@@ -32,8 +33,6 @@ from pipeline.quantize.inspection.numbers import Error
 from pipeline.store.disk import fsync, write_atomic
 
 if TYPE_CHECKING:
-    import torch
-
     from calibration.ranges import Ranges
 
 
@@ -153,8 +152,6 @@ def _forget_partial(destination: Path) -> None:
 
 def _static_scales(plan: ShardPlan, ranges: Mapping[str, torch.Tensor | float]) -> dict[str, torch.Tensor]:
     """The scales of one file that no weight decides, rounded to the dtype that they are stored in."""
-    import torch
-
     scales: dict[str, torch.Tensor] = {}
     for stored in plan.deferred:
         if stored.role in STATIC_ROLES:

@@ -14,17 +14,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibration.calls import Call, record
+from calibration.lazy import torch
 from calibration.measurement import Measurement, recording_cache
 from calibration.observers import Observation
 from calibration.replica import Replica
 from calibration.weights import held
 from pipeline.quantize.model.weights import place_of, stacks_experts
-
-if TYPE_CHECKING:
-    import torch
 
 _TOLERANCE = 1e-4
 _TOKENS = 32
@@ -75,8 +73,6 @@ class Fold:
 
 
 def _change(root: Any, name: str, how: Callable[..., torch.Tensor]) -> None:
-    import torch
-
     path, _, last = name.rpartition(".")
     old = root.get_parameter(name).detach()
     setattr(root.get_submodule(path), last, torch.nn.Parameter(how(old.float()).to(old.dtype), requires_grad=False))
@@ -112,8 +108,6 @@ class _Trial:
     """One layer in float32 and what it makes of random hidden states; other norms and biases than its own."""
 
     def __init__(self, one: Replica, layer: Any, call: Call) -> None:
-        import torch
-
         self._one, self._call = one, call
         self._random = torch.Generator().manual_seed(0)
         self._layer = copy.deepcopy(layer).float()
@@ -125,8 +119,6 @@ class _Trial:
             self._sound = self._run(self._layer)
 
     def _drawn(self, *shape: int) -> torch.Tensor:
-        import torch
-
         return torch.randn(*shape, generator=self._random).to(self._one.device)
 
     def _run(self, layer: Any) -> torch.Tensor:
@@ -139,8 +131,6 @@ class _Trial:
         return good, [fold.weight.removesuffix(".weight") for fold in tried if fold not in good]
 
     def _holds(self, fold: Fold) -> bool:
-        import torch
-
         changed = copy.deepcopy(self._layer)
         with torch.inference_mode():
             fold.scale(changed, self._drawn(len(changed.get_parameter(fold.weight))).exp())
@@ -148,8 +138,6 @@ class _Trial:
             return bool(error.flatten().quantile(_SHARE) < _TOLERANCE)
 
     def _of_norms(self) -> Iterator[Fold]:
-        import torch
-
         made: dict[int, tuple[str, torch.Tensor]] = {}
         readers: dict[str, dict[Matrix, None]] = {}
         handles = []
@@ -199,8 +187,6 @@ class _Trial:
         return next((offset for offset in (0.0, 1.0) if vanishes(-offset)), None)
 
     def _inner(self) -> Iterator[Fold]:
-        import torch
-
         for name, module in self._layer.named_modules():
             up, down = (getattr(module, each, None) for each in ("up_proj", "down_proj"))
             listed = "experts" in name.split(".")  # each sees tokens of its own, and few

@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from calibration.lazy import torch
 from pipeline.quantize.engines.stream.kernels import E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, amax, e8m0, pack_e2m1
 from pipeline.quantize.engines.stream.schedule import many_small_workers
 from pipeline.quantize.inspection.numbers import dequantize
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.quantize.engines.stream.kernels import Parts
 
 _BLOCK = 128
@@ -97,8 +96,6 @@ def factored(hessian: torch.Tensor, kernel: str, *, dampening: float = 0.01, ord
     cannot be decomposed. Inputs that are always zero cost the damping alone. Not ``ordered``, columns keep their
     places. Raises `KeyError` for a kernel that GPTQ is not made for.
     """
-    import torch
-
     group = MX_GROUP if _ELEMENTS[kernel] is _E2M1 else 1
     diagonal = hessian.diagonal()
     mean, none = diagonal.mean(), hessian.new_empty(0)
@@ -133,8 +130,6 @@ def compensated(
     D has the least |X D^T - (Y - X) W^T - (S - R)|^2 + r |D|^2. r is half of the mean diagonal, and all of D would be
     too much: other texts lose otherwise.
     """
-    import torch
-
     source = weight.float()
     matrix = hessian.clone()
     matrix.diagonal().add_(_RIDGE * matrix.diagonal().mean())
@@ -159,8 +154,6 @@ def gptq(
     All is computed in float32; the same input gives the same bytes on the same device. On a CPU some rows at a time,
     however many threads there are.
     """
-    import torch
-
     if weight.device.type != "cpu":
         return _gptq(weight, target, factor, kernel, largest)
     wanted = weight if target is None else target
@@ -179,8 +172,6 @@ def gptq(
 def _gptq(
     weight: torch.Tensor, target: torch.Tensor | None, factor: Factor, kernel: str, largest: torch.Tensor | None
 ) -> Made:
-    import torch
-
     wanted = weight if target is None else target
     nearest, source = KERNELS[kernel].compute(wanted, largest), wanted.float()
     costs = _costs(source, nearest, factor, kernel)
@@ -216,8 +207,6 @@ def _costs(source: torch.Tensor, parts: Parts, factor: Factor, kernel: str) -> t
 
 def _in_place(ordered: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Turn what was made in an order, [I, O], into [O, I]."""
-    import torch
-
     found = torch.empty_like(ordered)
     found[order] = ordered
     return found.t().contiguous()
@@ -230,8 +219,6 @@ def _rounded(
 
     Returns elements [I, O] in float32, each times its scale the column, and E8M0 exponents, uint8 [I/32, O].
     """
-    import torch
-
     reach = factor.reach
     elements, errors = torch.empty_like(columns), torch.empty_like(columns)
     exponents = columns.new_empty(len(columns) // MX_GROUP, columns.shape[1], dtype=torch.uint8)
@@ -254,8 +241,6 @@ def _rounded(
 
 def _tried(target: torch.Tensor) -> torch.Tensor:
     """Powers of two that may be the scale of a group [32, O]: float32 [3, O]."""
-    import torch
-
     nearest = e8m0(target.abs().amax(dim=0))
     beside = torch.tensor(_EXPONENTS, dtype=torch.int32, device=target.device).unsqueeze(1)
     # Of a scale of 2 ** -127 float32 has no normal number, and the largest element times 2 ** 127 is too much for it.
@@ -274,8 +259,6 @@ def _group(
 
     ``target`` is where errors of the columns before have moved them to.
     """
-    import torch
-
     count, rows = columns.shape
     due = (target.unsqueeze(1) / scales).view(count, -1)
     errors = (columns.unsqueeze(1) / scales).view(count, -1)  # less what is stored, one row after the other
@@ -297,8 +280,6 @@ def _to_nearest(numbers: torch.Tensor, element: _Element, out: torch.Tensor) -> 
 
     A number is rounded to a multiple of a power of two by adding 1.5 * 2 ** 23 times that, and taking it away.
     """
-    import torch
-
     exponent = (numbers.view(torch.int32) & 0x7F800000).clamp_(min=(element.least + 127) << 23)
     shift = exponent.view(torch.float32).mul_(1.5 * 2.0 ** (23 - element.mantissa))
     torch.add(numbers, shift, out=out).sub_(shift).clamp_(-element.limit, element.limit)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from calibration.lazy import torch
 
+if TYPE_CHECKING:
     Parts = dict[str, torch.Tensor]
 
 FP8_MAX = 448.0
@@ -35,8 +35,6 @@ def amax(weight: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 
     A NaN counts as larger than infinity: what is finite here is finite everywhere.
     """
-    import torch
-
     if not weight.numel():
         return weight.new_zeros(() if dim is None else weight.shape[:dim])
     integers, mask = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF)}[weight.element_size()]
@@ -51,8 +49,6 @@ def fp8_scale(largest: torch.Tensor) -> torch.Tensor:
     The scale is rounded to the dtype that it is stored in *before* anything is divided by it: what is multiplied back
     when the model runs is the very number that was divided by. (compressed-tensors, ``calculate_qparams``.)
     """
-    import torch
-
     scale = largest / torch.tensor(FP8_MAX, dtype=largest.dtype, device=largest.device)
     return torch.where(scale == 0, torch.finfo(largest.dtype).eps, scale)
 
@@ -99,8 +95,6 @@ def fp8_block(weight: torch.Tensor, _: torch.Tensor | None = None) -> Parts:
 
 
 def _to_fp8(weight: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    import torch
-
     quotient = weight / scale
     # Rounding is monotone, so the quotient of the largest is the largest quotient: it exceeds the format only where
     # the scale is subnormal, and then all are brought back.
@@ -128,8 +122,6 @@ def mxfp4_unsigned_zero(weight: torch.Tensor, _: torch.Tensor | None = None) -> 
 
 
 def _mxfp4(weight: torch.Tensor, *, signed_zero: bool) -> Parts:
-    import torch
-
     made = _mxfp4_of_bits(weight, signed_zero) if weight.dtype == torch.bfloat16 else None
     return _mxfp4_of_numbers(weight, signed_zero) if made is None else made
 
@@ -141,8 +133,6 @@ def _mxfp4_of_bits(weight: torch.Tensor, signed_zero: bool) -> Parts | None:
     mantissa, y, with y = 128 for 1.0. E2M1 has one mantissa bit, so codes of normal values (1, 1.5, 2, 3, 4, 6) are
     y / 64 rounded to even; below lie 0.5 with y from -127 to 63, and 0.
     """
-    import torch
-
     rows, columns = weight.shape
     bits = weight.view(torch.int16)
     magnitude = bits & 0x7FFF
@@ -168,8 +158,6 @@ def _mxfp4_of_bits(weight: torch.Tensor, signed_zero: bool) -> Parts | None:
 
 def _mxfp4_of_numbers(weight: torch.Tensor, signed_zero: bool) -> Parts:
     """MXFP4 of anything that float32 holds."""
-    import torch
-
     rows, columns = weight.shape
     groups = weight.float().view(rows, columns // MX_GROUP, MX_GROUP)
     exponent = e8m0(groups.abs().amax(dim=-1))
@@ -181,16 +169,12 @@ def _mxfp4_of_numbers(weight: torch.Tensor, signed_zero: bool) -> Parts:
 
 def e8m0(largest: torch.Tensor) -> torch.Tensor:
     """The MX exponents of groups with these largest magnitudes in float32: int32 of the same shape."""
-    import torch
-
     # float32's exponent field is E8M0 already: adding a quarter of the mantissa's range carries 1.75 into the next one.
     return (((largest.view(torch.int32) + (1 << 21)) >> 23) - _E2M1_MAX_EXPONENT).clamp_(min=0)
 
 
 def pack_e2m1(scaled: torch.Tensor, *, signed_zero: bool) -> torch.Tensor:
     """Round what was divided by its scale, float32 [O, I], to E2M1, two in a byte: uint8 [O, I/2]."""
-    import torch
-
     magnitude = scaled.abs().clamp_(max=E2M1_MAX)
     # E2M1 counts in halves below 2, in ones below 4, in twos up to 6: 0 .5 1 1.5 | 2 3 | 4 6 are the codes 0 to 7.
     above_two, above_four = (magnitude >= 2).float(), (magnitude >= 4).float()

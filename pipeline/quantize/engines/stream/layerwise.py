@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibration.activations import save_whole
 from calibration.calls import layer_names
+from calibration.lazy import torch
 from calibration.replica import Replica, replica, sources
 from calibration.room import activations_for, measuring, need_of
 from calibration.sequential import Inputs, Look, Rounding, run_sequential
@@ -39,8 +40,6 @@ from pipeline.quantize.model.weights import Structure, place_of
 from pipeline.quantize.rounding import round_activations
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.quantize.engines.stream.kernels import Parts
 
 _MADE = "made"  # a file a layer
@@ -140,8 +139,6 @@ def round_layers(
 
 def _own_modules(one: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
     """The model's own linear module behind each quantized one that is all of it, within a layer."""
-    import torch
-
     inside = tuple(f"{name}." for name in layer_names(one.model, one.attention.values()))
     named = sources(one.model, one.owned)
     modules = dict(one.model.named_modules())
@@ -317,8 +314,6 @@ class _Layers:
         return weight
 
     def _put(self, name: str, weight: torch.Tensor) -> None:
-        import torch
-
         self._replica.model.get_submodule(name).weight = torch.nn.Parameter(weight, requires_grad=False)
 
     def _copies(self, members: Iterable[_Member]) -> dict[str, torch.Tensor]:
@@ -332,8 +327,6 @@ class _Layers:
 
     def _largest(self, weights: Mapping[Step, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The largest magnitude behind each scale that several weights share, by step."""
-        import torch
-
         origins = {step.origin: amax(weight) for step, weight in weights.items() if step.group}
         return {
             step.name: torch.stack([origins[other] for other in step.group]).amax()
@@ -353,7 +346,6 @@ class _Layers:
 
 def _facts(path: Path) -> tuple[set[str], dict[str, Gain], dict[str, torch.Tensor]]:
     """Of a file of what was made: the steps, what was gained, and ranges of inputs."""
-    import torch
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as stored:
@@ -366,8 +358,6 @@ def _facts(path: Path) -> tuple[set[str], dict[str, Gain], dict[str, torch.Tenso
 @cache
 def _rounding(activations: ActivationFormat, largest: float | None) -> Rounding:
     """What a server does to inputs; the same function for the same range, which is that of the same input."""
-    import torch
-
     if activations.kind == "none":
         return lambda entering: entering
     scale = None if largest is None else fp8_scale(torch.tensor(largest))

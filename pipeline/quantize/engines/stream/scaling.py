@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from calibration.lazy import torch
 from calibration.sequential import Look, Seen
 from pipeline.quantize.engines.stream.folds import Fold, Matrix
-
-if TYPE_CHECKING:
-    import torch
 
 _STEPS = 10  # and the halves beside the best of them
 

@@ -14,17 +14,15 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from calibration.lazy import torch
 from pipeline.base.errors import StageError
 from pipeline.base.machine import cores as machine_cores
 from pipeline.quantize.engines.stream.plan import Piece, Scan, ShardPlan
 from pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, OpenShard, Stopped, Sum, WrittenShard, read_back
 from pipeline.quantize.engines.stream.worker import Worker
 from pipeline.store.disk import fsync
-
-if TYPE_CHECKING:
-    import torch
 
 CPU_PIECE = 2 << 20  # bytes: with the intermediate results of its parts, about a core's own cache
 GPU_PIECE = 32 << 20  # bytes: the bus at its full speed
@@ -235,8 +233,6 @@ def many_small_workers() -> Iterator[None]:
     4 KiB, which is twice the time of MXFP4.
     """
     import ctypes
-
-    import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -21,6 +21,7 @@ from pathlib import Path
 from threading import Condition
 from typing import TYPE_CHECKING, NamedTuple
 
+from calibration.lazy import torch
 from pipeline.base.errors import StageError
 from pipeline.quantize.engines.stream.kernels import BLOCK, E2M1_MAX, FP8_MAX, KERNELS, MX_GROUP, amax
 from pipeline.quantize.engines.stream.plan import (
@@ -40,8 +41,6 @@ from pipeline.quantize.formats.layout import StoredTensor
 from pipeline.quantize.inspection.numbers import Error, dequantize
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.quantize.engines.stream.kernels import Parts
 
 _STRIDE = 64
@@ -51,8 +50,6 @@ _CLIPPED = {FP8_MAX: 464.0, E2M1_MAX: 7.0}
 
 def error_of(weight: torch.Tensor, made: Parts, limit: float) -> Error:
     """Compare rows of a weight [O, I] with what was made of them: all where the bus is what is waited for."""
-    import torch
-
     stride = _STRIDE if weight.device.type == "cpu" else 1
     source = weight[::stride].float()
     scale = made["weight_scale"]
@@ -112,8 +109,6 @@ def sum_of(data: memoryview) -> int:
 
 def read_back(path: Path, sums: Sequence[Sum]) -> bool:
     """Whether a file on the disk holds what it was made of."""
-    import torch
-
     files, buffer = Files(path.parent), torch.empty(max(each.size for each in sums), dtype=torch.uint8).numpy().data
     try:
         for each in sums:
@@ -304,8 +299,6 @@ class OpenShard:
 
     def _collect(self, piece: Piece, stored: StoredTensor, part: torch.Tensor) -> None:
         """Keep a part of a small result; write the whole of it behind its weight, or hold it for the end."""
-        import torch
-
         if prod(stored.shape) == 1:
             self._collected[stored.name] = [part]  # one scale, which every piece of its weight has made
         else:
@@ -352,7 +345,5 @@ def _made(piece: Piece, device: torch.device) -> tuple[Parts, Error]:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    import torch
-
     view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return view

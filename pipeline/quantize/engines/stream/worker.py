@@ -20,23 +20,19 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from calibration.lazy import torch
 from pipeline.base.errors import StageError
 from pipeline.quantize.engines.stream.kernels import BLOCK
 from pipeline.quantize.engines.stream.plan import Origin, blocks
 from pipeline.quantize.formats.checkpoint import Files, torch_dtype
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Worker:
     """The means of one thread. ``seconds`` counts what it did by kind: read, compute, write, hash, wait."""
 
     def __init__(self, device: str) -> None:
-        import torch
-
         self.device = torch.device(device)
         self.seconds: dict[str, float] = defaultdict(float)
         self._buffers: dict[str, torch.Tensor] = {}
@@ -55,14 +51,10 @@ class Worker:
 
     def computing(self) -> AbstractContextManager[Any]:
         """Computing on the device, beside what other workers do there."""
-        import torch
-
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def buffer(self, use: str, size: int) -> torch.Tensor:
         """``size`` bytes of host memory, the same memory again for the same use: uint8 [size]."""
-        import torch
-
         known = self._buffers.get(use)
         if known is None or known.numel() < size:
             self._buffers.pop(use, None)  # before the new one is made
@@ -93,8 +85,6 @@ class Worker:
 
     def _decoded(self, files: Files, origin: Origin, numbers: torch.Tensor, first: int) -> torch.Tensor:
         """Rows from ``first`` on, which begins a block, times their blocks' scales, which are read for them."""
-        import torch
-
         from calibration.weights import decode_blocks
 
         assert origin.scale is not None  # noqa: S101
@@ -109,8 +99,6 @@ class Worker:
 
     def host(self, tensor: torch.Tensor, use: str) -> torch.Tensor:
         """The bytes of a result on the host: uint8, valid until the same use comes again."""
-        import torch
-
         if self._stream is None:
             return tensor.contiguous().reshape(-1).view(torch.uint8)
         # On the worker's own stream: PyTorch's streams do not wait for the default one, nor does waiting for one of
@@ -131,8 +119,6 @@ class Worker:
 
 def _sum(flat: torch.Tensor) -> torch.Tensor:
     """The sum of bytes [n] as integers of 64 bit where they are a multiple of that: any bit that turns changes it."""
-    import torch
-
     return (flat.view(torch.int64) if flat.numel() % 8 == 0 else flat).sum(dtype=torch.int64)
 
 
