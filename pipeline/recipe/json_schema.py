@@ -26,7 +26,7 @@ _MERGED = {"Quantization": "quantization", "Calibration": "calibration"}
 
 def schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of one recipe file."""
-    made = Recipe.model_json_schema()
+    made = _unbroken(Recipe.model_json_schema())
     definitions = made["$defs"]
     whole: dict[str, Any] = {"required": [field for field in made.pop("required") if field != "name"], "properties": {}}
     for definition, section in _MERGED.items():
@@ -35,8 +35,6 @@ def schema() -> dict[str, Any]:
         "if": {"type": "object"},
         "then": whole["properties"]["calibration"],
     }
-    for definition in definitions.values():
-        definition["description"] = " ".join(definition["description"].split())
     extends = {
         "type": "string",
         "minLength": 1,
@@ -47,7 +45,7 @@ def schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "quantmint recipe",
-        "description": " ".join(made["description"].split()),
+        "description": made["description"],
         "type": "object",
         "additionalProperties": False,
         "properties": {"name": properties.pop("name"), "extends": extends, **properties},
@@ -56,6 +54,16 @@ def schema() -> dict[str, Any]:
         "then": whole,
         "$defs": definitions,
     }
+
+
+def _unbroken(made: Any) -> Any:
+    """A schema whose descriptions are docstrings, each in one line."""
+    if isinstance(made, list):
+        return [_unbroken(entry) for entry in made]
+    if not isinstance(made, dict):
+        return made
+    found = {key: _unbroken(entry) for key, entry in made.items()}
+    return {key: " ".join(e.split()) if key == "description" and isinstance(e, str) else e for key, e in found.items()}
 
 
 def schema_text() -> str:

@@ -66,23 +66,13 @@ KnobValue = Annotated[
 class Source(Section):
     """The 16-bit model to start from: a folder, or a repository of the Hub at a revision."""
 
-    folder: str | None = Field(
-        default=None,
-        min_length=1,
-        pattern=PRINTABLE,
-        description="Folder with config.json, safetensors and tokenizer; relative to this file.",
-    )
-    repo: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$",
-        description="Repository of the Hugging Face Hub, as organisation/name.",
-    )
-    revision: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Branch, tag or 40-digit commit of the repository (default: main). It is resolved to a commit when "
-        "the recipe runs, and that commit is what is recorded.",
-    )
+    folder: str | None = Field(default=None, min_length=1, pattern=PRINTABLE)
+    """Folder with config.json, safetensors and tokenizer; relative to this file."""
+    repo: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
+    """Repository of the Hugging Face Hub, as organisation/name."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or 40-digit commit of the repository (default: main). It is resolved to a commit when the recipe
+    runs, and that commit is what is recorded."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,12 +103,10 @@ class Source(Section):
 class Override(Section):
     """Another scheme for some modules."""
 
-    modules: tuple[ModuleName, ...] = Field(
-        strict=False,
-        min_length=1,
-        description="Exact module names, or re: before a regular expression that matches from the start of a name.",
-    )
-    scheme: SchemeName = Field(description="Scheme of these modules.")
+    modules: tuple[ModuleName, ...] = Field(strict=False, min_length=1)
+    """Exact module names, or re: before a regular expression that matches from the start of a name."""
+    scheme: SchemeName
+    """Scheme of these modules."""
 
 
 _COMPENSATION = 0.5
@@ -128,25 +116,18 @@ _OWN = ("scaling", "compensation")  # parameters of GPTQ that other engines have
 class Gptq(Section):
     """How GPTQ rounds."""
 
-    dampening: float = Field(
-        default=0.01, gt=0, lt=1, description="What is added to the Hessian's diagonal, as a fraction of its mean."
-    )
-    block_size: int = Field(default=128, ge=1, description="Columns whose errors are carried on together.")
-    activation_order: bool = Field(
-        default=True, description="Round the columns with the largest activations first; costs nothing when served."
-    )
-    compensation: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="How much weights make up for what rounded inputs and layers before lost, beside the 16-bit model "
-        "(engine stream; null: a half).",
-    )
-    scaling: bool | None = Field(
-        default=None,
-        description="Move the channels' sizes into the weights where that loses less, as AWQ does (engine stream; "
-        "null: where inputs have four bits).",
-    )
+    dampening: float = Field(default=0.01, gt=0, lt=1)
+    """What is added to the Hessian's diagonal, as a fraction of its mean."""
+    block_size: int = Field(default=128, ge=1)
+    """Columns whose errors are carried on together."""
+    activation_order: bool = True
+    """Round the columns with the largest activations first; costs nothing when served."""
+    compensation: float | None = Field(default=None, ge=0, le=1)
+    """How much weights make up for what rounded inputs and layers before lost, beside the 16-bit model (engine stream;
+    null: a half)."""
+    scaling: bool | None = None
+    """Move the channels' sizes into the weights where that loses less, as AWQ does (engine stream; null: where inputs
+    have four bits)."""
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_said(self, dump: Any) -> dict[str, Any]:
@@ -158,68 +139,52 @@ class Gptq(Section):
 class SmoothQuant(Section):
     """How much SmoothQuant moves."""
 
-    strength: float = Field(
-        default=0.5, ge=0, le=1, description="0 leaves the outliers in the activations, 1 moves all into the weights."
-    )
+    strength: float = Field(default=0.5, ge=0, le=1)
+    """0 leaves the outliers in the activations, 1 moves all into the weights."""
 
 
 class AutoRound(Section):
     """How long AutoRound learns."""
 
-    iterations: int = Field(default=200, ge=1, description="Steps of signed gradient descent for each layer.")
+    iterations: int = Field(default=200, ge=1)
+    """Steps of signed gradient descent for each layer."""
 
 
 class Quantization(Section):
     """What the weights, the activations and the KV cache become, and in which layout they are written."""
 
-    scheme: SchemeChoice = Field(
-        description="Scheme of every linear layer that is neither excluded nor overridden. auto: each group of layers "
-        "gets the one of `from` that it was measured to do best with."
-    )
-    from_: tuple[SchemeName, ...] | None = Field(
-        default=None, alias="from", strict=False, description="What `scheme: auto` chooses from, two schemes or more."
-    )
-    bits: float | None = Field(
-        default=None,
-        gt=0,
-        description="What `scheme: auto` may spend: mean bits of a weight of the decoder's quantized linear layers, "
-        "scales counted.",
-    )
-    kv_cache: Literal["auto", "fp8"] = Field(
-        default="auto",
-        description="fp8: calibrated static scales for K (after RoPE) and V. auto: 16 bit, like the model.",
-    )
-    kv_cache_granularity: Literal["tensor", "head"] = Field(
-        default="tensor",
-        description="Scales of an fp8 cache: one for K and one for V of a layer, or one a KV head (compressed-tensors "
-        "only; vLLM reads them with attention backends that scale by head).",
-    )
-    format: Format = Field(default="compressed-tensors", description="Layout of the checkpoint; vLLM reads both.")
-    engine: Engine = Field(
-        default="stream",
-        description="What makes it. stream: quantmint's own, one pass over the disk. The others are libraries.",
-    )
-    algorithm: Literal["none", "gptq", "awq", "smoothquant", "rotation", "autoround"] = Field(
-        default="none",
-        description="What is done beside rounding to the nearest. Engine stream has gptq alone.",
-    )
-    gptq: Gptq | None = Field(default=None, description="Parameters of `algorithm: gptq`.")
-    smoothquant: SmoothQuant | None = Field(default=None, description="Parameters of `algorithm: smoothquant`.")
-    autoround: AutoRound | None = Field(default=None, description="Parameters of `algorithm: autoround`.")
-    shared_scales: bool = Field(
-        default=True,
-        description="Give q, k, v and gate, up one weight scale each where scales are per tensor (engine stream): vLLM "
-        "runs them with the largest of their scales and would round the others twice. false: the libraries' bytes.",
-    )
-    exclude: tuple[ModuleName, ...] = Field(
-        default=(),
-        strict=False,
-        description="Modules left in 16 bit besides embeddings, lm_head, routers, norms, vision towers and MTP heads. "
-        "Exact names, or re: before a regular expression that matches from the start of a name.",
-    )
-    overrides: tuple[Override, ...] = Field(
-        default=(), strict=False, description="Modules with another scheme. Modules that vLLM fuses must agree."
-    )
+    scheme: SchemeChoice
+    """Scheme of every linear layer that is neither excluded nor overridden. auto: each group of layers gets the one of
+    `from` that it was measured to do best with."""
+    from_: tuple[SchemeName, ...] | None = Field(default=None, alias="from", strict=False)
+    """What `scheme: auto` chooses from, two schemes or more."""
+    bits: float | None = Field(default=None, gt=0)
+    """What `scheme: auto` may spend: mean bits of a weight of the decoder's quantized linear layers, scales counted."""
+    kv_cache: Literal["auto", "fp8"] = "auto"
+    """fp8: calibrated static scales for K (after RoPE) and V. auto: 16 bit, like the model."""
+    kv_cache_granularity: Literal["tensor", "head"] = "tensor"
+    """Scales of an fp8 cache: one for K and one for V of a layer, or one a KV head (compressed-tensors only; vLLM reads
+    them with attention backends that scale by head)."""
+    format: Format = "compressed-tensors"
+    """Layout of the checkpoint; vLLM reads both."""
+    engine: Engine = "stream"
+    """What makes it. stream: quantmint's own, one pass over the disk. The others are libraries."""
+    algorithm: Literal["none", "gptq", "awq", "smoothquant", "rotation", "autoround"] = "none"
+    """What is done beside rounding to the nearest. Engine stream has gptq alone."""
+    gptq: Gptq | None = None
+    """Parameters of `algorithm: gptq`."""
+    smoothquant: SmoothQuant | None = None
+    """Parameters of `algorithm: smoothquant`."""
+    autoround: AutoRound | None = None
+    """Parameters of `algorithm: autoround`."""
+    shared_scales: bool = True
+    """Give q, k, v and gate, up one weight scale each where scales are per tensor (engine stream): vLLM runs them with
+    the largest of their scales and would round the others twice. false: the libraries' bytes."""
+    exclude: tuple[ModuleName, ...] = Field(default=(), strict=False)
+    """Modules left in 16 bit besides embeddings, lm_head, routers, norms, vision towers and MTP heads. Exact names, or
+    re: before a regular expression that matches from the start of a name."""
+    overrides: tuple[Override, ...] = Field(default=(), strict=False)
+    """Modules with another scheme. Modules that vLLM fuses must agree."""
 
     @model_validator(mode="after")
     def _budget(self) -> Quantization:
@@ -280,54 +245,39 @@ class Quantization(Section):
 class Calibration(Section):
     """On what ranges are measured: static activation scales and KV scales come from here."""
 
-    set: str = Field(description="Name of a set in calibration/sets, or path of such a YAML file.")
-    samples: int = Field(default=512, ge=1, description="Number of sequences (default: the set's, else 512).")
-    sequence_length: int = Field(
-        default=2048, ge=1, description="Tokens of a sequence; nothing is ever padded (default: the set's, else 2048)."
-    )
-    packing: bool = Field(
-        default=True,
-        description="true: texts are joined and cut into sequences of equal length. false: one text a sequence, cut "
-        "where it is longer and left shorter where it is not (default: the set's, else true).",
-    )
-    batch_size: int = Field(default=8, ge=1, description="Sequences of equal length that are run together.")
-    seed: int = Field(default=0, ge=0, description="Seed of the choice of samples (default: the set's, else 0).")
-    observer: ObserverName = Field(
-        default="amax",
-        description="How the inputs of a linear layer become the magnitude that its scale is made from. amax: the "
-        "largest. percentile: the one that `percentile` percent do not exceed. mse: the one that FP8 loses least with.",
-    )
-    kv_observer: ObserverName | None = Field(
-        default=None, description="The same for K and V, head by head (null: like `observer`)."
-    )
-    percentile: float = Field(default=99.99, gt=0, le=100, description="For `percentile` observers, percent.")
-    kv_floor: float | None = Field(
-        default=None,
-        gt=0,
-        description="Least magnitude of K and V that a scale is made from: no scale is smaller than a 448th of it.",
-    )
-    experts: ExpertTokens = Field(
-        default="all",
-        description="Tokens that count for an expert's inputs. all: every token of the layer, as if the router had "
-        "sent it there. routed: those that it does send. What the layer returns is the router's either way.",
-    )
-    min_expert_tokens: int = Field(
-        default=128,
-        ge=1,
-        description="Experts that are sent fewer tokens are named in a warning; with `experts: routed` all tokens "
-        "count for them.",
-    )
-    mode: Literal["auto", "resident", "layer"] = Field(
-        default="auto",
-        description="resident: the whole model on each device. layer: one layer at a time. "
-        "auto: what takes less memory. The ranges are the same.",
-    )
-    activation_memory: float | None = Field(
-        default=None,
-        ge=0,
-        description="Gigabytes of host memory for hidden states in layer mode; the rest is spilled to the store "
-        "(null: a quarter of what is free).",
-    )
+    set: str
+    """Name of a set in calibration/sets, or path of such a YAML file."""
+    samples: int = Field(default=512, ge=1)
+    """Number of sequences (default: the set's, else 512)."""
+    sequence_length: int = Field(default=2048, ge=1)
+    """Tokens of a sequence; nothing is ever padded (default: the set's, else 2048)."""
+    packing: bool = True
+    """true: texts are joined and cut into sequences of equal length. false: one text a sequence, cut where it is longer
+    and left shorter where it is not (default: the set's, else true)."""
+    batch_size: int = Field(default=8, ge=1)
+    """Sequences of equal length that are run together."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the choice of samples (default: the set's, else 0)."""
+    observer: ObserverName = "amax"
+    """How the inputs of a linear layer become the magnitude that its scale is made from. amax: the largest. percentile:
+    the one that `percentile` percent do not exceed. mse: the one that FP8 loses least with."""
+    kv_observer: ObserverName | None = None
+    """The same for K and V, head by head (null: like `observer`)."""
+    percentile: float = Field(default=99.99, gt=0, le=100)
+    """For `percentile` observers, percent."""
+    kv_floor: float | None = Field(default=None, gt=0)
+    """Least magnitude of K and V that a scale is made from: no scale is smaller than a 448th of it."""
+    experts: ExpertTokens = "all"
+    """Tokens that count for an expert's inputs. all: every token of the layer, as if the router had sent it there.
+    routed: those that it does send. What the layer returns is the router's either way."""
+    min_expert_tokens: int = Field(default=128, ge=1)
+    """Experts that are sent fewer tokens are named in a warning; with `experts: routed` all tokens count for them."""
+    mode: Literal["auto", "resident", "layer"] = "auto"
+    """resident: the whole model on each device. layer: one layer at a time. auto: what takes less memory. The ranges
+    are the same."""
+    activation_memory: float | None = Field(default=None, ge=0)
+    """Gigabytes of host memory for hidden states in layer mode; the rest is spilled to the store (null: a quarter of
+    what is free)."""
 
     @property
     def activation_bytes(self) -> int | None:
@@ -363,74 +313,55 @@ class Calibration(Section):
 class Search(Section):
     """How often a run with `scheme: auto` may begin again with more bits."""
 
-    until: Literal["pass"] = Field(default="pass", description="pass: the first checkpoint that the gate passes.")
-    tries: int = Field(
-        default=4,
-        ge=2,
-        le=10,
-        description="Checkpoints at most, from `quantization.bits` to all in the largest scheme. Each is judged with a "
-        "share of the error that gate.accuracy.confidence leaves, so that all together have no more.",
-    )
+    until: Literal["pass"] = "pass"
+    """pass: the first checkpoint that the gate passes."""
+    tries: int = Field(default=4, ge=2, le=10)
+    """Checkpoints at most, from `quantization.bits` to all in the largest scheme. Each is judged with a share of the
+    error that gate.accuracy.confidence leaves, so that all together have no more."""
 
 
 class Target(Section):
     """The machine that the checkpoint is made for, with the load that it will see."""
 
-    hardware: HardwareName = Field(default="mi300x", description="Accelerator that serves the checkpoint.")
-    gpus: int = Field(
-        default=1, ge=1, description="Accelerators of the server; the launch plan splits or replicates over them."
-    )
-    workload: str = Field(
-        default="throughput", description="Name of a workload in eval/workloads, or the path of a YAML file like those."
-    )
-    max_model_len: int = Field(default=8192, ge=16, description="Longest prompt with its answer, in tokens.")
+    hardware: HardwareName = "mi300x"
+    """Accelerator that serves the checkpoint."""
+    gpus: int = Field(default=1, ge=1)
+    """Accelerators of the server; the launch plan splits or replicates over them."""
+    workload: str = "throughput"
+    """Name of a workload in eval/workloads, or the path of a YAML file like those."""
+    max_model_len: int = Field(default=8192, ge=16)
+    """Longest prompt with its answer, in tokens."""
 
 
 class Speculative(Section):
     """Tokens that a small model proposes and the served one checks, several in one step."""
 
-    method: str = Field(
-        min_length=1,
-        pattern=PRINTABLE,
-        description="vLLM's name of the method: eagle3, draft_model, mtp, ngram, ...",
-    )
-    model: str | None = Field(
-        default=None,
-        min_length=1,
-        pattern=PRINTABLE,
-        description="Folder of the model that proposes; null where the served one does it by itself (mtp, ngram).",
-    )
-    tokens: int = Field(
-        default=2, ge=1, description="Tokens proposed at a time. More than 2 were seen to be accepted less and to slow."
-    )
+    method: str = Field(min_length=1, pattern=PRINTABLE)
+    """vLLM's name of the method: eagle3, draft_model, mtp, ngram, ..."""
+    model: str | None = Field(default=None, min_length=1, pattern=PRINTABLE)
+    """Folder of the model that proposes; null where the served one does it by itself (mtp, ngram)."""
+    tokens: int = Field(default=2, ge=1)
+    """Tokens proposed at a time. More than 2 were seen to be accepted less and to slow."""
 
 
 class Serve(Section):
     """What the launch plan is told beside the target; `quantmint tune` prints such a section."""
 
-    profile: Literal["latency", "throughput", "offline", "streaming"] | None = Field(
-        default=None, description="What the server is for (null: what the target's workload asks for)."
-    )
-    knobs: dict[str, KnobValue] = Field(
-        default_factory=dict,
-        description="Values that replace the plan's, by the knob's name: --max-num-seqs: 256 or a variable of the "
-        "environment. true is a flag without a value, false leaves the knob out.",
-    )
-    speculative: Speculative | None = Field(default=None, description="Speculative decoding (null: none).")
-    tunableop: str | None = Field(
-        default=None,
-        min_length=1,
-        pattern=PRINTABLE,
-        description="CSV file with the matrix kernels that TunableOp found; relative to this file. It is read, and "
-        "nothing is tuned while serving.",
-    )
-    pack: int = Field(default=1, ge=1, le=8, description="Servers that share one accelerator; for small models.")
-    arguments: tuple[str, ...] = Field(
-        default=(),
-        strict=False,
-        description="Further arguments of `vllm serve`, word by word: [--reasoning-parser, qwen3]. What is a knob is "
-        "said under knobs.",
-    )
+    profile: Literal["latency", "throughput", "offline", "streaming"] | None = None
+    """What the server is for (null: what the target's workload asks for)."""
+    knobs: dict[str, KnobValue] = Field(default_factory=dict)
+    """Values that replace the plan's, by the knob's name: --max-num-seqs: 256 or a variable of the environment. true is
+    a flag without a value, false leaves the knob out."""
+    speculative: Speculative | None = None
+    """Speculative decoding (null: none)."""
+    tunableop: str | None = Field(default=None, min_length=1, pattern=PRINTABLE)
+    """CSV file with the matrix kernels that TunableOp found; relative to this file. It is read, and nothing is tuned
+    while serving."""
+    pack: int = Field(default=1, ge=1, le=8)
+    """Servers that share one accelerator; for small models."""
+    arguments: tuple[str, ...] = Field(default=(), strict=False)
+    """Further arguments of `vllm serve`, word by word: [--reasoning-parser, qwen3]. What is a knob is said under
+    knobs."""
 
     @property
     def overrides(self) -> dict[str, str | bool]:
@@ -441,30 +372,34 @@ class Serve(Section):
 class Recipe(Section):
     """One checkpoint: what to make, from what, for which machine, and what it must prove."""
 
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9.-]*$", description="Name of the recipe: that of its file, without .yaml."
-    )
-    description: str = Field(default="", description="One sentence for lists of recipes.")
-    source: Source = Field(description="The 16-bit model to start from.")
-    trust_remote_code: bool = Field(
-        default=False,
-        description="Run Python code from the repository; only with a revision that is a 40-digit commit.",
-    )
-    quantization: Quantization = Field(description="What the model becomes.")
-    calibration: Calibration | None = Field(
-        default=None,
-        description="Data that ranges are measured on; needed for static activation scales or an fp8 KV cache.",
-    )
-    search: Search | None = Field(
-        default=None, description="Further tries with more bits where the gate says FAIL (null: none)."
-    )
-    target: Target = Field(default_factory=Target, description="Where the checkpoint will be served.")
-    serve: Serve = Field(default_factory=Serve, description="How it is served there, where the plan is overruled.")
-    evaluation: Evaluation = Field(default_factory=Evaluation, description="How its accuracy is measured.")
-    gate: Gate = Field(default_factory=Gate, description="What it must show.")
-    publish: Publish = Field(default_factory=Publish, description="Where it goes after a PASS.")
-    tracking: Tracking = Field(default_factory=Tracking, description="Where its figures are logged.")
-    refresh: Refresh = Field(default_factory=Refresh, description="When it is looked at again, and made anew if due.")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    """Name of the recipe: that of its file, without .yaml."""
+    description: str = ""
+    """One sentence for lists of recipes."""
+    source: Source
+    """The 16-bit model to start from."""
+    trust_remote_code: bool = False
+    """Run Python code from the repository; only with a revision that is a 40-digit commit."""
+    quantization: Quantization
+    """What the model becomes."""
+    calibration: Calibration | None = None
+    """Data that ranges are measured on; needed for static activation scales or an fp8 KV cache."""
+    search: Search | None = None
+    """Further tries with more bits where the gate says FAIL (null: none)."""
+    target: Target = Field(default_factory=Target)
+    """Where the checkpoint will be served."""
+    serve: Serve = Field(default_factory=Serve)
+    """How it is served there, where the plan is overruled."""
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    """How its accuracy is measured."""
+    gate: Gate = Field(default_factory=Gate)
+    """What it must show."""
+    publish: Publish = Field(default_factory=Publish)
+    """Where it goes after a PASS."""
+    tracking: Tracking = Field(default_factory=Tracking)
+    """Where its figures are logged."""
+    refresh: Refresh = Field(default_factory=Refresh)
+    """When it is looked at again, and made anew if due."""
 
     @model_validator(mode="after")
     def _search_of_a_choice(self) -> Recipe:

@@ -22,9 +22,14 @@ def wrong(expected: str, *, found: str = "", at: str = "") -> PydanticCustomErro
 
 
 class Section(BaseModel):
-    """What all sections share: no unknown keys, no silent conversion, no change after loading."""
+    """What all sections share: no unknown keys, no silent conversion, no change after loading.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    What stands below a field is what editors show.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 Runtime = Literal["vllm", "reference"]
@@ -33,68 +38,45 @@ Runtime = Literal["vllm", "reference"]
 class Evaluation(Section):
     """How good the checkpoint is: the tasks that the baseline and the candidate both answer."""
 
-    suite: str = Field(default="core", description="Name of a suite in eval/suites.")
-    limit: int | None = Field(
-        default=None, ge=1, description="Use at most so many items of each task, drawn by the seed (null: all of them)."
-    )
-    concurrency: int = Field(default=32, ge=1, description="Requests in flight.")
-    runtime: Runtime = Field(
-        default="vllm",
-        description="What answers. vllm: the server that will serve the checkpoint. reference: transformers with the "
-        "weights that the bytes stand for, activations and KV cache rounded as the format says; for formats that no "
-        "vLLM here loads. It measures no throughput, and the verdict names it.",
-    )
-    looks: int = Field(
-        default=4,
-        ge=1,
-        le=20,
-        description="How often a task's items are judged while they are asked: a clear case stops early, by an "
-        "alpha-spending boundary that keeps the error rates. 1: only at the end.",
-    )
-    control: int | None = Field(
-        default=500,
-        ge=20,
-        description="Items of each task that the baseline answers a second time: how many answers change by "
-        "themselves (null: none).",
-    )
-    seed: int = Field(default=1234, ge=0, description="Seed of the order of items and of few-shot examples.")
+    suite: str = "core"
+    """Name of a suite in eval/suites."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use at most so many items of each task, drawn by the seed (null: all of them)."""
+    concurrency: int = Field(default=32, ge=1)
+    """Requests in flight."""
+    runtime: Runtime = "vllm"
+    """What answers. vllm: the server that will serve the checkpoint. reference: transformers with the weights that the
+    bytes stand for, activations and KV cache rounded as the format says; for formats that no vLLM here loads. It
+    measures no throughput, and the verdict names it."""
+    looks: int = Field(default=4, ge=1, le=20)
+    """How often a task's items are judged while they are asked: a clear case stops early, by an alpha-spending boundary
+    that keeps the error rates. 1: only at the end."""
+    control: int | None = Field(default=500, ge=20)
+    """Items of each task that the baseline answers a second time: how many answers change by themselves (null:
+    none)."""
+    seed: int = Field(default=1234, ge=0)
+    """Seed of the order of items and of few-shot examples."""
 
 
 class AccuracyGate(Section):
     """How much accuracy may be lost, and how sure the gate must be."""
 
-    margin: float = Field(
-        default=0.01, gt=0, lt=1, description="Largest loss that is accepted, as a fraction: 0.01 is one point."
-    )
-    margins: dict[str, Annotated[float, Field(gt=0, lt=1)] | None] = Field(
-        default_factory=dict,
-        description="Margins of single tasks in place of the suite's, relative for a perplexity (0.02: two per cent "
-        "more); null: the task is shown and does not decide.",
-    )
-    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of the one-sided bound.")
-    power: float = Field(
-        default=0.8,
-        ge=0.5,
-        lt=1,
-        description="Chance that a lossless checkpoint passes; a suite too small for it is refused.",
-    )
-    expected_flip_rate: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Share of items whose score changes (null: what the suite expects of each task).",
-    )
-    baseline_score: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        default_factory=dict,
-        description="Score that the 16-bit baseline is known to reach, by task (a perplexity for perplexity tasks); "
-        "where it is elsewhere, nothing is judged.",
-    )
-    baseline_tolerance: float = Field(
-        default=0.03,
-        gt=0,
-        lt=1,
-        description="How far from it the baseline may be, beside its sampling error; relative for a perplexity.",
-    )
+    margin: float = Field(default=0.01, gt=0, lt=1)
+    """Largest loss that is accepted, as a fraction: 0.01 is one point."""
+    margins: dict[str, Annotated[float, Field(gt=0, lt=1)] | None] = Field(default_factory=dict)
+    """Margins of single tasks in place of the suite's, relative for a perplexity (0.02: two per cent more); null: the
+    task is shown and does not decide."""
+    confidence: float = Field(default=0.95, ge=0.5, lt=1)
+    """Confidence of the one-sided bound."""
+    power: float = Field(default=0.8, ge=0.5, lt=1)
+    """Chance that a lossless checkpoint passes; a suite too small for it is refused."""
+    expected_flip_rate: float | None = Field(default=None, gt=0, le=1)
+    """Share of items whose score changes (null: what the suite expects of each task)."""
+    baseline_score: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Score that the 16-bit baseline is known to reach, by task (a perplexity for perplexity tasks); where it is
+    elsewhere, nothing is judged."""
+    baseline_tolerance: float = Field(default=0.03, gt=0, lt=1)
+    """How far from it the baseline may be, beside its sampling error; relative for a perplexity."""
 
 
 class CanaryGate(Section):
@@ -105,15 +87,10 @@ class CanaryGate(Section):
     # pull requests 12557 and 19661). The embedded model of four layers: 74 to 82 % and 0.1 nats with MXFP4 rounded to
     # nearest; with the scales of one layer doubled 47 to 66 % and 0.7 to 1.2 nats, with four times those 13 to 46 %
     # and 1.8 to 2.6 nats.
-    min_agreement: float = Field(
-        default=0.7,
-        ge=0,
-        le=1,
-        description="Least share of positions whose likeliest token is the baseline's, on held-out prompts.",
-    )
-    max_kl: float = Field(
-        default=0.5, gt=0, description="Largest mean KL divergence of the next token from the baseline's, in nats."
-    )
+    min_agreement: float = Field(default=0.7, ge=0, le=1)
+    """Least share of positions whose likeliest token is the baseline's, on held-out prompts."""
+    max_kl: float = Field(default=0.5, gt=0)
+    """Largest mean KL divergence of the next token from the baseline's, in nats."""
 
 
 _LAUNCHES = 4
@@ -122,21 +99,15 @@ _LAUNCHES = 4
 class ThroughputGate(Section):
     """How fast the checkpoint must be, on the target's hardware."""
 
-    min_ratio: float | None = Field(
-        default=1.0,
-        gt=0,
-        description="Least ratio of the candidate's output tokens/s to the 16-bit baseline's. Above 1: this gain and a "
-        "significant one. Up to 1: no slower than this, shown by an equivalence test. null: nothing is promised.",
-    )
-    launches: int = Field(
-        default=_LAUNCHES,
-        ge=0,
-        le=20,
-        description="Fresh launches of the server on each side, in the order ABBA BAAB. Three are the fewest that an "
-        "exact test can decide by at 95 %. Where nothing is promised, as many as are asked for are made and shown, and "
-        "by default none: throughput is not measured.",
-    )
-    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of the exact one-sided rank test.")
+    min_ratio: float | None = Field(default=1.0, gt=0)
+    """Least ratio of the candidate's output tokens/s to the 16-bit baseline's. Above 1: this gain and a significant
+    one. Up to 1: no slower than this, shown by an equivalence test. null: nothing is promised."""
+    launches: int = Field(default=_LAUNCHES, ge=0, le=20)
+    """Fresh launches of the server on each side, in the order ABBA BAAB. Three are the fewest that an exact test can
+    decide by at 95 %. Where nothing is promised, as many as are asked for are made and shown, and by default none:
+    throughput is not measured."""
+    confidence: float = Field(default=0.95, ge=0.5, lt=1)
+    """Confidence of the exact one-sided rank test."""
 
     @model_validator(mode="before")
     @classmethod
@@ -148,9 +119,12 @@ class ThroughputGate(Section):
 class Gate(Section):
     """What a checkpoint must show before it is published."""
 
-    accuracy: AccuracyGate = Field(default_factory=AccuracyGate, description="Loss of accuracy that is accepted.")
-    canary: CanaryGate = Field(default_factory=CanaryGate, description="What stops a broken checkpoint in a minute.")
-    throughput: ThroughputGate = Field(default_factory=ThroughputGate, description="Speed that is required.")
+    accuracy: AccuracyGate = Field(default_factory=AccuracyGate)
+    """Loss of accuracy that is accepted."""
+    canary: CanaryGate = Field(default_factory=CanaryGate)
+    """What stops a broken checkpoint in a minute."""
+    throughput: ThroughputGate = Field(default_factory=ThroughputGate)
+    """Speed that is required."""
 
     def policy(self, suite: Suite, hardware: str) -> Policy:
         """The limits of a judgement, on a suite that has its margins; speed is promised of `hardware`."""
@@ -187,68 +161,46 @@ Address = Annotated[str, BeforeValidator(_without_credentials)]
 class Tracking(Section):
     """Where the figures of a run are logged, beside the report."""
 
-    mlflow: Address | None = Field(
-        default=None,
-        min_length=1,
-        description="Tracking URI of an MLflow server (null: none). A key for it is read from MLflow's own variables.",
-    )
-    experiment: str = Field(default="quantmint", min_length=1, description="Experiment that the runs are put into.")
+    mlflow: Address | None = Field(default=None, min_length=1)
+    """Tracking URI of an MLflow server (null: none). A key for it is read from MLflow's own variables."""
+    experiment: str = Field(default="quantmint", min_length=1)
+    """Experiment that the runs are put into."""
 
 
 class Hub(Section):
     """A repository of the Hugging Face Hub, or of a server that speaks its protocol (HF_ENDPOINT)."""
 
-    repo: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Repository as organisation/name; it is created if it is not there.",
-    )
-    private: bool = Field(default=True, description="Only members of the organisation see it.")
-    gated: Literal["auto", "manual"] | None = Field(
-        default=None,
-        description="Readers share their address first, and are let in automatically or by hand (null: not gated).",
-    )
-    via: Literal["commit", "pull-request"] = Field(
-        default="commit",
-        description="commit: one commit. pull-request: one commit on a pull request, verified there and then merged.",
-    )
-    collection: str | None = Field(
-        default=None,
-        min_length=1,
-        pattern=PRINTABLE,
-        description="Collection that lists the repository: its slug (organisation/title-id), or a title of one of the "
-        "organisation's, which is created if it is not there.",
-    )
+    repo: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Repository as organisation/name; it is created if it is not there."""
+    private: bool = True
+    """Only members of the organisation see it."""
+    gated: Literal["auto", "manual"] | None = None
+    """Readers share their address first, and are let in automatically or by hand (null: not gated)."""
+    via: Literal["commit", "pull-request"] = "commit"
+    """commit: one commit. pull-request: one commit on a pull request, verified there and then merged."""
+    collection: str | None = Field(default=None, min_length=1, pattern=PRINTABLE)
+    """Collection that lists the repository: its slug (organisation/title-id), or a title of one of the organisation's,
+    which is created if it is not there."""
 
 
 class Storage(Section):
     """A bucket: S3 and what is compatible with it, Google, Azure, or a folder that machines share."""
 
-    url: Address = Field(
-        pattern=r"^[a-z][a-z0-9+.-]*://[^\x00-\x1f?#]+$",
-        description="Prefix that receives a subfolder with the recipe's name: s3://bucket/prefix. Credentials come "
-        "from the environment or the provider's own files, never from here.",
-    )
-    endpoint: Address | None = Field(
-        default=None,
-        pattern=r"^https?://[^\x00-\x20]+$",
-        description="Address of an S3-compatible server (null: AWS, or what AWS_ENDPOINT_URL says).",
-    )
+    url: Address = Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\x00-\x1f?#]+$")
+    """Prefix that receives a subfolder with the recipe's name: s3://bucket/prefix. Credentials come from the
+    environment or the provider's own files, never from here."""
+    endpoint: Address | None = Field(default=None, pattern=r"^https?://[^\x00-\x20]+$")
+    """Address of an S3-compatible server (null: AWS, or what AWS_ENDPOINT_URL says)."""
 
 
 class Signing(Section):
     """Who vouches for what is published: a key, or an identity."""
 
-    key: str | None = Field(
-        default=None,
-        min_length=1,
-        pattern=PRINTABLE,
-        description="PEM file with an elliptic-curve private key, relative to this file; its passphrase is read from "
-        "QUANTMINT_SIGNING_PASSPHRASE.",
-    )
-    keyless: bool = Field(
-        default=False,
-        description="Sign with the identity of the workload or person through Sigstore; needs a network.",
-    )
+    key: str | None = Field(default=None, min_length=1, pattern=PRINTABLE)
+    """PEM file with an elliptic-curve private key, relative to this file; its passphrase is read from
+    QUANTMINT_SIGNING_PASSPHRASE."""
+    keyless: bool = False
+    """Sign with the identity of the workload or person through Sigstore; needs a network."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Signing:
@@ -261,46 +213,33 @@ class Signing(Section):
 class Licence(Section):
     """What the source's own card does not say, or asks to be agreed to."""
 
-    id: str | None = Field(
-        default=None,
-        pattern=r"^[a-z0-9][a-z0-9.-]*$",
-        description="Identifier of the licence as the Hub writes it: apache-2.0, llama3.3, ... (null: the source's).",
-    )
-    link: str | None = Field(
-        default=None, pattern=r"^(https://[^\x00-\x20]+|LICENSE[A-Za-z0-9._-]*)$", description="Where its text is."
-    )
-    accepted: bool = Field(
-        default=False,
-        description="The conditions of the source's licence on passing on what is made from it are known and met; "
-        "asked for where a licence has such conditions.",
-    )
+    id: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    """Identifier of the licence as the Hub writes it: apache-2.0, llama3.3, ... (null: the source's)."""
+    link: str | None = Field(default=None, pattern=r"^(https://[^\x00-\x20]+|LICENSE[A-Za-z0-9._-]*)$")
+    """Where its text is."""
+    accepted: bool = False
+    """The conditions of the source's licence on passing on what is made from it are known and met; asked for where a
+    licence has such conditions."""
 
 
 class Publish(Section):
     """Where a checkpoint that passed goes."""
 
-    folder: str | None = Field(
-        default="published",
-        min_length=1,
-        pattern=PRINTABLE,
-        description="Folder that receives a subfolder with the recipe's name; relative to where the run starts "
-        "(null: no folder).",
-    )
-    hub: Hub | None = Field(default=None, description="Repository of the Hub (null: none).")
-    storage: Storage | None = Field(default=None, description="Bucket (null: none).")
-    to: Literal["release", "candidate"] = Field(
-        default="release",
-        description="release: it is what readers get at once. candidate: it waits beside what they get for "
-        "`quantmint promote`.",
-    )
-    keep: int | None = Field(
-        default=None,
-        ge=1,
-        description="Releases that stay; older ones are removed after a publication, never the current one or a "
-        "candidate (null: all stay).",
-    )
-    sign: Signing | None = Field(default=None, description="Signature over all files (null: none).")
-    licence: Licence = Field(default_factory=Licence, description="Terms of the source, where its card is silent.")
+    folder: str | None = Field(default="published", min_length=1, pattern=PRINTABLE)
+    """Folder that receives a subfolder with the recipe's name; relative to where the run starts (null: no folder)."""
+    hub: Hub | None = None
+    """Repository of the Hub (null: none)."""
+    storage: Storage | None = None
+    """Bucket (null: none)."""
+    to: Literal["release", "candidate"] = "release"
+    """release: it is what readers get at once. candidate: it waits beside what they get for `quantmint promote`."""
+    keep: int | None = Field(default=None, ge=1)
+    """Releases that stay; older ones are removed after a publication, never the current one or a candidate (null: all
+    stay)."""
+    sign: Signing | None = None
+    """Signature over all files (null: none)."""
+    licence: Licence = Field(default_factory=Licence)
+    """Terms of the source, where its card is silent."""
 
     @model_validator(mode="after")
     def _somewhere(self) -> Publish:
@@ -339,28 +278,19 @@ def _zone(name: str) -> str:
 class Refresh(Section):
     """When `quantmint schedule` looks whether the recipe is due, and what `requantize` may spend on it."""
 
-    schedule: Annotated[str, AfterValidator(_cron)] | None = Field(
-        default=None,
-        description="Cron expression of five fields (minute, hour, day of month, month, day of week), with Debian "
-        "cron's meaning: 0 3 * * 6 (null: only when somebody asks).",
-    )
-    timezone: Annotated[str, AfterValidator(_zone)] = Field(
-        default="UTC", description="Time zone of the expression, by its IANA name: Europe/Berlin."
-    )
-    missed: Literal["run", "skip"] = Field(
-        default="run",
-        description="A time at which no scheduler ran. run: once, when one runs again, however many were missed. skip: "
-        "the next time is waited for.",
-    )
-    triggers: tuple[Cause, ...] = Field(
-        default=CAUSES,
-        strict=False,
-        min_length=1,
-        description="What makes it due. base: a new commit of the model. dataset: of a calibration or evaluation "
-        "set. recipe: the recipe itself. toolchain: quantmint or a library that shapes bytes or scores. serving: vLLM, "
-        "its image or the launch plan.",
-    )
-    priority: int = Field(default=0, ge=-100, le=100, description="What is due is run highest first, then by name.")
-    max_hours: float | None = Field(
-        default=None, gt=0, description="Hours that one attempt may take before it is ended (null: no limit)."
-    )
+    schedule: Annotated[str, AfterValidator(_cron)] | None = None
+    """Cron expression of five fields (minute, hour, day of month, month, day of week), with Debian cron's meaning: 0 3
+    * * 6 (null: only when somebody asks)."""
+    timezone: Annotated[str, AfterValidator(_zone)] = "UTC"
+    """Time zone of the expression, by its IANA name: Europe/Berlin."""
+    missed: Literal["run", "skip"] = "run"
+    """A time at which no scheduler ran. run: once, when one runs again, however many were missed. skip: the next time
+    is waited for."""
+    triggers: tuple[Cause, ...] = Field(default=CAUSES, strict=False, min_length=1)
+    """What makes it due. base: a new commit of the model. dataset: of a calibration or evaluation set. recipe: the
+    recipe itself. toolchain: quantmint or a library that shapes bytes or scores. serving: vLLM, its image or the launch
+    plan."""
+    priority: int = Field(default=0, ge=-100, le=100)
+    """What is due is run highest first, then by name."""
+    max_hours: float | None = Field(default=None, gt=0)
+    """Hours that one attempt may take before it is ended (null: no limit)."""
