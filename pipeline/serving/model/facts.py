@@ -255,10 +255,18 @@ def _declared(quantization: Mapping[str, Any] | None, modules: Sequence[str]) ->
             else scheme
             for module in modules
         }
-        cached = str(quantization.get("kv_cache_quant_algo") or "").upper() == "FP8"
+        cached = str(quantization.get("kv_cache_quant_algo") or "").upper() == "FP8" or _kv_scales(quantization)
     used = {scheme for scheme in schemes.values() if scheme is not None}
     groups = [_group(scheme, quantization) for scheme in used]
     return _Declared(method, schemes, max(filter(None, groups), default=None), "fp8" if cached else None)
+
+
+def _kv_scales(quantization: Mapping[str, Any]) -> bool:
+    """Whether ``kv_cache_scheme`` says so: "static" (both ROCm guides), or what ModelOpt writes (vLLM 0.32 modelopt.py)."""
+    said = quantization.get("kv_cache_scheme")
+    if isinstance(said, Mapping):
+        return (said.get("type"), said.get("num_bits")) == ("float", 8)
+    return said == "static"
 
 
 def _scheme(method: str, quantization: Mapping[str, Any]) -> str:

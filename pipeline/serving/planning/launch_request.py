@@ -149,7 +149,7 @@ class LaunchRequest:
             "kind": accelerator.kind,
             "arch": accelerator.arch or "",
             "nodes": layout.nodes,
-            "vllm_version": ".".join(str(part) for part in self.numbers),
+            "vllm_version": ".".join(str(part) for part in (*self.numbers, 0, 0)[:3]),  # a tag has three parts
             "cpu_kv_gib": self._cpu_kv_gib(),
             "profile": profile.name,
             # A measured server meets the whole load by itself.

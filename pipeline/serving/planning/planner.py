@@ -39,6 +39,7 @@ from pipeline.serving.planning.layout import Choice, choose, split_cautions, spl
 from pipeline.serving.planning.target import Profile, Target, checked
 
 _KV_FLAG = "--kv-cache-dtype"
+_SCALED = ("fp8", "fp8_e4m3")  # by scales of the checkpoint; others compute theirs, or have the range of 16 bit
 _BACKENDS = {"mla": "ROCM_AITER_MLA", "dsa": "ROCM_AITER_MLA_SPARSE"}
 _IMAGE = "image"  # the container's one knob that is no option of `docker run`
 #: Contexts that are tried, in tokens, where nobody says one: the longest that fits is taken.
@@ -232,6 +233,13 @@ def _remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     yield from split_cautions(facts, layout)
     if accelerator.kind == "rocm" and facts.kv_cache_scheme == "fp8" and request.kv_cache_dtype == "auto":
         yield "the checkpoint has scales for an FP8 KV cache, which is not used: it stays in 16 bit"
+    said = str(request.overrides.get(_KV_FLAG, request.kv_cache_dtype))
+    if said in _SCALED and facts.kv_cache_scheme is None and facts.attention in ("mha", "mla"):
+        most = 240 if accelerator.arch == "gfx942" else 448
+        yield (
+            "the checkpoint has no scales for an FP8 KV cache: vLLM takes 1.0 for each, and keys and values beyond"
+            f" {most} are cut off; `kv_cache: fp8` in a recipe calibrates them"
+        )
     if not request.len_given and request.max_model_len < facts.context:
         yield (
             f"planned for {request.max_model_len:,} tokens of the {facts.context:,} that the model knows, because"

@@ -14,7 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.hardware import refusal
 from pipeline.base.schemes import table as schemes
 from pipeline.recipe.schema import Speculative
-from pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
+from pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
 from pipeline.serving.plan import LaunchPlan, Layout, processes
 from pipeline.serving.planning.launch_request import aiter_mla, opposite, running
 from pipeline.serving.planning.planner import plan_serving
@@ -72,6 +72,43 @@ def test_what_the_recipe_sets_wins_and_memory_follows():
     assert "SAFETENSORS_FAST_GPU" not in plan(overrides={"SAFETENSORS_FAST_GPU": False}).env
     assert plan(overrides={"--max-model-len": "4096"}).memory.concurrency > plan().memory.concurrency
     assert flag(plan(overrides={"--kv-cache-dtype": "fp8"}), "--kv-cache-dtype") == "fp8"
+
+
+def declaring(**quantization) -> ModelFacts:
+    """Llama 8B with a ``quantization_config`` in its config.json."""
+    config = json.loads((CONFIGS / LLAMA_8B / "config.json").read_text(encoding="utf-8"))
+    return facts_of_config({**config, "quantization_config": quantization})
+
+
+@pytest.mark.parametrize(
+    ("said", "cache"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}, "fp8"),
+        ({"quant_method": "modelopt", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, "fp8"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, None),
+        ({"quant_method": "modelopt", "kv_cache_scheme": {"type": "float", "num_bits": 4}}, None),
+    ],
+)
+def test_a_checkpoint_that_says_it_has_scales_gets_an_fp8_cache(said, cache):
+    made = plan(declaring(**said))
+    assert flag(made, "--kv-cache-dtype") == cache
+    assert not any("no scales" in warning for warning in made.warnings)
+
+
+def test_an_fp8_cache_without_scales_is_warned_of():
+    assert any("no scales" in one and "beyond 240" in one for one in plan(kv_cache_dtype="fp8").warnings)
+    assert any("beyond 448" in one for one in plan(kv_cache_dtype="fp8", target="mi355x:1").warnings)
+    dynamic = plan(overrides={"--kv-cache-dtype": "fp8_per_token_head"})
+    assert not any("no scales" in one for one in dynamic.warnings)
+
+
+@pytest.mark.parametrize(("version", "dtype"), [("0.19.1", "float16"), ("0.21.0", "float16"), ("0.22.0", None)])
+def test_gptq_starts_in_the_type_that_its_kernels_take(version, dtype):
+    assert flag(plan(declaring(quant_method="gptq", bits=4, group_size=128), vllm_version=version), "--dtype") == dtype
+
+
+def test_an_image_of_a_short_version_has_a_tag_that_exists():
+    assert plan(vllm_version="0.26").image == "vllm/vllm-openai-rocm:v0.26.0"
 
 
 def test_a_flag_that_is_set_silences_its_opposite():

@@ -102,6 +102,12 @@ def test_without_a_log_no_promise_is_missed_and_with_one_it_is() -> None:
     assert found.line == "planned: ROCM_AITER_FA, seen: none that the log names"
 
 
+@pytest.mark.parametrize(("dtype", "found"), [("fp8", 1), ("fp8_e4m3", 1), ("fp8_per_token_head", 0), ("auto", 0)])
+def test_an_fp8_cache_of_a_16_bit_model_has_no_scales(dtype: str, found: int) -> None:
+    log = (LOGS / "rocm-0.24.log").read_text(encoding="utf-8").replace("kv_cache_dtype=auto", f"kv_cache_dtype={dtype}")
+    assert sum("has no scales" in finding.why for finding in scan_log(log).cautions) == found
+
+
 def test_every_engine_is_read() -> None:
     scan = scanned("rocm-0.24")
     assert (scan.kv_tokens, scan.concurrency) == (1_044_480, 127.5)
