@@ -172,6 +172,16 @@ def processes(
     return tuple(_servers(plan, port, first_gpu))
 
 
+def waves(plan: LaunchPlan, processes: Sequence[Process]) -> tuple[tuple[Process, ...], ...]:
+    """The same in the order in which they may load: of servers on one accelerator each waits until the last answers.
+
+    vLLM reads its use of memory from the whole device, and charges itself what others load meanwhile (vllm#55827).
+    """
+    count = plan.layout.packed
+    turns = (tuple(one for one in processes if one.replica % count == turn) for turn in range(count))
+    return tuple(filter(None, turns))
+
+
 def _servers(plan: LaunchPlan, port: int, first_gpu: int) -> Iterator[Process]:
     """Independent servers, node after node, each on its own accelerators or packed on one."""
     layout, target = plan.layout, parse_target(plan.target)

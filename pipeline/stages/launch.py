@@ -204,7 +204,8 @@ def profile_for(
 ) -> Profile:
     """The profile that is named, directly or by a workload; else what the recipe is for, else throughput.
 
-    A workload brings its largest concurrency, a recipe also its longest request. Numbers that are given go first.
+    A workload brings its largest concurrency and its longest request, a recipe the length that it was made for.
+    Numbers that are given go first.
     """
     length = max_model_len if recipe is None else max_model_len or recipe.target.max_model_len
     if text is None and recipe is None:
@@ -219,7 +220,9 @@ def profile_for(
     if recipe is not None and text is None:
         chosen = recipe.serve.profile or chosen
         most = max(most, recipe.evaluation.concurrency)
-    return profile(chosen, concurrency=concurrency or most, max_model_len=length)
+    if max_model_len is None and length is not None and length < load.longest:
+        length = None  # the plan chooses one that is long enough
+    return profile(chosen, concurrency=concurrency or most, max_model_len=length, longest=load.longest)
 
 
 def overrides_of(texts: Iterable[str]) -> dict[str, str | bool]:

@@ -262,7 +262,7 @@ def _declared(quantization: Mapping[str, Any] | None, modules: Sequence[str]) ->
 
 
 def _kv_scales(quantization: Mapping[str, Any]) -> bool:
-    """Whether ``kv_cache_scheme`` says so: "static" (both ROCm guides), or what ModelOpt writes (vLLM 0.32 modelopt.py)."""
+    """Whether ``kv_cache_scheme`` says so: "static" (both ROCm guides), or as ModelOpt does (vLLM 0.32 modelopt.py)."""
     said = quantization.get("kv_cache_scheme")
     if isinstance(said, Mapping):
         return (said.get("type"), said.get("num_bits")) == ("float", 8)

@@ -156,7 +156,8 @@ class LaunchRequest:
             "engine_concurrency": math.ceil(
                 profile.concurrency / (layout.data if self.purpose == "measure" else engines)
             ),
-            "context": self.max_model_len,
+            # A length that nobody said tells nothing of the requests that come.
+            "context": self.max_model_len if self.len_given else profile.request_tokens,
             # A length that the plan chose must be said as well, or vLLM takes the model's own.
             "model_len_given": _yes(self.len_given or self.max_model_len < facts.context),
             "trust_remote_code": _yes(self.trust_remote_code),

@@ -114,7 +114,8 @@ def _laid_out(request: LaunchRequest, given: Layout | None, packed: int) -> tupl
     said = given or layout_said(request.overrides, request.target, busy=request.profile.for_throughput)
     lengths = [request.max_model_len]
     if not request.len_given:
-        lengths += [length for length in _CONTEXTS if length < request.max_model_len]
+        least = _needed(request.facts, request.profile)
+        lengths += [length for length in _CONTEXTS if least <= length < request.max_model_len]
     for length in lengths:
         tried = replace(request, max_model_len=length)
         choice = _fixed(tried, said, by_caller=given is not None) if said is not None else _chosen(tried, packed)
@@ -218,10 +219,22 @@ def _length(facts: ModelFacts, said: Mapping[str, str | bool], profile: Profile)
             raise UserError(f"{LEN_FLAG} is {override!r}: expected a number of tokens")
         asked: int | None = int(text)
     else:
-        asked = profile.max_model_len
+        needed = 0 if profile.max_model_len else _needed(facts, profile)
+        asked = profile.max_model_len or (needed if needed > _CONTEXTS[0] else None)
     if asked is not None and asked > facts.context:
         raise UserError(f"a context of {asked:,} tokens is asked for, but the model ends at {facts.context:,}")
     return asked
+
+
+def _needed(facts: ModelFacts, profile: Profile) -> int:
+    """Tokens that a workload's longest request may take, 0 without one; UserError for more than the model knows."""
+    if profile.longest > facts.context:
+        raise UserError(
+            f"the workload's longest request has {profile.longest:,} tokens, but the model ends at {facts.context:,}",
+            hint="--max-model-len plans for shorter ones.",
+        )
+    # Random prompts are text again before they are sent, and the server may count some tokens more than were drawn.
+    return min(profile.longest + max(16, profile.longest // 16), facts.context) if profile.longest else 0
 
 
 def _remarks(request: LaunchRequest, layout: Layout) -> Iterator[str]:

@@ -80,8 +80,9 @@ def checked(target: Target) -> Target:
 class Profile:
     """One row, with the load at hand: ``concurrency`` requests in flight over all servers of a launch.
 
-    ``max_model_len`` (tokens) is None where the plan shall choose. ``share`` is how much of ``concurrency *
-    request_tokens``, those of a usual request, the KV caches must hold before a layout counts as fitting.
+    ``max_model_len`` (tokens) is None where the plan shall choose: room for ``longest`` at least, the longest request
+    of a workload, 0 where there is none. ``share`` is how much of ``concurrency * request_tokens``, those of a usual
+    request, the KV caches must hold before a layout counts as fitting.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Profile:
     request_tokens: int
     share: float
     max_model_len: int | None = None
+    longest: int = 0
 
     @property
     def for_throughput(self) -> bool:
@@ -96,13 +98,15 @@ class Profile:
         return self.name in {"throughput", "offline"}
 
 
-def profile(name: str, *, concurrency: int | None = None, max_model_len: int | None = None) -> Profile:
+def profile(
+    name: str, *, concurrency: int | None = None, max_model_len: int | None = None, longest: int = 0
+) -> Profile:
     """The profile of that name; UserError with the nearest name where there is none."""
     if name not in profiles():
         near = did_you_mean(name, profiles())
         raise UserError(f"unknown profile {name!r}{near}: expected one of {', '.join(profiles())}")
     row = profiles()[name]
-    return replace(row, concurrency=concurrency or row.concurrency, max_model_len=max_model_len)
+    return replace(row, concurrency=concurrency or row.concurrency, max_model_len=max_model_len, longest=longest)
 
 
 @cache

@@ -101,6 +101,9 @@ def compose(plan: LaunchPlan, processes: Sequence[Process], *, image: str | None
         services[name] = _composed(plan, process, image, host)
         if several:
             services[name]["profiles"] = [f"node-{process.node}"]
+        if process.replica % plan.layout.packed:  # as `waves` has it
+            before = name.replace(f"-{process.replica}", f"-{process.replica - 1}")
+            services[name]["depends_on"] = {before: {"condition": "service_healthy"}}
     return comments(plan) + dump({"services": services})
 
 

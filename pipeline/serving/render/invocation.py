@@ -19,7 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.hardware import Hardware, hardware
 from pipeline.serving.knobs.table import table
 from pipeline.serving.model.facts import ModelFacts
-from pipeline.serving.plan import LaunchPlan, Memory, Process
+from pipeline.serving.plan import LaunchPlan, Memory, Process, waves
 
 LOOPBACK = "127.0.0.1"
 """Where a server listens unless something stands between it and the network: it asks nobody for a password."""
@@ -73,7 +73,7 @@ def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBA
         lines += ["# vLLM selects by CUDA_VISIBLE_DEVICES and stops where the two differ.", "unset HIP_VISIBLE_DEVICES"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.env.items()]
     if len(nodes) == 1:
-        return "\n".join([*lines, "", *_node(processes, host), ""])
+        return "\n".join([*lines, "", *_node(waves(plan, processes), host), ""])
     if any(process.env.get("VLLM_HOST_IP", "").startswith("NODE_") for process in processes):
         lines += ["", "# NODE_0_IP and so on stand for the nodes' addresses on their private network."]
     lines += ["", f'case "${{1:?which node: {" ".join(map(str, nodes))}}}" in']
@@ -82,7 +82,7 @@ def script(plan: LaunchPlan, processes: Sequence[Process], *, host: str = LOOPBA
         roles = ", ".join(dict.fromkeys(process.role for process in here))
         address = next((process.env["VLLM_HOST_IP"] for process in here if "VLLM_HOST_IP" in process.env), None)
         lines += [f"{node})", f"  # ---- node {node}{f' ({address})' if address else ''}: {roles}"]
-        lines += [f"  {line}" if line else "" for line in _node(here, host)]
+        lines += [f"  {line}" if line else "" for line in _node(waves(plan, here), host)]
         lines += ["  ;;"]
     return "\n".join([*lines, "*) echo 'no such node' >&2; exit 2 ;;", "esac", ""])
 
@@ -94,19 +94,32 @@ def command(process: Process, *, host: str = LOOPBACK) -> str:
     return " \\\n  ".join(_lines(words))
 
 
-def _node(processes: Sequence[Process], host: str) -> Iterator[str]:
+def _node(turns: Sequence[Sequence[Process]], host: str) -> Iterator[str]:
     """What one node runs. One server replaces the shell; several run beside each other and end together.
 
     A shell without job control starts its background processes deaf to Ctrl-C, so the script tells them.
     """
-    if len(processes) == 1:
-        assignments = "env " if processes[0].env else ""  # `exec` takes a program
-        yield from f"exec {assignments}{command(processes[0], host=host)}".splitlines()
+    (first, *others), *later = turns
+    if not others and not later:
+        assignments = "env " if first.env else ""  # `exec` takes a program
+        yield from f"exec {assignments}{command(first, host=host)}".splitlines()
         return
     yield _TRAP
-    for process in processes:
-        yield f"# replica {process.replica}, GPUs {', '.join(map(str, process.gpus)) or 'none'}"
-        yield from f"{command(process, host=host)} &".splitlines()
+    before: Sequence[Process] = ()
+    started = 0
+    for turn in turns:
+        if before:
+            ports = " ".join(str(process.port) for process in before)
+            yield "# Servers of one GPU load one after the other: each would be charged for what the others load."
+            yield f"for port in {ports}; do"
+            yield f"  until (: </dev/tcp/{host}/$port) 2>/dev/null; do"
+            yield f'    test "$(jobs -rp | wc -l)" -eq {started}; sleep 2'
+            yield "  done"
+            yield "done"
+        for process in turn:
+            yield f"# replica {process.replica}, GPUs {', '.join(map(str, process.gpus)) or 'none'}"
+            yield from f"{command(process, host=host)} &".splitlines()
+        before, started = turn, started + len(turn)
     yield "wait -n  # the first that ends, ends the script, and the script the others"
 
 

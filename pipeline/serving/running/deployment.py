@@ -13,12 +13,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.base.errors import ServingError, UserError
 from pipeline.base.processes import Child, stop
-from pipeline.serving.plan import LaunchPlan, Process
+from pipeline.serving.plan import LaunchPlan, Process, waves
 from pipeline.serving.running.log import diagnose
 from pipeline.serving.running.server import HOST, Server, fetch
 
@@ -110,22 +110,30 @@ def starting(
 ) -> Iterator[Callable[[], Deployment]]:
     """Start every process, and stop them all when the block ends; what it is given, once, waits until each answers.
 
-    A server without a port gets a free one. Raises `ServingError` where one ends or does not answer within
+    Servers that share an accelerator start one after the other, so all but the first of them in that waiting. A server
+    without a port gets a free one. Raises `ServingError` where one ends or does not answer within
     ``startup_timeout`` seconds, `UserError` where a port is not free.
     """
     members: list[Member] = []
     try:
         with ExitStack() as ports:
             held = [
-                ports.enter_context(reserved(process.port)) if process.role == "server" else None
+                replace(process, port=ports.enter_context(reserved(process.port)) if process.role == "server" else None)
                 for process in processes
             ]
-            began = time.monotonic()
-            for process, port in zip(processes, held, strict=True):
-                members.append(Member(_title(process, processes), start(process, port), port))
+            first, *later = waves(plan, held)
+
+            def begin(wave: Sequence[Process]) -> float:
+                began = time.monotonic()
+                members.extend(Member(_title(one, held), start(one, one.port), one.port) for one in wave)
+                return began
+
+            began = begin(first)
 
             def ready() -> Deployment:
-                servers = _ready(plan, members, began, startup_timeout, say)
+                servers = _ready(plan, members, [], began, startup_timeout, say)
+                for wave in later:
+                    servers = _ready(plan, members, servers, begin(wave), startup_timeout, say)
                 ports.close()
                 if len(servers) > 1:
                     say(BALANCER)
@@ -176,9 +184,12 @@ def listener(port: int) -> str | None:
     return None
 
 
-def _ready(plan: LaunchPlan, members: Sequence[Member], began: float, timeout: float, say: Say) -> list[Server]:
-    waiting = [member for member in members if member.port is not None]
-    several = len(waiting) > 1
+def _ready(
+    plan: LaunchPlan, members: Sequence[Member], before: Sequence[Server], began: float, timeout: float, say: Say
+) -> list[Server]:
+    """Servers ``before``, which answer already, and after them those of the other members once they do."""
+    waiting = [member for member in members if member.port is not None][len(before) :]
+    several = plan.layout.packed > 1 or len(waiting) > 1
     ready: dict[int, Server] = {}
     while waiting:
         for member in members:
@@ -204,7 +215,7 @@ def _ready(plan: LaunchPlan, members: Sequence[Member], began: float, timeout: f
             )
         if waiting:
             time.sleep(_POLL_S)
-    return [ready[member.port] for member in members if member.port is not None]
+    return [*before, *(ready[member.port] for member in members if member.port in ready)]
 
 
 def _healthy(plan: LaunchPlan, member: Member) -> bool:

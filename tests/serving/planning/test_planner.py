@@ -259,6 +259,32 @@ def test_a_context_that_nobody_said_is_the_longest_that_fits():
     assert int(flag(tight, "--max-model-len") or 0) < 32768
 
 
+def test_a_plan_is_long_enough_for_its_workload():
+    load = profile("throughput", concurrency=64, longest=33280)
+    assert flag(plan(profile=load), "--max-model-len") == str(33280 + 33280 // 16)
+    assert flag(plan(profile=replace(load, longest=4352)), "--max-model-len") == "32768"
+    assert flag(plan(profile=replace(load, longest=131060)), "--max-model-len") == "131072"
+    assert flag(plan(profile=replace(load, max_model_len=8192)), "--max-model-len") == "8192"
+    with pytest.raises(UserError, match="longest request has 131,073 tokens, but the model ends at 131,072"):
+        plan(profile=replace(load, longest=131073))
+    with pytest.raises(UserError, match="does not fit"):  # rather than a plan for shorter ones
+        plan(facts(LLAMA_70B), profile=load, overrides={"--gpu-memory-utilization": "0.74"})
+
+
+@pytest.mark.parametrize(
+    ("model", "load", "seqs"),
+    [
+        (LLAMA_8B, profile("offline"), "2048"),
+        (LLAMA_8B, profile("offline", concurrency=3000), "4096"),
+        (LLAMA_8B, profile("latency"), "256"),
+        (LLAMA_8B, profile("offline", max_model_len=32768, concurrency=100), "128"),
+        (LLAMA_8B, profile("throughput", concurrency=64, longest=33280), "128"),
+    ],
+)
+def test_a_length_that_nobody_said_caps_no_batch(model, load, seqs):
+    assert flag(plan(facts(model), profile=load), "--max-num-seqs") == seqs
+
+
 def test_nodes_run_a_process_each():
     staged = plan(facts(LLAMA_405B), "mi300x:4x2", concurrency=16)
     assert staged.layout == Layout(4, 2, nodes=2)

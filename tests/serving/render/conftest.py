@@ -80,6 +80,17 @@ def replicas() -> tuple[LaunchPlan, tuple[Process, ...]]:
 
 
 @pytest.fixture
+def packed() -> tuple[LaunchPlan, tuple[Process, ...]]:
+    """Two servers on each of two GPUs."""
+    plan = _plan("mi300x:2", Layout(replicas=2, packed=2))
+    gpus = [rank // 2 for rank in range(4)]
+    return plan, tuple(
+        Process(0, "server", rank, (gpu,), 8900 + rank, {"CUDA_VISIBLE_DEVICES": str(gpu)}, plan.argv)
+        for rank, gpu in enumerate(gpus)
+    )
+
+
+@pytest.fixture
 def headless() -> tuple[LaunchPlan, tuple[Process, ...]]:
     """One server over three nodes, each with processes of its own."""
     plan = _plan(

@@ -105,6 +105,13 @@ def test_a_service_runs_what_the_plan_says(launch: str, request: pytest.FixtureR
     assert kfd == (launch != "on_cpu")
 
 
+def test_servers_of_one_gpu_wait_for_each_other(packed: Launch) -> None:
+    found = services(compose(*packed))
+    ready = {"condition": "service_healthy"}
+    waits = {name: service.get("depends_on") for name, service in found.items()}
+    assert waits == {"vllm-0": None, "vllm-1": {"vllm-0": ready}, "vllm-2": None, "vllm-3": {"vllm-2": ready}}
+
+
 def test_nodes_are_profiles(headless: Launch) -> None:
     found = services(compose(*headless))
     assert {name: service["profiles"] for name, service in found.items()} == {

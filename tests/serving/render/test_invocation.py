@@ -85,6 +85,29 @@ def test_replicas_that_ended_together_are_no_fault_of_the_script(replicas: Launc
     assert len(run(text.replace("\nwait -n ", "\nwait "))) == 3
 
 
+LISTENING = """
+import socket
+with socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1]))) as server:
+    time.sleep(float(os.environ.get("STUB_SLEEPS", "0")))
+"""
+
+
+def test_servers_of_one_gpu_load_one_after_the_other(packed: Launch, tmp_path: Path, run: Run) -> None:
+    stub = tmp_path / "bin" / "vllm"
+    body, ending = stub.read_text().rsplit("time.sleep", 1)[0], "time.sleep(0.5)\n" + LISTENING
+    stub.write_text(body + ending)
+    text = script(*packed).replace("sleep 2", "sleep 0.1")
+    records = run(text.replace("unset", "export STUB_SLEEPS=3\nunset"))
+    when = {record["argv"][-1]: record["at"] for record in records}
+    assert len(when) == 4
+    assert min(when["8901"], when["8903"]) - max(when["8900"], when["8902"]) > 0.5e9, "what one of them takes to listen"
+    stub.write_text(body + "sys.exit(3)\n")
+    ended = subprocess.run(
+        ["bash", "-c", text], env={**os.environ, "PATH": f"{stub.parent}:/usr/bin:/bin"}, check=False
+    )
+    assert ended.returncode != 0, "nobody waits for a server that has ended"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all_replicas(replicas: Launch, tmp_path: Path, run: Run, number: signal.Signals) -> None:
     (tmp_path / "launch.sh").write_text(script(*replicas))

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import ServingError, UserError
-from pipeline.serving.plan import LaunchPlan, Process
-from pipeline.serving.running.deployment import BALANCER
+from pipeline.base.processes import Child
+from pipeline.serving.plan import LaunchPlan, Layout, Process
+from pipeline.serving.running.deployment import BALANCER, Say
 from pipeline.serving.running.launchers import LocalLauncher
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,6 +96,27 @@ def test_replicas_answer_each_with_its_devices_and_log(
     assert (tmp_path / "logs" / "server-2.log").read_text() == "one of three\n"
     assert sum("is ready after" in line for line in said) == 3
     assert said[-1] == BALANCER
+
+
+def test_servers_of_one_gpu_load_one_after_the_other(
+    fake_vllm: Path, fake_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = fake_model(mode="slow", seconds=0.3)
+    plan, processes = launch(model, replicas=4)
+    plan = replace(plan, layout=Layout(replicas=2, packed=2))
+    started: list[tuple[int, bool]] = []
+
+    class Watched(LocalLauncher):
+        def _start(self, plan: LaunchPlan, process: Process, port: int | None, log_path: Path, say: Say) -> Child:
+            answering = any("replica 0 is ready" in line for line in said) and any("replica 2 is" in s for s in said)
+            started.append((process.replica, answering))
+            return super()._start(plan, process, port, log_path, say)
+
+    said: list[str] = []
+    with Watched(fake_vllm, stop_grace=0.3).deploy(plan, processes, tmp_path / "logs", say=said.append) as running:
+        assert len(running.servers) == len({server.base_url for server in running.servers}) == 4
+    assert started == [(0, False), (2, False), (1, True), (3, True)]
+    assert sum("is ready after" in line for line in said) == 4
 
 
 def test_headless_engines_belong_to_the_launch(

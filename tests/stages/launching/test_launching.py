@@ -108,4 +108,7 @@ def test_loads() -> None:
     named = profile_for("latency", recipe, concurrency=None, max_model_len=None)
     assert (named.name, named.concurrency) == ("latency", profile("latency").concurrency)
     workload = profile_for("tiny", None, concurrency=None, max_model_len=None)
-    assert (workload.concurrency, workload.max_model_len) == (16, None)
+    assert (workload.concurrency, workload.max_model_len, workload.longest) == (16, None, 96)
+    longer = profile_for("long-context", recipe, concurrency=None, max_model_len=None)
+    assert (longer.max_model_len, longer.longest) == (None, 33280)
+    assert profile_for("long-context", recipe, concurrency=None, max_model_len=4096).max_model_len == 4096
