@@ -36,6 +36,7 @@ from pipeline.base.machine import Machine
 from pipeline.base.processes import stop_signals
 from pipeline.base.progress import PlainReporter, Progress, RichReporter
 from pipeline.publish.places import published_folder, serving_name
+from pipeline.quantize.formats.checkpoint import open_checkpoint
 from pipeline.recipe.load import recipe_names
 from pipeline.recipe.schema import Recipe, Speculative
 from pipeline.serving.environment import VllmEnvironment
@@ -96,23 +97,39 @@ def find_model(
 
 
 def fetched(found: ServedModel, *, with_code: bool, progress: Progress) -> ServedModel:
-    """The same with its weights on this machine. Raises `UserError` where nothing that could be served is made."""
+    """The same with its weights on this machine, all of them.
+
+    Raises `UserError` where nothing that could be served is made, or parts of it are missing.
+    """
     if found.missing is not None:
         raise found.missing
     if found.identity is None or found.identity.folder is not None:
+        _require_whole(Path(found.model), with_code=with_code)
         return found
     folder = fetch(found.identity, with_code=with_code, progress=progress)
+    _require_whole(folder, with_code=with_code)
     return replace(found, model=str(folder.resolve()), facts=model_facts(folder), revision=None)
 
 
+def _require_whole(folder: Path, *, with_code: bool) -> None:
+    """vLLM starts a model that lacks a layer, and it talks nonsense."""
+    from pipeline.quantize.model.structure import read_structure
+
+    try:
+        structure = read_structure(folder, open_checkpoint(folder).tensors, trust_remote_code=with_code)
+    except UserError:  # vLLM knows architectures that transformers does not
+        return
+    structure.require_whole(folder)
+
+
 def _folder(path: Path) -> ServedModel:
-    """A folder may hold no more than a config.json: enough to plan."""
+    """A folder may hold no more than a config.json: enough to plan. A link is served by its own name."""
     folder = path.resolve()
     facts = model_facts(folder)
     missing = UserError(
         f"{path} has no *.safetensors, expected a model's weights", hint="--dry-run plans without them."
     )
-    return ServedModel(str(folder), facts, folder.name, missing=missing if facts.counted else None)
+    return ServedModel(str(folder), facts, path.absolute().name, missing=missing if facts.counted else None)
 
 
 def _repository(identity: SourceIdentity) -> ServedModel:

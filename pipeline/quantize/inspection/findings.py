@@ -110,6 +110,7 @@ def check_structure(checkpoint: Checkpoint, structure: Structure, claims: Claims
     """Hold the promise against the headers, both ways."""
     form = layout_of(checkpoint.config)
     expected = expected_tensors(checkpoint, structure, claims)
+    yield from (Finding(*fault) for fault in structure.faults)
     for module, reason in claims.unknown.items():
         yield Finding("unknown scheme", module, f"its configuration ({reason}) is no scheme that quantmint knows")
     for tensors in expected.values():

@@ -41,7 +41,8 @@ def recall(place: Path) -> Structure | None:
         }
         linear = {module: (shape[0], shape[1]) for module, shape in found.pop("linear").items()}
         kept, attention = tuple(found.pop("kept")), tuple(found.pop("attention"))
-        return Structure(linear=linear, kept=kept, attention=attention, weights=weights, **found)
+        faults = tuple((rule, name, message) for rule, name, message in found.pop("faults"))
+        return Structure(linear=linear, kept=kept, attention=attention, weights=weights, faults=faults, **found)
     except (OSError, ValueError, TypeError, KeyError, LookupError, AttributeError):
         return None
 

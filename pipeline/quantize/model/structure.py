@@ -8,7 +8,9 @@ checkpoint with; what the rules lead nowhere, the layers of a multi-token predic
 from __future__ import annotations
 
 import gc
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,14 @@ from typing import Any
 from calibration.lazy import torch
 from calibration.replica import attention_by_layer
 from pipeline.base.errors import UserError, did_you_mean, first_line
-from pipeline.quantize.formats.checkpoint import SINGLE_NAME, Checkpoint, TensorInfo, read_json, tensor_bytes
+from pipeline.quantize.formats.checkpoint import (
+    SINGLE_NAME,
+    SIXTEEN_BIT,
+    Checkpoint,
+    TensorInfo,
+    read_json,
+    tensor_bytes,
+)
 from pipeline.quantize.formats.layout import Choice
 from pipeline.quantize.model import answers
 from pipeline.quantize.model.weights import (
@@ -27,13 +36,14 @@ from pipeline.quantize.model.weights import (
     WeightSource,
     encoded_weights,
     expert_shape,
+    other_experts,
     part_of,
     quantized_by,
     split,
     stacked_name,
     stacks_experts,
 )
-from pipeline.recipe.modules import assigned, matches
+from pipeline.recipe.modules import assigned, declared_quantization, matches
 from pipeline.recipe.schema import Quantization
 
 
@@ -130,6 +140,9 @@ def stored_tensors(model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 Tensors = Mapping[str, tuple[str, TensorInfo]]
 _PACKED = "weight_packed"
+_KNOWN = (None, "fp8", "compressed-tensors", "quark")
+_QUANTIZED = ("_scale", "_scale_inv", "_zero_point", "_shape", "_g_idx")  # what layouts put beside weights
+_CARRIED = (r"rotary_emb\.inv_freq$", r"(^|\.)mtp\.")  # of no use to those who load them, whatever the family
 
 
 def read_structure(folder: Path, tensors: Tensors, *, trust_remote_code: bool = False) -> Structure:
@@ -182,6 +195,8 @@ class _Reading:
         self._modules: dict[str, str] = {}
         self._kept: set[str] = set()
         self._prefixes: dict[str, str] = {}  # of the model's modules, to what they are called on disk
+        self._stored: dict[str, list[str]] = defaultdict(list)  # by parameter: the tensors that become (a part of) it
+        self._faults: list[tuple[str, str, str]] = []
 
     def structure(self) -> Structure:
         head = False
@@ -190,6 +205,9 @@ class _Reading:
             owner, parameter = self._owners.get(own.rpartition(".")[0]), self._parameters.get(own)
             head |= owner is self._head
             self._remember(name, own)
+            self._stored[own].append(_plain(name))
+            if not operations and parameter is not None and info.dtype in (*SIXTEEN_BIT, "F32"):
+                self._hold(name, info.shape, owner, tuple(parameter.shape))
             if parameter is None:
                 self._unknown(name, info)
             elif stacks_experts(owner):
@@ -209,12 +227,50 @@ class _Reading:
             encoded=self._encoded,
             modules={**self._modules, **dict(attention)},
             quantized_by=quantized_by(self._config),
+            faults=tuple(self._contradictions()),
         )
+
+    def _contradictions(self) -> Iterator[tuple[str, str, str]]:
+        method = (declared_quantization(self._config) or {}).get("quant_method")
+        if method in _KNOWN:  # others call their weights by names of their own
+            yield from (*self._faults, *self._missing(), *self._nobodys())
+
+    def _hold(self, name: str, shape: Sequence[int], owner: Any, expected: tuple[int, ...]) -> None:
+        if tuple(shape) != expected and not stacks_experts(owner):
+            message = f"it is {list(shape)}, config.json implies {list(expected)}"
+            self._faults.append(("wrong shape", name, message))
+
+    def _missing(self) -> Iterator[tuple[str, str, str]]:
+        """What transformers would save and nobody stored, by whatever name and in whatever pieces."""
+        implied = stored_tensors(self._model)
+        seen = {name for names in self._stored.values() for name in names}
+        stacks: set[str] = set()
+        for name in (name for name in implied if name not in seen):
+            own, _ = self._locate(name)
+            stored = self._stored.get(own, [])
+            if implied.keys().isdisjoint(stored) and stored:  # the same weights by other names
+                owner = self._owners.get(own.rpartition(".")[0])
+                if own not in stacks and owner is not None and stacks_experts(owner):
+                    stacks.add(own)
+                    lacking = other_experts(stored, own, self._parameters[own].shape[0])
+                    yield from (("missing", one, "config.json implies it, it is not stored") for one in lacking)
+            else:
+                yield "missing", name, f"config.json implies it, {list(implied[name][1])}; it is not stored"
+
+    def _nobodys(self) -> Iterator[tuple[str, str, str]]:
+        """Tensors of no module, but what this family is known to carry along."""
+        text, known = self._model.config.get_text_config(), self._model.state_dict().keys()
+        layers, more = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", None) or 0
+        carried = [*(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_CARRIED]
+        carried += [rf"\.layers\.{layers + one}\." for one in range(more)]
+        for own in self._stored.keys() - known:
+            for name in self._stored[own]:
+                if not name.endswith(_QUANTIZED) and not any(re.search(pattern, name) for pattern in carried):
+                    yield "undeclared", name, "it is stored, and no module of config.json has it"
 
     def _locate(self, name: str) -> tuple[str, tuple[Any, ...]]:
         """The parameter that a tensor belongs to, and how transformers rearranges it."""
-        # The rules know 16-bit names: a packed weight goes by its weight's.
-        plain = f"{name.removesuffix(_PACKED)}weight" if name.endswith(_PACKED) else name
+        plain = _plain(name)
         own, operations = self._rename(plain)
         if own not in self._parameters and plain.endswith(".weight"):
             # One expert of a model whose release stacks them: quantized checkpoints hold them one by one.
@@ -266,6 +322,11 @@ class _Reading:
         return not self._decoder or inside.startswith(f"{self._decoder}.")
 
 
+def _plain(name: str) -> str:
+    """The rules know 16-bit names: a packed weight goes by its weight's."""
+    return f"{name.removesuffix(_PACKED)}weight" if name.endswith(_PACKED) else name
+
+
 def _routers(owners: Mapping[str, Any]) -> Iterable[str]:
     """Linear modules that choose or weigh experts: beside the experts, or inside a module that is called a router."""
     blocks = {name.rpartition(".")[0] for name, module in owners.items() if stacks_experts(module)}
@@ -281,7 +342,7 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
     """Assign a scheme, or 16 bit, to every linear module.
 
     Raises `UserError` for a name that matches nothing, because a typo would otherwise quantize what was meant to stay,
-    where nothing is left to quantize, and for a source that is quantized already.
+    where nothing is left to quantize, and for a source that is quantized already or not what its configuration says.
     """
     if structure.quantized_by is not None:
         raise UserError(
@@ -289,6 +350,7 @@ def select(structure: Structure, quantization: Quantization) -> Choice:
             "weights, or FP8 in blocks of 128x128.",
             hint="Start from the 16-bit release of the model.",
         )
+    structure.require_whole("source")
     everything = (*structure.linear, *structure.kept)
     for pattern in quantization.exclude:
         _require_match(pattern, everything, "exclude")

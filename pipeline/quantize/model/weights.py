@@ -57,6 +57,9 @@ class Structure:
     quantized checkpoint. ``encoded`` maps each FP8 weight of the source to its block scales. ``modules`` maps linear
     and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one
     of the experts that it stacks. ``quantized_by`` is set where the folder is no source at all.
+
+    ``faults`` are contradictions between the configuration and the tensors on disk, each a rule, a tensor and words:
+    what the configuration implies and nobody stored, what has another shape, and what is stored for no module.
     """
 
     linear: Mapping[str, tuple[int, int]]
@@ -67,6 +70,14 @@ class Structure:
     encoded: Mapping[str, str] = field(default_factory=dict, compare=False)
     modules: Mapping[str, str] = field(default_factory=dict, compare=False)
     quantized_by: str | None = field(default=None, compare=False)
+    faults: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
+
+    def require_whole(self, where: object) -> None:
+        """Raise `UserError` where the tensors of ``where`` are not those that its configuration implies."""
+        if self.faults:
+            (_, name, message), more = self.faults[0], len(self.faults) - 1
+            others = f"; {more} more tensor{'s contradict' if more > 1 else ' contradicts'} it" if more else ""
+            raise UserError(f"{where}: found weights that are not those of config.json: {name}: {message}{others}.")
 
 
 _BLOCK = 128
@@ -139,6 +150,22 @@ def part_of(module_name: str) -> tuple[int, str] | None:
     """Number and projection of a single expert's module, under whatever names; None for any other name."""
     one = _ONE.fullmatch(module_name)
     return (int(one[2]), _MIXTRAL.get(one[3], one[3])) if one else None
+
+
+def other_experts(stored: Sequence[str], own: str, experts: int) -> list[str]:
+    """Projections of single experts that lack among the ``stored`` ones of the stack ``own``; none for other names."""
+    found: dict[tuple[str, int, str], str] = {}
+    for name in stored:
+        if one := _ONE.fullmatch(name.removesuffix(".weight")):
+            found[one[1], int(one[2]), _MIXTRAL.get(one[3], one[3])] = one[3]
+    spelled = {part: last for (_, _, part), last in found.items()}
+    return [
+        f"{prefix}.{expert}.{spelled.get(part, part)}.weight"
+        for prefix in dict.fromkeys(prefix for prefix, _, _ in found)
+        for expert in range(experts)
+        for part in _PARTS[own.rpartition(".")[2]]
+        if (prefix, expert, part) not in found
+    ]
 
 
 @dataclass(frozen=True, slots=True)

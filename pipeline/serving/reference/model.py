@@ -49,6 +49,7 @@ def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> Loade
     """A model or checkpoint on a device, in float32; `UserError` for one that is unsound, or cannot be represented."""
     checkpoint = open_checkpoint(folder)
     structure = read_structure(folder, checkpoint.tensors, trust_remote_code=trust_remote_code)
+    structure.require_whole(folder)
     claims = _claims(checkpoint, structure)
     model = meta_model(folder, trust_remote_code=trust_remote_code).float().eval()
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()

@@ -10,7 +10,8 @@ import torch
 
 from pipeline.base.errors import UserError
 from pipeline.quantize.formats.checkpoint import open_checkpoint
-from pipeline.quantize.model.structure import Structure, imagine, meta_model, read_structure
+from pipeline.quantize.model.structure import Structure, imagine, meta_model, read_structure, select
+from pipeline.recipe.schema import Quantization
 
 ASSETS = Path(__file__).parents[2] / "assets" / "configs"
 FIXTURES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-text", "phi3")
@@ -67,6 +68,7 @@ def test_what_is_imagined_weighs_what_is_saved(models: Models, name: str) -> Non
     assert {n: i.shape for n, (_, i) in imagined.tensors.items()} == {n: i.shape for n, (_, i) in real.tensors.items()}
     assert structure == structure_of(models(name))
     assert structure.weights == structure_of(models(name)).weights
+    assert structure.faults == structure_of(models(name)).faults == ()
 
 
 @pytest.mark.parametrize("checkpoint_format", ["compressed-tensors", "quark"])
@@ -75,7 +77,84 @@ def test_a_quantized_checkpoint_has_the_structure_of_its_source(
     quantize: Callable[..., Any], name: str, checkpoint_format: str
 ) -> None:
     made = quantize(name, checkpoint_format)
-    assert read_structure(made.folder, made.checkpoint.tensors) == made.structure
+    structure = read_structure(made.folder, made.checkpoint.tensors)
+    assert structure == made.structure
+    assert structure.faults == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint_format", "lost", "found"),
+    [
+        ("llama", None, "model.layers.1.", 9),
+        ("llama", None, "model.layers.0.input_layernorm.", 1),
+        ("llama", None, "model.norm.", 1),
+        ("llama", None, "model.embed_tokens.", 1),
+        ("llama", "compressed-tensors", "model.layers.0.mlp.up_proj.", 1),
+        ("llama", "quark", "model.layers.1.", 9),
+        ("mixtral", None, "model.layers.0.block_sparse_moe.experts.2.w1.", 1),
+        ("qwen3-moe", "quark", "model.layers.1.mlp.experts.3.", 3),
+        ("deepseek-v3", None, "model.layers.1.mlp.gate.e_score_correction_bias", 1),
+    ],
+)
+def test_what_the_configuration_implies_and_nobody_stored_is_named(
+    models: Models, quantize: Callable[..., Any], checkpoint_format: str | None, name: str, lost: str, found: int
+) -> None:
+    folder = models(name) if checkpoint_format is None else quantize(name, checkpoint_format, kv_cache=False).folder
+    tensors = open_checkpoint(folder).tensors
+    less = {stored: entry for stored, entry in tensors.items() if not stored.startswith(lost)}
+    assert len(less) < len(tensors)
+    faults = read_structure(folder, less).faults
+    assert [rule for rule, _, _ in faults] == ["missing"] * found
+    assert all(tensor.startswith(lost) for _, tensor, _ in faults)
+
+
+def test_an_expert_that_lacks_is_named_also_where_others_are_stored_one_by_one(models: Models) -> None:
+    """As a quantized checkpoint holds them, whose source stacks them."""
+    folder = models("llama4")
+    stored = open_checkpoint(folder).tensors
+    structure = read_structure(folder, stored)
+    stacks = {weight.tensor for weight in structure.weights.values() if weight.expert is not None}
+    singles = {f"{module}.weight" for module, weight in structure.weights.items() if weight.expert is not None}
+    entry = next(iter(stored.values()))
+    tensors = dict.fromkeys((stored.keys() - stacks) | singles, entry)
+    lost = sorted(singles)[1]
+    faults = [fault for fault in read_structure(folder, dict(tensors)).faults if fault[0] == "missing"]
+    del tensors[lost]
+    assert faults == []
+    assert [name for rule, name, _ in read_structure(folder, tensors).faults if rule == "missing"] == [lost]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "where", "count"),
+    [
+        ({"num_hidden_layers": 1}, "undeclared", "model.layers.1.", 9),
+        ({"num_hidden_layers": 3}, "missing", "model.layers.2.", 9),
+        ({"vocab_size": 64}, "wrong shape", "", 2),
+    ],
+)
+def test_a_configuration_of_another_model_is_no_structure_to_quantize(
+    models: Models, tmp_path: Path, change: dict[str, int], rule: str, where: str, count: int
+) -> None:
+    folder = models("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    structure = read_structure(tmp_path, open_checkpoint(folder).tensors)
+    assert [fault[0] for fault in structure.faults] == [rule] * count
+    assert all(name.startswith(where) for _, name, _ in structure.faults)
+    with pytest.raises(UserError, match=r"^source: found weights that are not those of config\.json: .*") as refused:
+        select(structure, Quantization(scheme="ptpc_fp8"))
+    assert f"{count - 1} more tensor" in refused.value.message
+
+
+def test_what_a_family_carries_along_is_nobodys_fault(models: Models, tmp_path: Path) -> None:
+    folder = models("llama")
+    tensors = dict(open_checkpoint(folder).tensors)
+    entry = tensors["model.norm.weight"]
+    carried = ("model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.layers.0.mlp.up_proj.weight")
+    assert read_structure(folder, tensors | dict.fromkeys(carried, entry)).faults == ()
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_structure(tmp_path, tensors).faults == ()
 
 
 def test_packed_weights_are_recognised(models: Models) -> None:

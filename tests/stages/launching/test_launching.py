@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -56,6 +58,19 @@ def test_a_repository_is_served_from_its_snapshot(hub: Path, tmp_path: Path) -> 
     plan, _ = Request(found, LATENCY).plan()
     assert plan.argv[2] == str(hub)
     assert "--revision" not in plan.argv, "a folder is what it is"
+
+
+def test_a_folder_is_served_by_its_name_and_only_whole(models: Callable[..., Path], tmp_path: Path) -> None:
+    release = tmp_path / "NAME"
+    release.symlink_to(models("llama"))
+    found = find_model(str(release), store=tmp_path)
+    assert found.name == "NAME"
+    assert fetched(found, with_code=False, progress=PlainReporter()) == found
+    broken = shutil.copytree(models("llama"), tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(UserError, match=r"broken: found weights that .* config\.json: model\.layers\.2\."):
+        fetched(find_model(str(broken), store=tmp_path), with_code=False, progress=PlainReporter())
 
 
 def test_knobs() -> None:
